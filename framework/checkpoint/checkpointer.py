@@ -279,8 +279,8 @@ def _step_and_metrics(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _all_records(
     written: Path, records: Mapping[str, FileRecord]
 ) -> tuple[dict[str, FileRecord], list[str]]:
-    """Return the records of all files, those of the ranks and those that DeepSpeed wrote by itself;
-    and the folders that hold them.
+    """Return the records of all files, written by the ranks or by DeepSpeed itself; and the folders
+    that hold them.
 
     A run folder on a local disk of each host is refused: rank 0 sees nothing of the others' files.
     """

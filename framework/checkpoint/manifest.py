@@ -136,8 +136,8 @@ def newest_first(folder: Path) -> Iterator[SavedCheckpoint]:
 
 
 def read_checkpoint(path: Path) -> SavedCheckpoint | None:
-    """Read the checkpoint in a folder; None if it is not of this format, or its manifest has changed
-    since it was written.
+    """Read the checkpoint in a folder; None if it is not of this format, or its manifest has
+    changed since it was written.
 
     Raises:
         OSError: the file system does not give it out now: it may next time.

@@ -1,6 +1,6 @@
-"""Names of checkpoints and of their files: the only place that knows them, and all that is known of
-a checkpoint that DeepSpeed wrote by itself, without a manifest, before its files are read
-(`framework.checkpoint.state.deepspeed_format`).
+"""Names of checkpoints and of their files; and the facts that names alone show of a checkpoint that
+DeepSpeed wrote by itself, without a manifest (`framework.checkpoint.state.deepspeed_format` reads
+the files).
 
 <run>/checkpoints/latest                     the newest tag
 <run>/checkpoints/global_step10/             a checkpoint: DeepSpeed's files, and manifest.json
@@ -25,8 +25,8 @@ from framework.system.files import read_regular
 CALLBACKS: Final = "callbacks"
 STREAM: Final = "stream"
 BAD_STEPS: Final = "bad_steps"
-"""Keys of what callbacks keep, of the places of streamed data, and of the last good steps, in the
-saved state alone.
+"""Keys that are in the saved state, and not in the manifest: state of callbacks, positions in
+streamed data, and the last good steps.
 """
 CHECKPOINTS: Final = "checkpoints"
 MANIFEST: Final = "manifest.json"
@@ -36,38 +36,35 @@ LEAVING: Final = ".leaving-"
 TAG: Final = re.compile(r"global_step(?P<step>[0-9]{1,18})\Z")
 # Set aside by a resume from an earlier step (`framework.checkpoint.resume_point.set_aside_later`).
 REPLACED: Final = re.compile(r"(?P<tag>global_step(?P<step>[0-9]{1,18}))\.replaced(-[0-9]{1,3})?\Z")
-MODEL_FILE: Final = re.compile(
-    r"(?:zero_pp_rank_(?P<rank>[0-9]{1,6})_)?mp_rank_(?P<model_rank>[0-9]{1,4})_model_states\.pt"
-)
-OPTIMIZER_FILE: Final = re.compile(
-    r"(?:bf16_)?zero_pp_rank_(?P<rank>[0-9]{1,6})_mp_rank_(?P<model_rank>[0-9]{1,4})_optim_states\.pt"
-)
+_RANK: Final = r"zero_pp_rank_(?P<rank>[0-9]{1,6})"
+_MODEL_RANK: Final = r"mp_rank_(?P<model_rank>[0-9]{1,4})"
+MODEL_FILE: Final = re.compile(rf"(?:{_RANK}_)?{_MODEL_RANK}_model_states\.pt")
+OPTIMIZER_FILE: Final = re.compile(rf"(?:bf16_)?{_RANK}_{_MODEL_RANK}_optim_states\.pt")
 LAYER_FILE: Final = re.compile(r"layer_[0-9]{1,6}-.*model_states\.pt")
 SWAPPED: Final = "offloaded_tensors"
-"""Folder of what DeepSpeed's swapper kept on NVMe."""
+"""Folder of the state that DeepSpeed's swapper kept on NVMe."""
 _LONGEST_TAG: Final = 256
 _RAW_TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
 def tag_of(step: int) -> str:
-    """Name of the checkpoint of a step."""
+    """Return the name of the checkpoint of a step."""
     return f"global_step{step}"
 
 
 def replaced_names(tag: str) -> list[str]:
-    """List the names that a checkpoint may get when it is set aside: the first of these that is
-    free is taken.
-    """
-    return [
-        f"{tag}.replaced{suffix}" for suffix in ("", *(f"-{number}" for number in range(1, 1000)))
-    ]
+    """List the names that a checkpoint may get when it is set aside: it gets the first free one."""
+    first = f"{tag}.replaced"
+    return [first, *(f"{first}-{number}" for number in range(1, 1000))]
 
 
 def layer_file(number: int, tensor_rank: int | None = None) -> str:
     """Return the file that holds the weights of a pipeline's layer, or a tensor rank's part of
     them.
     """
-    return f"layer_{number:02d}{'' if tensor_rank is None else f'-model_{tensor_rank:02d}'}-model_states.pt"
+    if tensor_rank is None:
+        return f"layer_{number:02d}-model_states.pt"
+    return f"layer_{number:02d}-model_{tensor_rank:02d}-model_states.pt"
 
 
 def model_file_of(rank: int, *, tensor_size: int = 1) -> str:
@@ -76,8 +73,8 @@ def model_file_of(rank: int, *, tensor_size: int = 1) -> str:
 
 
 def own_names(path: Path) -> tuple[Path, Path]:
-    """A path that may name a checkpoint, and where it leads: a link, or ``.``, may stand for
-    one.
+    """Return a path that may be a checkpoint's, as it is and resolved: a link, or ``.``, may stand
+    for a checkpoint.
     """
     try:
         return path, path.resolve()
@@ -86,42 +83,40 @@ def own_names(path: Path) -> tuple[Path, Path]:
 
 
 def holders(path: Path) -> tuple[Path, Path]:
-    """Folders that may hold checkpoints, where a path names none: it is a ``checkpoints`` folder,
-    or a run folder.
+    """Return the folders that may hold checkpoints if a path is not a checkpoint itself: it is a
+    ``checkpoints`` folder, or a run folder.
     """
     return path, path / CHECKPOINTS
 
 
 def latest_tag(folder: Path) -> str:
-    """Read the tag in the file `latest` of a ``checkpoints`` folder; empty where it cannot be
-    read.
-    """
+    """Read the tag in the file `latest` of a ``checkpoints`` folder; empty if it cannot be read."""
     try:
-        return (
-            (read_regular(folder / LATEST, num_bytes=_LONGEST_TAG) or b"")
-            .decode("utf-8", errors="replace")
-            .strip()
-        )
+        content = read_regular(folder / LATEST, num_bytes=_LONGEST_TAG)
     except OSError:
         return ""
+    if content is None:
+        return ""
+    return content.decode("utf-8", errors="replace").strip()
 
 
 def named_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and folders with the name of a checkpoint, whatever is in them, the oldest first.
+    """List the folders with the name of a checkpoint, with any content, and their steps, the oldest
+    first.
 
     Raises:
         OSError: the folder is there and does not answer.
     """
+    checkpoints = []
     try:
         with os.scandir(folder) as entries:
-            found = [
-                (TAG.match(entry.name), Path(entry.path))
-                for entry in entries
-                if entry.is_dir() or entry.is_symlink()
-            ]
+            for entry in entries:
+                tag = TAG.match(entry.name)
+                if (entry.is_dir() or entry.is_symlink()) and tag:
+                    checkpoints.append((int(tag["step"]), Path(entry.path)))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((int(tag["step"]), path) for tag, path in found if tag)
+    return sorted(checkpoints)
 
 
 def replaced_folders(folder: Path) -> list[Path]:
@@ -136,13 +131,13 @@ def replaced_folders(folder: Path) -> list[Path]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes in the files of a folder; what cannot be seen counts as nothing."""
-    found = 0
-    for place, _, names in os.walk(folder):
+    """Return the bytes in the files of a folder; files that cannot be seen count as nothing."""
+    num_bytes = 0
+    for parent, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
-                found += Path(place, name).lstat().st_size
-    return found
+                num_bytes += Path(parent, name).lstat().st_size
+    return num_bytes
 
 
 @dataclass(frozen=True)
@@ -150,13 +145,14 @@ class RawNames:
     """Facts in the names of DeepSpeed's files.
 
     Attributes:
-        ranks: that wrote optimizer state or spread weights; None at stage 0, where one file serves
-            any number.
+        ranks: number of ranks that wrote optimizer state or spread weights; None at stage 0, which
+            has one file for any number of ranks.
         stages: the ZeRO stages that it may be of.
         model_parallel: pipeline stages times tensor-parallel ranks.
-        has_layers: whether it is a pipeline's.
-        step: in the folder's name; None where it says none.
+        has_layers: it is a pipeline's.
+        step: in the folder's name; None if the name has none.
         num_bytes: of all files.
+        num_files: number of files.
     """
 
     ranks: int | None
@@ -169,12 +165,12 @@ class RawNames:
 
 
 def find_raw(path: Path) -> Path | None:
-    """The folder of a checkpoint without a manifest, if there is one: the path itself, or what
-    `latest` in it names.
+    """Return the folder of a checkpoint without a manifest, or None: the path itself, or the folder
+    that `latest` in it names.
     """
-    for named in own_names(path):
-        if _is_raw(named):
-            return named
+    for candidate in own_names(path):
+        if _is_raw(candidate):
+            return candidate
     for folder in holders(path):
         tag = latest_tag(folder)
         if _RAW_TAG.fullmatch(tag) and _is_raw(folder / tag):
@@ -183,14 +179,16 @@ def find_raw(path: Path) -> Path | None:
 
 
 def _is_raw(folder: Path) -> bool:
-    """A damaged manifest is damage: it does not turn a checkpoint into one of DeepSpeed's own."""
+    """Check whether a folder is a checkpoint without a manifest; one with a damaged manifest is
+    not.
+    """
     if _RAW_TAG.fullmatch(folder.name) is None:
         return False
     try:
         if folder.is_symlink() or not folder.is_dir():
             return False
         names = {entry.name for entry in folder.iterdir()}
-    except OSError:  # who looks for checkpoints has met it before, and told it
+    except OSError:  # the search for checkpoints before has met and reported it
         return False
     return MANIFEST not in names and any(map(MODEL_FILE.fullmatch, names))
 
@@ -198,30 +196,45 @@ def _is_raw(folder: Path) -> bool:
 def read_names(folder: Path) -> RawNames:
     """Read the names of a checkpoint's files."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    names = [path.name for path in files if path.parent == folder]
-    models, optimizers = (
-        list(filter(None, map(pattern.fullmatch, names)))
-        for pattern in (MODEL_FILE, OPTIMIZER_FILE)
-    )
-    spread = [match for match in models if match["rank"] is not None]
-    step = TAG.match(folder.name)
+    spread_ranks = set()  # that wrote a model file of their own, as at stage 3
+    optimizer_ranks = set()
+    model_ranks = set()
+    has_layers = False
+    for path in files:
+        if path.parent != folder:
+            continue
+        model = MODEL_FILE.fullmatch(path.name)
+        optimizer = OPTIMIZER_FILE.fullmatch(path.name)
+        if model:
+            model_ranks.add(int(model["model_rank"]))
+        if model and model["rank"] is not None:
+            spread_ranks.add(int(model["rank"]))
+        if optimizer:
+            optimizer_ranks.add(int(optimizer["rank"]))
+        if LAYER_FILE.fullmatch(path.name):
+            has_layers = True
+    stages: tuple[int, ...] = (0,)
+    if spread_ranks:
+        stages = (3,)
+    elif optimizer_ranks:
+        stages = (1, 2)
+    tag = TAG.match(folder.name)
     return RawNames(
-        ranks=len({int(match["rank"]) for match in optimizers or spread}) or None,
-        stages=(3,) if spread else (1, 2) if optimizers else (0,),
-        model_parallel=len({int(match["model_rank"]) for match in models}),
-        has_layers=any(map(LAYER_FILE.fullmatch, names)),
-        step=int(step["step"]) if step else None,
+        ranks=len(optimizer_ranks or spread_ranks) or None,
+        stages=stages,
+        model_parallel=len(model_ranks),
+        has_layers=has_layers,
+        step=int(tag["step"]) if tag else None,
         num_bytes=sum(path.stat().st_size for path in files),
         num_files=len(files),
     )
 
 
 def irregular(folder: Path) -> Iterator[str]:
-    """Links, devices and pipes among the files, a line for each: none of them is followed or
-    opened.
-    """
-    for place, folders, names in os.walk(folder):
-        for path in (Path(place, name) for name in (*folders, *names)):
+    """Yield a line for each link, device and pipe among the files; none is followed or opened."""
+    for parent, folders, names in os.walk(folder):
+        for name in folders + names:
+            path = Path(parent, name)
             mode = path.lstat().st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 if stat.S_ISLNK(mode):
@@ -236,5 +249,5 @@ EXPERT: Final = re.compile(r"(\.experts\.)(\d+)\.")
 
 
 def shift_expert(name: str, by: int) -> str:
-    """The weight's name with another expert's number: `by` more."""
-    return EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + by}.", name)
+    """Return the weight's name with `by` added to the expert's number."""
+    return EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + by}.", name)

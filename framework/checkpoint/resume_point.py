@@ -51,7 +51,8 @@ def find_sound_checkpoint(
     Args:
         resume: ``auto``, ``never`` or a path.
         run_checkpoints: where `auto` looks.
-        allow_unverified: a path may name a checkpoint without a manifest, of which little is known.
+        allow_unverified: a path may name a checkpoint without a manifest, about which little is
+            known.
         damage_of: lists the changed files of a checkpoint, a line for each; called for one
             checkpoint after the other.
 
@@ -104,8 +105,8 @@ def find_checkpoint(
     """Find the checkpoint that ``checkpoint.resume`` names, without a look at its files; None for a
     fresh start.
 
-    Arguments and errors are those of `find_sound_checkpoint`, except for a folder in which the
-    newest manifest is damaged: there it is the error of `newest_at`.
+    Arguments and errors are as in `find_sound_checkpoint`, except for a folder in which the newest
+    manifest is damaged: there it is the error of `newest_at`.
     """
     if resume in ("auto", "never"):
         checkpoint, _ = find_sound_checkpoint(

@@ -124,8 +124,8 @@ class StagedFiles:
             self.descriptor = -1
 
     def _grow(self, least: int) -> None:
-        """Grow the memory to `least` bytes or more. A failure is of this save alone: the memory that
-        it had taken is given back, and the next save tries again.
+        """Grow the memory to `least` bytes or more. A failure is of this save alone: the memory
+        that it had taken is given back, and the next save tries again.
         """
         capacity = -(-least // _GROWTH) * _GROWTH
         try:

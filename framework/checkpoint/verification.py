@@ -154,7 +154,9 @@ class SharedVerification:
             damage = work.damage()
             if readers[0] == self._rank:
                 damage += checkpoint.unexpected_files()
-        lines = set().union(*self._gather(damage))
+        lines: set[str] = set()
+        for rank_damage in self._gather(damage):
+            lines.update(rank_damage)
         return sorted(lines)
 
     def _meet_until_done(self, work: Verification, path: Path, total_bytes: float) -> None:

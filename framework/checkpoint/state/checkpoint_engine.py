@@ -134,7 +134,8 @@ def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
     try:
         is_pinned = open_file is not NewFile and _may_pin(_largest_on_device(state))
         with _save_options(through_pinned_memory=is_pinned):
-            torch.save(state, stream)  # type: ignore[arg-type]  # it needs no more than write and flush
+            # It calls no more than `write` and `flush`.
+            torch.save(state, stream)  # type: ignore[arg-type]
     except BaseException as error:
         stream.abandon()
         # When its stream has failed, torch's writer fails once more while it closes: the first
@@ -229,7 +230,7 @@ def read_or_explain(path: Path, *, map_location: Any = "cpu", mmap: bool = False
 @contextlib.contextmanager
 def keeping_copies(files: AtomicCheckpointEngine) -> Iterator[None]:
     """Record the files that are copied with `shutil.copytree` within the block: DeepSpeed so copies
-    those of its NVMe swapper, past its checkpoint engine. Every rank flushes and hashes its own:
+    the files of its NVMe swapper, past its checkpoint engine. Every rank flushes and hashes its own:
     rank 0 alone would take longer than the others wait.
     """
     copytree = shutil.copytree

@@ -36,6 +36,7 @@ _STEP: Final = "step"
 # Keys of a parameter group that are no options: its members, and two that belong to the layout.
 _NOT_OPTIONS: Final = ("params", "moe", "name")
 _LOSS_SCALE: Final = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter")
+_UNDIVIDED: Final = Division()
 
 
 class StoredState:
@@ -47,7 +48,7 @@ class StoredState:
             `STATE_KEY`.
     """
 
-    def __init__(self, checkpoint: SavedCheckpoint, *, division: Division = Division()) -> None:  # noqa: B008
+    def __init__(self, checkpoint: SavedCheckpoint, *, division: Division = _UNDIVIDED) -> None:
         """Open the files of a checkpoint with verified checksums, for a rank of this place in the
         run's tensor group.
         """
@@ -84,7 +85,7 @@ class StoredState:
 
     def step_of(self, name: str) -> float | None:
         """Return the number of steps that the optimizer has taken of a parameter; the most of any
-        parameter if it does not count those of this one; None if it has no state of it, having
+        parameter if it does not count this one's; None if it has no state of it, having
         taken none.
         """
         with self._reading():

@@ -82,7 +82,7 @@ class ShardPiece:
         tensor: the tensor.
         start: where the stretch begins in it.
         num: how many numbers it has.
-        state: the optimizer's state of that tensor, a dict whose tensors are laid out alike; None
+        state: the optimizer's state of that tensor, a dict of tensors that are laid out alike; None
             if the optimizer keeps no state of it.
     """
 
@@ -242,7 +242,7 @@ class ShardMap:
 
 
 def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
-    """Map a checkpoint whose checksums have been verified. Raises errors of any type if it cannot
+    """Map a checkpoint with verified checksums. Raises errors of any type if it cannot
     be read, or is laid out in another way.
     """
     files = CheckpointFiles(checkpoint.path)
@@ -298,10 +298,10 @@ def _map_of_rank(
     elif manifest["config"]["zero"]["stage"] == 3:
         model = files[models[0, 0]]
         empty = _empty_names(model, stored)
-        weights = list(_stage3_weights(files, models, optimizers))
-        names = {name for name, _ in weights}
-        ties |= _stage3_ties(model, manifest, empty, stored_names=names)
-        empty -= names | ties.keys()
+        stage3_weights = dict(_stage3_weights(files, models, optimizers))
+        ties |= _stage3_ties(model, manifest, empty, stored_names=stage3_weights)
+        empty -= stage3_weights.keys() | ties.keys()
+        weights = stage3_weights.items()
     else:
         moe = manifest["config"].get("model", {}).get("moe") or {}
         experts = moe.get("num_experts", 1), manifest["layout"].get("expert_size", 1)
@@ -334,9 +334,8 @@ def _empty_names(model: Mapping[str, Any], stored: Mapping[str, Stored]) -> set[
     """List the weights that stage 3 leaves empty in the module: their numbers are in other places
     of the files.
     """
-    buffers = set(model.get("buffer_names") or ())
     empty = {name for name, weight in stored.items() if not weight.shape.numel()}
-    return empty - buffers
+    return empty.difference(model.get("buffer_names") or ())
 
 
 def _stage3_ties(
@@ -480,12 +479,15 @@ def _stage12_weights(
         # than its numbers.
         if not zero.get("round_robin_gradients"):
             files.expect({file: partial(_check_slices, parts) for file, parts in parts_in.items()})
-        for name, weight in chain.from_iterable(row.items() for row in rows):
-            if pipeline:
-                name = plain_name(name, layers=pipeline["layers"], tied_keys=pipeline["tied_keys"])
-            # a tied weight has the same copies on all its stages
-            if stage_of.setdefault(name, stage) == stage:
-                yield name, weight
+        for row in rows:
+            for name, weight in row.items():
+                if pipeline:
+                    name = plain_name(
+                        name, layers=pipeline["layers"], tied_keys=pipeline["tied_keys"]
+                    )
+                # A tied weight has the same copies on all its stages.
+                if stage_of.setdefault(name, stage) == stage:
+                    yield name, weight
 
 
 def _divided(
@@ -549,11 +551,13 @@ def _check_slices(parts: Sequence[tuple[Mapping[str, Stored], int]], content: An
 
 def _files_of_stage(files: Mapping[tuple[int, int], str], stage: int = 0) -> list[str]:
     """Return the files of one pipeline stage, in the order of its data-parallel ranks."""
-    of_rank = {rank: file for (rank, of), file in files.items() if of == stage}
-    for rank in range(len(of_rank)):
-        if rank not in of_rank:
+    file_of = {rank: file for (rank, of), file in files.items() if of == stage}
+    result = []
+    for rank in range(len(file_of)):
+        if rank not in file_of:
             raise LookupError(f"there is no optimizer file of rank {rank}")
-    return [of_rank[rank] for rank in range(len(of_rank))]
+        result.append(file_of[rank])
+    return result
 
 
 def plain_name(name: str, *, layers: Sequence[str], tied_keys: Mapping[str, str]) -> str:
@@ -616,7 +620,7 @@ def _check_rows(sizes: Sequence[int], content: Any) -> None:
 
 
 def names_by_shape(content: Mapping[str, Any]) -> list[list[str]]:
-    """Name what the optimizer of a ``mp_rank_00_model_states.pt`` steps, group by group. Empty if
+    """List what the optimizer of a ``mp_rank_00_model_states.pt`` steps, by name, group by group. Empty if
     the names cannot be derived, so that its state stays unread.
 
     At stage 0 the optimizer only numbers its parameters, and another program than ours notes no
@@ -630,10 +634,8 @@ def names_by_shape(content: Mapping[str, Any]) -> list[list[str]]:
     if flats:
         return _names_of_flat_copy(flats, weights)
     groups = _shapes_in_groups(optimizer)
-    shapes = {name: tensor.shape for name, tensor in weights.items()}
-    names = _names_in_groups(groups, shapes)
-    reported = [[shapes[name] for name in members] for members in names]
-    if reported == groups and _are_copies(optimizer.get(_COPIES, ()), names, weights):
+    names = _names_in_groups(groups, weights)
+    if _are_copies(optimizer.get(_COPIES, ()), names, weights):
         return names
     return []
 
@@ -653,10 +655,10 @@ def _names_of_flat_copy(
 
 
 def _names_in_groups(
-    groups: Sequence[Sequence[torch.Size]], shapes: Mapping[str, torch.Size]
+    groups: Sequence[Sequence[torch.Size]], weights: Mapping[str, torch.Tensor]
 ) -> list[list[str]]:
     """Return the names of the weights in each group, by shape; empty if two groups hold weights of
-    one shape.
+    one shape, or the weights do not have these shapes in this order.
     """
     group_of: dict[torch.Size, int] = {}
     for number, members in enumerate(groups):
@@ -664,9 +666,14 @@ def _names_in_groups(
             if group_of.setdefault(shape, number) != number:
                 return []
     names: list[list[str]] = [[] for _ in groups]
-    for name, shape in shapes.items():
-        if shape in group_of:
-            names[group_of[shape]].append(name)
+    shapes: list[list[torch.Size]] = [[] for _ in groups]
+    for name, weight in weights.items():
+        if weight.shape in group_of:
+            number = group_of[weight.shape]
+            names[number].append(name)
+            shapes[number].append(weight.shape)
+    if shapes != groups:
+        return []
     return names
 
 
@@ -707,16 +714,16 @@ def _shapes_in_groups(optimizer: Mapping[str, Any]) -> list[list[torch.Size]]:
     if _COPIES in optimizer:
         return [[copy.shape for copy in copies] for copies in optimizer[_COPIES]]
     inner = optimizer.get(_INNER, optimizer)
-    shape_of = {}
-    for number, state in inner.get("state", {}).items():
-        shape = _first_shape(state)
-        if shape is not None:
-            shape_of[number] = shape
+    states = inner.get("state", {})
     groups = []
     for group in inner.get("param_groups", ()):
-        if any(number not in shape_of for number in group["params"]):
-            return []
-        groups.append([shape_of[number] for number in group["params"]])
+        shapes = []
+        for number in group["params"]:
+            shape = _first_shape(states.get(number, {}))
+            if shape is None:
+                return []
+            shapes.append(shape)
+        groups.append(shapes)
     return groups
 
 

@@ -1,5 +1,5 @@
-"""Division of a weight over the ranks of a tensor group, and the way back: of tensors, and of their
-numbers, seen as flat, for a reader that wants some of them.
+"""Division of a weight over the ranks of a tensor group, and its reversal: of tensors, and of
+ranges of their numbers, seen as flat.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class Split:
 
     Attributes:
         dim: the dimension that is divided, counted from the first.
-        sections: sizes along it of what the weight holds side by side, each divided by itself: one,
-            or three where query, key and value are one matrix.
+        sections: sizes along it of the parts of the weight that lie side by side, each divided by
+            itself: one, or three if query, key and value are one matrix.
     """
 
     dim: int
     sections: tuple[int, ...]
 
     def bounds(self, rank: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yield begin and end, in the whole, of a rank's share of every section; shares differ by
-        one at most.
+        """Yield begin and end, in the whole weight, of a rank's share of every section; shares
+        differ by one at most.
         """
         start = 0
         for section in self.sections:
@@ -36,27 +36,29 @@ class Split:
 
     def part(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """Return a rank's part of the whole weight, contiguous and of its own memory."""
-        own = [whole.narrow(self.dim, begin, end - begin) for begin, end in self.bounds(rank, size)]
-        return torch.cat(own, dim=self.dim).contiguous()
+        shares = []
+        for begin, end in self.bounds(rank, size):
+            shares.append(whole.narrow(self.dim, begin, end - begin))
+        return torch.cat(shares, dim=self.dim).contiguous()
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the weight whose parts these are, in the order of ranks."""
-        cut = [
-            torch.split(
-                part, [end - begin for begin, end in self.bounds(rank, len(parts))], dim=self.dim
-            )
-            for rank, part in enumerate(parts)
-        ]
-        return torch.cat(
-            [piece for pieces in zip(*cut, strict=True) for piece in pieces], dim=self.dim
-        )
+        """Join the parts of a weight, in the order of ranks."""
+        shares_of_ranks = []
+        for rank, part in enumerate(parts):
+            widths = [end - begin for begin, end in self.bounds(rank, len(parts))]
+            shares_of_ranks.append(torch.split(part, widths, dim=self.dim))
+        shares: list[torch.Tensor] = []
+        for shares_of_section in zip(*shares_of_ranks, strict=True):
+            shares += shares_of_section
+        return torch.cat(shares, dim=self.dim)
 
     def part_shape(self, whole: Sequence[int], rank: int, size: int) -> torch.Size:
         """Return the shape of a rank's part of a weight of this shape."""
-        return self._with_width(whole, sum(end - begin for begin, end in self.bounds(rank, size)))
+        width = sum(end - begin for begin, end in self.bounds(rank, size))
+        return self._with_width(whole, width)
 
     def whole_shape(self, part: Sequence[int]) -> torch.Size:
-        """Return the shape of the weight of which a part has this shape."""
+        """Return the shape of a whole weight that has a part of this shape."""
         return self._with_width(part, sum(self.sections))
 
     def _with_width(self, shape: Sequence[int], width: int) -> torch.Size:
@@ -79,9 +81,10 @@ class Split:
         number, how many.
         """
         spans, rows = _spans(self, shape, size)
-        own = [span for span in spans if span.rank == rank]
+        rank_spans = [span for span in spans if span.rank == rank]
+        begins = [span.part for span in rank_spans]
         width = sum(rows)
-        for row, span, within, num in _follow([span.part for span in own], own, start, stop):
+        for row, span, within, num in _follow(begins, rank_spans, start, stop):
             yield row * width + span.whole + within, num
 
 
@@ -100,19 +103,22 @@ class _Span:
     num: int
 
 
-# asked for every row of a weight that is divided along another dimension than the first
+# Called for every row of a weight that is divided along another dimension than the first.
 @lru_cache(maxsize=64)
 def _spans(split: Split, shape: torch.Size, size: int) -> tuple[list[_Span], list[int]]:
-    """Return what lies side by side in a row of a weight (its numbers from the divided dimension
-    on), and how many numbers each rank has of a row.
+    """Return the spans that lie side by side in a row of a weight (its numbers from the divided
+    dimension on), and the length of each rank's row.
     """
     inner = shape[split.dim + 1 :].numel()
-    rows = [0] * size
+    bounds = [list(split.bounds(rank, size)) for rank in range(size)]
+    rows = [0 for _ in range(size)]
     spans = []
-    for shares in zip(*(split.bounds(rank, size) for rank in range(size)), strict=True):
-        for rank, (begin, end) in enumerate(shares):
-            spans.append(_Span(rank, begin * inner, rows[rank], (end - begin) * inner))
-            rows[rank] += spans[-1].num
+    for section in range(len(split.sections)):
+        for rank in range(size):
+            begin, end = bounds[rank][section]
+            span = _Span(rank, begin * inner, rows[rank], (end - begin) * inner)
+            spans.append(span)
+            rows[rank] += span.num
     return spans, rows
 
 
@@ -144,16 +150,20 @@ class Division:
 
 
 def split_of(weight: torch.Tensor) -> Split | None:
-    """Return how a tensor group shares a weight: its attribute `split`, where it has one; otherwise
-    that is a method of torch's.
+    """Return the split of a weight in a tensor group, its instance attribute `split`, or None; the
+    class attribute of that name is torch's method.
     """
     return vars(weight).get("split")
 
 
 def splits_of(names: Mapping[torch.Tensor, str]) -> dict[str, Split]:
-    """Return the splits of tensors by name, of those that have one."""
-    found = {name: split_of(tensor) for tensor, name in names.items()}
-    return {name: split for name, split in found.items() if split is not None}
+    """Return the splits of the tensors that have one, by name."""
+    splits = {}
+    for tensor, name in names.items():
+        split = split_of(tensor)
+        if split is not None:
+            splits[name] = split
+    return splits
 
 
 def whole_shape(weight: torch.Tensor) -> torch.Size:

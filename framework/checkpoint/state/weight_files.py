@@ -122,15 +122,18 @@ def read_exported(path: Path) -> LazyWeights:
     missing = sorted(shard_of.keys() - shapes.keys())
     if missing:
         raise _not_read(index, f"{missing[0]} is in none of its shards")
-    # A tie to a weight of another file is that file's to give.
-    ties = {name: first for name, first in ties.items() if first in shapes}
-    tied_shapes = {name: shapes[first] for name, first in ties.items()}
-    tied_read = {name: read[first] for name, first in ties.items()}
+    tied_shapes = {}
+    tied_read = {}
+    for name, first in ties.items():
+        # A tie to a weight of another file is that file's to give.
+        if first in shapes:
+            tied_shapes[name] = shapes[first]
+            tied_read[name] = read[first]
     return LazyWeights(shapes | tied_shapes, read | tied_read)
 
 
 def _open(file: Path) -> tuple[dict[str, torch.Size], dict[str, Read], dict[str, str]]:
-    """Return the shapes of a file's tensors, functions that read them, and further names of some."""
+    """Return the shapes of a file's tensors, the functions that read them, and further names."""
     try:
         from safetensors import safe_open  # here: no other run needs it
     except ModuleNotFoundError as error:
@@ -224,7 +227,7 @@ def _part_shape(shape: torch.Size, joined: Joined, form: Form) -> torch.Size:
 def as_theirs(
     weights: Mapping[str, torch.Tensor], stored: Mapping[str, Stored | torch.Tensor], form: Form
 ) -> tuple[LazyWeights, dict[str, torch.Tensor]]:
-    """Rename our weights to those of transformers. Also returns them without numbers, on the meta
+    """Rename our weights to the names in transformers. Also returns them without numbers, on the meta
     device.
     """
     empty = {}
