@@ -1,6 +1,6 @@
 """Samples read into batches: a sample's randomness (augmentation) is a pure function of (seed,
-epoch, sample index), that of a batch one of its first; collation, and errors of samples that cannot
-be stacked.
+epoch, sample index), and a batch's is one of its first sample's key; collation, and errors of
+samples that cannot be stacked.
 
 Otherwise another worker count, rank count or a resume would train on other images, and a
 `collate_fn` that draws (mixed images) would give the first stage of a pipeline the inputs of one
@@ -34,58 +34,63 @@ _SAMPLE_SALT: Final = 0x5A3B
 _EVALUATION_SALT: Final = 0xE7A1
 _COLLATE_SALT: Final = 0xC011
 _32_BITS: Final = 0xFFFF_FFFF
+_NUMBER_KINDS: Final = "biufc"  # numpy's `dtype.kind` of what torch has a type for
 
 
 def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
-    """The first difference between the samples of a batch, or the first value in them that torch
-    cannot stack. Looked for only after torch has failed to, so that it costs nothing.
+    """Find the first difference between the samples of a batch, or the first value in them that
+    torch cannot stack. Looked for only after torch has failed to, so that it costs nothing.
     """
     first = values[0]
     shapes = [_shape(value) for value in values]
-    at = next((number for number, shape in enumerate(shapes) if shape != shapes[0]), None)
     reason = f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]}"
     own = "or give the dataset a collate_fn(samples) that"
-    if at is not None:
-        reason += f" in sample 0 of the batch and {shapes[at]} in sample {at}"
-        fix = f"give all samples one shape (crop, resize, pad), {own} pads each batch"
-        return Problem("samples-differ", reason, fix, "data")
-    if isinstance(first, (Mapping, tuple, list)):
-        names = first if isinstance(first, Mapping) else range(len(first))
-        parts = ((f"[{name!r}]", [value[name] for value in values]) for name in names)
-    elif isinstance(first, (Tensor, int, float, str, bytes, np.number, np.bool_)) or (
-        isinstance(first, np.ndarray) and first.dtype.kind in "biufc"
-    ):
+    for number, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            reason += f" in sample 0 of the batch and {shape} in sample {number}"
+            fix = f"give all samples one shape (crop, resize, pad), {own} pads each batch"
+            return Problem("samples-differ", reason, fix, "data")
+    if isinstance(first, Mapping):
+        names = list(first)
+    elif isinstance(first, (tuple, list)):
+        names = list(range(len(first)))
+    elif _is_stackable(first):
         return None
     else:
         fix = f"return tensors, numpy arrays or numbers, {own} makes the batch"
         return Problem("sample-type", reason, fix, "data")
-    found = (_unstackable(part, place=f"{place or 'sample'}{name}") for name, part in parts)
-    return next((problem for problem in found if problem is not None), None)
+    for name in names:
+        part = [value[name] for value in values]
+        problem = _unstackable(part, place=f"{place or 'sample'}[{name!r}]")
+        if problem is not None:
+            return problem
+    return None
+
+
+def _is_stackable(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in _NUMBER_KINDS
+    return isinstance(value, (Tensor, int, float, str, bytes, np.number, np.bool_))
 
 
 def _shape(value: Any) -> str:
-    if isinstance(value, (Tensor, np.ndarray)):
-        if isinstance(value, Tensor):
-            kind = "tensor"
-        else:
-            kind = "array"
-        if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":
-            of_objects = " of objects"
-        else:
-            of_objects = ""
-        return (
-            f"{'an' if kind == 'array' else 'a'} {kind}{of_objects} of shape {tuple(value.shape)}"
-        )
+    """Describe a value by its shape, or its type."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in _NUMBER_KINDS:
+            return f"an array of shape {tuple(value.shape)}"
+        return f"an array of objects of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
         return f"a dict with the keys {', '.join(sorted(map(str, value)))}"
     if isinstance(value, (tuple, list)):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, (bool, int, float, np.number, np.bool_)):
         return "a number"
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
     if value is None:
         return "None"
-    return f"of type {kind}"
+    name = f"{type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
+    return f"of type {name}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,8 @@ class BatchDataset(Dataset[tuple[Any, ...]]):
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        return tuple(field[0] for field in self.__getitems__([range(len(self))[index]]).fields)
+        batch = self.__getitems__([range(len(self))[index]])
+        return tuple(field[0] for field in batch.fields)
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
         raise NotImplementedError
@@ -129,9 +135,11 @@ def collate(samples: Any) -> Any:
 
 
 def own_collate(dataset: Any) -> Collate | None:
-    """The dataset's own `collate_fn`, if it has one (to pad texts of unequal length, say)."""
-    own = getattr(dataset, "collate_fn", None)
-    return own if callable(own) else None
+    """Return the dataset's own `collate_fn` (to pad texts of unequal length, say), or None."""
+    collate_fn = getattr(dataset, "collate_fn", None)
+    if callable(collate_fn):
+        return collate_fn  # type: ignore[no-any-return]
+    return None
 
 
 @runtime_checkable
@@ -141,7 +149,7 @@ class DrawsFromSeeds(Protocol):
     """
 
     def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
-        """A batch of the samples `indices`, seeds uint64 of shape (len(indices),)."""
+        """Read a batch of the samples `indices`, with seeds uint64 of shape (len(indices),)."""
 
 
 class _GeneratorStates:
@@ -155,13 +163,12 @@ class _GeneratorStates:
 
     def are_current(self) -> bool:
         """Check that nothing was drawn since."""
-        has_second_normal = self._numpy[3]  # which is given away without a draw
-        return (
-            torch.equal(torch.get_rng_state(), self._torch)
-            and random.getstate() == self._python
-            and _words_of_numpy() == self._words
-            and (not has_second_normal or self._numpy[3:] == tuple(np.random.get_state())[3:])
-        )
+        if not torch.equal(torch.get_rng_state(), self._torch):
+            return False
+        if random.getstate() != self._python or _words_of_numpy() != self._words:
+            return False
+        has_second_normal = self._numpy[3]  # numpy returns it without a draw
+        return not has_second_normal or self._numpy[3:] == tuple(np.random.get_state())[3:]
 
     def put_back(self) -> None:
         torch.set_rng_state(self._torch)
@@ -170,15 +177,16 @@ class _GeneratorStates:
 
 
 def _words_of_numpy() -> bytes:
-    """State of numpy's global generator, read where it lies (`mt19937_state`): `get_state` takes 24
-    us.
+    """Read the state of numpy's global generator from its memory (`mt19937_state`): `get_state`
+    takes 24 us.
     """
-    return ctypes.string_at(np.random.mtrand._rand._bit_generator.ctypes.state_address, 4 * 625)
+    generator = np.random.mtrand._rand._bit_generator
+    return ctypes.string_at(generator.ctypes.state_address, 4 * 625)
 
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Give torch's CPU, numpy's and Python's global generators back as they were found."""
+    """Restore torch's CPU, numpy's and Python's global generators at the end of the block."""
     states = _GeneratorStates()
     try:
         yield
@@ -199,7 +207,7 @@ def seed_generators(seed: int) -> None:
 
 
 class _Wrapper(Dataset[Any]):
-    """Another dataset (map-style), read in another way, whole batches at a time."""
+    """A map-style dataset, read in another way, whole batches at a time."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -209,30 +217,30 @@ class _Wrapper(Dataset[Any]):
 
 
 class SeededSamples(_Wrapper):
-    """Wraps a dataset so that every sample is read with its own random state; the surrounding state
-    is left untouched.
+    """A dataset with every sample read from its own random state; the surrounding state is left
+    untouched.
 
     Seeding takes as long as reading many a sample, and most datasets draw nothing: a batch is read
-    without, and once more, seeded, if a generator has moved. From then on all are seeded.
+    without seeds, and once more, seeded, if a generator has moved. From then on all are seeded.
     """
 
     def __init__(self, dataset: Any, *, seed: int | None, in_one: bool = False) -> None:
-        """`seed` is `run.seed`, or None where samples draw nothing; `in_one`: tensors may be read
-        as a whole batch.
+        """Wrap a dataset. `seed` is `run.seed`, or None if samples draw nothing; with `in_one`,
+        tensors may be read as a whole batch.
         """
         super().__init__(dataset)
         self.seed = seed
         self._in_one = in_one
-        whole = dataset
-        while type(whole) is Subset:
-            whole = whole.dataset
-        self._are_tensors = in_one and type(whole) is TensorDataset  # which draws nothing
+        source = dataset
+        while type(source) is Subset:
+            source = source.dataset
+        self._are_tensors = in_one and type(source) is TensorDataset  # which draws nothing
         self._from_seeds = isinstance(dataset, DrawsFromSeeds)
         self._draws = False
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
-        """The samples of (epoch, index) keys: a list, or whatever `items_from_seeds` of the dataset
-        returns.
+        """Read the samples of (epoch, index) keys: a list, or the result of the dataset's
+        `items_from_seeds`.
         """
         indices = [index for _, index in keys]
         if self._are_tensors:
@@ -241,18 +249,22 @@ class SeededSamples(_Wrapper):
             return fetched(self.dataset, indices)
         if self._from_seeds:
             return self.dataset.items_from_seeds(indices, self._seeds(keys))
-        if not self._draws:
-            states = _GeneratorStates()
-            try:
-                samples = read_together(self.dataset, indices, in_one=self._in_one)
-            except Exception:
-                if states.are_current():
-                    raise
-            else:
-                if states.are_current():
-                    return samples
-            states.put_back()
-            self._draws = True
+        if self._draws:
+            return self._seeded(indices, keys)
+        states = _GeneratorStates()
+        try:
+            samples = read_together(self.dataset, indices, in_one=self._in_one)
+        except Exception:
+            if states.are_current():
+                raise
+        else:
+            if states.are_current():
+                return samples
+        states.put_back()
+        self._draws = True
+        return self._seeded(indices, keys)
+
+    def _seeded(self, indices: Sequence[int], keys: Sequence[SampleKey]) -> list[Any]:
         samples = []
         with random_state_kept():
             for index, seed in zip(indices, self._seeds(keys).tolist(), strict=True):
@@ -267,22 +279,22 @@ class SeededSamples(_Wrapper):
 
 
 def read_together(dataset: Any, indices: list[int], *, in_one: bool) -> Any:
-    """Samples of datasets that are known to have a faster way than one by one; of others one by
-    one.
+    """Read samples together if the dataset is known to have a faster way than one by one; otherwise
+    one by one.
 
-    `in_one`: a `TensorDataset`, or a part of one, may come as a `WholeBatch`; otherwise as a list
-    of samples.
+    With `in_one`, samples of a `TensorDataset`, or a part of one, may come as a `WholeBatch`;
+    otherwise they come as a list.
     """
     if type(dataset) is Subset:
-        return read_together(
-            dataset.dataset, [dataset.indices[index] for index in indices], in_one=in_one
-        )
-    # `index_select` takes no others
+        indices = [dataset.indices[index] for index in indices]
+        return read_together(dataset.dataset, indices, in_one=in_one)
+    # `index_select` takes no negative indices.
     if type(dataset) is TensorDataset and in_one and min(indices) >= 0:
         rows = torch.tensor(indices)
-        return WholeBatch(
-            tuple(tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors)
-        )
+        fields = []
+        for tensor in dataset.tensors:
+            fields.append(tensor.index_select(0, rows.to(tensor.device)))
+        return WholeBatch(tuple(fields))
     # Hugging Face's
     if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(indices)
@@ -290,8 +302,7 @@ def read_together(dataset: Any, indices: list[int], *, in_one: bool) -> Any:
 
 
 class SeededBatches(_Wrapper):
-    """Wraps an evaluation dataset: a batch that draws random numbers gets the same in every
-    evaluation.
+    """An evaluation dataset with the same random draws in every evaluation.
 
     Seeded once per batch (by its first index) and not per sample, so that a dataset's own fast
     `__getitems__` is kept.
@@ -304,17 +315,17 @@ class SeededBatches(_Wrapper):
 
 
 class LoaderSamples(_Wrapper):
-    """Source of a `DataLoader`. Code that calls `exit()` is an error with a place there, also in a
-    worker.
+    """Source of a `DataLoader`. A call of `exit()` in the dataset's code is an error with a place,
+    also in a worker.
 
-    With the dataset's own `collate_fn` it reads finished batches, whose draws depend on the seed
-    and the first key alone: a `DataLoader` tells its `collate_fn` neither the epoch nor the
-    indices.
+    With the dataset's own `collate_fn` it reads finished batches, with random draws that depend on
+    the seed and the first key alone: a `DataLoader` passes its `collate_fn` neither the epoch nor
+    the indices.
     """
 
     def __init__(self, dataset: Any, *, own: Collate | None, seed: int) -> None:
-        """`dataset` is read by `SampleKey`s or plain indices; `own` is its `collate_fn`, which
-        `seed` is for.
+        """Wrap a dataset that is read by `SampleKey`s or plain indices. `own` is its `collate_fn`,
+        which is seeded by `seed`.
         """
         super().__init__(dataset)
         self.own = own
@@ -323,17 +334,20 @@ class LoaderSamples(_Wrapper):
     def __getitems__(self, keys: Sequence[SampleKey] | Sequence[int]) -> Any:
         with refusing_exits():
             samples = fetched(self.dataset, keys)
-            first = keys[0]
             if self.own is None:
                 return samples
-            return seeded_collate(
-                self.own, samples, self.seed, first if isinstance(first, tuple) else (first,)
-            )
+            first = keys[0]
+            key: tuple[int, ...]
+            if isinstance(first, tuple):
+                key = first
+            else:
+                key = (first,)
+            return seeded_collate(self.own, samples, self.seed, key)
 
 
 def seeded_collate(own: Collate, samples: Any, seed: int, key: tuple[int, ...]) -> Any:
-    """A batch by a dataset's own `collate_fn`, which draws by the seed and the key of the first
-    sample.
+    """Make a batch by a dataset's own `collate_fn`, with random draws by the seed and the key of
+    the first sample.
     """
     with random_state_kept():
         seed_generators(mix_int(_COLLATE_SALT, seed, *key))
@@ -341,14 +355,12 @@ def seeded_collate(own: Collate, samples: Any, seed: int, key: tuple[int, ...]) 
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return a batch unchanged: the `collate_fn` of a `DataLoader` whose batches are made
-    already.
-    """
+    """Return a batch unchanged: the `collate_fn` of a `DataLoader` that reads finished batches."""
     return batch
 
 
 def fetched(dataset: Any, indices: Sequence[Any]) -> Any:
-    """The samples, as the dataset's `__getitems__` returns them if it has one, otherwise as a
+    """Read samples by the dataset's `__getitems__` if it has one, otherwise one by one into a
     list.
     """
     fetch_all = getattr(dataset, "__getitems__", None)

@@ -1,10 +1,9 @@
-"""Conversations for supervised fine-tuning: tokens, of which the assistant's alone are targets."""
+"""Conversations for supervised fine-tuning: tokens, with the assistant's alone as targets."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,23 +29,25 @@ from framework.system.host_value import HostValue, made_once_on_host
 
 NO_TARGET: Final = -100
 _ROLES: Final = {"human": "user", "gpt": "assistant", "function": "tool"}  # ShareGPT's
-# what may stand in place of content
+# Keys that may stand in place of content.
 _INSTEAD: Final = ("tool_calls", "function_call", "reasoning_content")
 _PARTS: Final = ("training", "evaluation")
 Pair = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
 
 
 class Conversations(torch.utils.data.Dataset[Any]):
-    """Tokens (n,) int64 and their successors (n,) int64, -100 where the assistant did not write
-    them.
+    """Tokens (n,) int64 and their successors (n,) int64, -100 for those that the assistant did not
+    write.
 
-    Batches are padded to their longest, and no token sees what pads. Packed, a sample is a row of S
-    tokens, a dict of ``input_ids`` and ``position_ids`` (S,), which begin anew with each
+    Batches are padded to their longest, and no token attends to padding. Packed, a sample is a row
+    of S tokens, a dict of ``input_ids`` and ``position_ids`` (S,), which begin anew with each
     conversation, beside its targets (S,).
     """
 
     def __init__(self, held: HostValue, part: int, *, tokenizer: Any, row_size: int) -> None:
-        """`held`: for each part what `_laid_out` returns; `row_size`: 0 where none is packed."""
+        """Take the results of `_laid_out` for all parts (`held`), and the number of this one.
+        `row_size` is 0 if conversations are not packed.
+        """
         self._held = held
         self._part = part
         self.tokenizer = tokenizer
@@ -59,13 +60,13 @@ class Conversations(torch.utils.data.Dataset[Any]):
 
     @property
     def tokens(self) -> Tokens:
-        """All of them, which tell these data from others."""
+        """All tokens, for the fingerprint of the data."""
         numbers, _, starts, *_ = self._held.value[self._part]
         return Tokens(numbers, starts)
 
     @property
     def stated(self) -> str:
-        """How many conversations there are, and what became of others."""
+        """The numbers of conversations, and of those that were cut or left out, as text."""
         return str(self._held.value[self._part][4])
 
     def __len__(self) -> int:
@@ -74,58 +75,61 @@ class Conversations(torch.utils.data.Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Any, Tensor]:
         index = range(len(self))[index]
         numbers, learnt, starts, rows, _ = self._held.value[self._part]
-        ids = list[Any]()
-        places = list[Any]()
-        targets = list[Any]()
-        for one in range(rows[index], rows[index + 1]):
-            own = slice(starts[one], starts[one + 1])
-            tokens = numbers[own].astype(np.int64)
+        ids: list[Any] = []
+        positions: list[Any] = []
+        targets: list[Any] = []
+        for conversation in range(rows[index], rows[index + 1]):
+            part = slice(starts[conversation], starts[conversation + 1])
+            tokens = numbers[part].astype(np.int64)
             ids.append(tokens[:-1])
-            places.append(np.arange(len(tokens) - 1))
-            targets.append(np.where(learnt[own][1:], tokens[1:], NO_TARGET))
+            positions.append(np.arange(len(tokens) - 1))
+            targets.append(np.where(learnt[part][1:], tokens[1:], NO_TARGET))
         room = max(0, self._row_size - sum(map(len, ids)))
         ids.append(np.full(room, self._pad))
-        places.append(np.arange(room))  # as a conversation of its own
+        positions.append(np.arange(room))  # as a conversation of its own
         targets.append(np.full(room, NO_TARGET))
-        inputs, numbered, wanted = (
-            torch.from_numpy(np.concatenate(part)) for part in (ids, places, targets)
-        )
-        return {"input_ids": inputs, "position_ids": numbered} if self._row_size else inputs, wanted
+        row_ids = torch.from_numpy(np.concatenate(ids))
+        row_positions = torch.from_numpy(np.concatenate(positions))
+        row_targets = torch.from_numpy(np.concatenate(targets))
+        if self._row_size:
+            return {"input_ids": row_ids, "position_ids": row_positions}, row_targets
+        return row_ids, row_targets
 
     def _padded(self, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        both = zip(zip(*samples, strict=True), (self._pad, NO_TARGET), strict=True)
-        ids, targets = (
-            pad_sequence(list(part), batch_first=True, padding_value=value) for part, value in both
+        ids, targets = zip(*samples, strict=True)
+        return (
+            pad_sequence(list(ids), batch_first=True, padding_value=self._pad),
+            pad_sequence(list(targets), batch_first=True, padding_value=NO_TARGET),
         )
-        return ids, targets
 
 
 def messages_of(row: Row) -> list[Message]:
-    """The messages of a row, in any of the field's forms; a ValueError where it has none."""
+    """Return the messages of a row, in any of the field's forms. Raises ValueError."""
+    turns = row.get("conversations")
+    messages: Any
     if "prompt" in row and "completion" in row:
-        found = [
-            *_as_messages(row["prompt"], "user"),
-            *_as_messages(row["completion"], "assistant"),
-        ]
-    elif isinstance(turns := row.get("conversations"), list):
-        named = [
-            (str(one.get("from", "")), one.get("value")) for one in turns if isinstance(one, dict)
-        ]
-        found = [{"role": _ROLES.get(role, role), "content": text} for role, text in named]
+        messages = list(_as_messages(row["prompt"], "user"))
+        messages += _as_messages(row["completion"], "assistant")
+    elif isinstance(turns, list):
+        messages = []
+        for turn in turns:
+            if isinstance(turn, dict):
+                role = str(turn.get("from", ""))
+                messages.append({"role": _ROLES.get(role, role), "content": turn.get("value")})
     else:
-        found = row.get("messages", ())
-    if (
-        not isinstance(found, list)
-        or not all(isinstance(one, dict) and one.get("role") for one in found)
-        or not found
-    ):
+        messages = row.get("messages", ())
+    if not isinstance(messages, list) or not messages or not all(map(_has_role, messages)):
         raise ValueError(
             "it has neither messages of a role each, nor prompt and completion, nor conversations"
         )
-    for number, one in enumerate(found, start=1):
-        if one.get("content") is None and not any(map(one.get, _INSTEAD)):
-            raise ValueError(f"message {number}, of role {one['role']}, has no content")
-    return found
+    for number, message in enumerate(messages, start=1):
+        if message.get("content") is None and not any(map(message.get, _INSTEAD)):
+            raise ValueError(f"message {number}, of role {message['role']}, has no content")
+    return messages
+
+
+def _has_role(message: Any) -> bool:
+    return isinstance(message, dict) and bool(message.get("role"))
 
 
 def _as_messages(value: Any, role: str) -> list[Message]:
@@ -145,7 +149,7 @@ def build(
     packing: bool = False,
     too_long: str = "cut",
 ) -> Splits:
-    """Conversations of training and evaluation; one rank of a host makes their tokens.
+    """Build the conversations of training and evaluation; one rank of a host makes their tokens.
 
     Arguments are the keys of `config.data.Conversations`.
 
@@ -153,17 +157,20 @@ def build(
         ConfigError: a file, the tokenizer or the template cannot be used, or nothing is left to
             learn (``nothing-to-learn``).
     """
-    chats = open_tokenizer(tokenizer, chat_template or (None if tokenizer else TEMPLATE_OF_BYTES))
+    template = chat_template or None
+    if template is None and not tokenizer:
+        template = TEMPLATE_OF_BYTES
+    chats = open_tokenizer(tokenizer, template)
 
     def make(place: str, row: Row) -> Pair:
         return tokenized(chats, messages_of(row), row.get("tools"), place)
 
     def make_parts() -> list[Any]:
         parts = dealt((path, eval_path), eval_fraction, make, questions)
-        return [
-            _laid_out(part, name, sequence_length, too_long, packing)
-            for part, name in zip(parts, _PARTS, strict=True)
-        ]
+        made_parts = []
+        for part, name in zip(parts, _PARTS, strict=True):
+            made_parts.append(_laid_out(part, name, sequence_length, too_long, packing))
+        return made_parts
 
     subject = (
         path,
@@ -176,65 +183,85 @@ def build(
         too_long,
     )
     held = made_once_on_host(f"{Path.cwd()} {subject}", make_parts)
-    row_size = sequence_length * packing
-    made = partial(Conversations, held, tokenizer=chats, row_size=row_size)
-    if len(made(0)) == 0:
+    row_size = sequence_length if packing else 0
+    training = Conversations(held, 0, tokenizer=chats, row_size=row_size)
+    evaluation = Conversations(held, 1, tokenizer=chats, row_size=row_size)
+    if len(training) == 0:
         reason = "no conversation has an answer of the assistant within sequence_length"
         fix = "look at data.path"
         raise ConfigError.of("nothing-to-learn", reason, fix, "data.path", path)
-    return Splits(made(0), made(1) if len(made(1)) else None)
+    if len(evaluation) == 0:
+        return Splits(training, None)
+    return Splits(training, evaluation)
 
 
 def _laid_out(
     pairs: list[Pair], name: str, length: int, too_long: str, packing: bool
 ) -> tuple[Any, ...]:
-    """Tokens uint32, which are targets, starts of conversations, the first conversation of every
-    row; and what was left out, as text.
+    """Lay conversations end to end. Returns the tokens uint32, a mask of those that are targets,
+    the starts of conversations, the first conversation of every row, and a description of what was
+    cut or left out.
     """
     limit = length + 1
     drops = too_long == "drop"
-    fitting = [
-        (ids[:limit], learnt[:limit]) for ids, learnt in pairs if len(ids) <= limit or not drops
-    ]
-    kept = [pair for pair in fitting if pair[1][1:].any()]
+    fitting = []
+    for ids, learnt in pairs:
+        if len(ids) <= limit or not drops:
+            fitting.append((ids[:limit], learnt[:limit]))
+    kept = [(ids, learnt) for ids, learnt in fitting if learnt[1:].any()]
     num_long = sum(len(ids) > limit for ids, _ in pairs)
     rows = list(range(len(kept) + 1))
     if packing:
         order, rows = best_fit([len(ids) - 1 for ids, _ in kept], length)
         kept = [kept[number] for number in order]
-    starts = np.cumsum([0, *(len(ids) for ids, _ in kept)])
-    ids = np.concatenate([np.zeros(0, np.uint32), *(ids for ids, _ in kept)])
-    learnt = np.concatenate([np.zeros(0, bool), *(learnt for _, learnt in kept)])
-    stated = [f"{name}: {len(kept):,} of {counted(len(pairs), 'conversation')}"]
-    stated.append(f"{int(learnt.sum()):,} of {len(ids):,} tokens are learnt")
-    if num_long:
-        stated.append(
-            f"{num_long} too long, {'left out' if drops else f'cut after {limit} tokens'}"
-        )
-    lost = len(fitting) - len(kept)
-    if lost:
-        stated.append(f"{lost} without an answer{' there' if num_long else ''}, left out")
+    all_ids = [np.zeros(0, np.uint32)]
+    all_learnt = [np.zeros(0, bool)]
+    for ids, learnt in kept:
+        all_ids.append(ids)
+        all_learnt.append(learnt)
+    starts = np.cumsum([len(ids) for ids in all_ids])
+    ids = np.concatenate(all_ids)
+    learnt = np.concatenate(all_learnt)
+    facts = [f"{name}: {len(kept):,} of {counted(len(pairs), 'conversation')}"]
+    facts.append(f"{int(learnt.sum()):,} of {len(ids):,} tokens are learnt")
+    if num_long and drops:
+        facts.append(f"{num_long} too long, left out")
+    elif num_long:
+        facts.append(f"{num_long} too long, cut after {limit} tokens")
+    num_lost = len(fitting) - len(kept)
+    if num_lost and num_long:
+        facts.append(f"{num_lost} without an answer there, left out")
+    elif num_lost:
+        facts.append(f"{num_lost} without an answer, left out")
     if packing and kept:
-        share = (len(ids) - len(kept)) / (length * (len(rows) - 1))
-        stated.append(f"packed into {counted(len(rows) - 1, 'row')}, {share:.1%} full")
-    return ids, learnt, starts, np.array(rows), "; ".join(stated)
+        num_rows = len(rows) - 1
+        share = (len(ids) - len(kept)) / (length * num_rows)
+        facts.append(f"packed into {counted(num_rows, 'row')}, {share:.1%} full")
+    return ids, learnt, starts, np.array(rows), "; ".join(facts)
 
 
 def best_fit(lengths: Sequence[int], size: int) -> tuple[list[int], list[int]]:
-    """Numbers of conversations, row after row, and where in them every row begins and the last
-    ends.
+    """Pack conversations into rows of at most `size` tokens. Returns their numbers, row after row,
+    and the index in these at which every row begins, and the last ends.
 
     The longest first, each into the row that it leaves the least room in (best-fit decreasing; Ding
-    et al. 2024, "Fewer Truncations Improve Language Modeling"): rows hold at most `size`.
+    et al. 2024, "Fewer Truncations Improve Language Modeling").
     """
-    rows = list[list[int]]()
-    rooms = list[tuple[int, int]]()
-    for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
-        place = bisect_left(rooms, (lengths[number], -1))
-        room, row = rooms.pop(place) if place < len(rooms) else (size, len(rows))
-        if row == len(rows):
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room, row), in ascending order
+    for number in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        best = bisect_left(rooms, (lengths[number], -1))
+        if best < len(rooms):
+            room, row = rooms.pop(best)
+        else:
+            room = size
+            row = len(rows)
             rows.append([])
         rows[row].append(number)
         insort(rooms, (room - lengths[number], row))
-    starts = np.cumsum([0, *map(len, rows)]).tolist()
-    return [number for row in rows for number in row], starts
+    order: list[int] = []
+    starts = [0]
+    for row_numbers in rows:
+        order += row_numbers
+        starts.append(len(order))
+    return order, starts

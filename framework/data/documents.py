@@ -2,8 +2,9 @@
 input.
 
 *.jsonl, *.ndjson        one JSON object per line; its text field is a document
-*.json, *.csv, ...       rows of a table: refused, for the marks between them would be learnt as text; --format says
-otherwise any other file           one document, or one per paragraph with `blank_lines_split`
+*.json, *.csv, ...       rows of a table: refused, unless --format is given, for the marks between
+                         them would be learnt as text
+any other file           one document, or one per paragraph with `blank_lines_split`
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ Format = Literal["auto", "text", "jsonl"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A part of a document.
 
     Attributes:
-        text: bytes; UTF-8, and whole characters, where that was asked for.
+        text: bytes; with `ReadOptions.utf8`, UTF-8 and whole characters.
         num_bytes: size of the whole document.
-        starts: whether it is the document's first piece.
-        ends: whether it is its last.
+        starts: it is the document's first piece.
+        ends: it is the document's last piece.
     """
 
     text: bytes
@@ -58,15 +59,15 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """Options for reading files.
 
     Attributes:
-        utf8: refuse what is not UTF-8, and cut long documents only where a byte-level BPE would cut
-            as well.
+        utf8: refuse text that is not UTF-8, and cut long documents only where a byte-level BPE
+            would cut as well.
         json_field: name of the text in JSON lines.
         blank_lines_split: a blank line ends a document of a plain file.
-        form: what all files are, whatever their names say; ``auto``: their names say it.
+        form: of all files, regardless of their names; ``auto``: by their names.
     """
 
     utf8: bool
@@ -77,9 +78,9 @@ class Reading:
 
 def is_json_lines(path: str, form: Format = "auto") -> bool:
     """Check whether a file is read as JSON lines."""
-    return form == "jsonl" or (
-        form == "auto" and Path(path).suffix.lower() in (".jsonl", ".ndjson")
-    )
+    if form == "auto":
+        return Path(path).suffix.lower() in (".jsonl", ".ndjson")
+    return form == "jsonl"
 
 
 def files_in_folders(paths: Sequence[str]) -> list[str]:
@@ -92,46 +93,50 @@ def files_in_folders(paths: Sequence[str]) -> list[str]:
     files = []
     problems = []
     for path in paths:
-        if not os.path.isdir(path):  # noqa: PTH112 - pathlib raises where the name cannot be one
+        if not os.path.isdir(path):  # noqa: PTH112 - pathlib raises if the name cannot be one
             files.append(path)
             continue
+        texts = []
         try:
             with os.scandir(path) as entries:
-                found = sorted(
-                    each.path
-                    for each in entries
-                    if each.name.endswith(".txt") and each.is_file(follow_symlinks=False)
-                )
+                for entry in entries:
+                    if entry.name.endswith(".txt") and entry.is_file(follow_symlinks=False):
+                        texts.append(entry.path)
         except OSError as error:
             problems.append(_unreadable(path, error))
             continue
-        if not found:
+        if not texts:
             reason = "it is a folder without a *.txt of its own"
             fix = f"name the files in it, for example {path}/*/*.txt"
             problems.append(Problem("text-not-a-file", reason, fix, file=path))
-        files += found
+        files += sorted(texts)
     if problems:
         raise ConfigError(problems)
     return files
 
 
 def input_size(paths: Sequence[str], form: Format = "auto") -> int:
-    """Bytes of all files.
+    """Return the size of all files in bytes.
 
     Raises:
         ConfigError: every file that is missing, a folder, unreadable or compressed, or rows of a
             table (``text-rows``).
     """
-    problems = [found for path in paths if (found := _complaint(path, form))]
+    problems = []
+    for path in paths:
+        problem = _problem_of(path, form)
+        if problem is not None:
+            problems.append(problem)
     if problems:
         raise ConfigError(problems)
     return sum(Path(path).stat().st_size for path in paths)
 
 
-def _complaint(path: str, form: Format) -> Problem | None:
+def _problem_of(path: str, form: Format) -> Problem | None:
     problem = partial(Problem, file=path)
     try:
-        mode = os.stat(path).st_mode  # noqa: PTH116 - a path with a NUL byte raises here and is false in pathlib
+        # A path with a NUL byte raises here, and is false in pathlib.
+        mode = os.stat(path).st_mode  # noqa: PTH116
         if S_ISDIR(mode):
             return problem(
                 "text-not-a-file",
@@ -150,33 +155,33 @@ def _complaint(path: str, form: Format) -> Problem | None:
         return problem("text-not-found", "there is no such file", "name an existing one")
     except OSError as error:
         return _unreadable(path, error)
-    packed = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
     if form == "auto" and (Path(path).suffix.lower() in _ROWS or head.startswith(_ROWS_INSIDE)):
         return problem(
             "text-rows",
             "it holds rows of a table, and the marks between them would be learnt as text",
-            'write its text as JSON lines, {"text": "..."}; or say --format jsonl for what is JSON lines already, '
-            "--format text to take it as it is",
+            'write its text as JSON lines, {"text": "..."}; or say --format jsonl for what is JSON '
+            "lines already, --format text to take it as it is",
         )
-    if packed:
-        return problem("text-compressed", f"it is compressed with {packed}", "unpack it first")
+    for magic, name in _COMPRESSED.items():
+        if head.startswith(magic):
+            return problem("text-compressed", f"it is compressed with {name}", "unpack it first")
     return None
 
 
 def carriage_returns(paths: Sequence[str], form: Format = "auto") -> list[str]:
-    """The plain files whose first lines end as on Windows: the carriage returns would be learnt as
-    text.
+    """List the plain files with first lines that end as on Windows: the carriage returns would be
+    learnt as text.
     """
-    found = []
+    files = []
     for path in paths:
-        with suppress(OSError), Path(path).open("rb") as stream:  # the reading says so
+        with suppress(OSError), Path(path).open("rb") as stream:  # `read_documents` reports it
             if not is_json_lines(path, form) and b"\r\n" in stream.read(_CHUNK_BYTES):
-                found.append(path)
-    return found
+                files.append(path)
+    return files
 
 
-def read_documents(paths: Iterable[str], how: Reading) -> Iterator[Piece]:
-    """Every document of every file, in order.
+def read_documents(paths: Iterable[str], options: ReadOptions) -> Iterator[TextPiece]:
+    """Yield every document of every file, in order.
 
     Raises:
         ConfigError: at the first place that cannot be read: kinds ``text-unreadable``,
@@ -185,46 +190,50 @@ def read_documents(paths: Iterable[str], how: Reading) -> Iterator[Piece]:
     for path in paths:
         try:
             with Path(path).open("rb") as stream:
-                if is_json_lines(path, how.form):
-                    yield from _json_lines(stream, path, how)
-                elif how.blank_lines_split:
-                    yield from _paragraphs(stream, path, how)
+                if is_json_lines(path, options.form):
+                    yield from _json_lines(stream, path, options)
+                elif options.blank_lines_split:
+                    yield from _paragraphs(stream, path, options)
                 else:
-                    yield from _whole_file(stream, path, how)
+                    yield from _whole_file(stream, path, options)
         except OSError as error:
             raise ConfigError(_unreadable(path, error)) from error
 
 
-def _whole_file(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
-    start = position = _skip_byte_order_mark(stream)
+def _whole_file(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[TextPiece]:
+    start = _skip_byte_order_mark(stream)
+    position = start
     num_bytes = os.fstat(stream.fileno()).st_size - start
     rest = b""
     while chunk := stream.read(_CHUNK_BYTES):
         rest += chunk
         cut = len(rest)
-        if how.utf8:
+        if options.utf8:
             cut = _place_to_cut(rest)
             _check_utf8(rest[:cut], path, position=position)
-        yield Piece(rest[:cut], num_bytes, starts=position == start, ends=False)
-        position = position + cut
+        yield TextPiece(rest[:cut], num_bytes, starts=position == start, ends=False)
+        position += cut
         rest = rest[cut:]
-    if how.utf8:
+    if options.utf8:
         _check_utf8(rest, path, position=position)
-    yield Piece(rest, num_bytes, starts=position == start)
+    yield TextPiece(rest, num_bytes, starts=position == start)
 
 
 def _skip_byte_order_mark(stream: BinaryIO) -> int:
-    """The place where the text begins: the mark, which Windows puts before it, is none."""
-    return stream.seek(
-        len(_BYTE_ORDER_MARK) if stream.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK else 0
-    )
+    """Go to the beginning of the text, after the mark that Windows puts before it; returns the
+    position.
+    """
+    if stream.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK:
+        return stream.seek(len(_BYTE_ORDER_MARK))
+    return stream.seek(0)
 
 
 def _place_to_cut(text: bytes) -> int:
-    """Behind the last line end, or else before the last blank, that a non-blank follows.
+    """Return the place behind the last line end, or else before the last blank, that a non-blank
+    follows.
 
-    GPT-2's pattern, which byte-level BPE splits by, never joins what stands on both sides of such a
-    place: the tokens are those of the uncut text. Text without one is cut between two characters.
+    GPT-2's pattern, which byte-level BPE splits by, never joins text across such a place: the
+    tokens are the same as in the uncut text. Text without one is cut between two characters.
     """
     for sign, behind in ((b"\n", 1), (b" ", 0)):
         place = text.rfind(sign, 0, len(text) - 1)
@@ -239,7 +248,7 @@ def _place_to_cut(text: bytes) -> int:
     return max(place - 1, 1)
 
 
-def _paragraphs(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
+def _paragraphs(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[TextPiece]:
     _skip_byte_order_mark(stream)
     lines: list[bytes] = []
     size = 0
@@ -249,34 +258,33 @@ def _paragraphs(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
             size += len(line)
             if size > LONGEST_LINE_BYTES:
                 raise _too_long(path, number, "a paragraph")
-            if how.utf8:
+            if options.utf8:
                 _check_utf8(line, path, line=number)
         elif lines:
-            yield Piece(b"".join(lines), size)
+            yield TextPiece(b"".join(lines), size)
             lines = []
             size = 0
     if lines:
-        yield Piece(b"".join(lines), size)
+        yield TextPiece(b"".join(lines), size)
 
 
-def _json_lines(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
+def _json_lines(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[TextPiece]:
     for number, line in enumerate(_lines(stream, path), start=1):
         if line.strip():
-            data = _text_of(line, how.json_field, path, number)
-            yield Piece(data, len(data))
+            data = _text_of(line, options.json_field, path, number)
+            yield TextPiece(data, len(data))
 
 
 def _lines(stream: BinaryIO, path: str) -> Iterator[bytes]:
-    for number, line in enumerate(
-        iter(partial(stream.readline, LONGEST_LINE_BYTES + 1), b""), start=1
-    ):
+    read_line = partial(stream.readline, LONGEST_LINE_BYTES + 1)
+    for number, line in enumerate(iter(read_line, b""), start=1):
         if len(line) > LONGEST_LINE_BYTES:
             raise _too_long(path, number, "the line")
         yield line
 
 
 def _text_of(line: bytes, name: str, path: str, number: int) -> bytes:
-    """The field of that name in a JSON line."""
+    """Return the field of this name in a JSON line."""
     refusal = partial(ConfigError.of, file=path, line=number)
     try:
         row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
@@ -287,7 +295,7 @@ def _text_of(line: bytes, name: str, path: str, number: int) -> bytes:
             reason = "nested too deep"
         else:
             reason = getattr(error, "msg", str(error))
-        # the place is said in front of the line
+        # The message names the place at its beginning.
         reason = reason.removesuffix(" at").removesuffix(" starting")
         reason = f"the line is not JSON: {reason}"
         fix = "write one JSON object per line, or remove the line"
@@ -295,10 +303,8 @@ def _text_of(line: bytes, name: str, path: str, number: int) -> bytes:
     if not isinstance(row, dict):
         raise refusal("text-bad-json", "the line is no JSON object", f'write {{"{name}": "..."}}')
     if name not in row:
-        reason = (
-            f"there is no field '{name}' among: "
-            f"{', '.join(list(row)[:_SHOWN_FIELDS]) or 'no fields'}"
-        )
+        fields = ", ".join(list(row)[:_SHOWN_FIELDS]) or "no fields"
+        reason = f"there is no field '{name}' among: {fields}"
         raise refusal("text-no-field", reason, "say which with --jsonl-field")
     if not isinstance(row[name], str):
         raise refusal(
@@ -328,7 +334,10 @@ def _check_utf8(text: bytes, path: str, *, position: int = 0, line: int = 0) -> 
 
 
 def _not_utf8(path: str, place: str, line: int, *, is_json: bool = False) -> ConfigError:
-    fix = f"convert it to UTF-8{', which JSON is' if is_json else ', or use --tokenizer bytes'}"
+    if is_json:
+        fix = "convert it to UTF-8, which JSON is"
+    else:
+        fix = "convert it to UTF-8, or use --tokenizer bytes"
     return ConfigError.of(
         "text-not-utf8", f"it is not UTF-8 text ({place})", fix, file=path, line=line
     )

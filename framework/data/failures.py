@@ -1,4 +1,4 @@
-"""Failures of what reads data: errors of a dataset, in a worker or here, and workers that end."""
+"""Failures of reading data: errors of a dataset, in a worker or here, and workers that end."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from framework.errors import FrameworkError, explaining, printable
 
-_DEAD_WORKER: Final = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (is killed by signal: ([\w ]+)|exited unexpectedly)"
-)
-# The kernel's name of the signal -> what that mostly means.
+_WORKER: Final = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\)"
+_END: Final = r"(is killed by signal: ([\w ]+)|exited unexpectedly)"
+_DEAD_WORKER: Final = re.compile(f"{_WORKER} {_END}")
+# The kernel's name of the signal -> its usual cause, and the fix.
 _WAYS_OUT: Final = {
     "Killed": "the host, or the memory limit of this job, has no room for it: set "
     "data.num_workers or data.prefetch_batches lower",
@@ -23,13 +23,12 @@ _WAYS_OUT: Final = {
 _NO_WAY_OUT_KNOWN: Final = (
     "the code that reads the data has ended its process: data.num_workers=0 shows where"
 )
-# How torch hands over a worker's error: one of the same class, whose text is the worker's whole
-# traceback.
+# torch raises a worker's error as one of the same class, with the worker's whole traceback as text.
 _FROM_WORKER: Final = re.compile(r"Caught \w+ in ")
 
 
 def death_of_worker(error: BaseException) -> str:
-    """Return one line with the way out, where torch's error says that a worker has ended; empty
+    """Return one line with a way out, if torch's error reports the end of a worker; empty
     otherwise.
     """
     dead = _dead_worker(error)
@@ -42,44 +41,49 @@ def death_of_worker(error: BaseException) -> str:
 
 
 def _dead_worker(error: BaseException) -> re.Match[str] | None:
-    """The signal, where one error of torch's names it and the one that it became does not any
-    more.
+    """Find the end of a worker in an error, or, if that names no signal, in the error that it was
+    raised from.
     """
     dead = _DEAD_WORKER.search(str(error))
-    before = error.__cause__ or error.__context__
-    return (dead and not dead[2] and before and _DEAD_WORKER.search(str(before))) or dead
+    cause = error.__cause__ or error.__context__
+    if dead and not dead[2] and cause:
+        return _DEAD_WORKER.search(str(cause)) or dead
+    return dead
 
 
 class ExplainedData:
-    """A loader, for training or for evaluation, whose errors are explained. `claims`: whether this
-    rank is the one that reports an error, given its text.
-    """
+    """A loader, for training or for evaluation, with errors that are explained."""
 
     def __init__(self, loader: Any, *, claims: Callable[[str], bool]) -> None:
+        """Take a loader, and `claims`, which returns True for an error's text if this rank is to
+        report the error.
+        """
         self._loader = loader
         self._explain = partial(_without_traceback, claims=claims)
 
     def __iter__(self) -> Iterator[Any]:
-        """As the evaluation loader's."""
+        """Yield the batches of an evaluation loader."""
         with explaining(self._explain):
             yield from self._loader
 
     def stream(self, start_step: int) -> Generator[Any, None, None]:
-        """As the training loader's."""
+        """Yield the micro-batches of a training loader."""
         with explaining(self._explain):
             yield from self._loader.stream(start_step)
 
 
 def _without_traceback(error: Exception, *, claims: Callable[[str], bool]) -> FrameworkError | None:
-    """Without a worker's traceback, which stands before its message. The ranks read different
-    samples: what one of them meets, it has to report; what all meet, rank 0 reports.
+    """Return the error without a worker's traceback, which precedes its message; None if it has
+    none. The ranks read different samples: an error of one rank is reported by that rank, an error
+    of all by rank 0.
     """
     if not isinstance(error, FrameworkError):
         return None
-    reported = error
-    stated = str(error)
-    if _FROM_WORKER.match(stated):
-        of_error = re.compile(rf"^(?:[\w.]+\.)?{type(error).__name__}: ", re.MULTILINE)
-        reported = type(error)(of_error.split(stated)[-1].strip())
+    message = str(error)
+    if not _FROM_WORKER.match(message):
+        error.is_of_one_rank = claims(message)
+        return None
+    error_name = re.compile(rf"^(?:[\w.]+\.)?{type(error).__name__}: ", re.MULTILINE)
+    reported = type(error)(error_name.split(message)[-1].strip())
     reported.is_of_one_rank = claims(str(reported))
-    return None if reported is error else reported
+    return reported

@@ -1,4 +1,4 @@
-"""Parts that are taken over of a `DataLoader`."""
+"""Datasets and settings that are taken over from a `DataLoader`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from framework.errors import ConfigError
 from framework.system.log import warn
 
 _SAMPLER_SALT: Final = 0x5A91
+# The run has these orders itself; it also divides them over ranks.
+_KNOWN_ORDERS: Final = (SequentialSampler.__iter__, DistributedSampler.__iter__)
 
 
 class _Taken:
@@ -35,7 +37,7 @@ class _Taken:
             self.collate_fn = collate_fn
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_dataset" or name.startswith("__"):  # while it is unpickled there is none yet
+        if name == "_dataset" or name.startswith("__"):  # not set yet while it is unpickled
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
@@ -46,12 +48,14 @@ class TakenStream(_Taken, IterableDataset[Any]):
 
 
 class TakenSet(_Taken):
-    """One of samples by number. With a sampler `num_ordered` is the number of samples in an
+    """A dataset of samples by number. With a sampler `num_ordered` is the number of samples in an
     epoch.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, sampler: Any) -> None:
-        """`sampler` gives the order of every epoch; None: it is the run's."""
+        """Take a dataset, its `collate_fn` or None, and the sampler that orders every epoch, or None
+        for the order of the run.
+        """
         super().__init__(dataset, collate_fn)
         self._sampler = sampler
         self.num_ordered = None if sampler is None else len(sampler)
@@ -66,17 +70,19 @@ class TakenSet(_Taken):
         return fetched(self._dataset, indices)
 
     def epoch_order(self, epoch: int, *, seed: int) -> Order:
-        """The order of an epoch, asked of the sampler with a seed of (seed, epoch): the same
-        whoever asks, and when; a ConfigError, kind ``sampler-order``, where it has another length
-        than the first.
+        """Return the order of an epoch, drawn from the sampler with a seed of (seed, epoch): the
+        same on every rank, at any time.
+
+        Raises:
+            ConfigError: kind ``sampler-order``: the order has another length than the first.
         """
         set_epoch = getattr(self._sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        own = getattr(self._sampler, "generator", None)
+        generator = getattr(self._sampler, "generator", None)
         number = mix_int(_SAMPLER_SALT, seed, epoch)
-        if isinstance(own, torch.Generator):
-            own.manual_seed(number)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(number)
         with random_state_kept():
             seed_generators(number)
             order = np.fromiter(self._sampler, dtype=np.int64)
@@ -91,8 +97,8 @@ class TakenSet(_Taken):
 
 
 def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, Any]]:
-    """Take a `DataLoader` apart: its dataset; and `micro_size`, `num_workers`, `shuffle`, as far as
-    it says.
+    """Return the dataset of a `DataLoader`, and its settings: `micro_size`, `num_workers`, and
+    `shuffle` if it is known. Another object is the dataset itself, without settings.
 
     Raises:
         ConfigError: kind ``loader-not-taken``: something else than a sampler makes its batches.
@@ -110,13 +116,14 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
     taken: dict[str, Any] = {"num_workers": given.num_workers, "micro_size": size}
     _look_at_worker_init(given, key=key)
     if is_stream(dataset):
-        return (dataset if collate_fn is None else TakenStream(dataset, collate_fn)), taken
+        if collate_fn is None:
+            return dataset, taken
+        return TakenStream(dataset, collate_fn), taken
     sampler: Any = batches.sampler  # type: ignore[union-attr]
-    is_whole = type(sampler).__name__ == "RandomSampler"  # torchdata has one as well
-    is_whole = is_whole and not sampler.replacement and len(sampler) == len(dataset)
-    usual = SequentialSampler.__iter__, DistributedSampler.__iter__  # ranks are divided by the run
-    if is_whole or type(sampler).__iter__ in usual:
-        taken["shuffle"], sampler = is_whole or getattr(sampler, "shuffle", False), None
+    is_shuffled = _shuffles_all(sampler, dataset)
+    if is_shuffled or type(sampler).__iter__ in _KNOWN_ORDERS:
+        taken["shuffle"] = is_shuffled or getattr(sampler, "shuffle", False)
+        sampler = None
     elif getattr(sampler, "num_replicas", 1) > 1:
         reason = (
             f"its sampler, {type(sampler).__name__}, has an order of each rank's own, and "
@@ -128,9 +135,15 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
         order = TakenSet(dataset, None, sampler).epoch_order(0, seed=0)
         dataset = Subset(dataset, order(np.arange(len(sampler))).tolist())
         sampler = None
-    return (
-        dataset if collate_fn is sampler is None else TakenSet(dataset, collate_fn, sampler)
-    ), taken
+    if collate_fn is None and sampler is None:
+        return dataset, taken
+    return TakenSet(dataset, collate_fn, sampler), taken
+
+
+def _shuffles_all(sampler: Any, dataset: Any) -> bool:
+    if type(sampler).__name__ != "RandomSampler":  # torchdata has one as well
+        return False
+    return not sampler.replacement and len(sampler) == len(dataset)
 
 
 def _look_at_worker_init(given: DataLoader[Any], *, key: str) -> None:
@@ -156,15 +169,15 @@ def _look_at_worker_init(given: DataLoader[Any], *, key: str) -> None:
 
 
 def as_tensors(dataset: Any) -> Any:
-    """Hugging Face's datasets without a format of their own give lists, which nothing can be
-    computed with.
+    """Set torch's format for a Hugging Face dataset without a format: it would give lists, which
+    nothing can be computed with.
     """
-    if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "with_format"):
-        if is_stream(dataset):
-            formatting = dataset._formatting
-        else:
-            formatting = dataset.format["type"]
-        if formatting is None:
-            return dataset.with_format("torch")
+    if not type(dataset).__module__.startswith("datasets.") or not hasattr(dataset, "with_format"):
         return dataset
+    if is_stream(dataset):
+        formatting = dataset._formatting
+    else:
+        formatting = dataset.format["type"]
+    if formatting is None:
+        return dataset.with_format("torch")
     return dataset

@@ -16,7 +16,10 @@ from framework.data.from_dataloader import TakenSet, TakenStream, as_tensors
 from framework.data.splits import Splits
 from framework.errors import ConfigError, missing_package
 
-_READERS: Final = {f".{name}": name for name in ("json", "csv", "parquet")} | {
+_READERS: Final = {
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
     ".jsonl": "json",
     ".txt": "text",
     ".tar": "webdataset",
@@ -32,7 +35,7 @@ def build(
     columns: Sequence[str] | Mapping[str, str] | None = None,
     streaming: bool = False,
 ) -> Splits:
-    """Arguments are the keys of `config.data.HuggingFace`.
+    """Build the parts of `config.data.HuggingFace`; the arguments are its keys.
 
     Raises:
         ConfigError: kinds ``package-missing``, ``dataset-not-found``, ``dataset-not-read``,
@@ -44,21 +47,25 @@ def build(
         raise missing_package("datasets", what="data.kind: huggingface", extra="data") from error
 
     def read(place: str, key: str, *splits: str) -> Any:
+        """Return the first of these splits at a path, or None; files are a split ``train``."""
         try:
-            if {"dataset_dict.json", "state.json"} & {
-                file.name for file in Path(place).glob("*.json")
-            }:
-                found = datasets.load_from_disk(place)
+            names = {file.name for file in Path(place).glob("*.json")}
+            if "dataset_dict.json" in names or "state.json" in names:
+                rows = datasets.load_from_disk(place)
             else:
-                names = _files(place, key)
-                reader = _READERS[Path(names[0]).suffix]
-                found = datasets.load_dataset(
-                    reader, data_files=names, split="train", streaming=streaming
+                files = _files(place, key)
+                reader = _READERS[Path(files[0]).suffix]
+                rows = datasets.load_dataset(
+                    reader, data_files=files, split="train", streaming=streaming
                 )
-            if not isinstance(found, dict):
-                return found if "train" in splits else None
-            name = next(filter(found.__contains__, splits), None)
-            return found[name or "train"] if name or "train" in splits else None
+            if not isinstance(rows, dict):
+                return rows if "train" in splits else None
+            for name in splits:
+                if name in rows:
+                    return rows[name]
+            if "train" in splits:
+                return rows["train"]  # raises KeyError, which is explained
+            return None
         except ConfigError:
             raise
         except Exception as error:
@@ -69,25 +76,27 @@ def build(
             raise ConfigError.of("dataset-not-read", reason, fix, key, place) from error
 
     train = read(path, "data.path", "train")
-    evaluation = read(
-        eval_path or path, "data.eval_path", "validation", "test", *["train"] * bool(eval_path)
-    )
-    sets = [
-        None if rows is None else _with_columns(rows, columns, streaming)
-        for rows in (train, evaluation)
-    ]
-    return Splits(sets[0], sets[1])
+    if eval_path:
+        evaluation = read(eval_path, "data.eval_path", "validation", "test", "train")
+    else:
+        evaluation = read(path, "data.eval_path", "validation", "test")
+    if train is not None:
+        train = _with_columns(train, columns, streaming)
+    if evaluation is not None:
+        evaluation = _with_columns(evaluation, columns, streaming)
+    return Splits(train, evaluation)
 
 
 def _files(pattern: str, key: str) -> list[str]:
-    """The files of a pattern, in order; a range ``{000..009}`` asks for all of its numbers."""
-    found = _RANGE.search(pattern)
-    if found:
-        first, last = found.groups()
-        numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
-        return [
-            name for number in numbers for name in _files(_RANGE.sub(number, pattern, count=1), key)
-        ]
+    """List the files of a pattern, in order; a range ``{000..009}`` stands for all its numbers."""
+    range_match = _RANGE.search(pattern)
+    if range_match:
+        first, last = range_match.groups()
+        files = []
+        for number in range(int(first), int(last) + 1):
+            text = f"{number:0{len(first)}}"
+            files += _files(_RANGE.sub(text, pattern, count=1), key)
+        return files
     names = sorted(glob(str(Path(pattern).expanduser())))  # noqa: PTH207  # which may be absolute
     if not names:
         raise ConfigError.of(
@@ -99,14 +108,14 @@ def _files(pattern: str, key: str) -> list[str]:
 def _with_columns(
     rows: Any, columns: Sequence[str] | Mapping[str, str] | None, streaming: bool
 ) -> Any:
-    asked = [*(columns or ())]
-    missing = sorted({*asked} - {*(rows.column_names or asked)})
+    requested = list(columns or ())
+    missing = set(requested) - set(rows.column_names or requested)
     if missing:
-        reason = f"there is no column {missing[0]}"
+        reason = f"there is no column {min(missing)}"
         fix = f"there are {', '.join(rows.column_names)}"
-        raise ConfigError.of("dataset-columns", reason, fix, "data.columns", asked)
-    if asked:
-        rows = rows.select_columns(asked)
+        raise ConfigError.of("dataset-columns", reason, fix, "data.columns", requested)
+    if requested:
+        rows = rows.select_columns(requested)
     if isinstance(columns, Mapping):
         rows = rows.rename_columns({old: new for old, new in columns.items() if old != new})
     if streaming and hasattr(rows, "to_iterable_dataset"):
@@ -120,13 +129,13 @@ def _with_columns(
 
 
 def _collated(rows: Sequence[Mapping[str, Any]], *, names: Sequence[str] | None) -> Any:
-    """Images, bytes of (batch, channels, height, width), become numbers in [0, 1]."""
-    batch = {
-        name: value / 255
-        if getattr(value, "dtype", None) == torch.uint8 and value.ndim == _IMAGES
-        else value
-        for name, value in collate(rows).items()
-    }
+    """Collate rows; images, bytes of (batch, channels, height, width), become numbers in [0, 1]."""
+    batch = {}
+    for name, value in collate(rows).items():
+        if getattr(value, "dtype", None) == torch.uint8 and value.ndim == _IMAGES:
+            batch[name] = value / 255
+        else:
+            batch[name] = value
     if names is None:
         return batch
     return tuple(batch[name] for name in names)

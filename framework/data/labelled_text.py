@@ -17,9 +17,11 @@ _INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 
 
 class LabelledText(torch.utils.data.Dataset[Any]):
-    """Samples (text, class); a batch is (dict of ``input_ids``, where the tokenizer has them
-    ``token_type_ids``, and ``attention_mask``, 0 for padding, (batch, length) int64 each, classes
-    (batch,) int64), as long as its longest text.
+    """Samples (text, class).
+
+    A batch is a pair: a dict of ``input_ids``, ``token_type_ids`` (if the tokenizer has them) and
+    ``attention_mask`` (0 for padding), (batch, length) int64 each, as long as the longest text; and
+    classes (batch,) int64.
     """
 
     def __init__(
@@ -39,15 +41,15 @@ class LabelledText(torch.utils.data.Dataset[Any]):
         return self.rows[index]
 
     def collate_fn(self, samples: Sequence[tuple[str, int]]) -> tuple[dict[str, Tensor], Tensor]:
-        """A batch; texts are cut at the length."""
+        """Make a batch; texts are cut at the length."""
         texts, labels = zip(*samples, strict=True)
         return inputs_of(list(texts), self.tokenizer, self._length), torch.tensor(labels)
 
 
 def inputs_of(texts: list[str], tokenizer: Any, length: int) -> dict[str, Tensor]:
-    """Inputs of a model, of texts that are cut at so many tokens."""
-    found = tokenizer(texts, truncation=True, max_length=length, padding=True, return_tensors="pt")
-    return {name: found[name] for name in _INPUTS if name in found}
+    """Tokenize texts, each cut at `length` tokens, into the inputs of a model."""
+    inputs = tokenizer(texts, truncation=True, max_length=length, padding=True, return_tensors="pt")
+    return {name: inputs[name] for name in _INPUTS if name in inputs}
 
 
 def build(
@@ -60,7 +62,7 @@ def build(
     text: str = "text",
     label: str = "label",
 ) -> Splits:
-    """Labelled texts of training and evaluation.
+    """Build the labelled texts of training and evaluation.
 
     Arguments are the keys of `config.data.LabelledText`.
 
@@ -79,14 +81,19 @@ def build(
         raise ConfigError.of(
             "nothing-to-learn", "it has no rows", "name another file", "data.path", path
         )
-    names = sorted({name for part in parts for _, name in part})
-    numbers = {name: number for number, name in enumerate(names)}
-    made = open_tokenizer(tokenizer)
+    training, evaluation = parts
+    names = sorted({name for _, name in training + evaluation})
+    opened = open_tokenizer(tokenizer)
     if all(name.isdecimal() for name in names):
         numbers = {name: int(name) for name in names}
         names = [str(number) for number in range(max(numbers.values()) + 1)]
-    train, evaluation = (
-        LabelledText([(one, numbers[name]) for one, name in part], names, made, sequence_length)
-        for part in parts
-    )
-    return Splits(train, evaluation if len(evaluation) else None)
+    else:
+        numbers = {name: number for number, name in enumerate(names)}
+
+    def dataset(rows: list[tuple[str, str]]) -> LabelledText:
+        samples = [(text, numbers[name]) for text, name in rows]
+        return LabelledText(samples, names, opened, sequence_length)
+
+    if not evaluation:
+        return Splits(dataset(training), None)
+    return Splits(dataset(training), dataset(evaluation))

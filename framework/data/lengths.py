@@ -16,54 +16,64 @@ _EASIEST: Final = 0.01
 
 
 def lengths_of(dataset: Any, key: str) -> Positions:
-    """The lengths of all samples: `lengths` of a dataset, or its column ``length``; a ConfigError,
-    kind ``data-without-lengths``, where it has neither.
+    """Return the lengths of all samples: `lengths` of a dataset, or its column ``length``.
+
+    Raises:
+        ConfigError: kind ``data-without-lengths``: the dataset has neither.
     """
-    found = getattr(dataset, "lengths", None)
-    if found is None and "length" in (getattr(dataset, "column_names", None) or ()):
-        found = dataset["length"]
-    if found is None or not hasattr(dataset, "__getitem__") or len(found) != len(dataset):
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is None and "length" in (getattr(dataset, "column_names", None) or ()):
+        lengths = dataset["length"]
+    if lengths is None or not hasattr(dataset, "__getitem__") or len(lengths) != len(dataset):
         fix = f"give the dataset an attribute `lengths`, one number per sample, or leave {key} out"
         raise ConfigError.of(
             "data-without-lengths", "the lengths of the training samples are not known", fix, key
         )
-    return np.asarray(found, dtype=np.int64)
+    return np.asarray(lengths, dtype=np.int64)
 
 
 def bucketed(
-    order_of: Callable[..., Order], lengths: Positions, places: Positions, **sizes: int
+    order_of: Callable[..., Order],
+    lengths: Positions,
+    positions: Positions,
+    *,
+    seed: int,
+    size: int,
+    steps: int,
 ) -> Any:
-    """Orders of epochs whose steps have like lengths, as `MicroBatchSampler` takes them."""
-    return partial(_bucketed, order_of, lengths, places, **sizes)
+    """Return a function of an epoch, as `MicroBatchSampler` takes it: orders with steps of like
+    lengths. Arguments are as of `_bucketed`.
+    """
+    return partial(_bucketed, order_of, lengths, positions, seed=seed, size=size, steps=steps)
 
 
 def _bucketed(
     order_of: Callable[..., Order],
     lengths: Positions,
-    places: Positions,
+    positions: Positions,
     *,
     epoch: int,
     seed: int,
     size: int,
     steps: int,
 ) -> Order:
-    """Sort windows of so many steps, of `size` samples, by length, and draw their steps in another
-    order.
+    """Sort windows of `steps` steps, each of `size` samples, by length, and draw their steps in
+    random order.
     """
-    found: Positions = order_of(epoch=epoch)(places).copy()
-    end = len(found) // size * size
+    samples: Positions = order_of(epoch=epoch)(positions).copy()
+    end = len(samples) // size * size
     for start in range(0, end, steps * size):
-        window = found[start : min(start + steps * size, end)]
+        window = samples[start : min(start + steps * size, end)]
         by_length = window[np.argsort(lengths[window], kind="stable")].reshape(-1, size)
         drawn = ComputedOrder(len(by_length), seed=mix_int(_WINDOW_SALT, seed, start), epoch=epoch)
         window[:] = by_length[drawn[np.arange(len(by_length))]].ravel()
-    order: Order = found.take
+    order: Order = samples.take
     return order
 
 
 def shortest_first(step: int, *, by_length: Positions, seed: int, size: int, steps: int) -> Order:
-    """The order of one of the first steps: `size` of the shortest samples, of which a step may draw
-    ever more.
+    """Return the order of one of the first steps: `size` of the shortest samples, drawn from a pool
+    that grows with every step.
 
     Platanios et al. 2019, "Competence-based curriculum learning", the square-root schedule from
     0.01.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -22,18 +22,27 @@ from framework.data.batches import (
     own_collate,
 )
 from framework.data.lengths import bucketed, lengths_of, shortest_first
-from framework.data.order import LATEST_ORDER, MicroBatchSampler, Share, mix_int, order_of_epoch
+from framework.data.order import (
+    LATEST_ORDER,
+    MicroBatchSampler,
+    Order,
+    SampleKey,
+    Share,
+    in_sequence,
+    mix_int,
+    order_of_epoch,
+)
 from framework.errors import ConfigError
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
 
 _WORKER_SALT: Final = 0x3017
 _WORKER_SEED: Final = 0
-_EVALUATION_SEED: Final = 0xE7A2  # of what a `collate_fn` draws; `run.seed` is for training
+_EVALUATION_SEED: Final = 0xE7A2  # for draws of a `collate_fn`; `run.seed` is for training
 
 
 def init_of_workers() -> Callable[[int], None]:
-    """A `worker_init_fn` for the workers of this process, which is a rank.
+    """Return a `worker_init_fn` for the workers of this process, which is a rank.
 
     A request that goes to a whole process group (Ctrl-C, `timeout`, Slurm, the deepspeed launcher)
     would end the workers, and the run with them, while the rank still needs their batches to reach
@@ -47,8 +56,11 @@ def _leave_signals_to_rank(rank: int, _worker: int) -> None:
     assert get_worker_info() is not None
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # A fork server lives as long as the rank, and is the parent of its workers.
-    die_with(os.getppid() if multiprocessing.get_start_method() == "forkserver" else rank)
+    parent = rank
+    if multiprocessing.get_start_method() == "forkserver":
+        # A fork server lives as long as the rank, and is the parent of its workers.
+        parent = os.getppid()
+    die_with(parent)
 
 
 def _loader(
@@ -60,7 +72,7 @@ def _loader(
     worker_seed: int,
     fetching: dict[str, Any],
 ) -> DataLoader[Any]:
-    """A `DataLoader` over a dataset, read as `samples`; `seed` is for its own `collate_fn`."""
+    """Make a `DataLoader` of a dataset, read as `samples`; `seed` is for its own `collate_fn`."""
     own = own_collate(dataset)
     return DataLoader(
         LoaderSamples(samples, own=own, seed=seed),
@@ -75,14 +87,15 @@ def _loader(
 
 def is_stream(dataset: Any) -> bool:
     """Check for an iterable of the user's without samples by number."""
-    is_iterable = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    return isinstance(dataset, IterableDataset) or (
-        is_iterable and type(dataset).__module__ != "builtins"
-    )
+    if isinstance(dataset, IterableDataset):
+        return True
+    if hasattr(dataset, "__getitem__") or type(dataset).__module__ == "builtins":
+        return False
+    return hasattr(dataset, "__iter__")
 
 
 def num_samples_of(dataset: Any) -> int | None:
-    """Count the samples of an epoch; None of a stream: only reading them all would tell."""
+    """Count the samples of an epoch; None for a stream, which would have to be read for it."""
     if is_stream(dataset):
         return None
     return getattr(dataset, "num_ordered", None) or len(dataset)
@@ -92,9 +105,9 @@ class TrainLoader:
     """Micro-batches of one rank, their content a pure function of (seed, step, rank): see `order`
     and `batches`.
 
-    The stream has no state to save: to go on after k steps, start it at step k. One `DataLoader`
+    The stream has no state to save: to resume after k steps, start it at step k. One `DataLoader`
     iterator serves the whole stream, so that its workers live through all epochs and fetch the next
-    one's first batches ahead.
+    epoch's first batches ahead.
     """
 
     def __init__(
@@ -116,16 +129,16 @@ class TrainLoader:
         bucket_steps: int = 0,
         curriculum_steps: int = 0,
     ) -> None:
-        """Check that an epoch has a step; nothing is read yet. Names of config keys mean what these
-        do.
+        """Check that an epoch has a step; nothing is read yet. Arguments with the name of a config
+        key have its meaning.
 
         Args:
             dataset: map-style; its `collate_fn`, if it has one, makes the batches (otherwise
                 torch's default).
             rank: of data parallelism; so is `world_size`.
             random_samples: reading a sample draws random numbers, which are then seeded per (seed,
-                epoch, index). What a `collate_fn` of the dataset's own draws is seeded in any case.
-            order_version: of the order of samples, as the run began with it.
+                epoch, index). Draws of the dataset's own `collate_fn` are seeded in any case.
+            order_version: version of the order of samples that the run began with.
 
         Raises:
             ConfigError: kinds ``dataset-smaller-than-batch``, ``data-without-lengths``.
@@ -136,29 +149,42 @@ class TrainLoader:
         self._random_samples = random_samples
         share = Share(global_size, micro_size, accumulation_steps, rank, world_size)
         num_samples = num_samples_of(dataset) or 0
-        options: dict[str, Any] = {
-            "order_of": partial(
+        if getattr(dataset, "num_ordered", None):
+            order_of = partial(dataset.epoch_order, seed=seed)
+        else:
+            order_of = partial(
                 order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=order_version
             )
-        }
-        if getattr(dataset, "num_ordered", None):
-            options["order_of"] = partial(dataset.epoch_order, seed=seed)
+        order_of_first: Callable[[int], Order] = in_sequence
         if bucket_steps or curriculum_steps:
-            lengths = lengths_of(
-                dataset, "data.bucket_steps" if bucket_steps else "data.curriculum_steps"
-            )
-            sizes = {"seed": seed, "size": global_size}
+            key = "data.bucket_steps" if bucket_steps else "data.curriculum_steps"
+            lengths = lengths_of(dataset, key)
             if bucket_steps:
-                places = np.arange(num_samples)
-                options["order_of"] = bucketed(
-                    options["order_of"], lengths, places, steps=bucket_steps, **sizes
+                order_of = bucketed(
+                    order_of,
+                    lengths,
+                    np.arange(num_samples),
+                    seed=seed,
+                    size=global_size,
+                    steps=bucket_steps,
                 )
             if curriculum_steps:
-                sizes["steps"], by_length = curriculum_steps, np.argsort(lengths, kind="stable")
-                first = partial(shortest_first, by_length=by_length, **sizes)
-                options |= {"first_steps": curriculum_steps, "order_of_first": first}
+                order_of_first = partial(
+                    shortest_first,
+                    by_length=np.argsort(lengths, kind="stable"),
+                    seed=seed,
+                    size=global_size,
+                    steps=curriculum_steps,
+                )
         self._sampler = partial(
-            MicroBatchSampler, num_samples, share=share, seed=seed, shuffle=shuffle, **options
+            MicroBatchSampler,
+            num_samples,
+            share=share,
+            seed=seed,
+            shuffle=shuffle,
+            order_of=order_of,
+            first_steps=curriculum_steps,
+            order_of_first=order_of_first,
         )
         self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         if num_workers > 0:
@@ -175,15 +201,15 @@ class TrainLoader:
             )
 
     def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
-        """This rank's micro-batches from optimizer step `start_step` on, without end: samples of
-        earlier steps are not fetched. Closing the generator ends the workers; torch's global random
-        state is neither read nor changed.
+        """Yield this rank's micro-batches from optimizer step `start_step` on, without end; samples
+        of earlier steps are not fetched. Closing the generator ends the workers; torch's global
+        random state is neither read nor changed.
         """
-        drawn = self._seed if self._random_samples else None
-        order = self._sampler(start_step=start_step).with_epochs()
+        sample_seed = self._seed if self._random_samples else None
+        in_one = own_collate(self._dataset) is None
         loader = _loader(
-            SeededSamples(self._dataset, seed=drawn, in_one=own_collate(self._dataset) is None),
-            ([(epoch, index) for index in indices] for epoch, indices in order),
+            SeededSamples(self._dataset, seed=sample_seed, in_one=in_one),
+            _keys_of(self._sampler(start_step=start_step)),
             dataset=self._dataset,
             seed=self._seed,
             worker_seed=mix_int(_WORKER_SALT, self._seed, self._rank),
@@ -197,10 +223,15 @@ class TrainLoader:
             del batches
 
 
+def _keys_of(sampler: MicroBatchSampler) -> Iterator[list[SampleKey]]:
+    for epoch, indices in sampler.with_epochs():
+        yield [(epoch, index) for index in indices]
+
+
 class EvalLoader:
     """Batches of one rank as (batch, counts).
 
-    Where `counts` is False the batch is padding: real samples, repeated only because under ZeRO-3 a
+    If `counts` is False the batch is padding: real samples, repeated only because under ZeRO-3 a
     forward pass is collective and every rank must make equally many. Its results must not enter a
     metric.
     """
@@ -218,8 +249,8 @@ class EvalLoader:
     ) -> None:
         """Divide the dataset, map-style and not empty; nothing is read yet.
 
-        `max_samples`, the first ones, are those of all ranks together. Workers stay for the next
-        evaluation: each fork of a large rank is slow.
+        All ranks together read the first `max_samples`. Workers stay for the next evaluation: each
+        fork of a large rank is slow.
         """
         num_samples = min(len(dataset), max_samples or len(dataset))
         self._batches = rank_batches(
@@ -239,12 +270,12 @@ class EvalLoader:
         )
 
     def __len__(self) -> int:
-        """Number of batches, the same on every rank."""
+        """Return the number of batches, the same on every rank."""
         return len(self._batches)
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
-        """One pass. The global random state is left as it was; what samples and batches draw is the
-        same in every pass.
+        """Yield the batches of one pass. The global random state is left as it was; the draws of
+        samples and batches are the same in every pass.
         """
         for batch, (_, counts) in zip(self._loader, self._batches, strict=True):
             yield batch, counts
@@ -253,7 +284,7 @@ class EvalLoader:
 def rank_batches(
     num_samples: int, *, batch_size: int, rank: int, world_size: int
 ) -> list[tuple[range, bool]]:
-    """The sample numbers of a rank's batches, and whether each counts.
+    """Return the sample numbers of a rank's batches; each with True if it counts.
 
     Args:
         num_samples: N, at least 1.
@@ -266,8 +297,13 @@ def rank_batches(
         world_size) up to floor(N (r + 1) / world_size). Their number differs by at most one between
         ranks: at most one batch is padding.
     """
-    own = range(num_samples * rank // world_size, num_samples * (rank + 1) // world_size)
-    batches = [(own[start : start + batch_size], True) for start in range(0, len(own), batch_size)]
+    first = num_samples * rank // world_size
+    end = num_samples * (rank + 1) // world_size
+    batches = []
+    for start in range(first, end, batch_size):
+        batches.append((range(start, min(start + batch_size, end)), True))
     most_samples = -(-num_samples // world_size)
-    num_padding = -(-most_samples // batch_size) - len(batches)
-    return batches + [(range(min(batch_size, num_samples)), False)] * num_padding
+    num_batches = -(-most_samples // batch_size)
+    while len(batches) < num_batches:
+        batches.append((range(min(batch_size, num_samples)), False))
+    return batches

@@ -13,7 +13,7 @@ import numpy as np
 from framework.data.batches import own_collate
 from framework.data.loaders import is_stream
 from framework.data.order import LATEST_ORDER, Positions, mix_int, order_of_epoch
-from framework.data.streams import Lane, Place, num_divisions
+from framework.data.streams import Lane, LanePlace, num_divisions
 from framework.errors import ConfigError
 
 _PERIOD: Final = 10_000  # positions after which shares repeat: a share has four digits
@@ -23,9 +23,9 @@ _PART_SALT: Final = 0x3B17
 
 @lru_cache
 def pattern(weights: tuple[float, ...]) -> Positions:
-    """The part of every position of a period: up to any position, each has its share to within one
-    sample (Tijdeman 1980, "The chairman assignment problem": of those that lag by 1 / (2k - 2), the
-    one that is due first).
+    """Return the part of every position of a period: up to any position, each part has its share to
+    within one sample (Tijdeman 1980, "The chairman assignment problem": of the parts that lag by
+    1 / (2k - 2), the one that is due first).
     """
     exact = np.array(weights)
     total = sum(weights)
@@ -33,7 +33,8 @@ def pattern(weights: tuple[float, ...]) -> Positions:
         exact = exact / total * _PERIOD
         total = _PERIOD
     counts = np.floor(exact).astype(np.int64)
-    counts[np.argsort(counts - exact, kind="stable")[: round(total) - counts.sum()]] += 1
+    most_lacking = np.argsort(counts - exact, kind="stable")
+    counts[most_lacking[: round(total) - counts.sum()]] += 1
     if not counts.all():
         fix = "give every part a share of at least 0.0001"
         raise ConfigError.of(
@@ -47,15 +48,14 @@ def pattern(weights: tuple[float, ...]) -> Positions:
     for position in range(1, counts.sum() + 1):
         behind = shares * position - taken
         due = np.where(behind >= lag - 1e-9, (1 - lag - behind) / shares, np.inf)
-        chosen.append(int(due.argmin()))
-        taken[chosen[-1]] += 1
+        part = int(due.argmin())
+        chosen.append(part)
+        taken[part] += 1
     return np.array(chosen, dtype=np.int64)
 
 
 def _code_of(collate_fn: Any) -> Any:
-    """What two `collate_fn`s have in common that do the same: their code, and what is bound to
-    it.
-    """
+    """Return the code of a `collate_fn` and its bound arguments: equal for two that do the same."""
     if isinstance(collate_fn, partial):
         return collate_fn.func, collate_fn.args, collate_fn.keywords
     return getattr(collate_fn, "__func__", collate_fn)
@@ -71,8 +71,8 @@ def _named(collate_fn: Any) -> str:
 
 
 class Mixture:
-    """A stream without end of samples of several datasets, streams or not, each begun anew where it
-    ends. A lane of it reads a lane of every part, in the same pattern, begun at a place of its own.
+    """A stream without end of samples of several datasets, streams or not; each begins anew when it
+    ends. A lane reads a lane of every part, in the same pattern, but from another position on.
     """
 
     takes_seed = True
@@ -80,32 +80,32 @@ class Mixture:
     def __init__(
         self, parts: Sequence[tuple[float, Any]], *, shuffle: bool = True, seed: int = 0
     ) -> None:
-        """`parts`: (weight, dataset); `shuffle`: of datasets with samples by number, by the seed of
-        the run.
+        """Take the parts (weight, dataset). With `shuffle`, datasets with samples by number are
+        shuffled, by the seed of the run.
         """
         self._parts = list(parts)
         self._shuffle = shuffle
         self.seed = seed
         self._lane = 0
         self._lanes = 1
-        self.draws = False  # what parts draw at random is drawn by the seed
-        self.num_shards = min(
-            (num_divisions(part) for _, part in parts if is_stream(part)), default=_MOST_PARTS
-        )
+        self.draws = False  # random draws of parts are by the seed
+        divisions = [num_divisions(part) for _, part in parts if is_stream(part)]
+        self.num_shards = min(divisions, default=_MOST_PARTS)
         self._count = 0
-        self._places = dict[int, Any]()
+        self._places: dict[int, Any] = {}
         self._streams: dict[int, Lane] = {}
-        owns = [own_collate(part) for _, part in parts]
-        for number, own in enumerate(owns):
-            if _code_of(own) != _code_of(owns[0]):
+        first = own_collate(parts[0][1])
+        for number, (_, part) in enumerate(parts):
+            collate_fn = own_collate(part)
+            if _code_of(collate_fn) != _code_of(first):
                 reason = (
-                    f"part {number} makes batches by {_named(own)}, part 0 by "
-                    f"{_named(owns[0])}, and a batch has both"
+                    f"part {number} makes batches by {_named(collate_fn)}, part 0 by "
+                    f"{_named(first)}, and a batch has both"
                 )
                 fix = "give all parts the same collate_fn, or columns of the same names"
                 raise ConfigError.of("mixture-collate", reason, fix, "data.parts")
-        if owns[0] is not None:
-            self.collate_fn = owns[0]
+        if first is not None:
+            self.collate_fn = first
 
     def shard(self, num_shards: int, index: int) -> Mixture:
         lane = Mixture(self._parts, shuffle=self._shuffle, seed=self.seed)
@@ -115,39 +115,43 @@ class Mixture:
         return lane
 
     def state_dict(self) -> Mapping[str, Any]:
-        places = {number: lane.place() for number, lane in self._streams.items()}
-        return {
-            "count": self._count,
-            "places": {number: [*vars(place).values()] for number, place in places.items()},
-        }
+        places = {}
+        for number, lane in self._streams.items():
+            place = lane.place()
+            places[number] = [place.count, place.number, place.state]
+        return {"count": self._count, "places": places}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._count = state["count"]
         self._places = state["places"]
 
     def __iter__(self) -> Iterator[Any]:
-        # Parts are begun here, not with the first sample: what reading up to there draws is not
-        # that sample's.
+        # Parts are begun here, not with the first sample: the random draws of reading up to it are
+        # not the sample's.
         chosen = pattern(tuple(weight for weight, _ in self._parts))
         chosen = np.roll(chosen, -(len(chosen) * self._lane // self._lanes))
-        passes, rest = divmod(self._count, len(chosen))
-        takes = list[Callable[[], Any]]()
+        periods, rest = divmod(self._count, len(chosen))
+        takes: list[Callable[[], Any]] = []
         for number, (_, part) in enumerate(self._parts):
-            read = passes * int((chosen == number).sum()) + int((chosen[:rest] == number).sum())
+            is_part = chosen == number
+            num_read = periods * int(is_part.sum()) + int(is_part[:rest].sum())
             if is_stream(part):
-                own = mix_int(_PART_SALT, self.seed, number)
-                if getattr(part, "takes_seed", False):
-                    part.seed = own
-                    part.draws = self.draws
-                drawn = own if self.draws else None
-                lane = self._streams[number] = Lane(
-                    part, index=self._lane, num_lanes=self._lanes, seed=drawn
-                )
-                lane.start(read, Place(*self._places.get(number, (0,))))
-                takes.append(lane.take)
+                takes.append(self._start_lane(number, part, num_read).take)
             else:
-                takes.append(partial(next, self._numbered(part, read, self.seed + number)))
+                samples = self._numbered(part, num_read, self.seed + number)
+                takes.append(partial(next, samples))
         return self._mixed(chosen, takes)
+
+    def _start_lane(self, number: int, part: Any, num_read: int) -> Lane:
+        seed = mix_int(_PART_SALT, self.seed, number)
+        if getattr(part, "takes_seed", False):
+            part.seed = seed
+            part.draws = self.draws
+        sample_seed = seed if self.draws else None
+        lane = Lane(part, index=self._lane, num_lanes=self._lanes, seed=sample_seed)
+        self._streams[number] = lane
+        lane.start(num_read, LanePlace(*self._places.get(number, (0,))))
+        return lane
 
     def _mixed(self, chosen: Positions, takes: Sequence[Callable[[], Any]]) -> Iterator[Any]:
         while True:
@@ -156,16 +160,16 @@ class Mixture:
             yield takes[part]()
 
     def _numbered(self, dataset: Any, first: int, seed: int) -> Iterator[Any]:
-        """A lane's samples of a dataset that has them by number: every so manieth of its epochs'
-        orders.
+        """Yield the samples of this lane, from number `first` on, of a dataset with samples by
+        number: every `self._lanes`-th of its epochs' orders.
         """
-        known = -1
+        last_epoch = -1
         for number in count(first):
-            epoch, position = divmod(number * self._lanes + self._lane, size := len(dataset))
-            if epoch != known:
-                known = epoch
-                version = LATEST_ORDER
+            size = len(dataset)
+            epoch, position = divmod(number * self._lanes + self._lane, size)
+            if epoch != last_epoch:
+                last_epoch = epoch
                 order = order_of_epoch(
-                    size, seed=seed, epoch=epoch, shuffle=self._shuffle, version=version
+                    size, seed=seed, epoch=epoch, shuffle=self._shuffle, version=LATEST_ORDER
                 )
             yield dataset[int(order(np.array([position]))[0])]

@@ -5,9 +5,9 @@ and data-parallel rank r an equal contiguous slice of those, cut into micro-batc
 a step therefore do not depend on the number of ranks: a run continued on more or fewer devices sees
 the same data.
 
-An epoch has floor(N / global_size) steps. The samples left over at its end are left out; the next
-epoch's order brings others to that place (unless `shuffle` is off: then the same last samples are
-never seen).
+An epoch has floor(N / global_size) steps. The last samples that fill no step are left out; the next
+epoch's order leaves out others (unless `shuffle` is off: then the same last samples are never
+seen).
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def mix(*parts: int | npt.NDArray[np.integer]) -> Seeds:
 
 
 def mix_int(*parts: int) -> int:
-    """`mix` of plain integers, as a plain integer in [0, 2**64)."""
+    """Hash plain integers by `mix`, to a plain integer in [0, 2**64)."""
     return int(mix(*parts)[0])
 
 
 def _scrambled(state: Seeds) -> Seeds:
-    """The output function of splitmix64: a bijection that spreads every input bit over all output
-    bits.
+    """Apply the output function of splitmix64: a bijection that spreads every input bit over all
+    output bits.
     """
     state = (state ^ (state >> _SHIFTS[0])) * _MULTIPLIERS[0]
     state = (state ^ (state >> _SHIFTS[1])) * _MULTIPLIERS[1]
@@ -82,7 +82,7 @@ class Share:
     """Share of a rank in a global batch: global_size = micro_size x accumulation_steps x
     world_size, in samples.
 
-    `rank` and `world_size` are those of data parallelism. The equation is the plan's to guarantee.
+    `rank` and `world_size` are of data parallelism. The plan guarantees the equation.
     """
 
     global_size: int
@@ -97,20 +97,19 @@ class Share:
         assert 0 <= self.rank < self.world_size, f"rank {self.rank} of {self.world_size}"
 
     def positions(self, first_step: int, num_steps: int) -> Positions:
-        """Places in an epoch's order of this rank's samples: (num_steps x accumulation_steps,
-        micro_size) int64.
+        """Return the positions of this rank's samples in an epoch's order: (num_steps x
+        accumulation_steps, micro_size) int64.
         """
         per_rank = self.global_size // self.world_size
-        starts = (
-            np.arange(first_step, first_step + num_steps) * self.global_size + self.rank * per_rank
-        )
-        places: Positions = (starts[:, None] + np.arange(per_rank)).reshape(-1, self.micro_size)
-        return places
+        steps = np.arange(first_step, first_step + num_steps)
+        starts = steps * self.global_size + self.rank * per_rank
+        positions: Positions = starts[:, None] + np.arange(per_rank)
+        return positions.reshape(-1, self.micro_size)
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """The order in which an epoch, counted from 0, visits the N samples; without `shuffle` 0, 1,
-    ..., N - 1.
+    """Return the order in which an epoch, counted from 0, visits the N samples; without `shuffle`
+    0, 1, ..., N - 1.
 
     Returns:
         A permutation of 0 to N - 1, (N,) int64: `torch.randperm` of a CPU generator seeded with
@@ -118,40 +117,39 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> Te
     """
     if not shuffle:
         return torch.arange(num_samples)
-    return torch.randperm(
-        num_samples, generator=torch.Generator().manual_seed(mix_int(_ORDER_SALT, seed, epoch))
-    )
+    generator = torch.Generator().manual_seed(mix_int(_ORDER_SALT, seed, epoch))
+    return torch.randperm(num_samples, generator=generator)
 
 
 LATEST_ORDER: Final = 2
-"""Of new runs; 1, of those whose checkpoints name none, has every permutation in memory."""
+"""Version of new runs; version 1, of checkpoints that name none, has every permutation in memory."""
 _COMPUTED_FROM: Final = 1 << 20  # samples; a smaller permutation of torch's has at most 8 MB
 _ROUNDS: Final = 8
-_AT_ONCE: Final = 4096  # places that are computed together
+_AT_ONCE: Final = 4096  # positions that are computed together
 
 
 class ComputedOrder:
-    """A permutation of 0 to N - 1 that computes the part it is asked for: it needs no memory,
-    whatever N.
+    """A permutation of 0 to N - 1 that computes only the requested part: it needs no memory for any
+    N.
 
     A Feistel network over pairs of digits (Black and Rogaway 2002, "Ciphers with arbitrary finite
     domains", 4.2 generalised Feistel cipher with cycle walking): x = left + side * right with side
-    = ceil(sqrt(N)); each round adds a hash of one digit to the other, modulo side. What ends at N
-    or above goes through once more.
+    = ceil(sqrt(N)); each round adds a hash of one digit to the other, modulo side. A result of N or
+    above goes through once more.
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
-        """N, `run.seed`, and the epoch from 0."""
+        """Take N, `run.seed`, and the epoch from 0."""
         self._num_samples = num_samples
         self._side = math.isqrt(num_samples - 1) + 1
         self._keys = [mix_int(_ORDER_SALT, seed, epoch, number) for number in range(_ROUNDS)]
 
     def __getitem__(self, positions: Positions) -> Positions:
-        """Samples at these places of the order, each from 0 to N - 1, in the same shape."""
-        found = self._once(positions.astype(np.uint64).ravel())
-        while (outside := found >= self._num_samples).any():
-            found[outside] = self._once(found[outside])
-        return found.astype(np.int64).reshape(positions.shape)
+        """Return the samples at these positions, each from 0 to N - 1, in the same shape."""
+        samples = self._once(positions.astype(np.uint64).ravel())
+        while (outside := samples >= self._num_samples).any():
+            samples[outside] = self._once(samples[outside])
+        return samples.astype(np.int64).reshape(positions.shape)
 
     def _once(self, numbers: Seeds) -> Seeds:
         side = np.uint64(self._side)
@@ -163,20 +161,25 @@ class ComputedOrder:
 
 
 Order = Callable[[Positions], Positions]
-"""The samples at these places of an order, in the same shape."""
+"""Positions in an order -> the samples at them, in the same shape."""
 
 
 def order_of_epoch(
     num_samples: int, *, seed: int, epoch: int, shuffle: bool, version: int
 ) -> Order:
-    """The order in which an epoch visits the samples, to be asked for places in it; arguments as of
-    `epoch_order`.
+    """Return the order in which an epoch visits the samples, as a function of positions. Arguments
+    are as of `epoch_order`.
     """
     if not shuffle:
         return lambda positions: positions
     if version > 1 and num_samples >= _COMPUTED_FROM:
         return ComputedOrder(num_samples, seed=seed, epoch=epoch).__getitem__
     return epoch_order(num_samples, seed=seed, epoch=epoch, shuffle=True).numpy().take
+
+
+def in_sequence(step: int) -> Order:
+    """Return the order 0, 1, 2, ..., for any step."""
+    return lambda positions: positions
 
 
 class MicroBatchSampler:
@@ -193,14 +196,19 @@ class MicroBatchSampler:
         version: int = LATEST_ORDER,
         order_of: Callable[..., Order] | None = None,
         first_steps: int = 0,
-        order_of_first: Callable[[int], Order] = lambda step: lambda positions: positions,
+        order_of_first: Callable[[int], Order] = in_sequence,
     ) -> None:
-        """Describe the stream; iterating anew starts anew.
+        """Describe the stream; every iteration starts anew.
 
-        `start_step` is counted from the beginning of the run; epoch e starts at step e x
-        floor(num_samples / global_size). `version` is that of the order, as the run began with it;
-        the others are as of `epoch_order`. `order_of` an epoch takes their place where it is given.
-        Epochs begin after `first_steps`, with own orders.
+        Args:
+            num_samples: as of `epoch_order`; so are `seed` and `shuffle`.
+            share: of this rank.
+            start_step: counted from the beginning of the run; epoch e starts at step e x
+                floor(num_samples / global_size).
+            version: of the order, as the run began with it.
+            order_of: returns the order of an epoch, instead of `order_of_epoch`.
+            first_steps: number of steps before the first epoch.
+            order_of_first: returns the order of one of these steps.
         """
         self._order = order_of or partial(
             order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=version
@@ -218,7 +226,7 @@ class MicroBatchSampler:
         return (indices for _, indices in self.with_epochs())
 
     def with_epochs(self) -> Iterator[tuple[int, list[int]]]:
-        """The same stream as (epoch, sample indices)."""
+        """Yield the same stream as (epoch, sample indices)."""
         for step in range(self._start_step, self._first_steps):
             for indices in self._order_of_first(step)(self._share.positions(0, 1)).tolist():
                 yield -1 - step, indices
@@ -230,5 +238,5 @@ class MicroBatchSampler:
                 num_steps = min(at_once, self._steps_per_epoch - first)
                 for indices in order(self._share.positions(first, num_steps)).tolist():
                     yield epoch, indices
-            epoch = epoch + 1
+            epoch += 1
             step = 0

@@ -17,8 +17,8 @@ from typing import Final, TextIO
 
 from framework.data.documents import (
     Format,
-    Piece,
-    Reading,
+    ReadOptions,
+    TextPiece,
     carriage_returns,
     files_in_folders,
     input_size,
@@ -124,11 +124,11 @@ def prepare(
     progress = progress or Progress(None)
     progress.num_bytes = input_size(inputs, form)
     needs_utf8 = bpe_vocab_size is not None or tokenizer != "bytes"
-    how = Reading(
+    how = ReadOptions(
         utf8=needs_utf8, json_field=json_field, blank_lines_split=blank_lines_split, form=form
     )
 
-    def pieces(label: str) -> Iterator[Piece]:
+    def pieces(label: str) -> Iterator[TextPiece]:
         return progress.over(read_documents(inputs, how), label)
 
     with progress:
@@ -182,7 +182,7 @@ class Progress:
         self._shown_length = 0
         self.num_bytes = 0
 
-    def over(self, pieces: Iterator[Piece], label: str) -> Iterator[Piece]:
+    def over(self, pieces: Iterator[TextPiece], label: str) -> Iterator[TextPiece]:
         """Hand the pieces on and count their bytes."""
         started = shown = self._clock()
         done = 0
@@ -218,9 +218,9 @@ class Progress:
             print(f"\r{' ' * self._shown_length}\r", end="", file=self._stream, flush=True)
 
 
-def _write(pieces: Iterator[Piece], tokenizer: Tokenizer, writer: FolderWriter) -> None:
+def _write(pieces: Iterator[TextPiece], tokenizer: Tokenizer, writer: FolderWriter) -> None:
     """Encode some pieces at a time: a library tokenizer spreads them over the cores."""
-    batch: list[Piece] = []
+    batch: list[TextPiece] = []
     num_bytes = 0
 
     def flush() -> None:

@@ -1,5 +1,5 @@
-"""Result of a dataset builder, or data handed over by a program: a training set, and one evaluation
-set, or several by name, or none.
+"""Datasets of a run, made by a dataset builder or passed by a program: a training set, and one
+evaluation set, or several by name, or none.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ from framework.errors import ConfigError, Problem
 @dataclass(frozen=True)
 class Splits:
     """A training dataset, and one for evaluation, or several by name: samples by number, or
-    streams; `taken`: what a `DataLoader` in their place says of workers, batches (`eval_size` of
-    evaluation's) and shuffling.
+    streams.
+
+    Attributes:
+        train: for training.
+        evaluation: for evaluation: a dataset, a mapping of datasets by name, or None.
+        taken: settings of a `DataLoader` in their place: of workers, batches (``eval_size`` for
+            those of evaluation) and shuffling.
     """
 
     train: Any
@@ -33,27 +38,29 @@ class Splits:
 
     @property
     def num_train(self) -> int | None:
-        """Training samples; None of a stream."""
+        """Number of training samples; None for a stream."""
         return num_samples_of(self.train)
 
     @property
     def evaluations(self) -> dict[str, Any]:
-        """Evaluation datasets by name, which is empty where there is but one."""
+        """Evaluation datasets by name; a single one has an empty name."""
         if isinstance(self.evaluation, Mapping):
             return dict(self.evaluation)
-        return {} if self.evaluation is None else {"": self.evaluation}
+        if self.evaluation is None:
+            return {}
+        return {"": self.evaluation}
 
     def by_name(self) -> dict[str, Any]:
-        """All datasets: ``training``, ``evaluation`` or ``evaluation noisy``."""
-        evaluations = self.evaluations.items()
-        return {"training": self.train} | {
-            f"evaluation {name}".rstrip(): each for name, each in evaluations
-        }
+        """Return all datasets: ``training``, ``evaluation`` or ``evaluation noisy`` -> dataset."""
+        datasets = {"training": self.train}
+        for name, dataset in self.evaluations.items():
+            datasets[f"evaluation {name}".rstrip()] = dataset
+        return datasets
 
 
 def as_splits(result: object) -> Splits:
-    """Accept what a user's `data.target` may return: a dataset, a tuple (training, evaluation or
-    None), or a `Splits`; for evaluation there may be several datasets by name.
+    """Check the result of a user's `data.target`: a dataset, a tuple (training, evaluation or None),
+    or a `Splits`; for evaluation there may be several datasets by name.
 
     Raises:
         ConfigError: kind ``data-target-result``, with every reason why the result cannot be trained
@@ -63,7 +70,7 @@ def as_splits(result: object) -> Splits:
 
 
 def given_splits(train_data: object, eval_data: object = None) -> Splits:
-    """Accept what `fit` was given: a dataset each, or the pair of both (or a `Splits`) as
+    """Check the arguments of `fit`: a dataset each, or the pair of both (or a `Splits`) as
     `train_data`.
 
     Raises:
@@ -76,12 +83,14 @@ def given_splits(train_data: object, eval_data: object = None) -> Splits:
             "train_data is a pair (training, evaluation), so that there are two evaluation sets"
         )
         raise ConfigError.of("data-target-result", reason, "leave one of them out", "eval_data")
-    return _checked(train, eval_data if evaluation is None else evaluation, _GIVEN)
+    if evaluation is None:
+        evaluation = eval_data
+    return _checked(train, evaluation, _GIVEN)
 
 
 @dataclass(frozen=True)
-class _Door:
-    """Entry that datasets came through, and the words for it in messages."""
+class _Origin:
+    """Origin of datasets: the keys that messages name, and their verb for it."""
 
     train_key: str
     eval_key: str
@@ -89,64 +98,66 @@ class _Door:
     given: str
 
 
-_RETURNED: Final = _Door("data.target", "data.target", "return", "returned")
-_GIVEN: Final = _Door("train_data", "eval_data", "hand over", "handed over")
+_RETURNED: Final = _Origin("data.target", "data.target", "return", "returned")
+_GIVEN: Final = _Origin("train_data", "eval_data", "hand over", "handed over")
 
 
-def _pair(result: object, door: _Door) -> tuple[Any, Any]:
+def _pair(result: object, origin: _Origin) -> tuple[Any, Any]:
     if isinstance(result, Splits):
         return result.train, result.evaluation
     if not isinstance(result, tuple):
         return result, None
     if len(result) == 2:
         return result
-    reason = f"a tuple of {len(result)} was {door.given}"
-    fix = f"{door.give} (training, evaluation)"
-    raise ConfigError.of("data-target-result", reason, fix, door.train_key)
+    reason = f"a tuple of {len(result)} was {origin.given}"
+    fix = f"{origin.give} (training, evaluation)"
+    raise ConfigError.of("data-target-result", reason, fix, origin.train_key)
 
 
-def _checked(train: Any, evaluation: Any, door: _Door) -> Splits:
-    train, taken = taken_over(train, key=door.train_key, trains=True)
-    problems = [_complaint(train, door, name="training")]
-    splits = Splits(train, evaluation)
+def _checked(train: Any, evaluation: Any, origin: _Origin) -> Splits:
+    train, taken = taken_over(train, key=origin.train_key, trains=True)
+    problems = [_problem_of(train, origin, name="training")]
+    is_by_name = isinstance(evaluation, Mapping)
     if isinstance(evaluation, Mapping) and not evaluation:
-        fix = f"{door.give} None in its place to train without evaluation"
+        fix = f"{origin.give} None in its place to train without evaluation"
         problems.append(
-            Problem("data-target-result", "there is no evaluation set in it", fix, door.eval_key)
+            Problem("data-target-result", "there is no evaluation set in it", fix, origin.eval_key)
         )
-    found = {}
-    for name, given in splits.evaluations.items():
-        if isinstance(evaluation, Mapping) and not (
-            isinstance(name, str) and _NAME.fullmatch(name)
-        ):
+    evaluations = {}
+    for name, given in Splits(train, evaluation).evaluations.items():
+        if is_by_name and not (isinstance(name, str) and _NAME.fullmatch(name)):
             reason = "this is no name of an evaluation set, as its metrics are eval/<name>/<metric>"
-            fix = f"{door.give} names of letters, digits, '_', '-' and '.'"
-            problems.append(Problem("data-target-result", reason, fix, door.eval_key, name))
-        found[name], measured = taken_over(given, key=door.eval_key, trains=False)
-        taken |= {"eval_size": measured["micro_size"]} if measured else {}
-        problems.append(_complaint(found[name], door, name=f"evaluation {name}".rstrip()))
+            fix = f"{origin.give} names of letters, digits, '_', '-' and '.'"
+            problems.append(Problem("data-target-result", reason, fix, origin.eval_key, name))
+        dataset, eval_taken = taken_over(given, key=origin.eval_key, trains=False)
+        evaluations[name] = dataset
+        if eval_taken:
+            taken["eval_size"] = eval_taken["micro_size"]
+        problems.append(_problem_of(dataset, origin, name=f"evaluation {name}".rstrip()))
     if any(problems):
         raise ConfigError(filter(None, problems))
-    return Splits(train, found if isinstance(evaluation, Mapping) else found.get(""), taken)
+    if is_by_name:
+        return Splits(train, evaluations, taken)
+    return Splits(train, evaluations.get(""), taken)
 
 
 _NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 
 
-def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
+def _problem_of(dataset: object, origin: _Origin, *, name: str) -> Problem | None:
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
     wanted = (
-        f"{door.give} a map-style dataset with __len__ and __getitem__, a stream with "
+        f"{origin.give} a map-style dataset with __len__ and __getitem__, a stream with "
         "__iter__, or a tuple of two"
     )
 
     def problem(reason: str, fix: str = wanted) -> Problem:
-        key = door.train_key if name == "training" else door.eval_key
+        key = origin.train_key if name == "training" else origin.eval_key
         return Problem("data-target-result", f"the {name} set {reason}", fix, key)
 
     if hasattr(dataset, "__next__"):
         fix = (
-            f"{door.give} an object whose __iter__ begins anew, such as a class with `def "
+            f"{origin.give} an object whose __iter__ begins anew, such as a class with `def "
             "__iter__(self): yield ...`"
         )
         return problem(
@@ -156,7 +167,7 @@ def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
         if getattr(dataset, "_distributed", None) is None:
             return None
         reason = f"({kind}) was divided over ranks (split_dataset_by_node), which the loader does"
-        return problem(reason, f"{door.give} the whole stream")
+        return problem(reason, f"{origin.give} the whole stream")
     if dataset is None:
         shown = "None"
     else:
@@ -164,13 +175,13 @@ def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
     if isinstance(dataset, Tensor | np.ndarray):
         wrapped = "torch.utils.data.TensorDataset(inputs, targets)"
         return problem(
-            f"is {shown}, not a dataset of samples (inputs, target)", f"{door.give} {wrapped}"
+            f"is {shown}, not a dataset of samples (inputs, target)", f"{origin.give} {wrapped}"
         )
     if isinstance(dataset, list) and dataset and not isinstance(dataset[0], tuple | list | dict):
         # Mostly [inputs, targets], or inputs alone: as a dataset they would be two samples, or
         # samples without a target.
         fix = (
-            f"{door.give} a list of pairs (inputs, target), or "
+            f"{origin.give} a list of pairs (inputs, target), or "
             "torch.utils.data.TensorDataset(inputs, targets)"
         )
         return problem(
@@ -185,18 +196,18 @@ def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
             return None
     except (TypeError, NotImplementedError):  # some classes define `__len__` only to raise in it
         return problem(f"({kind}) has no length")
-    without = "None in its place to train without evaluation"
-    return problem(
-        f"({kind}) is empty",
-        f"{door.give} {'at least one sample' if name == 'training' else without}",
-    )
+    if name == "training":
+        fix = f"{origin.give} at least one sample"
+    else:
+        fix = f"{origin.give} None in its place to train without evaluation"
+    return problem(f"({kind}) is empty", fix)
 
 
 def tokens_sha256(dataset: Any) -> str | None:
-    """A SHA-256 of the tokens behind a dataset, and of where their documents begin; None of what is
-    no text.
+    """Hash the tokens behind a dataset, and the beginnings of their documents, with SHA-256; None
+    for data without tokens.
 
-    Of tokens in files it is made from the checksums that ``meta.json`` holds: the files are not
+    For tokens in files the hash is made from the checksums in ``meta.json``: the files are not
     read.
 
     Raises:
@@ -206,12 +217,11 @@ def tokens_sha256(dataset: Any) -> str | None:
     if not isinstance(tokens, Tokens):
         return None
     if tokens.source is None:
-        whole = hashlib.sha256(tokens.numbers.tobytes())
-        whole.update(tokens.offsets.tobytes())
-        return whole.hexdigest()
-    place = tokens.source.numbers.parent
-    _, meta = read_meta(str(place), "data.path")
-    files = (
-        meta.files[path.name].sha256 for path in (tokens.source.numbers, tokens.source.offsets)
-    )
-    return hashlib.sha256(" ".join((meta.dtype, *files)).encode()).hexdigest()
+        digest = hashlib.sha256(tokens.numbers.tobytes())
+        digest.update(tokens.offsets.tobytes())
+        return digest.hexdigest()
+    source = tokens.source
+    _, meta = read_meta(str(source.numbers.parent), "data.path")
+    numbers = meta.files[source.numbers.name].sha256
+    offsets = meta.files[source.offsets.name].sha256
+    return hashlib.sha256(f"{meta.dtype} {numbers} {offsets}".encode()).hexdigest()

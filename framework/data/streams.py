@@ -4,12 +4,13 @@
 A run reads L lanes at once, L fixed for the run: the largest divisor of the global batch that the
 source can be divided into (``num_shards`` and ``shard(num_shards=, index=)``, as datasets of
 Hugging Face have; otherwise 1). A step takes global_size / L consecutive samples of every lane, in
-the order of lanes. So neither ranks nor workers change what a step holds, and where a lane stands
-is a function of the step: a resume counts up to there, from the beginning of the lane's pass, or
-from a state that the source gave while the run trained (``state_dict``, ``load_state_dict``).
+the order of lanes. So the samples of a step depend neither on ranks nor on workers, and the
+position of a lane is a function of the step: a resume reads up to it, from the beginning of the
+lane's pass, or from a state that the source gave while the run trained (``state_dict``,
+``load_state_dict``).
 
-A rank reads the lanes that its share of a step touches, its workers divide them. A lane that ends
-begins anew, with ``set_epoch(pass)`` where it has that.
+A rank reads the lanes that its share of a step touches, and its workers divide them. A lane that
+ends begins anew, with ``set_epoch(pass)`` if the source has that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
@@ -41,32 +42,36 @@ from framework.data.order import Share, mix_int
 from framework.errors import ConfigError
 from framework.system.exits import refusing_exits
 
-_MOST_LANES: Final = 64  # unless `data.lanes` asks for more: every lane has a file open
+_MOST_LANES: Final = 64  # unless `data.lanes` sets more: every lane has a file open
 _KEY: Final = "stream"  # `checkpoint.names.STREAM`
 _SAMPLE_SALT: Final = 0x57E4
 _PASS_SALT: Final = 0x9A55
 _EVALUATION_SALT: Final = 0xE7A3
 _SAMPLES_PER_STATE: Final = 64
-_TIME_OF_STATES: Final = 20  # times the last one took, times lanes, to the next
+# The next state is taken after this many times the duration of the last one, times lanes.
+_TIME_OF_STATES: Final = 20
 
 
 def num_divisions(dataset: Any) -> int:
     """Count the parts that a stream can be divided into."""
-    found = getattr(dataset, "num_shards", None)
-    if isinstance(found, int) and callable(getattr(dataset, "shard", None)):
-        return max(found, 1)
+    num_shards = getattr(dataset, "num_shards", None)
+    if isinstance(num_shards, int) and callable(getattr(dataset, "shard", None)):
+        return max(num_shards, 1)
     return 1
 
 
 def num_lanes(dataset: Any, *, global_size: int, asked: int | None = None) -> int:
-    """Count the lanes of a run: `asked`, or the largest divisor of the global batch up to 64 and
-    the source's parts; a ConfigError, kind ``stream-lanes``, where it cannot be as asked.
+    """Return the number of lanes of a run: `asked`, or the largest divisor of the global batch up
+    to 64 and the number of the source's parts.
+
+    Raises:
+        ConfigError: kind ``stream-lanes``: the stream cannot be read in `asked` lanes.
     """
     most = num_divisions(dataset)
     largest = min(most, asked or _MOST_LANES, global_size)
     while global_size % largest:
         largest -= 1
-    if asked in (None, largest):
+    if asked is None or asked == largest:
         return largest
     reason = (
         f"the stream has {most} parts, and a step of {global_size} samples takes as many of each"
@@ -77,9 +82,13 @@ def num_lanes(dataset: Any, *, global_size: int, asked: int | None = None) -> in
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place where a lane can be begun: its samples up to there, its pass, and the source's state
-    (None: the pass).
+class LanePlace:
+    """A place at which the reading of a lane can begin.
+
+    Attributes:
+        count: samples of the lane before it.
+        number: of its pass.
+        state: the source's state there; None at the beginning of the pass.
     """
 
     count: int
@@ -88,36 +97,42 @@ class Place:
 
 
 class Lane:
-    """One part of a stream, read pass after pass; what a sample draws at random depends on (seed,
-    lane, count).
+    """One part of a stream, read pass after pass. Random draws of a sample depend on (seed, lane,
+    count) alone.
     """
 
     def __init__(self, source: Any, *, index: int, num_lanes: int, seed: int | None) -> None:
-        """`seed` is `run.seed`, or None where samples draw nothing."""
+        """Take a source, to be divided into `num_lanes`. `seed` is `run.seed`, or None if samples
+        draw nothing.
+        """
         self._source = source
         self.index = index
         self._num_lanes = num_lanes
         self._seed = seed
         self._part = source
-        self._place = Place(0)
+        self._place = LanePlace(0)
         self._gives_states = True
         self._next_state = 0.0
 
-    def start(self, count: int, place: Place) -> None:
-        """Go to where `count` samples were read: to a place before that, and on by reading."""
+    def start(self, count: int, place: LanePlace) -> None:
+        """Go to sample `count`: begin at an earlier place and read the samples between."""
         self.count = place.count
         self._begin(place.number, place.state)
         while self.count < count:
             self.take()
 
     def take(self) -> Any:
-        """The next sample; a ConfigError, kind ``stream-empty``, where a whole pass has none."""
+        """Return the next sample.
+
+        Raises:
+            ConfigError: kind ``stream-empty``: a whole pass has no sample.
+        """
         while True:
             self._draw_by(_SAMPLE_SALT, self.count)
             try:
                 sample = next(self._samples)
             except StopIteration:
-                if self._place == Place(self.count, self._pass):
+                if self._place == LanePlace(self.count, self._pass):
                     reason = (
                         f"pass {self._pass} of lane {self.index} of {self._num_lanes} of the "
                         "stream has no sample"
@@ -132,33 +147,36 @@ class Lane:
             self.count += 1
             return sample
 
-    def place(self) -> Place:
-        """The last place to begin at; a new one after 64 samples, where the source gives its
+    def place(self) -> LanePlace:
+        """Return the last place to begin at; a new one after 64 samples, if the source gives its
         state.
         """
-        is_due = self.count - self._place.count >= _SAMPLES_PER_STATE
-        if is_due and self._gives_states and (begun := time.perf_counter()) >= self._next_state:
-            state = _state_of(self._part)
-            self._gives_states = state is not None
-            if state is not None:
-                self._place = Place(self.count, self._pass, state)
-            ended = time.perf_counter()
-            self._next_state = ended + _TIME_OF_STATES * self._num_lanes * (ended - begun)
+        if not self._gives_states or self.count - self._place.count < _SAMPLES_PER_STATE:
+            return self._place
+        begun = time.perf_counter()
+        if begun < self._next_state:
+            return self._place
+        state = _state_of(self._part)
+        if state is None:
+            self._gives_states = False
+        else:
+            self._place = LanePlace(self.count, self._pass, state)
+        ended = time.perf_counter()
+        self._next_state = ended + _TIME_OF_STATES * self._num_lanes * (ended - begun)
         return self._place
 
     def _begin(self, number: int, state: bytes | None = None) -> None:
-        """Begin a pass, or go on in it."""
+        """Begin a pass, or continue it from a state."""
         if self._num_lanes > 1:
             self._part = self._source.shard(num_shards=self._num_lanes, index=self.index)
         _set_epoch(self._part, number)
         if state is not None:
             self._part.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
         self._draw_by(_PASS_SALT, number)
-        self._pass, self._samples, self._place = (
-            number,
-            iter(self._part),
-            Place(self.count, number, state),
-        )
+        samples = iter(self._part)
+        self._pass = number
+        self._samples = samples
+        self._place = LanePlace(self.count, number, state)
 
     def _draw_by(self, salt: int, number: int) -> None:
         if self._seed is not None:
@@ -172,11 +190,12 @@ def _set_epoch(source: Any, epoch: int) -> None:
 
 
 def _state_of(source: Any) -> bytes | None:
-    """The state of a source in plain values; None where it has none that is exact."""
+    """Save the state of a source, in plain values; None if it has none that is exact."""
     if not hasattr(source, "load_state_dict") or not _is_exact(source):
         return None
+    stream = io.BytesIO()
     try:
-        torch.save(source.state_dict(), stream := io.BytesIO())
+        torch.save(source.state_dict(), stream)
         torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
     except Exception:  # objects of other classes, or a source that has no state yet
         return None
@@ -184,40 +203,55 @@ def _state_of(source: Any) -> bytes | None:
 
 
 def _is_exact(source: Any) -> bool:
-    """Check a stream of Hugging Face's, which would refill a shuffled buffer with others."""
-    found = [getattr(source, "_ex_iterable", None)]
-    while found:
-        each = found.pop()
-        if type(each).__name__ == "BufferShuffledExamplesIterable":
+    """Check that the state of a Hugging Face stream is exact: one with a shuffled buffer refills the
+    buffer with other samples.
+    """
+    iterables = [getattr(source, "_ex_iterable", None)]
+    while iterables:
+        iterable = iterables.pop()
+        if type(iterable).__name__ == "BufferShuffledExamplesIterable":
             return False
-        inner = getattr(each, "ex_iterable", None)
-        found += getattr(each, "ex_iterables", []) if inner is None else [inner]
+        inner = getattr(iterable, "ex_iterable", None)
+        if inner is None:
+            iterables += getattr(iterable, "ex_iterables", [])
+        else:
+            iterables.append(inner)
     return True
 
 
-class _Read(IterableDataset[Any]):
-    """Items that a function of a worker's number yields."""
+class _WorkerItems(IterableDataset[Any]):
+    """Items that a function of the worker's number yields."""
 
     def __init__(self, read: Callable[[int], Iterator[Any]]) -> None:
         self._read = read
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        # A source that looks would divide itself once more: what it is asked for is read whole.
+        # A source that looks at the worker's number would divide itself once more.
         torch_worker._worker_info = None
         return self._read(0 if info is None else info.id)
 
-    def in_workers(self, num_workers: int, **options: Any) -> Iterator[Any]:
-        options |= {"num_workers": num_workers, "worker_init_fn": init_of_workers()}
-        # without one, seeds are drawn from the global generator
-        generator = torch.Generator().manual_seed(0)
-        return iter(
-            DataLoader(self, batch_size=None, collate_fn=as_it_is, generator=generator, **options)
+    def in_workers(
+        self, num_workers: int, *, pin_memory: bool, prefetch_factor: int | None = None
+    ) -> Iterator[Any]:
+        loader = DataLoader(
+            self,
+            batch_size=None,
+            collate_fn=as_it_is,
+            # Without one, seeds are drawn from the global generator.
+            generator=torch.Generator().manual_seed(0),
+            num_workers=num_workers,
+            worker_init_fn=init_of_workers(),
+            pin_memory=pin_memory,
+            prefetch_factor=prefetch_factor,
         )
+        return iter(loader)
 
 
-# number of a micro-batch, (lane, count) of the first sample, all or a part
-Piece = tuple[int, tuple[int, int], Any]
+_Key = tuple[int, int]
+"""(lane, count) of a sample."""
+_BatchPart = tuple[int, _Key, Any]
+"""Number of a micro-batch, key of the part's first sample, and its samples or their batch."""
 
 
 class StreamLoader:
@@ -236,11 +270,18 @@ class StreamLoader:
         pin_memory: bool = False,
         random_samples: bool = True,
         lanes: int | None = None,
-        places: Mapping[int, Place] | None = None,
+        places: Mapping[int, LanePlace] | None = None,
     ) -> None:
-        """Divide the stream; nothing is read yet. Arguments are as of `TrainLoader` and of the
-        config, but workers keep whole steps ready; `places`: where lanes can be begun, of a saved
-        run.
+        """Divide the stream; nothing is read yet.
+
+        Args:
+            dataset: the stream.
+            share: of this rank in a step.
+            seed: `run.seed`.
+            num_workers: as of `TrainLoader`; so are `pin_memory` and `random_samples`.
+            prefetch_batches: steps, not micro-batches, that a worker keeps ready.
+            lanes: `data.lanes`.
+            places: lane -> place to begin at, of a saved run.
         """
         if getattr(dataset, "takes_seed", False):
             dataset.seed = seed
@@ -249,110 +290,116 @@ class StreamLoader:
         self._share = share
         self._seed = seed
         self.places = dict(places or {})
-        self._own = own_collate(dataset)
-        self._drawn = seed if random_samples else None
+        self._collate_fn = own_collate(dataset)
+        self._sample_seed = seed if random_samples else None
         self.num_lanes = num_lanes(dataset, global_size=share.global_size, asked=lanes)
         self.per_lane = share.global_size // self.num_lanes
         self._per_rank = share.global_size // share.world_size
-        first = share.rank * self._per_rank
-        self._first, self._lanes = (
-            first,
-            range(first // self.per_lane, -(-(first + self._per_rank) // self.per_lane)),
-        )
+        self._first = share.rank * self._per_rank  # sample of a step
+        end = self._first + self._per_rank
+        self._lanes = range(self._first // self.per_lane, -(-end // self.per_lane))
         self._num_workers = min(num_workers, len(self._lanes))
         self._pin_memory = pin_memory
-        self._fetching = {"prefetch_factor": prefetch_batches} if num_workers > 0 else {}
+        self._prefetch_factor = prefetch_batches if num_workers > 0 else None
 
     def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
-        """This rank's micro-batches from optimizer step `start_step` on, without end."""
-        reading = _Read(partial(self._read, start_step))
-        parts = reading.in_workers(self._num_workers, pin_memory=self._pin_memory, **self._fetching)
+        """Yield this rank's micro-batches from optimizer step `start_step` on, without end."""
+        items = _WorkerItems(partial(self._read, start_step))
+        steps = items.in_workers(
+            self._num_workers, pin_memory=self._pin_memory, prefetch_factor=self._prefetch_factor
+        )
+        num_batches = self._per_rank // self._share.micro_size
         try:
             while True:
-                batches: list[list[Piece]] = [
-                    [] for _ in range(self._per_rank // self._share.micro_size)
-                ]
+                parts_of: list[list[_BatchPart]] = [[] for _ in range(num_batches)]
                 for _ in range(max(self._num_workers, 1)):
-                    pieces, places = next(parts)
-                    for piece in pieces:
-                        batches[piece[0]].append(piece)
-                    # which come with the step that ends beyond them, however far a worker is
+                    parts, places = next(steps)
+                    for part in parts:
+                        parts_of[part[0]].append(part)
+                    # Places come with the step that ends beyond them, however far a worker is.
                     self.places |= places
-                yield from map(self._joined, batches)
+                yield from map(self._joined, parts_of)
         finally:
             # the last reference: a DataLoader iterator stops its workers when it is collected
-            del parts
+            del steps
 
-    def _read(self, start_step: int, worker: int) -> Iterator[tuple[list[Piece], dict[int, Place]]]:
-        """A worker's part of every step, and the places that are new with it."""
-        workers = max(self._num_workers, 1)
-        all_lanes = self._lanes
-        own = all_lanes[
-            len(all_lanes) * worker // workers : len(all_lanes) * (worker + 1) // workers
-        ]
-        lanes = [
-            Lane(self._dataset, index=index, num_lanes=self.num_lanes, seed=self._drawn)
-            for index in own
-        ]
-        known: dict[int, Place] = {}
+    def _read(
+        self, start_step: int, worker: int
+    ) -> Iterator[tuple[list[_BatchPart], dict[int, LanePlace]]]:
+        """Yield a worker's parts of every step, and the places that are new with it."""
+        num_workers = max(self._num_workers, 1)
+        first = len(self._lanes) * worker // num_workers
+        end = len(self._lanes) * (worker + 1) // num_workers
+        indices = self._lanes[first:end]
+        lanes = []
+        for index in indices:
+            lane = Lane(
+                self._dataset, index=index, num_lanes=self.num_lanes, seed=self._sample_seed
+            )
+            lanes.append(lane)
+        places: dict[int, LanePlace] = {}
         for step in count(start_step):
-            with refusing_exits(), nullcontext() if self._drawn is None else random_state_kept():
-                for lane in lanes if step == start_step else ():
-                    lane.start(step * self.per_lane, self.places.get(lane.index, Place(0)))
-                samples = [
-                    ((lane.index, lane.count), lane.take())
-                    for lane in lanes
-                    for _ in range(self.per_lane)
-                ]
-                news = {
-                    lane.index: place
-                    for lane in lanes
-                    if (place := lane.place()) != known.get(lane.index)
-                }
-                pieces = list(self._pieces(own.start * self.per_lane, samples))
-            known |= news
-            yield pieces, news
+            new_places: dict[int, LanePlace] = {}
+            with refusing_exits(), self._random_state():
+                if step == start_step:
+                    for lane in lanes:
+                        place = self.places.get(lane.index, LanePlace(0))
+                        lane.start(step * self.per_lane, place)
+                samples = []
+                for lane in lanes:
+                    for _ in range(self.per_lane):
+                        key = (lane.index, lane.count)
+                        samples.append((key, lane.take()))
+                for lane in lanes:
+                    place = lane.place()
+                    if place != places.get(lane.index):
+                        new_places[lane.index] = place
+                parts = list(self._batch_parts(indices.start * self.per_lane, samples))
+            places |= new_places
+            yield parts, new_places
 
-    def _pieces(
-        self, first: int, samples: Sequence[tuple[tuple[int, int], Any]]
-    ) -> Iterator[Piece]:
-        """Cut samples, from the place `first` of a step on, into micro-batches, collated if whole
-        or by default.
+    def _random_state(self) -> AbstractContextManager[None]:
+        if self._sample_seed is None:
+            return nullcontext()
+        return random_state_kept()
+
+    def _batch_parts(self, first: int, samples: Sequence[tuple[_Key, Any]]) -> Iterator[_BatchPart]:
+        """Cut samples, from sample `first` of a step on, into micro-batches. A whole one, or any if
+        the dataset has no `collate_fn` of its own, is collated.
         """
         size = self._share.micro_size
         offset = self._first - first
         for number in range(self._per_rank // size):
             start = offset + number * size
             part = samples[max(start, 0) : max(start + size, 0)]
-            if part:
-                key = part[0][0]
-                values = [sample for _, sample in part]
-                if self._own is None:
-                    yield number, key, collate(values)
-                else:
-                    is_whole = len(values) == size
-                    yield (
-                        number,
-                        key,
-                        seeded_collate(self._own, values, self._seed, key) if is_whole else values,
-                    )
+            if not part:
+                continue
+            key, _ = part[0]
+            values: Any = [sample for _, sample in part]
+            if self._collate_fn is None:
+                values = collate(values)
+            elif len(values) == size:
+                values = seeded_collate(self._collate_fn, values, self._seed, key)
+            yield number, key, values
 
-    def _joined(self, pieces: Sequence[Piece]) -> Any:
-        """Join the parts of a micro-batch whose samples several workers have read."""
-        parts = [part for _, _, part in pieces]
+    def _joined(self, batch_parts: Sequence[_BatchPart]) -> Any:
+        """Join the parts of a micro-batch, which several workers may have read."""
+        parts = [part for _, _, part in batch_parts]
         if len(parts) == 1:
             return parts[0]
-        if self._own is None:
-            joined = _concatenated(parts)
+        if self._collate_fn is None:
+            batch = _concatenated(parts)
         else:
-            joined = seeded_collate(
-                self._own, [*chain.from_iterable(parts)], self._seed, pieces[0][1]
-            )
-        return pinned(joined) if self._pin_memory else joined  # type: ignore[no-untyped-call]
+            samples = list(chain.from_iterable(parts))
+            _, key, _ = batch_parts[0]
+            batch = seeded_collate(self._collate_fn, samples, self._seed, key)
+        if self._pin_memory:
+            return pinned(batch)  # type: ignore[no-untyped-call]
+        return batch
 
 
 def _concatenated(parts: Sequence[Any]) -> Any:
-    """Join collated parts of a batch: tensors along the first dimension, in whatever containers."""
+    """Join collated parts of a batch: tensors along the first dimension, in any containers."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(parts))
@@ -368,7 +415,7 @@ def _concatenated(parts: Sequence[Any]) -> Any:
 
 class StreamEvalLoader:
     """Batches of one rank as (batch, counts), as of `EvalLoader`. A source in fewer parts than
-    ranks is read whole by every rank, which keeps its own batches.
+    ranks is read whole by every rank, and each keeps its own batches.
     """
 
     def __init__(
@@ -383,56 +430,59 @@ class StreamEvalLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        """Arguments are as of `EvalLoader`, and `gather`: every rank's value. One worker is started
-        at most.
+        """Take the arguments of `EvalLoader`; and `gather`, which returns every rank's value. At
+        most one worker is started.
         """
         self._dataset = dataset
         self._size = batch_size
         self._most = max_samples
         self._gather = gather
-        self._own = (rank, world_size)
-        self._fetching = {"pin_memory": pin_memory, "num_workers": min(num_workers, 1)}
+        self._rank = rank
+        self._world_size = world_size
+        self._pin_memory = pin_memory
+        self._num_workers = min(num_workers, 1)
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
-        """One pass. Collective: before every batch the ranks agree on whether any has one left."""
-        batches = _Read(partial(self._read, *self._own)).in_workers(**self._fetching)
-        kept = None
+        """Yield the batches of one pass. Collective: before every batch the ranks agree whether any
+        has one left. A rank without one repeats its last, which does not count.
+        """
+        items = _WorkerItems(partial(self._read, self._rank, self._world_size))
+        batches = items.in_workers(self._num_workers, pin_memory=self._pin_memory)
+        last = None
         while any(self._gather((batch := next(batches, None)) is not None)):
-            if batch is None and kept is None:
-                kept = next(self._read(0, 1))
-            kept = kept if batch is None else batch
-            yield kept, batch is not None
-        if kept is None:
+            if batch is not None:
+                last = batch
+            elif last is None:
+                last = next(self._read(0, 1))
+            yield last, batch is not None
+        if last is None:
             raise ConfigError.of(
                 "stream-empty", "the evaluation stream has no sample", "leave it out", "data"
             )
 
     def _read(self, part: int, parts: int, _worker: int = 0) -> Iterator[Any]:
-        """The batches of one of so many parts; what they draw is the same in every pass."""
+        """Yield the batches of one of `parts` parts; their random draws are the same in every pass."""
         dataset = self._dataset
-        own = own_collate(self._dataset)
+        collate_fn = own_collate(dataset)
+        if collate_fn is None:
+            collate_fn = collate
         most = self._most
         is_divided = 1 < parts <= num_divisions(dataset)
         if is_divided:
             dataset = dataset.shard(num_shards=parts, index=part)
-            if most is None:
-                most = None
-            else:
+            if most is not None:
                 most = most * (part + 1) // parts - most * part // parts
         _set_epoch(dataset, 0)
         samples = islice(dataset, most)
         for number in count():
             with random_state_kept(), refusing_exits():
                 seed_generators(mix_int(_EVALUATION_SALT, part if is_divided else 0, number))
-                found = list(islice(samples, self._size))
-                if not found:
+                batch_samples = list(islice(samples, self._size))
+                if not batch_samples:
                     return
                 is_kept = is_divided or number % parts == part
                 if is_kept:
-                    if own is None:
-                        batch = collate(found)
-                    else:
-                        batch = own(found)
+                    batch = collate_fn(batch_samples)
             if is_kept:
                 yield batch
 
@@ -441,31 +491,31 @@ class StreamPlaces:
     """Places of a run's lanes, for its checkpoints and from them. All ranks have one."""
 
     def __init__(self, gather: Callable[[Any], Sequence[Any]]) -> None:
-        """`gather`: every rank's value, on every rank."""
+        """Take `gather`, which returns every rank's value, on every rank."""
         self._gather = gather
-        self.found: dict[int, Place] = {}
+        self.restored: dict[int, LanePlace] = {}
         self.loader: StreamLoader | None = None
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of this step keeps of the stream; nothing where the data is none.
-        Collective.
+        """Return the state of the stream for a checkpoint of this step: the last place of every
+        lane. Empty if the data is no stream. Collective.
         """
         if self.loader is None:
             return {}
-        best = dict[int, Place]()
+        last: dict[int, LanePlace] = {}
         end = step * self.loader.per_lane
-        for index, place in chain.from_iterable(
-            each.items() for each in self._gather(self.loader.places)
-        ):
-            if place.count <= end and (index not in best or best[index].count < place.count):
-                best[index] = place
-        return {
-            _KEY: {
-                index: [place.count, place.number, place.state]
-                for index, place in sorted(best.items())
-            }
-        }
+        for places in self._gather(self.loader.places):
+            for index, place in places.items():
+                if place.count > end:
+                    continue
+                if index not in last or last[index].count < place.count:
+                    last[index] = place
+        values = {}
+        for index, place in sorted(last.items()):
+            values[index] = [place.count, place.number, place.state]
+        return {_KEY: values}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take the places that a checkpoint holds."""
-        self.found = {int(index): Place(*place) for index, place in (state.get(_KEY) or {}).items()}
+        """Take the places in the state of a checkpoint."""
+        places = state.get(_KEY) or {}
+        self.restored = {int(index): LanePlace(*values) for index, values in places.items()}

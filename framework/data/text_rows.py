@@ -9,7 +9,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -38,96 +38,110 @@ def dealt(
     make: Callable[[str, Row], Made],
     own: Callable[[], Iterator[Row]],
 ) -> tuple[list[Made], list[Made]]:
-    """Samples of training and evaluation.
+    """Make the samples of training and evaluation.
 
     Args:
-        paths: of training (None: the rows of `own`) and of evaluation (None: every so many of the
-            first, by `fraction`); ``.csv``, otherwise JSON lines.
+        paths: of training (None: the rows of `own`) and of evaluation (None: a share of the
+            training rows, by `fraction`); ``.csv``, otherwise JSON lines.
         fraction: 0 for no evaluation.
-        make: a sample from its place, ``file:line``, and its row; raises `ValueError` with what is
-            wrong with it.
-        own: rows that no file has to hold.
+        make: makes a sample from its place, ``file:line``, and its row. Raises `ValueError` with
+            the fault of the row.
+        own: yields rows without a file.
 
     Raises:
         ConfigError: kind ``rows-not-read``.
     """
     share = EvaluationShare(0.0 if paths[1] else fraction)
-    parts = (list[Made](), list[Made]())
-    for number, (key, path) in enumerate(zip(("data.path", "data.eval_path"), paths, strict=True)):
+    training: list[Made] = []
+    evaluation: list[Made] = []
+    for key, path in zip(("data.path", "data.eval_path"), paths, strict=True):
+        is_training = key == "data.path"
         place: Any = path
+        rows: Iterable[tuple[Any, Row]] = ()
         try:
-            for place, row in (
-                _read(Path(path).expanduser()) if path else enumerate(() if number else own())
-            ):
-                parts[number or share.takes(len(str(row)))].append(make(str(place), row))
+            if path:
+                rows = _read(Path(path).expanduser())
+            elif is_training:
+                rows = enumerate(own())
+            for place, row in rows:
+                part = evaluation
+                if is_training and not share.takes(len(str(row))):
+                    part = training
+                part.append(make(str(place), row))
         except (OSError, ValueError, csv.Error) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             fix = "mend it, or name another"
             raise ConfigError.of("rows-not-read", f"{place}: {reason}", fix, key, path) from error
-    return parts
+    return training, evaluation
 
 
 def _read(file: Path) -> Iterator[tuple[str, Row]]:
-    """The rows of a file with their places."""
+    """Yield the rows of a file with their places."""
     with file.open(encoding="utf-8", newline="") as stream:
         if file.suffix == ".csv":
             table = csv.DictReader(stream)
-            yield from ((f"{file}:{table.line_num}", row) for row in table)
+            for row in table:
+                yield f"{file}:{table.line_num}", row
             return
         for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
             try:
-                if line.strip():
-                    found = json.loads(line)
-                else:
-                    found = None
+                value = json.loads(line)
             except (ValueError, RecursionError):
-                found = ()
-            if found is not None and not isinstance(found, dict):
+                value = ()
+            if value is None:
+                continue
+            if not isinstance(value, dict):
                 raise ValueError(f"line {number} is no JSON object")
-            if found is not None:
-                yield f"{file}:{number}", found
+            yield f"{file}:{number}", value
 
 
 def sentences() -> Iterator[Row]:
-    """First sentences of what functions document, and the names of their modules."""
+    """Yield the first sentences of functions' documentation, labelled by their modules."""
     for module in DOCUMENTED:
-        yield from ({"text": text, "label": module} for _, text, _ in _documented(module))
+        for _, text, _ in _documented(module):
+            yield {"text": text, "label": module}
 
 
 def questions() -> Iterator[Row]:
-    """Conversations: what a function does, and how it is called."""
-    for name, text, called in (one for module in DOCUMENTED for one in _documented(module)):
-        turns = [f"What does {name} do?", text, *(("How is it called?", called) if called else ())]
-        roles = ("user", "assistant") * 2
-        yield {
-            "messages": [
-                {"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)
+    """Yield conversations about the purpose of a function, and how it is called."""
+    for module in DOCUMENTED:
+        for name, text, call in _documented(module):
+            messages = [
+                {"role": "user", "content": f"What does {name} do?"},
+                {"role": "assistant", "content": text},
             ]
-        }
+            if call:
+                messages.append({"role": "user", "content": "How is it called?"})
+                messages.append({"role": "assistant", "content": call})
+            yield {"messages": messages}
 
 
 def _documented(module: str) -> Iterator[tuple[str, str, str]]:
-    """Name, first sentence and call of the functions of a module, methods of its classes
-    included.
-    """
-    seen = set[str]()
-    for outer, thing in sorted(vars(importlib.import_module(module)).items()):
-        inner = (
-            sorted(vars(thing).items())
-            if inspect.isclass(thing) and thing.__module__ == module
-            else ()
-        )
-        for name, one in ((outer, thing), *((f"{outer}.{name}", one) for name, one in inner)):
-            if re.search(r"(^|\.)_", name) or not callable(one):
-                continue
-            text = re.split(
-                r"(?<=[.!?]) ", " ".join((inspect.getdoc(one) or "").split()), maxsplit=1
-            )[0]
-            if 12 <= len(text) <= 300 and text not in seen:
-                seen.add(text)
-                called = ""
-                with suppress(ValueError, TypeError):
-                    called = f"{module}.{name}{inspect.signature(one)}"
-                # An object among the defaults is shown with its address, which another process has
-                # not.
-                yield f"{module}.{name}", text, "" if " at 0x" in called else called
+    """Yield name, first sentence and call of the functions of a module."""
+    seen: set[str] = set()
+    for name, value in _members(module):
+        if re.search(r"(^|\.)_", name) or not callable(value):
+            continue
+        documentation = " ".join((inspect.getdoc(value) or "").split())
+        text = re.split(r"(?<=[.!?]) ", documentation, maxsplit=1)[0]
+        if 12 <= len(text) <= 300 and text not in seen:
+            seen.add(text)
+            call = ""
+            with suppress(ValueError, TypeError):
+                call = f"{module}.{name}{inspect.signature(value)}"
+            # An object among the defaults is shown with its address, which differs between
+            # processes.
+            if " at 0x" in call:
+                call = ""
+            yield f"{module}.{name}", text, call
+
+
+def _members(module: str) -> Iterator[tuple[str, Any]]:
+    """Yield the names in a module and their values, followed by the members of its own classes."""
+    for name, value in sorted(vars(importlib.import_module(module)).items()):
+        yield name, value
+        if inspect.isclass(value) and value.__module__ == module:
+            for inner_name, inner in sorted(vars(value).items()):
+                yield f"{name}.{inner_name}", inner

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from framework.data.documents import Piece
+from framework.data.documents import TextPiece
 from framework.data.token_files import META_FILE, FileFacts, Meta, PartFacts, PartName
 from framework.data.tokenizer import Tokenizer
 from framework.data.tokens import EvaluationShare, MappedFrom, Numbers, map_tokens
@@ -117,7 +117,7 @@ class FolderWriter:
         )
         self._current = self.train
 
-    def add(self, piece: Piece, numbers: Numbers) -> None:
+    def add(self, piece: TextPiece, numbers: Numbers) -> None:
         """Append the tokens of the next piece of a document."""
         if piece.starts:
             if self._share.takes(piece.num_bytes):

@@ -192,7 +192,7 @@ def make_train_loader(
             lengths_of(
                 splits.train, "data.bucket_steps" if data.bucket_steps else "data.curriculum_steps"
             )
-        found = None if places is None else places.found
+        found = None if places is None else places.restored
         loader = StreamLoader(
             splits.train, share=share, lanes=getattr(data, "lanes", None), places=found, **options
         )

@@ -8,20 +8,26 @@ from pathlib import Path
 import pytest
 
 from framework.data import documents
-from framework.data.documents import Piece, Reading, carriage_returns, input_size, read_documents
+from framework.data.documents import (
+    ReadOptions,
+    TextPiece,
+    carriage_returns,
+    input_size,
+    read_documents,
+)
 from framework.errors import ConfigError
 
-BYTES, UTF8 = Reading(utf8=False), Reading(utf8=True)
+BYTES, UTF8 = ReadOptions(utf8=False), ReadOptions(utf8=True)
 
 
-def read(path: Path, how: Reading = UTF8) -> list[bytes]:
+def read(path: Path, how: ReadOptions = UTF8) -> list[bytes]:
     return joined(read_documents([str(path)], how))
 
 
 def joined(pieces: object) -> list[bytes]:
     found: list[bytes] = []
     for piece in pieces:  # type: ignore[attr-defined]
-        assert isinstance(piece, Piece)
+        assert isinstance(piece, TextPiece)
         if piece.starts:
             found.append(b"")
         found[-1] += piece.text
@@ -33,7 +39,7 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def problem_of(path: Path, how: Reading = UTF8) -> str:
+def problem_of(path: Path, how: ReadOptions = UTF8) -> str:
     with pytest.raises(ConfigError) as caught:
         read(path, how)
     (problem,) = caught.value.problems
@@ -49,7 +55,7 @@ def test_a_plain_file_is_one_document(tmp_path: Path) -> None:
 
 def test_paragraphs(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"\n one\nmore\n\n \t\r\n\ntwo")
-    assert read(path, Reading(utf8=True, blank_lines_split=True)) == [b" one\nmore\n", b"two"]
+    assert read(path, ReadOptions(utf8=True, blank_lines_split=True)) == [b" one\nmore\n", b"two"]
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -57,7 +63,7 @@ def test_json_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "\r\n".join(rows).encode())
     assert read(path) == ["a\u00e9\u00e9".encode(), b"", b"b\nc"]
     named = write(tmp_path / "b.NDJSON", b'{"text": 1, "body": "x"}')
-    assert read(named, Reading(utf8=False, json_field="body")) == [b"x"]
+    assert read(named, ReadOptions(utf8=False, json_field="body")) == [b"x"]
 
 
 @pytest.mark.parametrize("utf8", [False, True])
@@ -78,7 +84,7 @@ def test_long_documents_come_in_pieces_of_whole_characters(
 ) -> None:
     monkeypatch.setattr(documents, "_CHUNK_BYTES", 64)
     path = write(tmp_path / "a.txt", text.encode())
-    pieces = list(read_documents([str(path)], Reading(utf8=utf8)))
+    pieces = list(read_documents([str(path)], ReadOptions(utf8=utf8)))
     assert b"".join(piece.text for piece in pieces) == text.encode()
     assert [piece.starts for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -106,7 +112,7 @@ def test_memory_does_not_grow_with_a_line_that_never_ends(
         == f"{path}:2: the line is longer than 1 MiB; split it [text-line-too-long]"
     )
     paragraph = write(tmp_path / "a.txt", b"0123456789\n" * 100_000)
-    line = problem_of(paragraph, Reading(utf8=False, blank_lines_split=True))
+    line = problem_of(paragraph, ReadOptions(utf8=False, blank_lines_split=True))
     assert (
         line
         == f"{paragraph}:95326: a paragraph is longer than 1 MiB; split it [text-line-too-long]"
@@ -150,7 +156,7 @@ BAD_ROWS: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("how", [BYTES, UTF8], ids=["bytes", "utf8"])
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_bad_row_is_named_by_its_line(name: str, how: Reading, tmp_path: Path) -> None:
+def test_a_bad_row_is_named_by_its_line(name: str, how: ReadOptions, tmp_path: Path) -> None:
     row, expected = BAD_ROWS[name]
     path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n' + row + b"\n")
     line = problem_of(path, how)
@@ -163,7 +169,7 @@ def test_what_is_no_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     fix = "convert it to UTF-8, or use --tokenizer bytes [text-not-utf8]"
     assert problem_of(path) == f"{path}: it is not UTF-8 text (byte 5 of the file); {fix}"
     assert read(path, BYTES) == [b"fine \xff"]
-    lines = Reading(utf8=True, blank_lines_split=True)
+    lines = ReadOptions(utf8=True, blank_lines_split=True)
     assert problem_of(path, lines) == f"{path}:1: it is not UTF-8 text (byte 5 of the line); {fix}"
     zero = write(tmp_path / "b.txt", "text".encode("utf-16-be"))
     assert problem_of(zero) == f"{zero}: it is not UTF-8 text (a zero byte); {fix}"
@@ -221,12 +227,12 @@ def test_rows_of_a_table_are_no_text(name: str, tmp_path: Path) -> None:
     assert input_size([str(path)], "text") == path.stat().st_size
     if name == "rows.json":
         assert input_size([str(path)], "jsonl") == 14
-        assert read(path, Reading(utf8=True, form="jsonl")) == [b"a"]
-        assert read(path, Reading(utf8=True, form="text")) == [b'{"text": "a"}\n']
+        assert read(path, ReadOptions(utf8=True, form="jsonl")) == [b"a"]
+        assert read(path, ReadOptions(utf8=True, form="text")) == [b'{"text": "a"}\n']
 
 
-@pytest.mark.parametrize("how", [BYTES, UTF8, Reading(utf8=True, blank_lines_split=True)])
-def test_a_byte_order_mark_is_no_text(how: Reading, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [BYTES, UTF8, ReadOptions(utf8=True, blank_lines_split=True)])
+def test_a_byte_order_mark_is_no_text(how: ReadOptions, tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"\xef\xbb\xbfone\n")
     assert read(path, how) == [b"one\n"]
     (piece,) = (piece for piece in read_documents([str(path)], how) if piece.starts)

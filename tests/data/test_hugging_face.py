@@ -17,7 +17,7 @@ from framework.config.load import config_from_values
 from framework.data.hugging_face import build
 from framework.data.loaders import TrainLoader, is_stream
 from framework.data.order import Share
-from framework.data.streams import Lane, Place, StreamEvalLoader, StreamLoader
+from framework.data.streams import Lane, LanePlace, StreamEvalLoader, StreamLoader
 from framework.errors import ConfigError
 from framework.setup.components import gather_parts
 from framework.setup.user_code import Objects
@@ -169,7 +169,7 @@ class TestShards:
         monkeypatch.setattr("framework.data.streams._TIME_OF_STATES", 0)
         source = build("s*.tar", columns=["cls", "png"], streaming=True).train
         lane = Lane(source, index=1, num_lanes=2, seed=0)
-        lane.start(0, Place(0))
+        lane.start(0, LanePlace(0))
         found, places = [], []
         for _ in range(150):
             found.append(lane.take()["png"][:, 0, 0].tolist())

@@ -16,7 +16,7 @@ from framework.config.load import config_from_values
 from framework.data.from_dataloader import TakenSet
 from framework.data.mixtures import Mixture, pattern
 from framework.data.order import Share
-from framework.data.streams import Place, StreamLoader, StreamPlaces
+from framework.data.streams import LanePlace, StreamLoader, StreamPlaces
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
@@ -105,7 +105,9 @@ class TestMixture:
             pass
         places.restore(places.state(120))
         again = Stateful((400,) * 6)
-        assert steps(mixture(again), 3, start=120, ranks=3, places=places.found) == whole[120:123]
+        assert (
+            steps(mixture(again), 3, start=120, ranks=3, places=places.restored) == whole[120:123]
+        )
         assert again.read[0] < 3 * 6 * 90, "of 1,440 by each rank"
         assert steps(mixture(Numbers((50,) * 6)), 3, start=120) != whole[120:123]
 
@@ -125,7 +127,7 @@ class TestMixture:
         begun = loader()
         whole = [batch[0].tolist() for batch in islice(begun.stream(), 20)]
         assert begun.places[0].state is not None
-        places = {0: Place(begun.places[0].count, 0, begun.places[0].state)}
+        places = {0: LanePlace(begun.places[0].count, 0, begun.places[0].state)}
         step = -(-places[0].count // GLOBAL)
         assert [
             batch[0].tolist() for batch in islice(loader(places).stream(step), 20 - step)

@@ -19,7 +19,7 @@ import pytest
 
 from framework.cli import main
 from framework.data import documents
-from framework.data.documents import Piece
+from framework.data.documents import TextPiece
 from framework.data.prepare import Progress, prepare
 from framework.data.tokens import Corpus, Tokens, open_token_folder, verify_token_folder
 from framework.errors import ConfigError, StorageError
@@ -423,7 +423,9 @@ def test_progress_tells_speed_and_cleans_up_after_itself() -> None:
         progress = Progress(stream, clock=lambda: float(next(seconds)))
         progress.num_bytes = 3_000_000
         with progress:
-            pieces = list(progress.over(iter([Piece(b"x" * 1_000_000, 1_000_000)] * 3), "reading"))
+            pieces = list(
+                progress.over(iter([TextPiece(b"x" * 1_000_000, 1_000_000)] * 3), "reading")
+            )
         assert len(pieces) == 3
         shown = stream.getvalue()
         assert shown.startswith(expected)

@@ -282,10 +282,10 @@ class TestStates:
         torch.save(state, tmp_path / "state.pt")
         restored = StreamPlaces(lambda own: [own])
         restored.restore(torch.load(tmp_path / "state.pt", weights_only=True))
-        assert len(restored.found) == 6
-        assert all(80 * 2 - 70 < place.count <= 80 * 2 for place in restored.found.values())
+        assert len(restored.restored) == 6
+        assert all(80 * 2 - 70 < place.count <= 80 * 2 for place in restored.restored.values())
         dataset = Stateful(ends)
-        assert steps(dataset, 3, start=80, ranks=after, micro=1, places=restored.found) == whole
+        assert steps(dataset, 3, start=80, ranks=after, micro=1, places=restored.restored) == whole
         assert dataset.read[0] < after * 6 * (70 + 3 * 2)
 
     def test_a_source_without_states_reads_its_pass_only(self) -> None:
@@ -294,7 +294,7 @@ class TestStates:
         restored = StreamPlaces(lambda own: [own])
         restored.restore(self.saved(Numbers(ends), 80, ranks=2))
         dataset = Numbers(ends)
-        assert steps(dataset, 3, start=80, places=restored.found) == whole
+        assert steps(dataset, 3, start=80, places=restored.restored) == whole
         assert dataset.read[0] == 6 * (10 + 3 * 2), (
             "ten of the fourth pass were read before the save"
         )
@@ -406,8 +406,10 @@ class TestHuggingFace:
             next(stream)
         stream.close()
         places.restore(places.state(34))
-        states = [place.state is not None for place in places.found.values()]
+        states = [place.state is not None for place in places.restored.values()]
         assert states == [not buffer] * 6, (
             "a shuffle buffer is in no state: what it holds is counted"
         )
-        assert self.rows(2, start=34, ranks=2, buffer=buffer, places=places.found) == whole[34:36]
+        assert (
+            self.rows(2, start=34, ranks=2, buffer=buffer, places=places.restored) == whole[34:36]
+        )
