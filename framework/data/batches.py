@@ -129,13 +129,13 @@ def collate(samples: Any) -> Any:
         return default_collate(samples)
     except (RuntimeError, TypeError, KeyError, AttributeError, IndexError) as error:
         problem = _unstackable(list(samples))
-        if problem is None:  # no room in shared memory, say
+        if problem is None:  # another cause, such as no room in shared memory
             raise
         raise ConfigError(problem) from error
 
 
 def own_collate(dataset: Any) -> Collate | None:
-    """Return the dataset's own `collate_fn` (to pad texts of unequal length, say), or None."""
+    """Return the dataset's own `collate_fn` (for example to pad texts of unequal length), or None."""
     collate_fn = getattr(dataset, "collate_fn", None)
     if callable(collate_fn):
         return collate_fn  # type: ignore[no-any-return]

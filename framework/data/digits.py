@@ -23,8 +23,8 @@ _BRIGHTEST: Final = 16.0
 
 
 def build(image_size: int = 28) -> Splits:
-    """Split the digits 1,437 / 360, every digit in the same share in both, the same on every
-    machine.
+    """Split the digits 1,437 / 360, every digit with the same share in both, in the same way on
+    every machine.
 
     Returns:
         Grey images (1, image_size, image_size), normalised with the mean and standard deviation of
@@ -40,8 +40,8 @@ def build(image_size: int = 28) -> Splits:
 
 @lru_cache(maxsize=2)  # a process may train many runs on them
 def _read(image_size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], float, float]:
-    """All images and labels, the indices of both parts, and mean and standard deviation of the
-    first one.
+    """Return all images and labels, the indices of both parts, and mean and standard deviation of
+    the first part.
     """
     originals, labels = load_digits(return_X_y=True)
     images = _enlarged(torch.from_numpy(originals).float().view(-1, 1, 8, 8), image_size)
@@ -54,8 +54,8 @@ def _read(image_size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], float
 
 
 def _enlarged(images: Tensor, image_size: int) -> Tensor:
-    """Float images (N, 1, 8, 8) of values 0 to 16 -> uint8 (N, 1, image_size, image_size) of values
-    0 to 255.
+    """Enlarge float images (N, 1, 8, 8) of values 0 to 16 to uint8 (N, 1, image_size, image_size)
+    of values 0 to 255.
     """
     resized = interpolate(
         images, size=(image_size, image_size), mode="bilinear", align_corners=False

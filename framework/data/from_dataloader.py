@@ -53,8 +53,8 @@ class TakenSet(_Taken):
     """
 
     def __init__(self, dataset: Any, collate_fn: Any, sampler: Any) -> None:
-        """Take a dataset, its `collate_fn` or None, and the sampler that orders every epoch, or None
-        for the order of the run.
+        """Take a dataset, its `collate_fn` or None, and the sampler that orders every epoch, or
+        None for the order of the run.
         """
         super().__init__(dataset, collate_fn)
         self._sampler = sampler

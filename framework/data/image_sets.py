@@ -13,7 +13,11 @@ import numpy as np
 import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder, VisionDataset  # type: ignore[import-untyped]
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset  # type: ignore[import-untyped]
+from torchvision.datasets.folder import (  # type: ignore[import-untyped]
+    IMG_EXTENSIONS,
+    find_classes,
+    make_dataset,
+)
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from framework.data.splits import Splits
@@ -35,8 +39,8 @@ def build(
     image_size: int = 224,
     augment: bool = True,
 ) -> Splits:
-    """``<root>/<train_dir>/<class>/*`` and ``<root>/<eval_dir>/<class>/*``; classes are numbered in
-    alphabetical order.
+    """Build datasets of ``<root>/<train_dir>/<class>/*`` and ``<root>/<eval_dir>/<class>/*``;
+    classes are numbered in alphabetical order.
 
     Args:
         root: folder of both splits.
@@ -95,18 +99,20 @@ def _problems(folder: Path, *, root: str, sub_folders: dict[str, str]) -> Iterat
             yield Problem(
                 "dataset-no-classes", f"{place} has no sub-folders", _layout(root, name), key, name
             )
-    train, evaluation = (classes.get(key, set()) for key in sub_folders)
+    train = classes.get("data.train_dir", set())
+    evaluation = classes.get("data.eval_dir", set())
     if train and evaluation and train != evaluation:
-        train_name, eval_name = sub_folders.values()
-        only = [
-            f"only {name} has {_names(extra)}"
-            for name, extra in ((train_name, train - evaluation), (eval_name, evaluation - train))
-            if extra
-        ]
+        eval_name = sub_folders["data.eval_dir"]
+        differences = []
+        if train - evaluation:
+            train_name = sub_folders["data.train_dir"]
+            differences.append(f"only {train_name} has {_names(train - evaluation)}")
+        if evaluation - train:
+            differences.append(f"only {eval_name} has {_names(evaluation - train)}")
         # Classes are numbered by name, so a missing one shifts the labels of all that follow.
         yield Problem(
             "dataset-classes-differ",
-            f"training and evaluation have different classes: {', '.join(only)}",
+            f"training and evaluation have different classes: {', '.join(differences)}",
             "give both the same sub-folders",
             "data.eval_dir",
             eval_name,
@@ -132,15 +138,15 @@ class _Paths(Sequence[tuple[str, int]]):
     def __getitem__(self, index: slice) -> list[tuple[str, int]]: ...
     def __getitem__(self, index: int | slice) -> tuple[str, int] | list[tuple[str, int]]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
+            start, stop, step = index.indices(len(self))
+            return [self[number] for number in range(start, stop, step)]
         names, ends, labels = self._arrays()
         index = range(len(labels))[index]  # also from the end
-        return self._prefix + os.fsdecode(names[ends[index] : ends[index + 1]].tobytes()), int(
-            labels[index]
-        )
+        name = os.fsdecode(names[ends[index] : ends[index + 1]].tobytes())
+        return self._prefix + name, int(labels[index])
 
     def labels(self) -> list[int]:
-        """All class numbers."""
+        """Return all class numbers."""
         return list(map(int, self._arrays()[2]))
 
     def _arrays(self) -> tuple[Any, Any, Any]:
@@ -149,7 +155,8 @@ class _Paths(Sequence[tuple[str, int]]):
 
 
 def _prefix(place: Path) -> str:
-    return os.path.join(place, "")  # noqa: PTH118 - as torchvision begins its paths, be the place "." or "/"
+    # As torchvision begins its paths, also for the places "." and "/".
+    return os.path.join(place, "")  # noqa: PTH118
 
 
 class _ImageFolder(ImageFolder):  # type: ignore[misc]
@@ -161,7 +168,8 @@ class _ImageFolder(ImageFolder):  # type: ignore[misc]
         self.extensions = IMG_EXTENSIONS
         self.classes = listings.value[number][0]
         self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
-        self.samples = self.imgs = _Paths(place, listings, number)
+        self.samples = _Paths(place, listings, number)
+        self.imgs = self.samples
 
     @property
     def targets(self) -> list[int]:
@@ -169,8 +177,9 @@ class _ImageFolder(ImageFolder):  # type: ignore[misc]
 
 
 def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any]:
-    """List what torchvision finds, class by class: the names of the classes, those of the images as
-    one buffer, where each of these ends (after a first 0), and the class numbers.
+    """List the images as torchvision does, class by class. Returns the names of the classes, the
+    names of the images as one buffer, the end of each in it (after a first 0), and the class
+    numbers.
     """
     names = bytearray()
     ends = array("q", [0])
@@ -179,15 +188,15 @@ def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any]:
     try:
         classes, _ = find_classes(str(place))
         for name in classes:
-            found = make_dataset(str(place), {name: 0}, IMG_EXTENSIONS, allow_empty=True)
-            for path, _ in found:
+            images = make_dataset(str(place), {name: 0}, IMG_EXTENSIONS, allow_empty=True)
+            for path, _ in images:
                 names += os.fsencode(path[len(_prefix(place)) :])
                 ends.append(len(names))
-            counts.append(len(found))
-            if not found:
+            counts.append(len(images))
+            if not images:
                 empty[name] = 0
         if empty:
-            make_dataset(str(place), empty, IMG_EXTENSIONS)  # it says of all at once that they are
+            make_dataset(str(place), empty, IMG_EXTENSIONS)  # raises one error for all of them
     except FileNotFoundError as error:
         reason = f"{place}: {' '.join(str(error).split())}"
         raise ConfigError.of(
@@ -198,36 +207,35 @@ def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any]:
 
 
 def read_image(path: str) -> Image.Image:
-    """Decode an image file to RGB; a damaged one is named, which Pillow's own messages do not do.
+    """Decode an image file to RGB.
 
     Raises:
-        TrainingError: the file cannot be read or decoded.
+        TrainingError: the file cannot be read or decoded; unlike Pillow's own messages it names
+            the file.
     """
     try:
         with Image.open(path) as image:
             rgb: Image.Image = image.convert("RGB")
             return rgb
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-    ) as error:  # Pillow reports broken PNG chunks as SyntaxError
+    # Pillow reports broken PNG chunks as SyntaxError.
+    except (OSError, SyntaxError, ValueError) as error:
         raise TrainingError(
             f"{path}: cannot be read as an image ({error}); replace or remove the file"
         ) from error
 
 
 def transform(image_size: int, *, augment: bool) -> v2.Transform:
-    """PIL image -> (3, image_size, image_size) float32. Cropping comes first, so that few pixels
-    become floats.
+    """Make the transform of a PIL image to (3, image_size, image_size) float32. Cropping comes
+    first, so that few pixels become floats.
     """
     if augment:
-        cropped = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
+        transforms = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
     else:
-        cropped = [v2.Resize(round(image_size * _RESIZE_RATIO)), v2.CenterCrop(image_size)]
-    return v2.Compose(
-        [*cropped, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)]
-    )
+        transforms = [v2.Resize(round(image_size * _RESIZE_RATIO)), v2.CenterCrop(image_size)]
+    transforms.append(v2.ToImage())
+    transforms.append(v2.ToDtype(torch.float32, scale=True))
+    transforms.append(v2.Normalize(_MEAN, _STD))
+    return v2.Compose(transforms)
 
 
 def _layout(root: str, name: str) -> str:
@@ -236,6 +244,7 @@ def _layout(root: str, name: str) -> str:
 
 def _names(names: set[str]) -> str:
     shown = sorted(names)[:_SHOWN_NAMES]
-    return ", ".join(shown) + (
-        f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    )
+    text = ", ".join(shown)
+    if len(names) > len(shown):
+        text += f" and {len(names) - len(shown)} more"
+    return text

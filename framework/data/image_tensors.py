@@ -18,11 +18,12 @@ _NUM_OFFSETS: Final = 2 * _PADDING + 1
 
 
 class ImageTensors(BatchDataset):
-    """Images held as uint8, handed out as normalised float32, a whole batch in one gather instead
-    of one by one.
+    """Images stored as uint8 and read as normalised float32, a whole batch in one gather instead of
+    one by one.
 
-    A sample is (image (C, H, W) float32, label int). `__getitems__` returns a whole batch, so an
-    own `DataLoader` over this dataset needs ``collate_fn=framework.data.batches.collate``.
+    A sample is (image (C, H, W) float32, label int). `__getitems__` returns a whole batch, so a
+    `DataLoader` of your own over this dataset needs
+    ``collate_fn=framework.data.batches.collate``.
 
     With `augment`, an image is cropped at random out of itself padded by 4 black pixels, and
     flipped left to right half of the time. Read through a training loader, both depend on (seed,
@@ -38,7 +39,7 @@ class ImageTensors(BatchDataset):
         std: Sequence[float],
         augment: bool = False,
     ) -> None:
-        """Hold the images; nothing is copied.
+        """Take the images; nothing is copied.
 
         Args:
             images: (N, C, H, W), uint8.
@@ -55,12 +56,10 @@ class ImageTensors(BatchDataset):
         self.labels = labels
         self.augment = augment
         # (pixel / 255 - mean) / std as one multiplication and one addition.
-        self._scale = (
-            (1.0 / (255.0 * torch.tensor(std, dtype=torch.float64))).float().view(-1, 1, 1)
-        )
-        self._shift = (
-            (-torch.tensor(mean, dtype=torch.float64) / torch.tensor(std)).float().view(-1, 1, 1)
-        )
+        scale = 1.0 / (255.0 * torch.tensor(std, dtype=torch.float64))
+        shift = -torch.tensor(mean, dtype=torch.float64) / torch.tensor(std)
+        self._scale = scale.float().view(-1, 1, 1)
+        self._shift = shift.float().view(-1, 1, 1)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -70,18 +69,20 @@ class ImageTensors(BatchDataset):
         return image, int(label)
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
-        """A batch: images (B, C, H, W) float32 and labels (B,) int64."""
+        """Read a batch: images (B, C, H, W) float32 and labels (B,) int64."""
         if not self.augment:
             return self._batch(self.images[torch.as_tensor(indices)], indices)
-        drawn = torch.randint(torch.iinfo(torch.int64).max, (len(indices),))
-        return self.items_from_seeds(indices, drawn.numpy().astype(np.uint64))
+        seeds = torch.randint(torch.iinfo(torch.int64).max, (len(indices),))
+        return self.items_from_seeds(indices, seeds.numpy().astype(np.uint64))
 
     def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
-        """The same batch, every sample's augmentation decided by its own seed (see
+        """Read the same batch, with every sample's augmentation decided by its own seed (see
         `batches.DrawsFromSeeds`).
         """
         images = self.images[torch.as_tensor(indices)]
-        return self._batch(_cropped_and_flipped(images, seeds) if self.augment else images, indices)
+        if self.augment:
+            images = _cropped_and_flipped(images, seeds)
+        return self._batch(images, indices)
 
     def _batch(self, images: Tensor, indices: Sequence[int]) -> WholeBatch:
         pixels = images.float().mul_(self._scale).add_(self._shift)
@@ -99,12 +100,13 @@ def _cropped_and_flipped(images: Tensor, seeds: Seeds) -> Tensor:
         (B, C, H, W) of the same dtype.
     """
     batch, channels, height, width = images.shape
-    top, left = (_draw(seeds, purpose=purpose, bound=_NUM_OFFSETS) for purpose in (1, 2))
+    top = _draw(seeds, purpose=1, bound=_NUM_OFFSETS)
+    left = _draw(seeds, purpose=2, bound=_NUM_OFFSETS)
     flip = _draw(seeds, purpose=3, bound=2).bool()
     rows = top[:, None] + torch.arange(height)
     columns = torch.arange(width).expand(batch, width)
     columns = left[:, None] + torch.where(flip[:, None], width - 1 - columns, columns)
-    padded = pad(images, [_PADDING] * 4)
+    padded = pad(images, [_PADDING, _PADDING, _PADDING, _PADDING])
     return padded[
         torch.arange(batch)[:, None, None, None],
         torch.arange(channels)[None, :, None, None],
@@ -114,7 +116,7 @@ def _cropped_and_flipped(images: Tensor, seeds: Seeds) -> Tensor:
 
 
 def _draw(seeds: Seeds, *, purpose: int, bound: int) -> Tensor:
-    """Integers in [0, bound), int64 of shape (B,); `purpose` tells apart the draws of one
+    """Draw integers in [0, bound), int64 of shape (B,); `purpose` distinguishes the draws of one
     sample.
     """
     return torch.from_numpy((mix(seeds, purpose) % np.uint64(bound)).astype(np.int64))

@@ -122,7 +122,7 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> Te
 
 
 LATEST_ORDER: Final = 2
-"""Version of new runs; version 1, of checkpoints that name none, has every permutation in memory."""
+"""Version of new runs. Version 1, of checkpoints that name none, keeps permutations in memory."""
 _COMPUTED_FROM: Final = 1 << 20  # samples; a smaller permutation of torch's has at most 8 MB
 _ROUNDS: Final = 8
 _AT_ONCE: Final = 4096  # positions that are computed together

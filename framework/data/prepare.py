@@ -1,7 +1,8 @@
 """The command `prepare`: text files in, a token folder out. It needs numpy and no torch.
 
-python -m framework prepare INPUT... OUT_DIR [--tokenizer bytes | FILE.json | --train-tokenizer
-bpe:VOCAB_SIZE] python -m framework prepare --verify DIR
+python -m framework prepare INPUT... OUT_DIR [--tokenizer bytes | FILE.json |
+                                              --train-tokenizer bpe:VOCAB_SIZE]
+python -m framework prepare --verify DIR
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def main(words: Sequence[str]) -> int:
     arguments = _parse(words)
     with ending_in_good_order():
         if arguments.verify is not None:
-            found = describe(verify_token_folder(arguments.verify))
-            print(f"{arguments.verify}: every file is as prepare wrote it: {found}")
+            description = describe(verify_token_folder(arguments.verify))
+            print(f"{arguments.verify}: every file is as prepare wrote it: {description}")
             return EXIT_OK
         out = arguments.words.pop()
         meta = prepare(
@@ -72,12 +73,11 @@ def main(words: Sequence[str]) -> int:
         )
     windows = carriage_returns(files_in_folders(arguments.words), arguments.format)
     if windows:
+        files = windows[0]
         if len(windows) > 1:
-            many = f" and {len(windows) - 1} others"
-        else:
-            many = ""
+            files += f" and {len(windows) - 1} others"
         print(
-            f"note: {windows[0]}{many}: lines end with a carriage return, which is now part of "
+            f"note: {files}: lines end with a carriage return, which is now part of "
             "the text; dos2unix takes it away [text-carriage-returns]",
             file=sys.stderr,
         )
@@ -100,8 +100,8 @@ def prepare(
     """Turn files of text into a token folder.
 
     Args:
-        inputs: plain files, each a document, JSON lines, and folders, of which every ``*.txt`` is
-            taken; read in this order, and twice where a tokenizer is trained.
+        inputs: plain files, each a document, JSON lines, and folders with their ``*.txt``; read in
+            this order, and twice if a tokenizer is trained.
         out: folder to make; it must not hold anything.
         tokenizer: ``bytes`` or the path of a ``tokenizer.json``.
         bpe_vocab_size: train a byte-level BPE of this size instead.
@@ -109,11 +109,11 @@ def prepare(
             1.
         json_field: the text of a JSON line.
         blank_lines_split: a blank line ends a document of a plain file.
-        form: what all inputs are; ``auto``: their names say it.
-        progress: told how far the reading is.
+        form: of all inputs; ``auto``: by their names.
+        progress: reports the progress of reading.
 
     Returns:
-        What ``meta.json`` says.
+        The content of ``meta.json``.
 
     Raises:
         ConfigError: an input cannot be read as text, or `out` is in use. Nothing is left behind.
@@ -124,23 +124,22 @@ def prepare(
     progress = progress or Progress(None)
     progress.num_bytes = input_size(inputs, form)
     needs_utf8 = bpe_vocab_size is not None or tokenizer != "bytes"
-    how = ReadOptions(
+    options = ReadOptions(
         utf8=needs_utf8, json_field=json_field, blank_lines_split=blank_lines_split, form=form
     )
 
     def pieces(label: str) -> Iterator[TextPiece]:
-        return progress.over(read_documents(inputs, how), label)
+        return progress.over(read_documents(inputs, options), label)
 
     with progress:
         ready: Tokenizer
         if bpe_vocab_size is not None:
             texts = (piece.text for piece in pieces("training the tokenizer"))
             ready = train_bpe(texts, vocab_size=bpe_vocab_size)
+        elif tokenizer == "bytes":
+            ready = ByteTokenizer()
         else:
-            if tokenizer == "bytes":
-                ready = ByteTokenizer()
-            else:
-                ready = load_tokenizer(tokenizer)
+            ready = load_tokenizer(tokenizer)
         try:
             with (
                 made_aside(Path(out).expanduser()) as folder,
@@ -160,12 +159,13 @@ def prepare(
 
 
 def describe(meta: Meta) -> str:
-    """A token folder in one line."""
-    parts = [
-        f"{part.num_tokens:,} {PART_WORDS[name]} tokens in {part.num_documents:,} "
-        f"document{'s' if part.num_documents > 1 else ''}"
-        for name, part in meta.parts.items()
-    ]
+    """Describe a token folder in one line."""
+    parts = []
+    for name, part in meta.parts.items():
+        documents = "documents" if part.num_documents > 1 else "document"
+        parts.append(
+            f"{part.num_tokens:,} {PART_WORDS[name]} tokens in {part.num_documents:,} {documents}"
+        )
     return f"{', '.join(parts)}; vocabulary {meta.vocab_size:,} ({meta.tokenizer})"
 
 
@@ -175,7 +175,7 @@ class Progress:
     def __init__(
         self, stream: TextIO | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Report to a stream, or to nobody."""
+        """Report to a stream; not at all if it is None."""
         self._stream = stream
         self._clock = clock
         self._on_terminal = stream is not None and stream.isatty()
@@ -183,39 +183,41 @@ class Progress:
         self.num_bytes = 0
 
     def over(self, pieces: Iterator[TextPiece], label: str) -> Iterator[TextPiece]:
-        """Hand the pieces on and count their bytes."""
-        started = shown = self._clock()
+        """Yield the pieces again and report their bytes."""
+        started = self._clock()
+        shown = started
         done = 0
         if self._on_terminal:
-            wait = _SECONDS_BETWEEN_UPDATES
+            interval = _SECONDS_BETWEEN_UPDATES
         else:
-            wait = _SECONDS_BETWEEN_LINES
+            interval = _SECONDS_BETWEEN_LINES
         for piece in pieces:
             yield piece
             done += len(piece.text)
             now = self._clock()
-            if self._stream is not None and now - shown >= wait:
+            if self._stream is not None and now - shown >= interval:
                 shown = now
                 speed = done / 1e6 / (now - started)
-                line = (
+                self._show(
                     f"{label}: {done / 1e6:,.1f} of {self.num_bytes / 1e6:,.1f} MB, "
                     f"{speed:,.1f} MB/s"
                 )
-                begin, end = ("\r", "") if self._on_terminal else ("", "\n")
-                print(
-                    f"{begin}{line:<{self._shown_length}}", end=end, file=self._stream, flush=True
-                )
-                if self._on_terminal:
-                    self._shown_length = len(line)
-                else:
-                    self._shown_length = 0
+
+    def _show(self, line: str) -> None:
+        if self._on_terminal:
+            padded = f"{line:<{self._shown_length}}"
+            print(f"\r{padded}", end="", file=self._stream, flush=True)
+            self._shown_length = len(line)
+        else:
+            print(line, file=self._stream, flush=True)
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._stream is not None and self._shown_length:
-            print(f"\r{' ' * self._shown_length}\r", end="", file=self._stream, flush=True)
+            blanks = "".ljust(self._shown_length)
+            print(f"\r{blanks}\r", end="", file=self._stream, flush=True)
 
 
 def _write(pieces: Iterator[TextPiece], tokenizer: Tokenizer, writer: FolderWriter) -> None:
@@ -224,9 +226,8 @@ def _write(pieces: Iterator[TextPiece], tokenizer: Tokenizer, writer: FolderWrit
     num_bytes = 0
 
     def flush() -> None:
-        for piece, numbers in zip(
-            batch, tokenizer.encode([piece.text for piece in batch]), strict=True
-        ):
+        encoded = tokenizer.encode([piece.text for piece in batch])
+        for piece, numbers in zip(batch, encoded, strict=True):
             writer.add(piece, numbers)
         batch.clear()
 
@@ -242,12 +243,14 @@ def _write(pieces: Iterator[TextPiece], tokenizer: Tokenizer, writer: FolderWrit
 def _refuse_used_folder(out: str) -> None:
     path = Path(out).expanduser()
     try:
-        is_free = not path.is_symlink() and not (
-            any(path.iterdir()) if path.is_dir() else path.exists()
-        )
+        is_used = path.is_symlink()
+        if not is_used and path.is_dir():
+            is_used = any(path.iterdir())
+        elif not is_used:
+            is_used = path.exists()
     except (OSError, ValueError) as error:
         raise StorageError(f"{out!r}: cannot be read ({error}) [text-not-written]") from error
-    if not is_free:
+    if is_used:
         reason = "it exists and is not an empty folder"
         fix = "remove it, or name another folder"
         raise ConfigError.of("output-exists", reason, fix, file=out)
@@ -266,14 +269,14 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         help="files of text (each a document) or .jsonl, or folders of *.txt; then the folder to "
         "make",
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
+    tokenizers = parser.add_mutually_exclusive_group()
+    tokenizers.add_argument(
         "--tokenizer",
         default="bytes",
         metavar="bytes|FILE.json",
         help="bytes (the default), or a file of Hugging Face's tokenizers",
     )
-    which.add_argument(
+    tokenizers.add_argument(
         "--train-tokenizer",
         type=_bpe,
         metavar="bpe:VOCAB_SIZE",
@@ -308,26 +311,27 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     arguments = parser.parse_intermixed_args(words)
     if arguments.verify is not None:
-        if len(words) != (1 if words[0].startswith("--verify=") else 2):
+        num_words = 1 if words[0].startswith("--verify=") else 2
+        if len(words) != num_words:
             parser.error("--verify DIR stands alone")
-    elif len(arguments.words) < 2:
+        return arguments
+    if len(arguments.words) < 2:
         parser.error("name at least one INPUT, and OUT_DIR last")
-    elif arguments.jsonl_field != "text" and not any(
-        is_json_lines(word, arguments.format) for word in arguments.words[:-1]
-    ):
+    inputs = arguments.words[:-1]
+    has_json_lines = any(is_json_lines(path, arguments.format) for path in inputs)
+    if arguments.jsonl_field != "text" and not has_json_lines:
         parser.error("--jsonl-field is for .jsonl and .ndjson files, and there is none")
     return arguments
 
 
 def _bpe(text: str) -> int:
     kind, _, size = text.partition(":")
-    if kind != "bpe" or not (
-        size.isascii() and size.isdecimal() and SMALLEST_BPE <= int(size[:10]) <= 2**20
-    ):
-        raise argparse.ArgumentTypeError(
-            f"'{text}' is not bpe:VOCAB_SIZE with a size from {SMALLEST_BPE} to {2**20}"
-        )
-    return int(size)
+    is_number = size.isascii() and size.isdecimal()
+    if kind == "bpe" and is_number and SMALLEST_BPE <= int(size[:10]) <= 2**20:
+        return int(size)
+    raise argparse.ArgumentTypeError(
+        f"'{text}' is not bpe:VOCAB_SIZE with a size from {SMALLEST_BPE} to {2**20}"
+    )
 
 
 def _share(text: str) -> float:

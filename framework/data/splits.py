@@ -29,7 +29,7 @@ class Splits:
         train: for training.
         evaluation: for evaluation: a dataset, a mapping of datasets by name, or None.
         taken: settings of a `DataLoader` in their place: of workers, batches (``eval_size`` for
-            those of evaluation) and shuffling.
+            evaluation) and shuffling.
     """
 
     train: Any
@@ -59,8 +59,8 @@ class Splits:
 
 
 def as_splits(result: object) -> Splits:
-    """Check the result of a user's `data.target`: a dataset, a tuple (training, evaluation or None),
-    or a `Splits`; for evaluation there may be several datasets by name.
+    """Check the result of a user's `data.target`: a dataset, a tuple (training, evaluation or
+    None), or a `Splits`; for evaluation there may be several datasets by name.
 
     Raises:
         ConfigError: kind ``data-target-result``, with every reason why the result cannot be trained

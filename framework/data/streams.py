@@ -203,8 +203,8 @@ def _state_of(source: Any) -> bytes | None:
 
 
 def _is_exact(source: Any) -> bool:
-    """Check that the state of a Hugging Face stream is exact: one with a shuffled buffer refills the
-    buffer with other samples.
+    """Check that the state of a Hugging Face stream is exact: one with a shuffled buffer refills
+    the buffer with other samples.
     """
     iterables = [getattr(source, "_ex_iterable", None)]
     while iterables:
@@ -255,7 +255,7 @@ _BatchPart = tuple[int, _Key, Any]
 
 
 class StreamLoader:
-    """Micro-batches of one rank from a stream, as `TrainLoader` gives those of a dataset with
+    """Micro-batches of one rank from a stream, as `TrainLoader` reads them from a dataset with
     samples by number.
     """
 
@@ -461,7 +461,7 @@ class StreamEvalLoader:
             )
 
     def _read(self, part: int, parts: int, _worker: int = 0) -> Iterator[Any]:
-        """Yield the batches of one of `parts` parts; their random draws are the same in every pass."""
+        """Yield the batches of one of `parts` parts, with the same random draws in every pass."""
         dataset = self._dataset
         collate_fn = own_collate(dataset)
         if collate_fn is None:

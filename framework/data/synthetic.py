@@ -5,6 +5,7 @@ the disk.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -46,12 +47,11 @@ class SyntheticImages(BatchDataset):
         return image, int(label)
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
-        """A batch: images (B, channels, image_size, image_size) float32 and labels (B,) int64."""
+        """Read a batch: images (B, channels, image_size, image_size) float32, labels (B,) int64."""
         numbers = np.asarray(indices, dtype=np.int64)
         labels = (mix(self.seed, numbers) % np.uint64(self.num_classes)).astype(np.int64)
-        return WholeBatch(
-            (self._pool[torch.from_numpy(numbers % _POOL_SIZE)], torch.from_numpy(labels))
-        )
+        images = self._pool[torch.from_numpy(numbers % _POOL_SIZE)]
+        return WholeBatch((images, torch.from_numpy(labels)))
 
 
 def build(
@@ -63,10 +63,7 @@ def build(
     num_classes: int = 1000,
 ) -> Splits:
     """Build both splits; arguments are the keys of `config.data.SyntheticImages`."""
-    train, evaluation = (
-        SyntheticImages(
-            count, image_size=image_size, channels=channels, num_classes=num_classes, seed=seed
-        )
-        for seed, count in enumerate((num_samples, num_eval_samples))
+    make = partial(
+        SyntheticImages, image_size=image_size, channels=channels, num_classes=num_classes
     )
-    return Splits(train, evaluation)
+    return Splits(make(num_samples, seed=0), make(num_eval_samples, seed=1))

@@ -44,14 +44,14 @@ class TextPairs(TextSamples):
 
     A sample is (input_ids (S,), token_type_ids (S,), attention_mask (S,), mlm_labels (S,),
     nsp_label ()), all int64. token_type_ids are 1 for B and its [SEP]; attention_mask is 0 on
-    padding; mlm_labels are -100 where nothing is to be predicted; nsp_label is 0 where B follows A
-    in their document, 1 where it is from another one.
+    padding; mlm_labels are -100 where nothing is to be predicted; nsp_label is 0 if B follows A in
+    their document, 1 if it is from another one.
 
     There are as many samples as windows of S tokens fit the text. A sample starts at a random place
     near its own, pulled back so that the document fills it; only a document shorter than S - 3
-    tokens leaves padding. A has between a quarter and three quarters of the text, or more where the
-    document that B is from, or would be, is shorter than the rest. Both labels give the same
-    lengths of A, B and padding, so that none of them tells the labels apart.
+    tokens leaves padding. A has between a quarter and three quarters of the text, or more if the
+    document that B is from, or would be, is shorter than the rest. The lengths of A, B and padding
+    are distributed alike for both labels, so that they do not reveal the label.
     """
 
     def __init__(
@@ -85,22 +85,23 @@ class TextPairs(TextSamples):
                 f"pairs of segments need every special token, and there are only {special}"
             )
         self._specials = sorted(set(numbers.values()))
-        self._cls, self._sep, self._mask, self._pad = (
-            numbers[name] for name in ("cls", "sep", "mask", "pad")
-        )
+        self._cls = numbers["cls"]
+        self._sep = numbers["sep"]
+        self._mask = numbers["mask"]
+        self._pad = numbers["pad"]
         self.mask_fraction = mask_fraction
 
     def __len__(self) -> int:
         return num_pairs(len(self.tokens.numbers), self.tokens_per_sample)
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
-        """A batch that depends on the indices alone, for evaluation: not on the batch size nor on
-        the number of ranks.
+        """Read a batch that depends on the indices alone, for evaluation: not on the batch size nor
+        on the number of ranks.
         """
         return self.items_from_seeds(indices, mix(_FIXED_SEED, np.asarray(indices, dtype=np.int64)))
 
     def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
-        """A batch, every sample drawn from its own seed (see `batches.DrawsFromSeeds`).
+        """Read a batch, with every sample drawn from its own seed (see `batches.DrawsFromSeeds`).
 
         Returns:
             input_ids, token_type_ids, attention_mask, mlm_labels of shape (B, S), nsp_label (B,).
@@ -113,15 +114,15 @@ class TextPairs(TextSamples):
         return WholeBatch(tuple(torch.from_numpy(field) for field in fields))
 
     def _segments(self, indices: Ints, seeds: Seeds) -> tuple[Ints, Ints, Ints]:
-        """Draw where A and B lie: their first tokens (2, B), their numbers of tokens (2, B) and the
-        label (B,).
+        """Draw the segments A and B: their first tokens (2, B), their numbers of tokens (2, B) and
+        the label (B,).
         """
         num_tokens = len(self.tokens.numbers)
         num_samples = len(self)
         # indices * num_tokens // num_samples, in two parts: above 34 billion tokens at S = 128 the
         # product has no room in int64.
-        each, rest = divmod(num_tokens, num_samples)
-        place = indices * each + indices * rest // num_samples + _draw(seeds, _PLACE, each)
+        spacing, rest = divmod(num_tokens, num_samples)
+        place = indices * spacing + indices * rest // num_samples + _draw(seeds, _PLACE, spacing)
         start, length = self._document_at(place)
         total = np.minimum(length, self.tokens_per_sample - _NUM_SPECIAL)
         # A document of one token has no second half.
@@ -132,8 +133,8 @@ class TextPairs(TextSamples):
         # Any token outside of A's document is as likely, and with it that token's document.
         other = (start + length + 1 + _draw(seeds, _OTHER, num_tokens - length - 1)) % num_tokens
         other_start, other_length = self._document_at(other)
-        # Also where B follows A and could be longer: a short second segment would else say that it
-        # is from elsewhere.
+        # Also if B follows A and could be longer: a short second segment would otherwise reveal
+        # that it is from another document.
         second = np.minimum(total - first, other_length)
         first = np.where(length >= total, total - second, first)
         window = np.where(label == IS_NEXT, total, first)
@@ -146,15 +147,15 @@ class TextPairs(TextSamples):
         return np.stack([first_start, second_start]), np.stack([first, second]), label
 
     def _document_at(self, places: Ints) -> tuple[Ints, Ints]:
-        """First token and number of tokens of text (the end token not counted) of the documents at
-        these places.
+        """Return the first token and the number of tokens (without the end token) of the documents
+        at these places.
         """
         documents = np.searchsorted(self.tokens.offsets, places, side="right") - 1
         start = self.tokens.offsets[documents]
         return start, self.tokens.offsets[documents + 1] - start - 1
 
     def _laid_out(self, starts: Ints, lengths: Ints) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
-        """input_ids, token_type_ids, and which positions hold text, (B, S) each."""
+        """Return input_ids, token_type_ids, and a mask of positions that hold text, (B, S) each."""
         column = np.arange(self.tokens_per_sample, dtype=np.int64)
         middle = lengths[0][:, None] + 1  # of the first [SEP]
         end = middle + lengths[1][:, None] + 1  # of the second
@@ -179,14 +180,15 @@ class TextPairs(TextSamples):
         rank = order.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
         rows, columns = np.nonzero((rank < counts[:, None]) & is_text)
         labels = np.full_like(ids, NOT_PREDICTED)
-        labels[rows, columns] = originals = ids[rows, columns]
+        originals = ids[rows, columns]
+        labels[rows, columns] = originals
         how = mix(seeds[rows], _HOW, columns) % np.uint64(10)
         others = self._ordinary(mix(seeds[rows], _REPLACEMENT, columns))
         ids[rows, columns] = np.where(how < 8, self._mask, np.where(how == 8, others, originals))
         return labels
 
     def _ordinary(self, draws: Seeds) -> Ints:
-        """Any token but a special one, each as likely."""
+        """Turn draws into token numbers, without special ones, all equally likely."""
         numbers: Ints = (draws % np.uint64(self.vocab_size - len(self._specials))).astype(np.int64)
         for special in self._specials:
             numbers += numbers >= special
@@ -201,7 +203,7 @@ def _draw(seeds: Seeds, purpose: int, bound: int | Ints) -> Ints:
 def build(
     path: str | None = None, *, sequence_length: int = 128, mask_fraction: float = 0.15
 ) -> Splits:
-    """Pairs out of a token folder.
+    """Build pairs of segments out of a token folder.
 
     Arguments are the keys of `config.data.TextPairs`.
 
@@ -219,6 +221,5 @@ def build(
             problems.append(Problem("text-damaged", reason, PREPARE, "data.path", path))
     if problems:
         raise ConfigError(problems)
-    return text_splits(
-        corpus, partial(TextPairs, sequence_length=sequence_length, mask_fraction=mask_fraction)
-    )
+    samples = partial(TextPairs, sequence_length=sequence_length, mask_fraction=mask_fraction)
+    return text_splits(corpus, samples)

@@ -13,7 +13,7 @@ from framework.data.splits import Splits
 from framework.data.token_files import SpecialTokens, num_windows, too_short
 from framework.data.tokenizer import python_sources
 from framework.data.tokens import Corpus, Tokens, open_token_folder
-from framework.errors import ConfigError
+from framework.errors import ConfigError, Problem
 
 
 class TextSamples(BatchDataset):
@@ -32,8 +32,8 @@ class TextSamples(BatchDataset):
 class TextWindows(TextSamples):
     """Windows of a fixed length over documents packed back to back; nothing is random.
 
-    Sample i is (ids (S,) int64, targets (S,) int64): the tokens from i x S on, and each one's
-    successor. A window may span several documents, with the end token between them. The last,
+    Sample i is (ids (S,) int64, targets (S,) int64): the tokens from i x S on, and the successor of
+    each. A window may span several documents, with the end token between them. The last,
     incomplete window is left out.
     """
 
@@ -41,7 +41,7 @@ class TextWindows(TextSamples):
         return num_windows(len(self.tokens.numbers), self.tokens_per_sample)
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
-        """A batch: ids (B, S) and targets (B, S), both int64."""
+        """Read a batch: ids (B, S) and targets (B, S), both int64."""
         length = self.tokens_per_sample
         numbers = self.tokens.numbers
         windows = np.empty((2, len(indices), length), dtype=np.int64)
@@ -54,7 +54,7 @@ class TextWindows(TextSamples):
 
 
 def build(path: str | None = None, *, sequence_length: int = 256) -> Splits:
-    """Windows over a token folder.
+    """Build windows over a token folder.
 
     Arguments are the keys of `config.data.Text`.
 
@@ -63,29 +63,26 @@ def build(path: str | None = None, *, sequence_length: int = 256) -> Splits:
             (``text-too-short``).
     """
     corpus = open_corpus(path)
-    problems = [
-        problem
-        for name, tokens in corpus.parts()
-        for problem in too_short(
-            name, num_tokens=len(tokens.numbers), sequence_length=sequence_length
-        )
-    ]
+    problems: list[Problem] = []
+    for name, tokens in corpus.parts():
+        num_tokens = len(tokens.numbers)
+        problems += too_short(name, num_tokens=num_tokens, sequence_length=sequence_length)
     if problems:
         raise ConfigError(problems)
     return text_splits(corpus, partial(TextWindows, sequence_length=sequence_length))
 
 
 def text_splits(corpus: Corpus, samples: Callable[..., TextSamples]) -> Splits:
-    """The samples of both parts of a text."""
-    parts = (
-        samples(tokens, vocab_size=corpus.vocab_size, special=corpus.special)
-        for _, tokens in corpus.parts()
-    )
-    return Splits(next(parts), next(parts, None))
+    """Build the samples of both parts of a text, by calling `samples` with their tokens."""
+    make = partial(samples, vocab_size=corpus.vocab_size, special=corpus.special)
+    training = make(corpus.train)
+    if corpus.evaluation is None:
+        return Splits(training, None)
+    return Splits(training, make(corpus.evaluation))
 
 
 def open_corpus(path: str | None) -> Corpus:
-    """A token folder, or without one the sources of Python's standard library."""
+    """Open a token folder, or without one the sources of Python's standard library."""
     if path is None:
         return python_sources()
     return open_token_folder(path)

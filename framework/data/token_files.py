@@ -1,5 +1,5 @@
-"""Contents of a token folder by its own files, and requirements of text datasets on one: what
-`check` and `plan` can know on a laptop. Reads ``meta.json`` and sizes; needs no numpy.
+"""Contents of a token folder by ``meta.json`` and the sizes of its files, and requirements of text
+datasets on one, for `check` and `plan` on a laptop. It needs no numpy.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class _Facts(BaseModel):
 
 
 class FileFacts(_Facts):
-    """Of one file."""
+    """Facts about one file."""
 
     size_bytes: Annotated[int, Field(ge=0)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class PartFacts(_Facts):
-    """Of training or evaluation."""
+    """Facts about training or evaluation."""
 
     num_tokens: Annotated[int, Field(ge=1, lt=2**60)]
     num_documents: Annotated[int, Field(ge=1, lt=2**60)]
 
 
 class SpecialTokens(_Facts):
-    """The numbers of the tokens that stand for no text; None: the tokenizer has none such. Windows
-    of text need the first only; pairs of segments need all.
+    """The numbers of the tokens that stand for no text; None for one that the tokenizer lacks.
+    Windows of text need the first only; pairs of segments need all.
     """
 
     end: int
@@ -90,15 +90,15 @@ class Meta(_Facts):
 
 
 def read_meta(path: str, key: str) -> tuple[Path, Meta]:
-    """The folder, and what its ``meta.json`` says; the other files are not looked at.
+    """Return the folder at a path, and its ``meta.json``; the other files are not looked at.
 
-    In `path` ``~`` is the home folder; `key` is what to call it in an error.
+    In `path` ``~`` is the home folder; errors name the path as the value of `key`.
 
     Raises:
         ConfigError: kinds ``text-not-found``, ``text-not-prepared``, ``text-damaged``.
     """
-    folder = Path(os.path.expanduser(path))  # noqa: PTH111 - pathlib raises where there is no such user
-    if not os.path.isdir(folder):  # noqa: PTH112 - and where the name is too long
+    folder = Path(os.path.expanduser(path))  # noqa: PTH111 - pathlib raises for an unknown user
+    if not os.path.isdir(folder):  # noqa: PTH112 - and for a name that is too long
         fix = "name one made by python -m framework prepare"
         raise ConfigError.of("text-not-found", f"there is no folder {folder}", fix, key, path)
     file = folder / META_FILE
@@ -115,13 +115,14 @@ def read_meta(path: str, key: str) -> tuple[Path, Meta]:
 
 
 def keep_tokenizer(path: str, to: Path) -> None:
-    """Copy what turns a token folder's numbers into text into ``<to>/tokenizer``: its checkpoints
-    outlive the folder.
+    """Copy the tokenizer of a token folder into ``<to>/tokenizer``: checkpoints outlive the token
+    folder.
 
     Raises:
         OSError: it cannot be written.
     """
-    folder, kept = Path(os.path.expanduser(path)), to / KEPT_TOKENIZER  # noqa: PTH111
+    folder = Path(os.path.expanduser(path))  # noqa: PTH111
+    kept = to / KEPT_TOKENIZER
     make_own_folder(kept)
     for name in (TOKENIZER_FILE, META_FILE):
         if (folder / name).is_file():
@@ -130,26 +131,29 @@ def keep_tokenizer(path: str, to: Path) -> None:
 
 
 def size_problems(folder: Path, meta: Meta, path: str, key: str) -> list[Problem]:
-    """Every file that is missing or has another size than `meta` says."""
-    reasons = {
-        folder / name: _size_complaint(folder, name, facts.size_bytes)
-        for name, facts in meta.files.items()
-    }
-    return [damaged(file, reason, path, key) for file, reason in reasons.items() if reason]
+    """Return a problem for every file that is missing or has another size than in `meta`."""
+    problems = []
+    for name, facts in meta.files.items():
+        reason = _size_fault(folder, name, facts.size_bytes)
+        if reason:
+            problems.append(damaged(folder / name, reason, path, key))
+    return problems
 
 
 def num_windows(num_tokens: int, length: int) -> int:
-    """Windows of that length; the last token of the text is only to be guessed."""
+    """Count the windows of a length in a text; the last token of the text is only a target."""
     return (num_tokens - 1) // length
 
 
 def num_pairs(num_tokens: int, length: int) -> int:
-    """Pairs of segments in an epoch: as many as would fill with all tokens, and one at least."""
+    """Count the pairs of segments in an epoch: all tokens would fill this many, and at least
+    one.
+    """
     return max(1, num_tokens // length)
 
 
 def too_short(part: PartName, *, num_tokens: int, sequence_length: int) -> Iterator[Problem]:
-    """Windows of text need one token more than they are long."""
+    """Yield a problem for a text that is shorter than a window and its last target."""
     if num_tokens <= sequence_length:
         yield Problem(
             "text-too-short",
@@ -162,7 +166,7 @@ def too_short(part: PartName, *, num_tokens: int, sequence_length: int) -> Itera
 
 
 def one_document(part: PartName, *, num_documents: int, path: str | None) -> Iterator[Problem]:
-    """Half of the pairs of segments need another document."""
+    """Yield a problem for a text of one document: half of the pairs of segments need another."""
     if num_documents < 2:
         reason = (
             f"the {PART_WORDS[part]} text is one document, and half of the pairs need another one"
@@ -172,10 +176,9 @@ def one_document(part: PartName, *, num_documents: int, path: str | None) -> Ite
 
 
 def no_pair_tokens(special: SpecialTokens, *, path: str | None) -> Iterator[Problem]:
-    """Pairs of segments need tokens of their own."""
-    missing = [
-        f"[{name.upper()}]" for name, number in special.model_dump().items() if number is None
-    ]
+    """Yield a problem for a tokenizer without the special tokens of pairs of segments."""
+    numbers = special.model_dump()
+    missing = [f"[{name.upper()}]" for name in numbers if numbers[name] is None]
     if missing:
         reason = f"its tokenizer has no {', '.join(missing)}, and pairs of segments need them"
         fix = "prepare it with --tokenizer bytes, the file of a BERT, or --train-tokenizer bpe:SIZE"
@@ -183,7 +186,7 @@ def no_pair_tokens(special: SpecialTokens, *, path: str | None) -> Iterator[Prob
 
 
 def damaged(file: Path, reason: str, path: str, key: str) -> Problem:
-    """A file is not what `prepare` wrote."""
+    """Return the problem of a file that has changed since `prepare` wrote it."""
     return Problem("text-damaged", f"{file}: {reason}", PREPARE, key, path)
 
 
@@ -197,7 +200,7 @@ def _in_one_line(error: OSError | ValidationError) -> str:
     return first["msg"]
 
 
-def _size_complaint(folder: Path, name: str, wanted: int) -> str:
+def _size_fault(folder: Path, name: str, num_bytes: int) -> str:
     file = folder / name
     if file.parent != folder:
         return "it lies outside the folder"
@@ -208,6 +211,6 @@ def _size_complaint(folder: Path, name: str, wanted: int) -> str:
         return "it is missing"
     except OSError as error:
         return _in_one_line(error)
-    if size != wanted:
-        return f"it has {size:,} bytes instead of {wanted:,}"
+    if size != num_bytes:
+        return f"it has {size:,} bytes instead of {num_bytes:,}"
     return ""

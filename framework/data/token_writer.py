@@ -1,4 +1,4 @@
-"""Writes a token folder: aside first, ``meta.json`` last, then one rename."""
+"""Writers of a token folder: aside first, ``meta.json`` last, then one rename."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class PartWriter:
         self.source = MappedFrom(folder / f"{name}.bin", folder / f"{name}.idx", dtype)
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._end = np.array([end], dtype=self._dtype)
-        self._numbers, self._offsets = (
-            self.source.numbers.open("w+b"),
-            self.source.offsets.open("w+b"),
-        )
-        self.num_tokens = self.num_documents = self._start = 0
+        self._numbers = self.source.numbers.open("w+b")
+        self._offsets = self.source.offsets.open("w+b")
+        self.num_tokens = 0
+        self.num_documents = 0
+        self._start = 0  # of the current document
         self._note_start()
 
     def add(self, numbers: Numbers, *, ends: bool) -> None:
-        """Append to the current document; one that has no token when it ends never was."""
+        """Append to the current document; one that ends without a token is left out."""
         self._write(numbers)
         if ends and self.num_tokens > self._start:
             self._write(self._end)
@@ -48,7 +48,7 @@ class PartWriter:
             self._note_start()
 
     def move_tail(self, to: PartWriter, num_tokens: int) -> None:
-        """Give the last tokens to another part. A document that this cuts becomes two, each ended
+        """Move the last tokens to another part. A document that this cuts becomes two, each ended
         by the end token.
         """
         self.flush()
@@ -57,19 +57,20 @@ class PartWriter:
         document = int(np.searchsorted(tokens.offsets, cut, side="right")) - 1
         start, end = tokens.offsets[document : document + 2].tolist()
         if end - cut < 2:  # only its end token would move
-            cut = start = end
+            cut = end
+            start = end
             document += 1
         if not 0 < cut < len(tokens.numbers):
             return
         for first, last in pairwise([cut, *tokens.offsets[document + 1 :].tolist()]):
-            for place in range(first, last - 1, _BLOCK):
-                to.add(tokens.numbers[place : min(place + _BLOCK, last - 1)], ends=False)
+            for begin in range(first, last - 1, _BLOCK):
+                to.add(tokens.numbers[begin : min(begin + _BLOCK, last - 1)], ends=False)
             to.add(self._end[:0], ends=True)
         del tokens  # the files shrink under the map
         self._shrink(cut, num_documents=document, start=start)
 
     def flush(self) -> None:
-        """Hand everything to the disk."""
+        """Flush both files to the disk."""
         for stream in (self._numbers, self._offsets):
             stream.flush()
             os.fsync(stream.fileno())
@@ -80,9 +81,7 @@ class PartWriter:
         self._offsets.close()
 
     def _shrink(self, num_tokens: int, *, num_documents: int, start: int) -> None:
-        """Keep the first tokens: whole documents, and what is left of one that starts at
-        `start`.
-        """
+        """Keep the first tokens: whole documents, and the rest of one that starts at `start`."""
         self._numbers.truncate(num_tokens * self._dtype.itemsize)
         self._offsets.truncate(8 * (num_documents + 1))
         self._numbers.seek(0, os.SEEK_END)
@@ -101,20 +100,19 @@ class PartWriter:
 
 
 class FolderWriter:
-    """Deals documents to a training and an evaluation part."""
+    """Writer of a training and an evaluation part."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, *, eval_fraction: float) -> None:
         """Start both parts in a folder that exists."""
         self._folder = folder
         self._tokenizer = tokenizer
         self._share = EvaluationShare(eval_fraction)
-        self._dtype: Literal["uint16", "uint32"] = (
-            "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-        )
-        self.train, self.evaluation = (
-            PartWriter(folder, name, dtype=self._dtype, end=tokenizer.special.end)
-            for name in ("train", "eval")
-        )
+        self._dtype: Literal["uint16", "uint32"] = "uint32"
+        if tokenizer.vocab_size <= 2**16:
+            self._dtype = "uint16"
+        end = tokenizer.special.end
+        self.train = PartWriter(folder, "train", dtype=self._dtype, end=end)
+        self.evaluation = PartWriter(folder, "eval", dtype=self._dtype, end=end)
         self._current = self.train
 
     def add(self, piece: TextPiece, numbers: Numbers) -> None:
@@ -127,50 +125,50 @@ class FolderWriter:
         self._current.add(numbers, ends=piece.ends)
 
     def finish(self) -> Meta:
-        """Make up evaluation's share, and write ``meta.json`` when everything else is on the
+        """Complete evaluation's share, and write ``meta.json`` when everything else is on the
         disk.
         """
         missing = self._share.tokens_to_move(self.train.num_tokens, self.evaluation.num_tokens)
         if missing:
             self.train.move_tail(self.evaluation, missing)
-        parts = [part for part in (self.train, self.evaluation) if part.num_documents]
+        parts: dict[PartName, PartFacts] = {}
         for part in (self.train, self.evaluation):
             part.flush()
-            if part not in parts:
+            if part.num_documents:
+                parts[part.name] = PartFacts(
+                    num_tokens=part.num_tokens, num_documents=part.num_documents
+                )
+            else:
                 part.source.numbers.unlink()
                 part.source.offsets.unlink()
         self.close()
         self._tokenizer.save(self._folder)
-        files = {file.name: hash_file(file) for file in sorted(self._folder.iterdir())}
+        files = {}
+        for file in sorted(self._folder.iterdir()):
+            record = hash_file(file)
+            files[file.name] = FileFacts(size_bytes=record.num_bytes, sha256=record.sha256)
         meta = Meta(
             tokenizer=self._tokenizer.kind,
             vocab_size=self._tokenizer.vocab_size,
             special_tokens=self._tokenizer.special,
             dtype=self._dtype,
-            parts={
-                part.name: PartFacts(num_tokens=part.num_tokens, num_documents=part.num_documents)
-                for part in parts
-            },
-            files={
-                name: FileFacts(size_bytes=found.num_bytes, sha256=found.sha256)
-                for name, found in files.items()
-            },
+            parts=parts,
+            files=files,
         )
-        write_new(
-            self._folder / META_FILE, memoryview((meta.model_dump_json(indent=2) + "\n").encode())
-        )
+        text = meta.model_dump_json(indent=2) + "\n"
+        write_new(self._folder / META_FILE, memoryview(text.encode()))
         return meta
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close all files."""
         self.train.close()
         self.evaluation.close()
 
 
 @contextmanager
 def made_aside(target: Path) -> Iterator[Path]:
-    """A new folder beside the target that takes its place at the end, or leaves no trace when
-    something goes wrong.
+    """Make a new folder beside the target, which takes the target's place at the end of the block,
+    and is removed after an error.
 
     Raises:
         OSError: it cannot be written, or the target has come to hold something meanwhile.
@@ -182,7 +180,7 @@ def made_aside(target: Path) -> Iterator[Path]:
         yield aside
         umask = os.umask(0)
         os.umask(umask)
-        aside.chmod(0o777 & ~umask)  # until here nobody else was let in
+        aside.chmod(0o777 & ~umask)  # until here it was closed to other users
         aside.rename(target)  # takes the place of an empty folder, and of nothing else
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)

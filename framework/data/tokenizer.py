@@ -1,5 +1,5 @@
-"""From text to token numbers: bytes, or a tokenizer of Hugging Face's `tokenizers`, from a file or
-trained here.
+"""Tokenizers, from text to token numbers: of bytes, or of Hugging Face's `tokenizers`, from a file
+or trained here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from framework.data.token_files import TOKENIZER_FILE, SpecialTokens
 from framework.data.tokens import Corpus, EvaluationShare, Numbers, Tokens
 from framework.errors import ConfigError, counted, in_one_line
 
-# What known tokenizers call the special tokens, the best first, which is also what they are called
+# Kind of a special token -> its names in known tokenizers, the best first, which is also its name
 # here. [SEP] and </s> may end documents too; the end of a document is learnt.
 _ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "end": ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<sep>"),
@@ -48,29 +48,26 @@ class ByteTokenizer:
     needs_utf8 = False
 
     def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
-        """Token numbers of each text, without special tokens: what looks like one in the text is
-        text.
-
-        Here (len(text),) uint8 each, without a copy.
+        """Return the token numbers of each text, here (len(text),) uint8 without a copy. A special
+        token's name in the text is text.
         """
         return [np.frombuffer(text, dtype=np.uint8) for text in texts]
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """The text; special tokens are left out, and U+FFFD stands where bytes are no whole
+        """Return the text, without special tokens, and with U+FFFD for bytes that are no whole
         character.
         """
-        return bytes(number for number in numbers if number < self.special.end).decode(
-            errors="replace"
-        )
+        text = bytes(number for number in numbers if number < self.special.end)
+        return text.decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Write what is needed to turn numbers into text again: for bytes nothing."""
+        """Write the files that decoding needs: none for bytes."""
 
 
 class LibraryTokenizer:
-    """A tokenizer of the library `tokenizers`. One that can end a document gets no further token,
-    so that a published vocabulary keeps its size, which is the published models'; to any other an
-    end token is added behind its own.
+    """A tokenizer of the library `tokenizers`. If it has an end token it gets no further one, so
+    that a published vocabulary keeps the size that published models have; otherwise an end token is
+    added behind its own tokens.
     """
 
     kind: Literal["bytes", "library"] = "library"
@@ -89,25 +86,27 @@ class LibraryTokenizer:
         if not any(alias in numbers for alias in _ALIASES["end"]):
             tokenizer.add_special_tokens([_NAMES[0]])
             numbers = tokenizer.get_vocab(with_added_tokens=True)
-            # the library counts on from the number of tokens
+            # The library counts on from the number of tokens.
             if len(set(numbers.values())) < len(numbers):
                 reason = (
                     "its numbers have gaps, and the end token that it lacks would get the "
                     "number of another token"
                 )
                 raise ValueError(reason)
-        found = {kind: numbers[name] for kind, name in special_names(tokenizer).items()}
-        self.special = SpecialTokens.model_validate(found)
+        special = {kind: numbers[name] for kind, name in special_names(tokenizer).items()}
+        self.special = SpecialTokens.model_validate(special)
         self.vocab_size = max(numbers.values()) + 1  # numbers may have gaps
 
     def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
-        """(n,) uint32 each; the library uses all cores for many texts."""
+        """Return the token numbers of each text, (n,) uint32; the library uses all cores for many
+        texts.
+        """
         # Otherwise a text that quotes "<|end|>" would end the document.
         self._tokenizer.encode_special_tokens = True
-        encoded = self._tokenizer.encode_batch_fast(
+        encodings = self._tokenizer.encode_batch_fast(
             [text.decode() for text in texts], add_special_tokens=False
         )
-        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, numbers: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(numbers), skip_special_tokens=True))
@@ -120,13 +119,15 @@ Tokenizer = ByteTokenizer | LibraryTokenizer
 
 
 def special_names(tokenizer: Any) -> dict[str, str]:
-    """Kind of a special token -> its name in a `tokenizers.Tokenizer`, of those that it has."""
-    held = tokenizer.get_vocab(with_added_tokens=True)
-    found = {
-        kind: next((name for name in aliases if name in held), None)
-        for kind, aliases in _ALIASES.items()
-    }
-    return {kind: name for kind, name in found.items() if name is not None}
+    """Return the special tokens that a `tokenizers.Tokenizer` has: kind -> name."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    names = {}
+    for kind, aliases in _ALIASES.items():
+        for name in aliases:
+            if name in vocabulary:
+                names[kind] = name
+                break
+    return names
 
 
 def load_tokenizer(path: str) -> LibraryTokenizer:
@@ -151,9 +152,9 @@ def load_tokenizer(path: str) -> LibraryTokenizer:
 
 
 def refuse_far_numbers(file: Path, *, key: str, value: str | None) -> None:
-    """See that the numbers of a ``tokenizer.json`` are near the count of its tokens, before the
-    library reads it: that takes memory for each number in between, and a model has weights for
-    them.
+    """Check that the numbers of a ``tokenizer.json`` are near the count of its tokens, before the
+    library reads it: the library takes memory for each number in between, and a model has weights
+    for them.
 
     Raises:
         ConfigError: kind ``tokenizer-unreadable``.
@@ -161,10 +162,10 @@ def refuse_far_numbers(file: Path, *, key: str, value: str | None) -> None:
     try:
         if file.stat().st_size > _LARGEST_TOKENIZER:
             return
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):  # as the library will find
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):  # the library will report it
         return
-    numbers = list(_numbers_of(found))
+    numbers = list(_numbers_of(content))
     largest = max(numbers, default=0)
     if largest < _MOST_GAPS * len(numbers) + _FEW_GAPS:
         return
@@ -176,33 +177,29 @@ def refuse_far_numbers(file: Path, *, key: str, value: str | None) -> None:
 
 
 def _numbers_of(tokenizer: Any) -> Iterator[int]:
-    if isinstance(tokenizer, dict):
-        model = tokenizer.get("model")
-    else:
-        model = None
-    if isinstance(model, dict):
-        vocabulary = model.get("vocab")
-    else:
-        vocabulary = None
-    if isinstance(vocabulary, list):  # whose numbers are the places
-        yield from range(len(vocabulary))
+    """Yield the token numbers in the content of a ``tokenizer.json``, which may be of any type."""
+    vocabulary = _item(_item(tokenizer, "model"), "vocab")
     values: list[Any] = []
+    if isinstance(vocabulary, list):
+        values += range(len(vocabulary))  # a token's number is its index
     if isinstance(vocabulary, dict):
         values += vocabulary.values()
-    if isinstance(tokenizer, dict):
-        added = tokenizer.get("added_tokens")
-    else:
-        added = None
-    for token in added if isinstance(added, list) else ():
-        if isinstance(token, dict):
-            values.append(token.get("id"))
+    added = _item(tokenizer, "added_tokens")
+    if isinstance(added, list):
+        values += [_item(token, "id") for token in added]
     for value in values:
         if isinstance(value, int):
             yield min(value, _BEYOND_ALL)
 
 
+def _item(value: Any, key: str) -> Any:
+    if isinstance(value, dict):
+        return value.get(key)
+    return None
+
+
 def train_bpe(texts: Iterable[bytes], *, vocab_size: int) -> LibraryTokenizer:
-    """Byte-level BPE as GPT-2's, learnt from the texts; the same texts give the same tokenizer.
+    """Train a byte-level BPE as GPT-2's on texts; the same texts give the same tokenizer.
 
     Args:
         texts: UTF-8. Memory grows with the number of different words among them.
@@ -210,7 +207,7 @@ def train_bpe(texts: Iterable[bytes], *, vocab_size: int) -> LibraryTokenizer:
             fewer.
 
     Raises:
-        ConfigError: kind ``package-missing``; whatever `texts` raises comes through.
+        ConfigError: kind ``package-missing``. Errors of `texts` come through.
     """
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -240,7 +237,7 @@ def _library() -> Any:
     return tokenizers
 
 
-# The sources of Python's standard library as text: real documents that are on every machine that
+# The sources of Python's standard library are text: real documents that are on every machine that
 # can train. They are read into memory at each start (under 5 MB in some ten milliseconds): no cache
 # that could be stale or half-written, and nothing for the ranks of a host to agree on. Another
 # version of Python has other sources.
@@ -249,27 +246,28 @@ _MOST_BYTES: Final = 8 << 20
 
 
 def python_sources() -> Corpus:
-    """The modules directly in the library's folder, in alphabetical order, a document each, byte by
-    byte.
-
-    Returns:
-        Every tenth module for evaluation (see `EvaluationShare`), the others for training.
+    """Read the modules directly in the library's folder, in alphabetical order, each as a document
+    of bytes: every tenth for evaluation (see `EvaluationShare`), the others for training.
 
     Raises:
-        ConfigError: kind ``text-not-found``, where Python came without its sources.
+        ConfigError: kind ``text-not-found``: Python came without its sources.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts = _texts(folder)
-    if len(texts) < 20:  # too few to deal between training and evaluation
+    if len(texts) < 20:  # too few to divide between training and evaluation
         reason = f"this Python has no sources in {folder}"
         fix = "name a folder made by python -m framework prepare"
         raise ConfigError.of("text-not-found", reason, fix, "data.path", None)
     share = EvaluationShare(_EVAL_FRACTION)
-    dealt: dict[bool, list[bytes]] = {False: [], True: []}
+    training = []
+    evaluation = []
     for text in texts:
-        dealt[share.takes(len(text))].append(text)
+        if share.takes(len(text)):
+            evaluation.append(text)
+        else:
+            training.append(text)
     return Corpus(
-        _tokens(dealt[False]), _tokens(dealt[True]), ByteTokenizer.vocab_size, ByteTokenizer.special
+        _tokens(training), _tokens(evaluation), ByteTokenizer.vocab_size, ByteTokenizer.special
     )
 
 
@@ -277,16 +275,16 @@ def _texts(folder: Path) -> list[bytes]:
     texts: list[bytes] = []
     room = _MOST_BYTES
     for path in sorted(folder.glob("*.py")):
+        # _sysconfigdata has the settings that this one Python was compiled with.
+        if path.name.startswith("_sysconfigdata"):
+            continue
         with suppress(OSError):
-            # _sysconfigdata says how this one Python was compiled.
-            if path.name.startswith("_sysconfigdata"):
-                text = b""
-            else:
-                text = path.read_bytes()
+            text = path.read_bytes()
             room -= len(text)
             if room < 0:
                 break
-            texts += [text] if text else []
+            if text:
+                texts.append(text)
     return texts
 
 

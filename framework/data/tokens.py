@@ -1,13 +1,14 @@
-"""Text as numbers, in token folders or in memory: what every text dataset reads. No torch here.
+"""Text as numbers, in token folders or in memory, for every text dataset. No torch here.
 
 A token folder is made by `prepare` and holds
 
-    train.bin, eval.bin    token numbers, little-endian uint16 or uint32: documents back to back, each ended by the end
-                           token
-    train.idx, eval.idx    little-endian int64: where each document starts, then the number of tokens
+    train.bin, eval.bin    token numbers, little-endian uint16 or uint32: documents back to back,
+                           each ended by the end token
+    train.idx, eval.idx    little-endian int64: the start of each document, then the number of
+                           tokens
     tokenizer.json         of a library tokenizer
-    meta.json              what the others hold, with sizes and checksums; written last, so that a folder without it is
-                           known to be unfinished
+    meta.json              facts about the other files, with sizes and checksums; written last, so
+                           that a folder without it is known to be unfinished
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ _BLOCK: Final = 1 << 20
 
 @dataclass(frozen=True)
 class MappedFrom:
-    """File that tokens are mapped from, so that another process maps it itself and is sent no copy
-    of them.
-    """
+    """Files that tokens are mapped from: another process maps them itself, and is sent no copy."""
 
     numbers: Path
     offsets: Path
@@ -56,7 +55,7 @@ class Tokens:
         numbers: (N,) uint16 or uint32.
         offsets: (D + 1,) int64; document d is ``numbers[offsets[d]:offsets[d + 1]]``, its end token
             included.
-        source: the files behind both; None: they lie in memory.
+        source: the files behind both; None if they lie in memory.
     """
 
     numbers: Numbers
@@ -68,8 +67,7 @@ class Tokens:
         return len(self.offsets) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled memory map is a copy of the whole file: every worker that is spawned would hold
-        # one.
+        # A pickled memory map is a copy of the whole file, one for every worker that is spawned.
         if self.source:
             return (map_tokens, (self.source,))
         return (Tokens, (self.numbers, self.offsets))
@@ -85,7 +83,7 @@ class Corpus:
     special: SpecialTokens
 
     def parts(self) -> Iterator[tuple[PartName, Tokens]]:
-        """List the parts by name."""
+        """Yield the parts with their names."""
         yield "train", self.train
         if self.evaluation is not None:
             yield "eval", self.evaluation
@@ -102,20 +100,22 @@ def map_tokens(source: MappedFrom) -> Tokens:
 
 
 class EvaluationShare:
-    """Deals documents, as they come, to training and evaluation; the same way for the same
-    documents.
+    """Division of documents, as they come, into training and evaluation; always the same for the
+    same documents.
 
-    Of the documents so far evaluation gets its fraction: with 0.1 every tenth. One that would give
+    Evaluation gets its fraction of the documents so far: with 0.1 every tenth. One that would give
     it more than twice its fraction of the bytes is passed over, and the next one taken. Few or very
-    unequal documents may leave it with little: `tokens_to_move` says how much of the end of
-    training makes it up.
+    unequal documents may leave it with little: `tokens_to_move` counts the tokens at the end of
+    training that complete its share.
     """
 
     def __init__(self, fraction: float) -> None:
-        """`fraction` of the text, from 0 up to below 1."""
-        self._fraction = Fraction(str(fraction))  # 0.1 exactly: every tenth, however many there are
-        self._num_taken = self._num_seen = 0
-        self._bytes_taken = self._bytes_seen = 0
+        """Take the fraction of the text for evaluation, from 0 up to below 1."""
+        self._fraction = Fraction(str(fraction))  # 0.1 exactly: every tenth of any number
+        self._num_taken = 0
+        self._num_seen = 0
+        self._bytes_taken = 0
+        self._bytes_seen = 0
 
     def takes(self, num_bytes: int) -> bool:
         """Check whether the next document, of this size, is for evaluation."""
@@ -123,19 +123,20 @@ class EvaluationShare:
             return False
         self._num_seen += 1
         self._bytes_seen += num_bytes
-        takes = self._num_taken + 1 <= self._fraction * self._num_seen
-        takes = takes and self._bytes_taken + num_bytes <= 2 * self._fraction * self._bytes_seen
-        if takes:
-            self._num_taken += 1
-            self._bytes_taken += num_bytes
-        return takes
+        if self._num_taken + 1 > self._fraction * self._num_seen:
+            return False
+        if self._bytes_taken + num_bytes > 2 * self._fraction * self._bytes_seen:
+            return False
+        self._num_taken += 1
+        self._bytes_taken += num_bytes
+        return True
 
     def tokens_to_move(self, num_train: int, num_evaluation: int) -> int:
-        """Count the tokens that evaluation lacks; 0 where it has at least half of what is its
-        due.
-        """
-        due = round(self._fraction * (num_train + num_evaluation))
-        return 0 if 2 * num_evaluation >= due else due - num_evaluation
+        """Count the tokens that evaluation lacks; 0 if it has at least half of its share."""
+        share = round(self._fraction * (num_train + num_evaluation))
+        if 2 * num_evaluation >= share:
+            return 0
+        return share - num_evaluation
 
 
 def open_token_folder(path: str, *, key: str = "data.path") -> Corpus:
@@ -143,8 +144,8 @@ def open_token_folder(path: str, *, key: str = "data.path") -> Corpus:
     does).
 
     Raises:
-        ConfigError: as `read_meta`, and every file that is missing or has another size than
-            ``meta.json`` says.
+        ConfigError: as `read_meta`, and every file that is missing or has another size than in
+            ``meta.json``.
     """
     folder, meta = read_meta(path, key)
     problems = size_problems(folder, meta, path, key)
@@ -153,7 +154,8 @@ def open_token_folder(path: str, *, key: str = "data.path") -> Corpus:
     parts: dict[str, Tokens] = {}
     for name in meta.parts:
         source = MappedFrom(folder / f"{name}.bin", folder / f"{name}.idx", meta.dtype)
-        tokens = parts[name] = map_tokens(source)
+        tokens = map_tokens(source)
+        parts[name] = tokens
         if tokens.offsets[-1] != len(tokens.numbers):
             raise ConfigError(
                 damaged(source.offsets, "it does not end at the number of tokens", path, key)
@@ -165,26 +167,26 @@ def verify_token_folder(path: str) -> Meta:
     """Read everything: checksums, document starts in order, token numbers within the vocabulary.
 
     Raises:
-        ConfigError: as `open_token_folder`, and every file whose content is not what `prepare`
-            wrote.
+        ConfigError: as `open_token_folder`, and every file that has changed since `prepare` wrote
+            it.
     """
     key = "--verify"
     corpus = open_token_folder(path, key=key)
     folder, meta = read_meta(path, key)
-    problems = [
-        damaged(folder / name, "its checksum differs: the content has changed", path, key)
-        for name, facts in meta.files.items()
-        if hash_file(folder / name).sha256 != facts.sha256
-    ]
-    for name, tokens in corpus.parts():
+    problems = []
+    for name, facts in meta.files.items():
+        if hash_file(folder / name).sha256 != facts.sha256:
+            reason = "its checksum differs: the content has changed"
+            problems.append(damaged(folder / name, reason, path, key))
+    for part, tokens in corpus.parts():
         if tokens.offsets[0] != 0 or (np.diff(tokens.offsets) < 2).any():
             problems.append(
-                damaged(folder / f"{name}.idx", "its documents do not follow each other", path, key)
+                damaged(folder / f"{part}.idx", "its documents do not follow each other", path, key)
             )
         blocks = range(0, len(tokens.numbers), _BLOCK)
         if any(tokens.numbers[start : start + _BLOCK].max() >= meta.vocab_size for start in blocks):
             reason = f"it holds a token beyond the vocabulary of {meta.vocab_size}"
-            problems.append(damaged(folder / f"{name}.bin", reason, path, key))
+            problems.append(damaged(folder / f"{part}.bin", reason, path, key))
     if problems:
         raise ConfigError(problems)
     return meta

@@ -26,8 +26,8 @@ _SILENT_SERVER_SECONDS: Final = 60.0
 
 @dataclass(frozen=True)
 class _Source:
-    """A torchvision dataset: its class, where its files lie, and the statistics of its training
-    images in [0, 1].
+    """A torchvision dataset: its class, its files, and the statistics of its training images in
+    [0, 1].
     """
 
     dataset: Callable[..., Any]
@@ -38,7 +38,7 @@ class _Source:
     std: tuple[float, ...]
 
     def missing(self, root: Path) -> list[str]:
-        """The files that are not there."""
+        """List the files that are missing."""
         return [name for name in self.files if not (root / self.folder / name).is_file()]
 
 
@@ -46,10 +46,11 @@ _FASHION_MNIST: Final = _Source(
     dataset=FashionMNIST,
     name="FashionMNIST",
     folder="FashionMNIST/raw",
-    files=tuple(
-        f"{part}-{what}-ubyte"
-        for part in ("train", "t10k")
-        for what in ("images-idx3", "labels-idx1")
+    files=(
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
     ),
     mean=(0.2860,),
     std=(0.3530,),
@@ -58,20 +59,28 @@ _CIFAR10: Final = _Source(
     dataset=CIFAR10,
     name="CIFAR10",
     folder="cifar-10-batches-py",
-    files=(*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta"),
+    files=(
+        "data_batch_1",
+        "data_batch_2",
+        "data_batch_3",
+        "data_batch_4",
+        "data_batch_5",
+        "test_batch",
+        "batches.meta",
+    ),
     mean=(0.4914, 0.4822, 0.4465),
-    # Of all pixels; the 0.2023, 0.1994, 0.2010 that circulate are means over images of each image's
-    # own deviation.
+    # Over all pixels; the 0.2023, 0.1994, 0.2010 that circulate are means over images of each
+    # image's own deviation.
     std=(0.2470, 0.2435, 0.2616),
 )
 
 
 def fashion_mnist(root: str = "data", *, download: bool = False, augment: bool = False) -> Splits:
-    """Fashion-MNIST (Xiao, Rasul, Vollgraf 2017), 60,000 + 10,000 grey images (1, 28, 28), labels 0
-    to 9.
+    """Build Fashion-MNIST (Xiao, Rasul, Vollgraf 2017), 60,000 + 10,000 grey images (1, 28, 28),
+    labels 0 to 9.
 
-    Arguments are the keys of `config.data.FashionMNIST`. Several processes may ask for a download
-    at once: one fetches, the others wait.
+    Arguments are the keys of `config.data.FashionMNIST`. Several processes may start a download at
+    once: one fetches, the others wait.
 
     Raises:
         ConfigError: kinds ``dataset-not-found``, ``dataset-unreadable``,
@@ -81,10 +90,10 @@ def fashion_mnist(root: str = "data", *, download: bool = False, augment: bool =
 
 
 def cifar10(root: str = "data", *, download: bool = False, augment: bool = True) -> Splits:
-    """CIFAR-10 (Krizhevsky 2009), 50,000 + 10,000 colour images (3, 32, 32), labels 0 to 9.
+    """Build CIFAR-10 (Krizhevsky 2009), 50,000 + 10,000 colour images (3, 32, 32), labels 0 to 9.
 
-    Args and errors as for `fashion_mnist`; the files of ``cifar-10-batches-py`` are checked against
-    their MD5 sums.
+    Arguments and errors are as for `fashion_mnist`; the files of ``cifar-10-batches-py`` are
+    checked against their MD5 sums.
     """
     return _build(_CIFAR10, root=root, download=download, augment=augment)
 
@@ -112,12 +121,12 @@ def _load(source: _Source, folder: Path, *, root: str, train: bool, augment: boo
     try:
         images, labels = _tensors(source.dataset(str(folder), train=train))
         return ImageTensors(images, labels, mean=source.mean, std=source.std, augment=augment)
-    except (
-        Exception
-    ) as error:  # a damaged file surfaces as any of a dozen types, AssertionError among them
+    # A damaged file raises any of a dozen types, AssertionError among them.
+    except Exception as error:
+        part = "training" if train else "test"
         raise ConfigError.of(
             "dataset-unreadable",
-            f"the {'training' if train else 'test'} files in {folder / source.folder} cannot be "
+            f"the {part} files in {folder / source.folder} cannot be "
             f"read as {source.name} ({_shown(error)})",
             "delete that folder and set data.download: true, or copy the files there again",
             "data.root",
@@ -126,8 +135,8 @@ def _load(source: _Source, folder: Path, *, root: str, train: bool, augment: boo
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor]:
-    """Images (N, C, H, W) uint8 and labels (N,) int64 of either class; torchvision does not check
-    their numbers.
+    """Return images (N, C, H, W) uint8 and labels (N,) int64 of either class, checked: torchvision
+    does not check their numbers.
     """
     images = torch.as_tensor(dataset.data)
     labels = torch.as_tensor(dataset.targets, dtype=torch.int64)
@@ -135,14 +144,14 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(f"{len(images)} images and {len(labels)} labels")
     if labels.min() < 0 or labels.max() >= _NUM_CLASSES:
         raise ValueError(f"labels from {labels.min()} to {labels.max()}")
-    return (
-        images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
-    ), labels
+    if images.ndim == 3:
+        return images[:, None], labels
+    return images.permute(0, 3, 1, 2).contiguous(), labels
 
 
 def _download(source: _Source, folder: Path, *, root: str) -> None:
-    """Fetch into a folder aside and move finished files over, one process at a time. What lies
-    aside while the lock is held is left from a process that was killed.
+    """Fetch into a folder aside and move finished files over, one process at a time. A folder aside
+    that exists when the lock is taken is left over from a process that was killed.
     """
     aside = folder / f".{source.name}.partial"
     try:
@@ -150,8 +159,8 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
             if not source.missing(folder):
                 return
             shutil.rmtree(aside, ignore_errors=True)
-            # torchvision sets no limit to a connection without a byte, and a firewall may just
-            # drop.
+            # torchvision sets no timeout for a silent connection, and a firewall may just drop
+            # packets.
             before = socket.getdefaulttimeout()
             socket.setdefaulttimeout(_SILENT_SERVER_SECONDS)
             try:
@@ -162,9 +171,8 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
             finally:
                 socket.setdefaulttimeout(before)
                 shutil.rmtree(aside, ignore_errors=True)
-    except (
-        Exception
-    ) as error:  # no network, a full disk, a wrong checksum: each of them its own type
+    # No network, a full disk, a wrong checksum: each raises another type.
+    except Exception as error:
         raise ConfigError.of(
             "dataset-download-failed",
             f"{source.name} could not be fetched ({_shown(error)})",
@@ -177,21 +185,22 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
 
 @contextmanager
 def _alone_in(folder: Path, lock_name: str) -> Iterator[None]:
-    """Hold the lock in a folder. A failure removes the lock and the folders that were made here."""
+    """Hold the lock in a folder. A failure removes the lock and the folders made for it."""
     lock = FileLock(folder / lock_name)
     made: list[Path] = []
     while not lock.is_locked:
-        # the innermost first
-        made += [place for place in (folder, *folder.parents) if not place.exists()]
+        for place in (folder, *folder.parents):  # the innermost first
+            if not place.exists():
+                made.append(place)
         folder.mkdir(parents=True, exist_ok=True)
-        # Another process, for which this one waited, may have failed and removed the folder.
+        # The process that this one waited for may have failed and removed the folder.
         with suppress(FileNotFoundError):
             lock.acquire()
     try:
         yield
     except BaseException:
         with suppress(OSError):
-            # A waiting process finds that its lock file is no more, and makes another one.
+            # A waiting process finds its lock file removed, and makes another one.
             (folder / lock_name).unlink()
             for place in made:
                 place.rmdir()  # unless it holds something
@@ -201,11 +210,8 @@ def _alone_in(folder: Path, lock_name: str) -> Iterator[None]:
 
 
 def _shown(error: Exception) -> str:
-    """Type and text of an error, without torchvision's advice to pass an argument that our users do
-    not write.
+    """Describe an error by type and text, without torchvision's advice to pass an argument that our
+    users do not write.
     """
-    return (
-        in_one_line(error, longest=10_000)
-        .removesuffix("You can use download=True to download it")
-        .strip()
-    )
+    text = in_one_line(error, longest=10_000)
+    return text.removesuffix("You can use download=True to download it").strip()
