@@ -376,16 +376,19 @@ class Retention:
         """
         past = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
         kept_steps = {checkpoint.step for checkpoint in past[-self.last :]}
-        if self.every_steps is not None:
-            for checkpoint in past:
-                if checkpoint.step % self.every_steps == 0:
-                    kept_steps.add(checkpoint.step)
         if self.best is not None:
             best = self.best_of(past)
             if best is None:
                 return []
             kept_steps.add(best.step)
-        return [checkpoint for checkpoint in past if checkpoint.step not in kept_steps]
+        superfluous = []
+        for checkpoint in past:
+            if checkpoint.step not in kept_steps and not self._is_regular(checkpoint.step):
+                superfluous.append(checkpoint)
+        return superfluous
+
+    def _is_regular(self, step: int) -> bool:
+        return self.every_steps is not None and step % self.every_steps == 0
 
     def best_of(self, checkpoints: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
         """Return the checkpoint with the best value, the newest of equals; None if none has one."""

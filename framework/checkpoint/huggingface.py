@@ -251,13 +251,10 @@ def published_problems(config: RunConfig) -> list[Problem]:
     kind = getattr(config.model, "kind", None)
     if path is None or kind not in ("gpt", "bert"):
         return []
+    weights_file = Path(path)
     if os.path.isdir(path):  # noqa: PTH112 - pathlib raises if the name is too long
-        folder = Path(path)
-        weights_file = folder / _WEIGHTS
-    else:
-        folder = Path(path).parent
-        weights_file = Path(path)
-    file = folder / CONFIG
+        weights_file = weights_file / _WEIGHTS
+    file = weights_file.parent / CONFIG
     described = _read_json(file)
     type_ = described.get("model_type")
     if not isinstance(type_, str):

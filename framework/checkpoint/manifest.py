@@ -232,20 +232,19 @@ def _values(value: Any, path: Sequence[str]) -> Iterator[Any]:
     if not path:
         yield value
         return
-    key = path[0].removesuffix("?")
     may_be_missing = path[0].endswith("?")
-    parts: Iterable[Any]
-    if key == "*" and isinstance(value, dict):
-        parts = value.values()
-    elif key == "*":
-        parts = value
-    elif may_be_missing and key not in value:
-        parts = []
-    else:
-        parts = [value[key]]
-    for part in parts:
+    for part in _parts(value, path[0].removesuffix("?"), may_be_missing=may_be_missing):
         if part is not None or not may_be_missing or not path[1:]:
             yield from _values(part, path[1:])
+
+
+def _parts(value: Any, key: str, *, may_be_missing: bool) -> Iterable[Any]:
+    if key == "*":
+        items: Iterable[Any] = value.values() if isinstance(value, dict) else value
+        return items
+    if may_be_missing and key not in value:
+        return []
+    return [value[key]]
 
 
 def _is_count(value: Any) -> bool:

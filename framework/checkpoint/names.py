@@ -15,7 +15,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -196,38 +196,42 @@ def _is_raw(folder: Path) -> bool:
 def read_names(folder: Path) -> RawNames:
     """Read the names of a checkpoint's files."""
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    spread_ranks = set()  # that wrote a model file of their own, as at stage 3
-    optimizer_ranks = set()
-    model_ranks = set()
-    has_layers = False
-    for path in files:
-        if path.parent != folder:
-            continue
-        model = MODEL_FILE.fullmatch(path.name)
-        optimizer = OPTIMIZER_FILE.fullmatch(path.name)
-        if model:
-            model_ranks.add(int(model["model_rank"]))
-        if model and model["rank"] is not None:
-            spread_ranks.add(int(model["rank"]))
-        if optimizer:
-            optimizer_ranks.add(int(optimizer["rank"]))
-        if LAYER_FILE.fullmatch(path.name):
-            has_layers = True
-    stages: tuple[int, ...] = (0,)
-    if spread_ranks:
-        stages = (3,)
-    elif optimizer_ranks:
-        stages = (1, 2)
+    names = [path.name for path in files if path.parent == folder]
+    models = _matches(MODEL_FILE, names)
+    optimizers = _matches(OPTIMIZER_FILE, names)
+    spread = [match for match in models if match["rank"] is not None]
     tag = TAG.match(folder.name)
     return RawNames(
-        ranks=len(optimizer_ranks or spread_ranks) or None,
-        stages=stages,
-        model_parallel=len(model_ranks),
-        has_layers=has_layers,
+        ranks=_num_ranks(optimizers or spread, "rank") or None,
+        stages=_stages_of(spread, optimizers),
+        model_parallel=_num_ranks(models, "model_rank"),
+        has_layers=bool(_matches(LAYER_FILE, names)),
         step=int(tag["step"]) if tag else None,
         num_bytes=sum(path.stat().st_size for path in files),
         num_files=len(files),
     )
+
+
+def _matches(pattern: re.Pattern[str], names: Iterable[str]) -> list[re.Match[str]]:
+    matches = []
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match:
+            matches.append(match)
+    return matches
+
+
+def _stages_of(spread: list[re.Match[str]], optimizers: list[re.Match[str]]) -> tuple[int, ...]:
+    """Return the ZeRO stages that write such files: spread model files are stage 3's."""
+    if spread:
+        return (3,)
+    if optimizers:
+        return (1, 2)
+    return (0,)
+
+
+def _num_ranks(matches: Iterable[re.Match[str]], group: str) -> int:
+    return len({int(match[group]) for match in matches})
 
 
 def irregular(folder: Path) -> Iterator[str]:

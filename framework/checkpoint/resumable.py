@@ -173,7 +173,8 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
             continue
         if key == _COMPARED_BY_LAYOUT or (key.startswith(_OBJECT_ARGS) and not has_args):
             continue
-        if key.startswith(_OF_ONE_KIND) and not (key in before and key in now):
+        is_of_both = key in before and key in now
+        if key.startswith(_OF_ONE_KIND) and not is_of_both:
             continue
         if key in before:
             how = f"with {show_value(before[key])}"
@@ -224,17 +225,26 @@ def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) 
             continue
         if rule_of(key) == "applied":
             changes.append(f"{key}: {show_value(before.get(key))} -> {show_value(now.get(key))}")
-    ema_before = saved.get("training", {}).get("ema")
-    ema_now = config.get("training", {}).get("ema")
-    if ema_now and not ema_before:
-        changes.append(
-            f"{_EMA}: the moving average begins with the weights of step {checkpoint.step}"
-        )
-    elif ema_before and not ema_now:
-        changes.append(f"{_EMA}: the moving average of the weights is dropped")
-    elif ema_before != ema_now:
-        changes.append(f"{_EMA}: {_in_braces(ema_before)} -> {_in_braces(ema_now)}")
+    change_of_average = _change_of_average(
+        saved.get("training", {}).get("ema"),
+        config.get("training", {}).get("ema"),
+        step=checkpoint.step,
+    )
+    if change_of_average:
+        changes.append(f"{_EMA}: {change_of_average}")
     return changes
+
+
+def _change_of_average(
+    before: Mapping[str, Any] | None, now: Mapping[str, Any] | None, *, step: int
+) -> str:
+    if now and not before:
+        return f"the moving average begins with the weights of step {step}"
+    if before and not now:
+        return "the moving average of the weights is dropped"
+    if before and now and before != now:
+        return f"{_in_braces(before)} -> {_in_braces(now)}"
+    return ""
 
 
 def _in_braces(options: Mapping[str, Any]) -> str:

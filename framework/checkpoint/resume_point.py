@@ -85,14 +85,18 @@ def find_sound_checkpoint(
         if len(damage) > 1:
             fault += f" (and {len(damage) - 1} more)"
         faults[candidate.step if candidate.verified else -1] = fault
-    if not faults:
-        return None, []
+    if faults:
+        raise _none_is_sound(resume, faults)
+    return None, []
+
+
+def _none_is_sound(resume: str, faults: Mapping[int, str]) -> StorageError:
     if resume == "auto":
         outcome = "no checkpoint is sound"
     else:
         outcome = "the checkpoint is damaged"
     lines = "; ".join(faults[step] for step in sorted(faults, reverse=True))
-    raise StorageError(
+    return StorageError(
         f"{_RESUME} = {resume}: {outcome}: {lines}; restore it from a "
         "copy, name another one, or start afresh with checkpoint.resume=never "
         "[checkpoint-damaged]"

@@ -135,7 +135,7 @@ def collate(samples: Any) -> Any:
 
 
 def own_collate(dataset: Any) -> Collate | None:
-    """Return the dataset's own `collate_fn` (for example to pad texts of unequal length), or None."""
+    """Return the dataset's own `collate_fn`, for example one that pads texts, or None."""
     collate_fn = getattr(dataset, "collate_fn", None)
     if callable(collate_fn):
         return collate_fn  # type: ignore[no-any-return]

@@ -100,9 +100,7 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
     global_size = None  # the steps were not all alike
     if step and samples % step == 0:
         global_size = samples // step
-    written_with: Mapping[str, Any] = {}
-    if isinstance(first["ds_config"], Mapping):
-        written_with = first["ds_config"]
+    ds_config = first["ds_config"]
     stage = 0
     if names.stages != (0,):
         stage = int(_read(folder / optimizer_files[0])["optimizer_state_dict"]["zero_stage"])
@@ -118,7 +116,7 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
         "config": {
             "run": {"name": folder.parent.name},
             "zero": {"stage": stage},
-            "precision": {"dtype": _dtype(written_with)},
+            "precision": {"dtype": _dtype(ds_config)},
         },
     }
 
@@ -153,9 +151,11 @@ def _count(value: Any, name: str) -> int:
     return value
 
 
-def _dtype(written_with: Mapping[str, Any]) -> str:
+def _dtype(ds_config: Any) -> str:
+    if not isinstance(ds_config, Mapping):
+        return "fp32"
     for key, dtype in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
-        section = written_with.get(key)
+        section = ds_config.get(key)
         if isinstance(section, Mapping) and section.get("enabled"):
             return dtype
     return "fp32"

@@ -283,13 +283,8 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         self.checkpoint = checkpoint
         self._path = checkpoint.path
         self._average = average
-        if average and not (checkpoint.manifest["config"].get("training") or {}).get("ema"):
-            reason = "its run kept no moving average of the weights (training.ema)"
-            fix = "leave --weights out to take the trained ones"
-            file = str(checkpoint.path)
-            raise ConfigError.of(
-                "ema-not-kept", reason, fix, key="--weights", value="ema", file=file
-            )
+        if average:
+            _refuse_without_average(checkpoint)
         if damage is None:
             damage = checkpoint.damage()
         if damage:
@@ -358,6 +353,15 @@ class MergedWeights(Mapping[str, torch.Tensor]):
             f"{self._path}: its weights cannot be read: {reason}; name another checkpoint "
             "[weights-not-read]"
         )
+
+
+def _refuse_without_average(checkpoint: SavedCheckpoint) -> None:
+    training = checkpoint.manifest["config"].get("training") or {}
+    if not training.get("ema"):
+        reason = "its run kept no moving average of the weights (training.ema)"
+        fix = "leave --weights out to take the trained ones"
+        file = str(checkpoint.path)
+        raise ConfigError.of("ema-not-kept", reason, fix, key="--weights", value="ema", file=file)
 
 
 def describe_lacking(names: Sequence[str]) -> str:

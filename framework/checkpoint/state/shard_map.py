@@ -242,8 +242,8 @@ class ShardMap:
 
 
 def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
-    """Map a checkpoint with verified checksums. Raises errors of any type if it cannot
-    be read, or is laid out in another way.
+    """Map a checkpoint with verified checksums. Raises errors of any type if it cannot be read, or
+    is laid out in another way.
     """
     files = CheckpointFiles(checkpoint.path)
     manifest = checkpoint.manifest
@@ -466,20 +466,7 @@ def _stage12_weights(
     for stage in sorted({stage for _, stage in optimizers}):
         model = files[models[0, stage]]
         ranks = _files_of_stage(optimizers, stage)
-        rows: list[dict[str, Stored]] = []
-        parts_in: dict[str, list[tuple[Mapping[str, Stored], int]]] = {file: [] for file in ranks}
-        for group, shapes in enumerate(model["param_shapes"]):
-            for row_ranks, row_shapes in _divided(shapes, ranks, *experts):
-                row = _row_of_group(files, row_ranks, group, row_shapes)
-                rows.append(row)
-                for rank, file in enumerate(row_ranks):
-                    parts_in[file].append((row, rank))
-        zero = (model.get("ds_config") or {}).get("zero_optimization", {})
-        # Where gradients go round robin, DeepSpeed's notes of what lies where are of another order
-        # than its numbers.
-        if not zero.get("round_robin_gradients"):
-            files.expect({file: partial(_check_slices, parts) for file, parts in parts_in.items()})
-        for row in rows:
+        for row in _rows_of_stage(files, model, ranks, experts):
             for name, weight in row.items():
                 if pipeline:
                     name = plain_name(
@@ -488,6 +475,31 @@ def _stage12_weights(
                 # A tied weight has the same copies on all its stages.
                 if stage_of.setdefault(name, stage) == stage:
                     yield name, weight
+
+
+def _rows_of_stage(
+    files: CheckpointFiles,
+    model: Mapping[str, Any],
+    ranks: Sequence[str],
+    experts: tuple[int, int],
+) -> list[dict[str, Stored]]:
+    """Return the rows of one pipeline stage at ZeRO stages 1 and 2, and have every optimizer file
+    compared with them when it is opened.
+    """
+    rows = []
+    parts_in: dict[str, list[tuple[Mapping[str, Stored], int]]] = {file: [] for file in ranks}
+    for group, shapes in enumerate(model["param_shapes"]):
+        for row_ranks, row_shapes in _divided(shapes, ranks, *experts):
+            row = _row_of_group(files, row_ranks, group, row_shapes)
+            rows.append(row)
+            for rank, file in enumerate(row_ranks):
+                parts_in[file].append((row, rank))
+    zero = (model.get("ds_config") or {}).get("zero_optimization", {})
+    # Where gradients go round robin, DeepSpeed's notes of what lies where are of another order than
+    # its numbers.
+    if not zero.get("round_robin_gradients"):
+        files.expect({file: partial(_check_slices, parts) for file, parts in parts_in.items()})
+    return rows
 
 
 def _divided(
@@ -602,11 +614,17 @@ def _stage3_weights(
         keys = ("optimizer_state_dict", _ROWS, group)
         yield name, Stored(shape, flats[group].dtype, ranks, keys, size, start=start, state=state)
         start += size
-    # with a rest that belongs to no parameter, all would be misread
+    # With a rest that belongs to no parameter, all would be misread.
     if sum(sizes[:group]) + start < sum(sizes):
         raise ValueError(f"{ranks[0]} holds more numbers than the parameters have")
-    frozen = model["frozen_param_shapes"] or {}
-    for name, shape in frozen.items():
+    yield from _frozen_weights(files, models)
+
+
+def _frozen_weights(
+    files: CheckpointFiles, models: Mapping[tuple[int, int], str]
+) -> Iterator[tuple[str, Stored]]:
+    shapes = files[models[0, 0]]["frozen_param_shapes"] or {}
+    for name, shape in shapes.items():
         path = ValuePath(models[0, 0], ("frozen_param_fragments", name))
         model_files = _files_of_stage(models)
         size = -(-shape.numel() // len(model_files))
