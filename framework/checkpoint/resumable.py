@@ -26,8 +26,10 @@ the same. irrelevant: a resumed run does not depend on it.
 _KEYS: Final[Mapping[Rule, Sequence[str]]] = json.loads(
     Path(__file__).with_name("resume_rules.json").read_text(encoding="utf-8")
 )
-RULES: Final[Mapping[str, Rule]] = {key: rule for rule, keys in _KEYS.items() for key in keys}
+RULES: Final[dict[str, Rule]] = {}
 """Key, or section (for all its keys without a rule of their own) -> rule."""
+for _rule, _keys in _KEYS.items():
+    RULES.update(dict.fromkeys(_keys, _rule))
 
 # Compared as samples per step: any one of the three keys of `batch` may be left out.
 _COMPARED_BY_LAYOUT: Final = "batch.global_size"

@@ -298,9 +298,12 @@ def set_aside_later(start: SavedCheckpoint) -> list[Path]:
     # damaged ones too: a save of the same step would delete them
     for step, later in named_folders(start.folder):
         if step > start.step:
-            targets = (start.folder / name for name in replaced_names(later.name))
-            free = next(target for target in targets if not os.path.lexists(target))
-            moved.append(later.rename(free))
+            moved.append(later.rename(_free_name(later)))
     if moved:
         replace_text(start.folder / LATEST, start.tag)
     return moved
+
+
+def _free_name(path: Path) -> Path:
+    targets = (path.with_name(name) for name in replaced_names(path.name))
+    return next(target for target in targets if not os.path.lexists(target))

@@ -53,8 +53,11 @@ class Verification:
 
     def damage(self) -> list[str]:
         """Find files that are not as they were written, a line for each."""
-        lines = [line.result() for line in self._lines]
-        return [line for line in lines if line]
+        damage = []
+        for line in self._lines:
+            if line.result():
+                damage.append(line.result())
+        return damage
 
     def close(self) -> None:
         """Stop reading."""

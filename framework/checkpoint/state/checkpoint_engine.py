@@ -230,8 +230,8 @@ def read_or_explain(path: Path, *, map_location: Any = "cpu", mmap: bool = False
 @contextlib.contextmanager
 def keeping_copies(files: AtomicCheckpointEngine) -> Iterator[None]:
     """Record the files that are copied with `shutil.copytree` within the block: DeepSpeed so copies
-    the files of its NVMe swapper, past its checkpoint engine. Every rank flushes and hashes its own:
-    rank 0 alone would take longer than the others wait.
+    the files of its NVMe swapper, past its checkpoint engine. Every rank flushes and hashes its
+    own: rank 0 alone would take longer than the others wait.
     """
     copytree = shutil.copytree
 

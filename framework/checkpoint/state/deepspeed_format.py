@@ -129,11 +129,11 @@ def _check_all_ranks(folder: Path, files: Mapping[int, str], ranks: int, *, kind
     """Raise StorageError unless every rank has its file. Only the first missing one is looked for:
     the number of ranks is from a file without a checksum, and may be huge.
     """
-    missing = next((rank for rank in range(ranks) if rank not in files), None)
-    if missing is not None:
-        raise _refused(
-            folder, f"{ranks} ranks wrote it, and there is no {kind} file of rank {missing}"
-        )
+    for rank in range(ranks):
+        if rank not in files:
+            raise _refused(
+                folder, f"{ranks} ranks wrote it, and there is no {kind} file of rank {rank}"
+            )
     if len(files) != ranks:
         raise _refused(folder, f"{ranks} ranks wrote it, and there are {len(files)} {kind} files")
 

@@ -55,12 +55,17 @@ class StoredState:
         self._path = checkpoint.path
         self._division = division
         self._tensor_size = checkpoint.tensor_size
+        seen: set[ValuePath] = set()
         with self._reading():
             self._map = map_checkpoint(checkpoint)
             self._files = self._map.files
             self.common: Mapping[str, Any] = self._files[self._files.named(MODEL_FILE)[0, 0]]
-            state_paths = (stored.first_state for stored in self._map.stored.values())
-            self._state_paths = list(dict.fromkeys(path for path in state_paths if path))
+            self._state_paths: list[ValuePath] = []
+            for stored in self._map.stored.values():
+                path = stored.first_state
+                if path is not None and path not in seen:
+                    seen.add(path)
+                    self._state_paths.append(path)
             self._states = [self._files.value(path) for path in self._state_paths]
 
     @property

@@ -638,8 +638,8 @@ def _check_rows(sizes: Sequence[int], content: Any) -> None:
 
 
 def names_by_shape(content: Mapping[str, Any]) -> list[list[str]]:
-    """List what the optimizer of a ``mp_rank_00_model_states.pt`` steps, by name, group by group. Empty if
-    the names cannot be derived, so that its state stays unread.
+    """List the names of the weights that the optimizer of a ``mp_rank_00_model_states.pt`` steps,
+    group by group. Empty if the names cannot be derived, so that its state stays unread.
 
     At stage 0 the optimizer only numbers its parameters, and another program than ours notes no
     names. The weights of a group lie in it in the order of the module, if it was made from
@@ -729,11 +729,13 @@ def _shapes_in_groups(optimizer: Mapping[str, Any]) -> list[list[torch.Size]]:
     """Return the shapes that the optimizer steps, group by group: of its copies in half precision,
     otherwise of its state. Empty without state (plain SGD), or if a weight has no axis.
     """
+    groups = []
     if _COPIES in optimizer:
-        return [[copy.shape for copy in copies] for copies in optimizer[_COPIES]]
+        for copies in optimizer[_COPIES]:
+            groups.append([copy.shape for copy in copies])
+        return groups
     inner = optimizer.get(_INNER, optimizer)
     states = inner.get("state", {})
-    groups = []
     for group in inner.get("param_groups", ()):
         shapes = []
         for number in group["params"]:

@@ -81,8 +81,12 @@ class Split:
         number, how many.
         """
         spans, rows = _spans(self, shape, size)
-        rank_spans = [span for span in spans if span.rank == rank]
-        begins = [span.part for span in rank_spans]
+        rank_spans = []
+        begins = []
+        for span in spans:
+            if span.rank == rank:
+                rank_spans.append(span)
+                begins.append(span.part)
         width = sum(rows)
         for row, span, within, num in _follow(begins, rank_spans, start, stop):
             yield row * width + span.whole + within, num

@@ -227,15 +227,19 @@ def _part_shape(shape: torch.Size, joined: Joined, form: Form) -> torch.Size:
 def as_theirs(
     weights: Mapping[str, torch.Tensor], stored: Mapping[str, Stored | torch.Tensor], form: Form
 ) -> tuple[LazyWeights, dict[str, torch.Tensor]]:
-    """Rename our weights to the names in transformers. Also returns them without numbers, on the meta
-    device.
+    """Rename our weights to the names in transformers. Also returns them without numbers, on the
+    meta device.
     """
     empty = {}
     for name, weight in stored.items():
         empty[name] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-    described = {theirs: _join(empty, joined) for theirs, joined in form.weights.items()}
-    shapes = {theirs: tensor.shape for theirs, tensor in described.items()}
-    read = {theirs: partial(_join, weights, joined) for theirs, joined in form.weights.items()}
+    described: dict[str, torch.Tensor] = {}
+    shapes: dict[str, torch.Size] = {}
+    read: dict[str, Read] = {}
+    for theirs, joined in form.weights.items():
+        described[theirs] = _join(empty, joined)
+        shapes[theirs] = described[theirs].shape
+        read[theirs] = partial(_join, weights, joined)
     return LazyWeights(shapes, read), described
 
 
