@@ -22,7 +22,7 @@ import torch.distributed
 from deepspeed.utils import groups
 
 from framework.checkpoint.names import EXPERT, shift_expert
-from framework.models.experts import Mixture, dividing_experts, is_elsewhere
+from framework.models.experts import MixtureOfExperts, dividing_experts, is_elsewhere
 from framework.plan.plan import Plan
 
 
@@ -46,9 +46,11 @@ def _name(size: int) -> str:
     return f"ep_size_{size}"  # by which DeepSpeed finds the group, and its size
 
 
-def _divided(model: torch.nn.Module) -> dict[str, Mixture]:
+def _divided(model: torch.nn.Module) -> dict[str, MixtureOfExperts]:
     mixtures = (
-        (name, module) for name, module in model.named_modules() if isinstance(module, Mixture)
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, MixtureOfExperts)
     )
     return {name: module for name, module in mixtures if module.group is not None}
 

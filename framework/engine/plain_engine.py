@@ -32,7 +32,7 @@ from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError
 from framework.models.compilation import compile_model
-from framework.models.experts import Mixture, collected_routings, routing_metrics
+from framework.models.experts import MixtureOfExperts, collected_routings, routing_metrics
 from framework.models.layers import LayeredModel
 from framework.models.sequence import SequenceGroup, share_attention
 from framework.models.tiled_loss import output_head, wanting_loss
@@ -103,7 +103,7 @@ class PlainEngine(BaseEngine):
                 is_own_plan=plan.config.parallel.tensor_plan is None,
             )
         # A mixture's losses are means, which a count of the task's must not divide.
-        is_mixed = any(isinstance(module, Mixture) for module in engine.module.modules())
+        is_mixed = any(isinstance(module, MixtureOfExperts) for module in engine.module.modules())
         divider = sums if sums is not None and sums.divides and not is_mixed else None
         self._loss = StepLoss(
             task, micro_batches=engine.gradient_accumulation_steps(), sums=divider

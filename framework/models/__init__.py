@@ -1,7 +1,7 @@
 """Plain `nn.Module`s, each built of a flat sequence of layers where its structure allows it.
 
 Pipeline parallelism cuts the same model between any two of these layers: its `children()` in order,
-or what its method `layers()` tells where there is more to say (`models.layers`). Weights are drawn
-inside the constructor of the layer that owns them, never by a loop in the parent: ZeRO-3 partitions
-a layer's parameters as soon as its constructor returns, and a later `init` would find them empty.
+or the list that its method `layers()` returns (`models.layers`). Weights are drawn inside the
+constructor of the layer that owns them, never by a loop in the parent: ZeRO-3 partitions a layer's
+parameters as soon as its constructor returns, and a later `init` would find them empty.
 """

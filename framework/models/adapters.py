@@ -1,9 +1,8 @@
-"""Low-rank adapters in any `nn.Module`, by peft, and out of it again: added to the weights that
-they belong to.
+"""Low-rank adapters: added to any `nn.Module` by peft, and merged into its weights again.
 
-peft puts a module of its own in the place of each that it adapts: ``query.weight`` becomes
-``query.base_layer.weight``, beside ``query.lora_A.default.weight``. `base_name` gives a weight the
-name that it has in the plain model.
+peft puts its own module in place of each module that it adapts: ``query.weight`` becomes
+``query.base_layer.weight``, beside ``query.lora_A.default.weight``. `base_name` returns a weight's
+name in the plain model.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _MIX: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
 def base_name(name: str) -> str:
-    """The name in the plain model of a weight that is no adapter."""
+    """Return the name in the plain model of a weight that is no adapter's."""
     return name.replace(_BASE, "")
 
 
@@ -43,7 +42,7 @@ def is_adapter(name: str) -> bool:
 
 
 def peft_name(name: str) -> str:
-    """The name of a trained weight in peft's own files."""
+    """Return the name of a trained weight in peft's own files."""
     module, mark, rest = base_name(name).partition(LORA)
     return f"base_model.model.{module}{mark}{rest.replace(_ADAPTER, '')}"
 
@@ -52,10 +51,10 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
     """Put adapters into a model, and freeze everything but them and `lora.modules_to_save`.
 
     Args:
-        model: with the weights that it starts from, partitioned by ZeRO-3 or not; the adapters are
-            not partitioned.
+        model: with its initial weights, partitioned by ZeRO-3 or not; the adapters are not
+            partitioned.
         lora: which modules, and how.
-        seed: what the adapters are drawn under, at every ZeRO stage the same.
+        seed: the adapters are drawn under it, the same at every ZeRO stage.
 
     Returns:
         The model, changed in place.
@@ -63,22 +62,44 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
     Raises:
         ConfigError: kinds ``lora-matches-nothing``, ``lora-not-adaptable``, ``lora-tied``.
     """
+    module_names = [name for name, _ in model.named_modules() if name]
+    problems = unmatched_modules(lora, module_names)
+    if problems:
+        raise ConfigError(problems)
+    tied_modules = _tied_modules(model)
+    trained_modules = [
+        module for name, module in model.named_modules() if name and is_saved(name, lora)
+    ]
+    model = _inject(model, lora, seed=seed)
+    adapted_modules = {
+        name.partition(LORA)[0] for name, _ in model.named_parameters() if is_adapter(name)
+    }
+    tied_and_adapted = sorted(tied_modules & adapted_modules)
+    if tied_and_adapted:
+        raise ConfigError([tied_problem(tied_and_adapted[0], lora.target_modules)])
+    # In evaluation torch's encoder layers would read frozen weights themselves, past all modules
+    # and their adapters.
+    torch.backends.mha.set_fastpath_enabled(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    for module in trained_modules:
+        for parameter in module.parameters():
+            parameter.requires_grad_(True)
+    return model
+
+
+def _inject(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
+    """Let peft put its adapters into a model."""
     # here: it imports transformers, which takes seconds
     from peft import LoraConfig, inject_adapter_in_model
 
-    modules = [name for name, _ in model.named_modules() if name]
-    problems = unmatched_modules(lora, modules)
-    if problems:
-        raise ConfigError(problems)
-    tied = _tied(model)
-    trained = [module for name, module in model.named_modules() if name and is_saved(name, lora)]
     config = LoraConfig(**lora.model_dump(exclude={"modules_to_save"}))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # of layers that store W transposed: peft sets its own switch
         warnings.simplefilter("ignore")
         torch.manual_seed(seed + 1)
         try:
-            model = inject_adapter_in_model(config, model)
+            adapted: nn.Module = inject_adapter_in_model(config, model)
         except ValueError as error:
             reason = str(error).partition(". ")[0]
             fix = "name linear layers, convolutions or embeddings"
@@ -88,43 +109,36 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
             raise ConfigError.of(
                 "lora-not-adaptable", reason, fix, key, lora.target_modules
             ) from error
-    adapted = sorted(
-        tied & {name.partition(LORA)[0] for name, _ in model.named_parameters() if is_adapter(name)}
-    )
-    if adapted:
-        raise ConfigError([tied_problem(adapted[0], lora.target_modules)])
-    # torch's encoder layers would read frozen weights in evaluation themselves, past all modules
-    # and their adapters.
-    torch.backends.mha.set_fastpath_enabled(False)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
-    for parameter in (parameter for module in trained for parameter in module.parameters()):
-        parameter.requires_grad_(True)
-    return model
+    return adapted
 
 
-def _tied(model: nn.Module) -> set[str]:
-    """Names of modules whose weight is used in another place too."""
-    owners: dict[int, list[str]] = {}
+def _tied_modules(model: nn.Module) -> set[str]:
+    """Return the names of modules with a weight that another module uses, too."""
+    modules_of_weight: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
-    tied = {name for names in owners.values() if len(names) > 1 for name in names}
+        modules_of_weight.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    tied: set[str] = set()
+    for modules in modules_of_weight.values():
+        if len(modules) > 1:
+            tied.update(modules)
     if isinstance(model, LayeredModel):
-        return tied | {layer.name for layer in model.recipes if layer.tied}
+        tied.update(layer.name for layer in model.recipes if layer.tied)
     return tied
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Add every adapter to its weight, W + lora_alpha / r x B A, and put the plain modules back;
-    the model, changed.
+    """Add every adapter to its weight, W + lora_alpha / r x B A, and put the plain modules back.
+
+    Returns:
+        The model, changed in place.
     """
     from peft.tuners.lora import LoraLayer
 
     adapted: dict[str, Any] = {
-        name: one for name, one in model.named_modules() if isinstance(one, LoraLayer)
+        name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
     for name, module in adapted.items():
-        # in torch's attention, which merges it itself
+        # An adapted layer in torch's attention is merged by that.
         if any(name.startswith(f"{other}.") for other in adapted):
             continue
         if hasattr(module, "unload_and_optionally_merge_module"):
@@ -134,38 +148,38 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         else:
             module.merge(safe_merge=True)
             plain = module.get_base_layer()
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, plain)
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, plain)
     return model
 
 
 def fingerprint(
     model: nn.Module, gathered: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 ) -> str:
-    """SHA-256 over names, shapes, types and numbers of all frozen weights: the same at every ZeRO
-    stage.
+    """Return a SHA-256 over names, shapes, types and numbers of all frozen weights.
 
-    `gathered` makes weights whole within it, module by module. Of a weight's numbers a sum is taken
-    that depends on the place of each, in 64 bits and on the device: a hash of the bytes would take
-    a second for each GB.
+    It is the same at every ZeRO stage. `gathered` is a context in which partitioned weights are
+    whole; it is entered module by module. A weight's numbers enter the hash as `_checksum`, on the
+    weight's device: a hash of the bytes would take a second for each GB.
     """
-    lines = []
+    lines: list[str] = []
     for module_name, module in model.named_modules():
         frozen = {
-            name: one
-            for name, one in module.named_parameters(recurse=False)
-            if not one.requires_grad
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=False)
+            if not parameter.requires_grad
         }
         with gathered(list(frozen.values())):
             for name, parameter in frozen.items():
-                full = base_name(f"{module_name}.{name}" if module_name else name)
-                lines.append(
-                    f"{full} {tuple(parameter.shape)} {parameter.dtype} {_sum(parameter.detach())}"
-                )
+                full_name = f"{module_name}.{name}" if module_name else name
+                shape = tuple(parameter.shape)
+                checksum = _checksum(parameter.detach())
+                lines.append(f"{base_name(full_name)} {shape} {parameter.dtype} {checksum}")
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
-def _sum(tensor: torch.Tensor) -> int:
+def _checksum(tensor: torch.Tensor) -> int:
+    """Sum up the numbers' bits in 64 bits, each mixed with the number's place."""
     flat = tensor.contiguous().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, flat.numel(), _CHUNK):
@@ -177,35 +191,42 @@ def _sum(tensor: torch.Tensor) -> int:
 
 
 def put_trained(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Load what a checkpoint holds of a model with adapters: everything but the frozen weights.
+    """Load a checkpoint of a model with adapters, which holds everything but the frozen weights.
 
     Raises:
-        ValueError: it holds other names than the model has.
+        ValueError: its names are not those that the model needs.
     """
     refuse_other_names(model, weights)
     model.load_state_dict(dict(weights), strict=False)
 
 
 def refuse_other_names(model: nn.Module, held: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that lacks something that is trained, or holds what the model has not; a
-    ValueError.
+    """Refuse a checkpoint that lacks a trained weight, or holds a name that the model has not.
+
+    Raises:
+        ValueError: with the first such name.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    # of a weight with several names one is held
-    there = {id(named[name]) for name in held.keys() & named.keys()}
-    may_lack = {name for name, one in named.items() if not one.requires_grad or id(one) in there}
-    state = model.state_dict().keys()
-    wrong = sorted((state - may_lack - held.keys()) | (held.keys() - state))
-    if wrong:
-        raise ValueError(
-            f"it {'holds' if wrong[0] in held else 'lacks'} {wrong[0]}, unlike the model"
-        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    # Of a weight with several names, a checkpoint holds one.
+    held_parameters = {id(parameters[name]) for name in held.keys() & parameters.keys()}
+    may_lack = {
+        name
+        for name, parameter in parameters.items()
+        if not parameter.requires_grad or id(parameter) in held_parameters
+    }
+    names = model.state_dict().keys()
+    missing = names - may_lack - held.keys()
+    unknown = held.keys() - names
+    wrong_names = sorted(missing | unknown)
+    if wrong_names:
+        name = wrong_names[0]
+        verb = "holds" if name in held else "lacks"
+        raise ValueError(f"it {verb} {name}, unlike the model")
 
 
 def untrained_adapters(weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Names of the modules whose B is all zero, as it is drawn: nothing has ever come through their
-    adapters.
-    """
+    """Yield the names of modules with adapters that were never trained: B is zero, as drawn."""
     for name in weights:
-        if (".lora_B." in name or ".lora_embedding_B." in name) and not bool(weights[name].any()):
+        is_b = ".lora_B." in name or ".lora_embedding_B." in name
+        if is_b and not bool(weights[name].any()):
             yield name.partition(LORA)[0]

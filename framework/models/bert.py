@@ -34,8 +34,10 @@ from framework.models.tiled_loss import TiledLoss
 
 @dataclass(frozen=True, kw_only=True)
 class BERTShape:
-    """Shape of a BERT, whose fields `framework.config.model.BERT` describes; ValueError where heads
-    do not divide.
+    """Shape of a BERT; `framework.config.model.BERT` describes the fields.
+
+    Raises:
+        ValueError: the heads do not divide the hidden units.
     """
 
     vocab_size: int
@@ -96,9 +98,10 @@ class OtherEmbeddings(nn.Module):
 
 
 class MaskedAttention(nn.Module):
-    """Self-attention in which no position sees padding: hidden (batch, sequence, hidden), mask
-    (batch, sequence) with 0 for padding, to (batch, sequence, hidden). Of sequences that ranks
-    share the mask has all positions.
+    """Self-attention in which no position sees padding.
+
+    Takes hidden (batch, sequence, hidden) and a mask (batch, sequence) with 0 for padding; returns
+    (batch, sequence, hidden). Where ranks share sequences, the mask still has all positions.
     """
 
     shares_sequences = True
@@ -108,20 +111,18 @@ class MaskedAttention(nn.Module):
         self.head_size = shape.hidden_size // shape.num_heads
         self.dropout = shape.dropout
         size = shape.hidden_size
-        self.query, self.key, self.value, self.output = (shape.linear(size, size) for _ in range(4))
+        self.query = shape.linear(size, size)
+        self.key = shape.linear(size, size)
+        self.value = shape.linear(size, size)
+        self.output = shape.linear(size, size)
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        query, key, value = (
-            split_heads(matrix(hidden), self.head_size)
-            for matrix in (self.query, self.key, self.value)
-        )
-        mixed = attend(
-            query,
-            key,
-            value,
-            attn_mask=(mask != 0)[:, None, None, :],
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        query = split_heads(self.query(hidden), self.head_size)
+        key = split_heads(self.key(hidden), self.head_size)
+        value = split_heads(self.value(hidden), self.head_size)
+        attention_mask = (mask != 0)[:, None, None, :]
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(query, key, value, attn_mask=attention_mask, dropout_p=dropout)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -171,7 +172,7 @@ class Outputs(nn.Module):
     """Bias of the decoder, and next-sentence prediction.
 
     (logits (batch, sequence, vocabulary), pooled (batch, hidden)) to (logits, next-sentence logits
-    (batch, 2)); a `TiledLoss` in their place has the bias already.
+    (batch, 2)). A `TiledLoss` in place of the logits includes the bias already.
     """
 
     def __init__(self, shape: BERTShape) -> None:
@@ -183,8 +184,9 @@ class Outputs(nn.Module):
         self, value: tuple[Tensor | TiledLoss, Tensor]
     ) -> tuple[Tensor | TiledLoss, Tensor]:
         logits, pooled = value
-        biased = logits if isinstance(logits, TiledLoss) else logits + self.bias
-        return biased, self.next_sentence(pooled)
+        if not isinstance(logits, TiledLoss):
+            logits = logits + self.bias
+        return logits, self.next_sentence(pooled)
 
 
 class ClassHead(nn.Module):
@@ -200,7 +202,9 @@ class ClassHead(nn.Module):
         self.output = shape.linear(shape.hidden_size, shape.num_classes)
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
-        logits: Tensor = self.output(self.dropout(torch.tanh(self.pooler(value[0][:, 0]))))
+        hidden, _ = value
+        pooled = torch.tanh(self.pooler(hidden[:, 0]))
+        logits: Tensor = self.output(self.dropout(pooled))
         return logits
 
 
@@ -233,11 +237,11 @@ class BERT(LayeredModel):
 
     @classmethod
     def of(cls, **shape: Any) -> BERT:
-        """A BERT from the attributes of `BERTShape`."""
+        """Build a BERT from the attributes of `BERTShape`."""
         return cls(BERTShape(**shape))
 
     def get_output_embeddings(self) -> nn.Module:
-        """The output layer, by transformers' name for it, with its bias."""
+        """Return the output layer with its bias; the method's name is that of transformers."""
         embed = self.get_submodule("embed")
         outputs = self.get_submodule("classes" if self.shape.num_classes else "outputs")
         if isinstance(embed, TokenEmbedding):
@@ -246,17 +250,13 @@ class BERT(LayeredModel):
 
 
 def bert_layers(shape: BERTShape) -> list[Layer]:
-    """Recipes: token embedding, other embeddings, blocks; then pooler and transform, decoder,
-    outputs, or classes.
+    """List the layers: token embedding, other embeddings, blocks; then the head of classes, or
+    pooler and transform, decoder and outputs.
     """
     embed = partial(TiedTokenEmbedding, shape.vocab_size, shape.hidden_size, truncated=True)
-    body = [
-        Layer("embeddings", partial(OtherEmbeddings, shape)),
-        *(
-            Layer(f"blocks.{number}", partial(BERTBlock, shape))
-            for number in range(shape.num_layers)
-        ),
-    ]
+    body = [Layer("embeddings", partial(OtherEmbeddings, shape))]
+    for number in range(shape.num_layers):
+        body.append(Layer(f"blocks.{number}", partial(BERTBlock, shape)))
     if shape.num_classes:
         return [Layer("embed", embed), *body, Layer("classes", partial(ClassHead, shape))]
     return [

@@ -1,9 +1,10 @@
-"""Mixture of experts in place of a block's perceptron: a router gives each token to one or two of
-several perceptrons.
+"""Mixture of experts in place of a block's perceptron: a router sends each token to one or two of
+several perceptrons, the experts.
 
-Shapes follow from those of the tokens alone, and nothing waits for the device: an expert computes
-as many rows as it has room for, and a token that finds none passes by on the residual stream
-(Lepikhin et al. 2020, "GShard", section 2.2; Fedus et al. 2021, "Switch Transformers", section 2).
+An expert always computes as many rows as it has room for, so shapes follow from the number of
+tokens alone, and nothing waits for the device. A token that finds no room in its expert passes by
+on the residual stream (Lepikhin et al. 2020, "GShard", section 2.2; Fedus et al. 2021, "Switch
+Transformers", section 2).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from framework.models.initialized import DrawnLinear
 
 
 class Routing(NamedTuple):
-    """What a mixture adds to the loss of a micro-batch, and what it reports: 0-d float32 tensors.
+    """Loss and metrics of a mixture for one micro-batch, 0-d float32 tensors.
 
     Attributes:
-        loss: to be added to that of the task, weighted, differentiable.
-        balance: the balance loss alone, detached; 1 where all experts get as many tokens.
+        loss: the mixture's weighted losses, to be added to the task's loss; differentiable.
+        balance: the balance loss alone, detached; 1 if all experts get equally many tokens.
         dropped: share of the choices that found no room.
     """
 
@@ -42,7 +43,7 @@ _group: ContextVar[Any] = ContextVar("group", default=None)
 
 
 @contextmanager
-def _holding(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
+def _set_within(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
     token = variable.set(value)
     try:
         yield value
@@ -51,22 +52,25 @@ def _holding(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
 
 
 def collected_routings() -> AbstractContextManager[list[Routing]]:
-    """Collect what the mixtures that run meanwhile report; activations that are computed again come
-    later, and add nothing.
+    """Collect the `Routing` of each mixture that runs within the block.
+
+    Recomputation in the backward pass runs after the block, and adds nothing.
     """
-    return _holding(_collected, [])
+    return _set_within(_collected, [])
 
 
 def dividing_experts(group: Any, *, varies: bool = False) -> AbstractContextManager[Any]:
-    """Build mixtures meanwhile that hold a rank's share of their experts, of which the ranks of
-    `group` have all; `varies`: their micro-batches may hold unlike many tokens.
+    """Divide the experts of each mixture that is built within the block over the ranks of `group`.
+
+    `varies`: micro-batches of the ranks may differ in their number of tokens.
     """
-    return _holding(_group, (group, varies))
+    return _set_within(_group, (group, varies))
 
 
 def routing_metrics(reported: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Means of the balance and of the dropped share that mixtures have reported in a step; waits
-    for the device.
+    """Return the means of `balance` and `dropped` over what mixtures have reported in a step.
+
+    It waits for the device.
     """
     if not reported:
         return {}
@@ -75,20 +79,21 @@ def routing_metrics(reported: Sequence[tuple[Tensor, Tensor]]) -> dict[str, floa
 
 
 def is_elsewhere(model: nn.Module) -> Callable[[str], bool]:
-    """Return what tells whether a weight's name is that of an expert which another rank holds."""
-    mixtures = ((name, one) for name, one in model.named_modules() if isinstance(one, Mixture))
-    prefixes = tuple(
-        f"{name}.experts.{number}."
-        for name, one in mixtures
-        for number in range(one.shape.num_experts)
-        if str(number) not in one.experts
-    )
-    return lambda name: name.startswith(prefixes)
+    """Return a predicate on names of weights: true for an expert's that another rank holds."""
+    prefixes: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, MixtureOfExperts):
+            continue
+        for number in range(module.shape.num_experts):
+            if str(number) not in module.experts:
+                prefixes.append(f"{name}.experts.{number}.")
+    prefixes_elsewhere = tuple(prefixes)
+    return lambda name: name.startswith(prefixes_elsewhere)
 
 
-class _Exchange(Function):
-    """Sends the r-th of equal parts of the first dimension to rank r of a group, and receives one
-    from each.
+class _ExchangeRows(Function):
+    """Sends part r of equal parts of the first dimension to rank r of a group, and receives a part
+    from each rank.
     """
 
     @staticmethod
@@ -100,11 +105,11 @@ class _Exchange(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.forward(ctx, gradient, ctx.group), None
+        return _ExchangeRows.forward(ctx, gradient, ctx.group), None
 
 
 class Router(DrawnLinear):
-    """Tokens (tokens, hidden) to logits (tokens, experts), in float32 whatever the precision
+    """Tokens (tokens, hidden) to logits (tokens, experts), in float32 under every precision
     (Switch, section 2.4).
     """
 
@@ -114,17 +119,17 @@ class Router(DrawnLinear):
             return logits
 
 
-class Mixture(nn.Module):
-    """Perceptrons of which each token takes `top_k`: (..., hidden) to the same.
+class MixtureOfExperts(nn.Module):
+    """Perceptrons; each token is computed by `top_k` of them: (..., hidden) to the same shape.
 
     An output is the sum over the chosen experts, weighted with their probabilities (Switch,
-    equation 2), which two experts share as if there were no other (GShard, algorithm 1). First
-    choices find room before second ones, and earlier tokens before later ones.
+    equation 2). The probabilities of two chosen experts are scaled to the sum 1 (GShard,
+    algorithm 1). First choices find room before second ones, and earlier tokens before later ones.
 
-    Beside the task's loss stand, over the tokens of a micro-batch with probabilities p of E
-    experts: ``E sum_e f_e mean(p_e)``, where f_e is the share of tokens whose first choice is
-    expert e (Switch, equation 4), and ``mean(logsumexp(logits)^2)`` (Zoph et al. 2022, "ST-MoE",
-    equation 5).
+    Two losses are added to the task's. Over the tokens of a micro-batch, with probabilities p of E
+    experts, they are ``E sum_e f_e mean(p_e)``, where f_e is the share of tokens with expert e as
+    their first choice (Switch, equation 4), and ``mean(logsumexp(logits)^2)`` (Zoph et al. 2022,
+    "ST-MoE", equation 5).
     """
 
     def __init__(
@@ -137,97 +142,103 @@ class Mixture(nn.Module):
         self.size = 1
         rank = 0
         self.varies = False
-        found = _group.get()
-        if found is not None:
-            self.group, self.varies = found
-            self.size, rank = (
-                torch.distributed.get_world_size(self.group),
-                torch.distributed.get_rank(self.group),
-            )
+        division = _group.get()
+        if division is not None:
+            self.group, self.varies = division
+            self.size = torch.distributed.get_world_size(self.group)
+            rank = torch.distributed.get_rank(self.group)
         self.num_own = shape.num_experts // self.size
         self.experts = nn.ModuleDict()
         for number in range(shape.num_experts):
-            expert = make_expert()  # drawn by all, so that each is the same wherever it is
+            expert = make_expert()  # drawn on every rank: its weights do not depend on the division
             if number // self.num_own == rank:
                 self.experts[str(number)] = expert
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens = hidden.flatten(0, -2)
         shape = self.shape
-        count = shape.num_experts
+        num_experts = shape.num_experts
         room = shape.capacity(hidden.shape[:-1].numel(), training=self.training)
-        width = self._most(room)
-        logits = self.router(self._jittered(tokens))
+        rows_per_expert = self._largest_room(room)
+
+        logits = self.router(self._add_jitter(tokens))
         probabilities = logits.softmax(-1)
         weights, chosen = probabilities.topk(shape.top_k)
         if shape.top_k > 1:
             weights = weights / weights.sum(-1, keepdim=True)
+
+        # (top_k x tokens): all first choices, then all second ones.
         chosen = chosen.T.flatten()
-        is_of = chosen[:, None] == torch.arange(count, device=chosen.device)
-        place = is_of.cumsum(0).gather(1, chosen[:, None]).squeeze(1) - 1
+        is_chosen = chosen[:, None] == torch.arange(num_experts, device=chosen.device)
+        place = is_chosen.cumsum(0).gather(1, chosen[:, None]).squeeze(1) - 1
         fits = place < room
-        # One row more takes what finds no room, and is left out again.
-        slots = torch.where(fits, chosen * width + place, count * width)
-        rows = tokens.new_zeros(count * width + 1, tokens.shape[-1])
-        rows = rows.index_put((slots,), tokens.expand(shape.top_k, *tokens.shape).flatten(0, 1))[
-            :-1
-        ]
-        made = self._run(rows.view(count, width, -1)).flatten(0, 1)
-        made = torch.cat((made, made.new_zeros(1, made.shape[-1]))).index_select(0, slots)
-        mixed: Tensor = (
-            (made * weights.T.reshape(-1, 1).to(made.dtype)).view(shape.top_k, *tokens.shape).sum(0)
-        )
+        # A further row, the last, takes all tokens without room, and is left out again.
+        overflow = num_experts * rows_per_expert
+        slots = torch.where(fits, chosen * rows_per_expert + place, overflow)
+
+        copies = tokens.expand(shape.top_k, *tokens.shape).flatten(0, 1)
+        rows = tokens.new_zeros(overflow + 1, tokens.shape[-1])
+        rows = rows.index_put((slots,), copies)[:-1]
+        outputs = self._run_experts(rows.view(num_experts, rows_per_expert, -1)).flatten(0, 1)
+        outputs = torch.cat((outputs, outputs.new_zeros(1, outputs.shape[-1])))
+        outputs = outputs.index_select(0, slots)
+        weighted = outputs * weights.T.reshape(-1, 1).to(outputs.dtype)
+        mixed: Tensor = weighted.view(shape.top_k, *tokens.shape).sum(0)
         if self.training:
-            self._report(logits, probabilities, is_of[: len(tokens)], fits)
+            self._report(logits, probabilities, is_chosen[: len(tokens)], fits)
         return mixed.view_as(hidden)
 
-    def _run(self, rows: Tensor) -> Tensor:
-        """(experts, room, hidden) to the same, each expert its own rows; those of other ranks
-        travel.
+    def _run_experts(self, rows: Tensor) -> Tensor:
+        """Run each expert on its rows: (experts, room, hidden) to the same shape.
+
+        Rows of experts on other ranks travel there, and their outputs back.
         """
         if self.group is not None:
-            # From (ranks, own experts, room, hidden) to (own experts, ranks x room, hidden), and
-            # back.
-            rows = _Exchange.apply(rows, self.group)
-            rows = rows.view(self.size, self.num_own, *rows.shape[1:]).transpose(0, 1).flatten(1, 2)
-        made = torch.stack(
-            [expert(own) for expert, own in zip(self.experts.values(), rows, strict=True)]
-        )
+            # From (ranks, own experts, room, hidden) to (own experts, ranks x room, hidden).
+            rows = _ExchangeRows.apply(rows, self.group)
+            rows = rows.view(self.size, self.num_own, *rows.shape[1:])
+            rows = rows.transpose(0, 1).flatten(1, 2)
+        pairs = zip(self.experts.values(), rows, strict=True)
+        outputs = torch.stack([expert(expert_rows) for expert, expert_rows in pairs])
         if self.group is not None:
-            made = (
-                made.view(self.num_own, self.size, -1, made.shape[-1]).transpose(0, 1).flatten(0, 1)
-            )
-            made = _Exchange.apply(made, self.group)
-        return made
+            outputs = outputs.view(self.num_own, self.size, -1, outputs.shape[-1])
+            outputs = outputs.transpose(0, 1).flatten(0, 1)
+            outputs = _ExchangeRows.apply(outputs, self.group)
+        return outputs
 
-    def _most(self, room: int) -> int:
-        """Return what any rank has of room: last batches differ by a sample, and sequences may in
-        length.
+    def _largest_room(self, room: int) -> int:
+        """Return the largest room on any rank, as ranks exchange equally many rows.
+
+        Ranks differ in a last batch, by a sample, and where sequences have several lengths.
         """
         if self.group is None or (self.training and not self.varies):
             return room
-        most = torch.tensor(room, device=self.router.weight.device)
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self.group)
-        return int(most)
+        largest = torch.tensor(room, device=self.router.weight.device)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.group)
+        return int(largest)
 
-    def _jittered(self, tokens: Tensor) -> Tensor:
-        """Noise on what the router sees, by which it tries other experts (Switch, section 2.4)."""
-        noise = self.shape.jitter if self.training else 0.0
-        if noise:
+    def _add_jitter(self, tokens: Tensor) -> Tensor:
+        """Scale the router's input by noise, so that it tries other experts (Switch, section
+        2.4).
+        """
+        if self.training and self.shape.jitter:
+            noise = self.shape.jitter
             return tokens * torch.empty_like(tokens).uniform_(1.0 - noise, 1.0 + noise)
         return tokens
 
     def _report(
-        self, logits: Tensor, probabilities: Tensor, is_first: Tensor, fits: Tensor
+        self, logits: Tensor, probabilities: Tensor, is_first_choice: Tensor, fits: Tensor
     ) -> None:
-        """Report losses; computed even where nobody collects them, as recomputation wants the same
-        tensors again.
+        """Append the losses to the `Routing`s that are collected.
+
+        They are computed also where none are collected: recomputation needs the same tensors.
         """
         shape = self.shape
-        balance = shape.num_experts * (is_first.float().mean(0) * probabilities.mean(0)).sum()
+        shares = is_first_choice.float().mean(0)
+        balance = shape.num_experts * (shares * probabilities.mean(0)).sum()
         loss = shape.balance_loss * balance
         if shape.z_loss:
             loss = loss + shape.z_loss * logits.logsumexp(-1).square().mean()
-        found = _collected.get()
-        if found is not None:
-            found.append(Routing(loss, balance.detach(), 1.0 - fits.float().mean()))
+        routings = _collected.get()
+        if routings is not None:
+            routings.append(Routing(loss, balance.detach(), 1.0 - fits.float().mean()))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, pad, silu
 
 from framework.config.model import MoE
-from framework.models.experts import Mixture
+from framework.models.experts import MixtureOfExperts
 from framework.models.initialized import (
     DEFAULT_STD,
     DrawnLinear,
@@ -31,36 +31,45 @@ from framework.models.sequence import attend, first_position
 def rotate(*heads: Tensor, theta: float, places: Tensor | None = None) -> tuple[Tensor, ...]:
     """Turn the pair (i, i + d/2) of the vector at position p by the angle p * theta^(-2i/d).
 
-    Rotary positions (Su et al. 2021, "RoFormer"), in the half-split order of Llama's released
-    weights, of queries and keys (batch, heads, sequence, d) of one length, d and dtype, d even; the
-    result has the same shapes and dtype. `places`, (batch, sequence) int64, are their positions;
-    left out: as they stand in sequences.
+    These are rotary positions (Su et al. 2021, "RoFormer"), in the half-split order of Llama's
+    released weights.
 
     The angles are computed anew in float32 (float64 for such input) and never kept in a buffer:
     ZeRO-3's constructor patch and half-precision casts would round them, and a checkpoint would
-    hold what is no weight.
+    hold a tensor that is no weight.
+
+    Args:
+        heads: queries and keys (batch, heads, sequence, d), with the same length, d and dtype;
+            d is even.
+        theta: base of the angles.
+        places: their positions, (batch, sequence) int64; None: their order in the sequence.
+
+    Returns:
+        Tensors of the same shapes and dtype.
     """
-    some = heads[0]
-    dtype = torch.promote_types(some.dtype, torch.float32)
-    width = some.shape[-1]
-    pairs = torch.arange(0, width, 2, device=some.device).to(dtype)
+    dtype = heads[0].dtype
+    device = heads[0].device
+    length, width = heads[0].shape[-2:]
+    angle_dtype = torch.promote_types(dtype, torch.float32)
+    pairs = torch.arange(0, width, 2, device=device).to(angle_dtype)
     if places is None:
-        first = first_position(some.shape[-2])
-        places = torch.arange(first, first + some.shape[-2], device=some.device)[None]
-    angles = places.to(dtype)[:, None, :, None] * theta ** (-pairs / width)
+        first_place = first_position(length)
+        places = torch.arange(first_place, first_place + length, device=device)[None]
+    angles = places.to(angle_dtype)[:, None, :, None] * theta ** (-pairs / width)
     cos = angles.cos()
     sin = angles.sin()
-    halves = (one.to(dtype).chunk(2, dim=-1) for one in heads)
-    return tuple(
-        torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(some.dtype)
-        for first, second in halves
-    )
+    rotated: list[Tensor] = []
+    for vectors in heads:
+        first, second = vectors.to(angle_dtype).chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        rotated.append(turned.to(dtype))
+    return tuple(rotated)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTShape:
-    """Shape of a GPT, whose fields `framework.config.model.GPT` describes; the defaults are
-    GPT-2's.
+    """Shape of a GPT; the defaults are GPT-2's, and `framework.config.model.GPT` describes the
+    fields.
 
     Each of `num_kv_heads` serves num_heads / num_kv_heads heads (Ainslie et al. 2023).
 
@@ -103,8 +112,8 @@ class GPTShape:
 
     @property
     def residual_std(self) -> float:
-        """Of the 2 x num_layers matrices that add to the residual stream (Radford et al. 2019,
-        section 2.3).
+        """Standard deviation of the 2 x num_layers matrices that add to the residual stream
+        (Radford et al. 2019, section 2.3).
         """
         return DEFAULT_STD / sqrt(2 * self.num_layers)
 
@@ -118,13 +127,17 @@ class GPTShape:
 
 
 class Past:
-    """Keys and values of at most `capacity` tokens that a GPT has read: a further one costs a pass
-    over itself alone.
+    """Keys and values of at most `capacity` tokens that a GPT has read: a further token costs a
+    pass over itself alone.
 
-    The first call of the model within `read()` takes prompts (batch, sequence), padded behind: what
-    pads is seen by nothing before it, and overwritten by what follows. Later ones take the next
-    token of each row, (batch, 1), and their `places`, (batch, 1) int64. `held`: by attention (2,
-    batch, heads, capacity, head size).
+    The first call of the model within `read()` takes prompts (batch, sequence), padded at their
+    end: no token sees the padding, and the tokens that follow overwrite it. Later calls take the
+    next token of each row, (batch, 1), and their `places`, (batch, 1) int64.
+
+    Attributes:
+        capacity: the largest number of tokens.
+        places: of the tokens that are being read; None for prompts.
+        held: attention module -> its keys and values (2, batch, heads, capacity, head size).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -136,7 +149,8 @@ class Past:
     def read(self, places: Tensor | None = None) -> Iterator[None]:
         """Let GPTs that run within the block read tokens at these places."""
         global _past
-        self.places, _past = places, self
+        self.places = places
+        _past = self
         try:
             yield
         finally:
@@ -145,20 +159,22 @@ class Past:
     def extend(
         self, attention: nn.Module, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keep keys and values (batch, heads, sequence, d); returns all, and which each row sees,
-        (batch, 1, 1, capacity): None where each token sees those before it.
+        """Keep the keys and values (batch, heads, sequence, d) of an attention.
+
+        Returns:
+            All keys and all values that it has, and a mask (batch, 1, 1, capacity) of those that
+            each row sees; None in its place where each token sees those before it.
         """
         if self.places is None:
-            self.held[attention] = pad(
-                torch.stack((key, value)), (0, 0, 0, self.capacity - key.shape[2])
-            )
+            num_free = self.capacity - key.shape[2]
+            self.held[attention] = pad(torch.stack((key, value)), (0, 0, 0, num_free))
             return key, value, None
-        held = self.held[attention]
+        all_keys, all_values = self.held[attention]
         rows = torch.arange(len(key), device=key.device)
-        for kept, new in zip(held, (key, value), strict=True):
-            kept[rows, :, self.places[:, 0]] = new[:, :, 0]
-        seen = torch.arange(self.capacity, device=key.device) <= self.places
-        return held[0], held[1], seen[:, None, None]
+        all_keys[rows, :, self.places[:, 0]] = key[:, :, 0]
+        all_values[rows, :, self.places[:, 0]] = value[:, :, 0]
+        is_seen = torch.arange(self.capacity, device=key.device) <= self.places
+        return all_keys, all_values, is_seen[:, None, None]
 
 
 _past: Past | None = None
@@ -177,21 +193,22 @@ class LearnedPositions(nn.Module):
 
     def forward(self, embedded: Tensor, places: Tensor | None = None) -> Tensor:
         """Shapes as in the class docstring; ValueError for a sequence that is too long."""
-        places = _past.places if _past is not None else places
+        if _past is not None:
+            places = _past.places
         if places is None:
-            added = positions_of(embedded, self.weight)
+            vectors = positions_of(embedded, self.weight)
         else:
-            added = self.weight[places]
-        dropped: Tensor = self.dropout(embedded + added)
+            vectors = self.weight[places]
+        dropped: Tensor = self.dropout(embedded + vectors)
         return dropped
 
 
 class CausalAttention(nn.Module):
-    """Self-attention in which a position sees itself and what stands before: (batch, sequence,
-    hidden) to the same.
+    """Self-attention in which a position sees itself and those before it: (batch, sequence, hidden)
+    to the same shape.
 
-    Of packed rows, whose places (batch, sequence) begin anew with each text, it sees its own text
-    alone.
+    In packed rows a position sees its own text alone; their places (batch, sequence) begin at 0
+    with each text.
     """
 
     shares_sequences = True
@@ -207,49 +224,54 @@ class CausalAttention(nn.Module):
 
     def forward(self, hidden: Tensor, places: Tensor | None = None) -> Tensor:
         shape = self.shape
-        seen = None
-        query, key, value = (
-            split_heads(matrix(hidden), shape.head_size)
-            for matrix in (self.query, self.key, self.value)
-        )
+        query = split_heads(self.query(hidden), shape.head_size)
+        key = split_heads(self.key(hidden), shape.head_size)
+        value = split_heads(self.value(hidden), shape.head_size)
+        mask = None
         if places is not None:
             texts = (places == 0).cumsum(1)
-            seen = (texts[:, None, :, None] == texts[:, None, None, :]).tril()
-        places = _past.places if _past is not None else places
+            mask = (texts[:, None, :, None] == texts[:, None, None, :]).tril()
+        if _past is not None:
+            places = _past.places
         if shape.positions == "rotary":
             query, key = rotate(query, key, theta=shape.rope_theta, places=places)
         if _past is not None:
-            key, value, seen = _past.extend(self, key, value)
+            key, value, mask = _past.extend(self, key, value)
         dropout = shape.dropout if self.training else 0.0
-        mixed = attend(query, key, value, attn_mask=seen, is_causal=seen is None, dropout_p=dropout)
+        mixed = attend(query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 
 
-class MLP(nn.Module):
+class FeedForward(nn.Module):
     """Perceptron of a block: GELU in tanh form (as GPT-2), or SwiGLU (Shazeer 2020): down(silu(gate
     x) * up x).
     """
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
-        self.gate = (
-            shape.linear(shape.hidden_size, shape.mlp_size) if shape.mlp == "swiglu" else None
-        )
+        self.gate: nn.Module | None = None
+        if shape.mlp == "swiglu":
+            self.gate = shape.linear(shape.hidden_size, shape.mlp_size)
         self.up = shape.linear(shape.hidden_size, shape.mlp_size)
         self.down = shape.linear(shape.mlp_size, shape.hidden_size, std=shape.residual_std)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, sequence, hidden) to the same."""
+        """Compute (batch, sequence, hidden) from the same shape."""
         up = self.up(hidden)
-        inner = gelu(up, approximate="tanh") if self.gate is None else silu(self.gate(hidden)) * up
+        if self.gate is None:
+            inner = gelu(up, approximate="tanh")
+        else:
+            inner = silu(self.gate(hidden)) * up
         output: Tensor = self.down(inner)
         return output
 
 
 class GPTBlock(nn.Module):
-    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); (batch, sequence, hidden) to
-    the same, beside the places of packed rows where there are any.
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Takes hidden (batch, sequence, hidden), or the tuple of it and the places of packed rows;
+    returns the same.
     """
 
     def __init__(self, shape: GPTShape, number: int = 0) -> None:
@@ -257,19 +279,24 @@ class GPTBlock(nn.Module):
         self.attention_norm = shape.make_norm()
         self.attention = CausalAttention(shape)
         self.mlp_norm = shape.make_norm()
-        make = partial(MLP, shape)
+        make_perceptron = partial(FeedForward, shape)
+        self.mlp: nn.Module
         if shape.moe is not None and shape.moe.is_in(number):
-            moe = shape.moe
+            self.mlp = MixtureOfExperts(shape.moe, shape.hidden_size, make_expert=make_perceptron)
         else:
-            moe = None
-        self.mlp = Mixture(moe, shape.hidden_size, make_expert=make) if moe is not None else make()
+            self.mlp = make_perceptron()
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, value: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        hidden, *places = value if isinstance(value, tuple) else (value,)
+        if isinstance(value, tuple):
+            hidden, places = value
+            return self._run(hidden, places), places
+        return self._run(value)
+
+    def _run(self, hidden: Tensor, *places: Tensor) -> Tensor:
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), *places))
-        hidden = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
-        return (hidden, *places) if places else hidden
+        output: Tensor = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        return output
 
 
 def _beside_places(module: nn.Module, value: Any) -> Any:
@@ -285,16 +312,18 @@ def _with_places(module: nn.Module, value: Any) -> Any:
 
 
 def _without_places(module: nn.Module, value: Any) -> Any:
-    return module(value[0] if isinstance(value, tuple) else value)
+    if isinstance(value, tuple):
+        return module(value[0])
+    return module(value)
 
 
 class GPT(LayeredModel):
     """Causal language model.
 
     Input: tokens (batch, sequence) int64, at most `max_positions` of them where positions are
-    learned; of rows in which several texts are packed the place of each token in its text, too
+    learned; where rows pack several texts, also the place of each token in its text
     (`position_ids`). Output: logits (batch, sequence, vocab_size). Between layers goes one tensor
-    (batch, sequence, hidden), and the places where there are any.
+    (batch, sequence, hidden), with the places of packed rows if the input has them.
 
     Weights start from N(0, 0.02^2), those that add to the residual stream from N(0, 0.02^2 / (2
     num_layers)), biases from zero (Radford et al. 2018, section 4.1; 2019, section 2.3).
@@ -320,33 +349,35 @@ class GPT(LayeredModel):
 
     @classmethod
     def of(cls, moe: Mapping[str, Any] | None = None, **shape: Any) -> GPT:
-        """A GPT from the attributes of `GPTShape`, and of `MoE` where it has experts."""
-        return cls(GPTShape(moe=MoE(**moe) if moe else None, **shape))
+        """Build a GPT from the attributes of `GPTShape`; `moe` has the attributes of `MoE`."""
+        experts = MoE(**moe) if moe else None
+        return cls(GPTShape(moe=experts, **shape))
 
     def get_output_embeddings(self) -> nn.Module:
-        """The output layer, by transformers' name for it."""
+        """Return the output layer; the method's name is that of transformers."""
         return self.get_submodule(self.place_of(self.recipes[-1]))
 
 
 def gpt_layers(shape: GPTShape) -> list[Layer]:
-    """Recipes: embedding, positions and dropout, blocks, norm, head."""
+    """List the layers: embedding, positions or dropout, blocks, norm, head."""
     embed = partial(TokenEmbedding, shape.vocab_size, shape.hidden_size)
-    blocks = [
-        Layer(f"blocks.{number}", partial(GPTBlock, shape, number))
-        for number in range(shape.num_layers)
-    ]
-    second = Layer("dropout", partial(nn.Dropout, shape.dropout), call=_beside_places)
+    if shape.tie_embeddings:
+        first = Layer("embed", embed, tied="embed")
+        last = Layer("head", embed, call=as_head, tied="embed")
+    else:
+        first = Layer("embed", embed)
+        make_head = partial(DrawnLinear, shape.hidden_size, shape.vocab_size, bias=False)
+        last = Layer("head", make_head)
     if shape.positions == "learned":
-        make = partial(
+        make_positions = partial(
             LearnedPositions, shape.max_positions, shape.hidden_size, dropout=shape.dropout
         )
-        second = Layer("positions", make, call=_with_places)
-    middle = [second, *blocks, Layer("norm", shape.make_norm, call=_without_places)]
-    if shape.tie_embeddings:
-        return [
-            Layer("embed", embed, tied="embed"),
-            *middle,
-            Layer("head", embed, call=as_head, tied="embed"),
-        ]
-    head = partial(DrawnLinear, shape.hidden_size, shape.vocab_size, bias=False)
-    return [Layer("embed", embed), *middle, Layer("head", head)]
+        second = Layer("positions", make_positions, call=_with_places)
+    else:
+        second = Layer("dropout", partial(nn.Dropout, shape.dropout), call=_beside_places)
+    layers = [first, second]
+    for number in range(shape.num_layers):
+        layers.append(Layer(f"blocks.{number}", partial(GPTBlock, shape, number)))
+    layers.append(Layer("norm", shape.make_norm, call=_without_places))
+    layers.append(last)
+    return layers

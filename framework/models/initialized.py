@@ -25,7 +25,7 @@ class _Drawn(nn.Module):
     def __init__(
         self, *sizes: int, std: float = DEFAULT_STD, truncated: bool = False, **options: Any
     ) -> None:
-        # torch's constructor draws, and needs them
+        # torch's constructor calls `reset_parameters`, which needs them
         self.std = std
         self.truncated = truncated
         super().__init__(*sizes, **options)
@@ -52,12 +52,15 @@ class DrawnEmbedding(_Drawn, nn.Embedding):
 
 
 class TokenEmbedding(DrawnEmbedding):
-    """Tokens (..., ) int64 to vectors (..., hidden); `as_head`: vectors (..., hidden) to logits
-    (..., vocabulary), or to their loss. Places that go with tokens are passed on.
+    """Embedding of tokens, and output layer with the same weight.
 
-    One forward for both, because ZeRO-3 gathers weights when a module is called, and only then.
-    `vocabulary` is this rank's part, where the ranks of a tensor group share the weight;
-    `head_bias` is added to logits in tiles.
+    Tokens (..., ) int64 to vectors (..., hidden). With `as_head`: vectors (..., hidden) to logits
+    (..., vocabulary), or to their loss. Places that go with tokens are passed on. Both are one
+    forward, because ZeRO-3 gathers weights when a module is called, and only then.
+
+    Attributes:
+        vocabulary: this rank's part, where the ranks of a tensor group share the weight.
+        head_bias: the bias that is added to logits in tiles: one tensor, or none.
     """
 
     vocabulary: VocabularyPart | None = None
@@ -90,28 +93,35 @@ def as_head(module: nn.Module, value: Tensor) -> Any:
 
 
 def split_heads(projected: Tensor, head_size: int) -> Tensor:
-    """(batch, sequence, heads * head_size) to (batch, heads, sequence, head_size)."""
+    """Reshape (batch, sequence, heads * head_size) to (batch, heads, sequence, head_size)."""
     return projected.view(*projected.shape[:2], -1, head_size).transpose(1, 2)
 
 
 def positions_of(embedded: Tensor, positions: Tensor) -> Tensor:
-    """Learned vectors (max_positions, hidden) of the positions of (batch, sequence, hidden), or of
-    this rank's part.
+    """Select the learned vectors of the positions of a sequence, or of this rank's part of it.
+
+    Args:
+        embedded: (batch, sequence, hidden), read for its length.
+        positions: vectors of all positions, (max_positions, hidden).
+
+    Returns:
+        (sequence, hidden).
 
     Raises:
         ValueError: the sequence is too long.
     """
     first = first_position(embedded.shape[1])
-    most = positions.shape[0]
     end = first + embedded.shape[1]
-    if end > most:
-        raise ValueError(f"a sequence of {end} tokens; the model has {most} positions")
+    if end > len(positions):
+        raise ValueError(f"a sequence of {end} tokens; the model has {len(positions)} positions")
     return positions[first:end]
 
 
 @torch.no_grad()
 def draw(weight: Tensor, *, std: float, truncated: bool) -> None:
-    """Fill with N(0, std^2); in float32 where the cut-off needs more places than half precision
+    """Fill with draws from N(0, std^2), cut off at two standard deviations if `truncated`.
+
+    Truncated draws are made in float32 at least: the cut-off needs more digits than half precision
     has.
     """
     if not truncated:

@@ -3,11 +3,11 @@ pipeline stages.
 
 A `Layer` is a recipe, so that a pipeline stage builds its own layers only. `LayeredModel` is the
 plain form of such a list; `as_layers` finds the list in an `nn.Sequential`, in a list of modules
-and in any module that tells its layers.
+and in any module with a method `layers()`.
 
-The weights of a recipe are drawn under a seed of their own (the model's seed and the layer's
-number), never from a stream that runs through the layers before it: where the model is cut does not
-change what it starts from.
+The weights of a recipe are drawn under a seed of their own (from the model's seed and the layer's
+number), never from a stream that runs through the layers before it: initial weights do not depend
+on where the model is cut.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -30,8 +31,10 @@ from framework.errors import ConfigError, in_one_line
 
 
 class LayerStack(nn.Sequential):
-    """`nn.Sequential` whose subclasses may have a constructor of their own: a slice such as
-    ``model[:-1]`` is a plain `nn.Sequential` that shares the layers.
+    """`nn.Sequential` for subclasses with another constructor.
+
+    A slice such as ``model[:-1]`` is a plain `nn.Sequential` that shares the layers; torch would
+    call the subclass with them.
     """
 
     def __getitem__(self, index: Any) -> Any:
@@ -47,41 +50,44 @@ class LayerStack(nn.Sequential):
 def recompute(
     run: Callable[..., Any], *values: Any, modules: Callable[[], Iterable[nn.Module]]
 ) -> Any:
-    """``run(*values)``, keeping the values and none of what `run` computes for the backward pass on
-    the way.
+    """Return ``run(*values)``, keeping for the backward pass only `values`; `run` runs again then.
 
     Gradients are the same to the bit: dropout repeats its draws, and batch norms count the batch
     once.
 
-    `modules` tells the modules that `run` calls, submodules included; it is asked in the backward
-    pass.
+    `modules` returns the modules that `run` calls, submodules included. It is called in the
+    backward pass.
     """
     return checkpoint(
         run,
         *values,
         use_reentrant=False,
-        context_fn=lambda: (nullcontext(), _statistics_kept(modules)),
+        context_fn=lambda: (nullcontext(), _running_statistics_kept(modules)),
     )
 
 
 @contextmanager
-def _statistics_kept(modules: Callable[[], Iterable[nn.Module]]) -> Iterator[None]:
-    """The first run has counted the batch. `track_running_stats` cannot be turned off instead:
-    autograd would save other tensors than the first time, and the checkpoint would complain.
+def _running_statistics_kept(modules: Callable[[], Iterable[nn.Module]]) -> Iterator[None]:
+    """Keep the running statistics of batch norms as they are: the first run has counted the batch.
+
+    `track_running_stats` cannot be turned off instead: autograd would save other tensors than the
+    first time, and torch's checkpoint would raise an error.
     """
     norms = [module for module in modules() if isinstance(module, _BatchNorm) and module.training]
-    before = [(norm, norm.momentum, copy.deepcopy(norm.num_batches_tracked)) for norm in norms]
+    momenta = [norm.momentum for norm in norms]
+    counts = [copy.deepcopy(norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum = 0.0
     try:
         yield
     finally:
-        for norm, momentum, tracked in before:
+        for norm, momentum, count in zip(norms, momenta, counts, strict=True):
             norm.momentum = momentum
-            if tracked is not None and norm.num_batches_tracked is not None:
-                norm.num_batches_tracked.copy_(tracked)
+            if count is not None and norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.copy_(count)
 
 
+_SEQUENCES: Final = (nn.Sequential, nn.ModuleList, list, tuple)
 _SEED_STRIDE: Final = 0x9E3779B97F4A7C15
 _building: ContextVar[bool] = ContextVar("building", default=True)
 
@@ -91,8 +97,8 @@ class Layer:
     """One layer of a model.
 
     Attributes:
-        name: name of the submodule in the plain model (dots reach into submodules), and so of its
-            weights.
+        name: name of the submodule in the plain model (dots reach into submodules), and so the
+            prefix of its weights' names.
         build: makes the module; called once per process that runs the layer.
         call: how the module is applied to the value of the layer before, when that is not
             ``module(value)``. It must go through ``module(...)``, or ZeRO-3 does not see that the
@@ -101,8 +107,8 @@ class Layer:
             first of them must have no `call` and no further weights.
         tied_weights: the attributes that are shared.
         is_built: `build` returns a module that exists already, with its weights.
-        may_start_stage: whether a pipeline may be cut before it. Not where it gets several floating
-            tensors.
+        may_start_stage: whether a pipeline may be cut before it. It may not where the layer gets
+            several floating tensors.
     """
 
     name: str
@@ -117,14 +123,16 @@ class Layer:
         """Build the module with weights that depend on `seed` and the layer's number only."""
         if self.is_built:
             return self.build()
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        devices: list[int] = []
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            devices.append(torch.cuda.current_device())
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed((seed * _SEED_STRIDE + number + 1) % 2**63)
             return self.build()
 
     def make_copy(self, number: int, *, seed: int) -> nn.Module:
-        """`make`, but never the module that will train: running it may change its buffers (batch
-        norm).
+        """Make a module for a trial run, which may change its buffers (batch norm): never the one
+        that will be trained.
         """
         module = self.make(number, seed=seed)
         if self.is_built:
@@ -132,7 +140,7 @@ class Layer:
         return module
 
     def apply(self, module: nn.Module, value: Any) -> Any:
-        """The layer's output for the output of the layer before."""
+        """Return the layer's output for the output of the layer before."""
         if self.call is None:
             return module(value)
         return self.call(module, value)
@@ -140,7 +148,7 @@ class Layer:
 
 @contextmanager
 def recipes_only() -> Iterator[None]:
-    """Within this block a `LayeredModel` keeps its recipes and builds nothing."""
+    """Let a `LayeredModel` that is made within the block keep its recipes and build nothing."""
     token = _building.set(False)
     try:
         yield
@@ -160,8 +168,8 @@ class LayeredModel(nn.Module):
 
         Args:
             layers: in the order in which they are run.
-            taken_from: the model that they are the layers of; its own `train()`, if it has one,
-                sets modes as well.
+            taken_from: the model that has these layers; its own `train()`, if it has one, sets
+                modes as well.
 
         Raises:
             ValueError: two layers have one name, or tied layers do not fit together.
@@ -186,23 +194,25 @@ class LayeredModel(nn.Module):
         return self
 
     def layers(self) -> list[Layer]:
-        """The layers with the weights they have now; the bare recipes where nothing was built."""
-        if not any(True for _ in self.children()):
+        """Return the layers with the weights they have now, or the recipes if none was built."""
+        if not list(self.children()):
             return list(self.recipes)
-        return [
-            replace(layer, build=_get(self.get_submodule(self.place_of(layer))), is_built=True)
-            for layer in self.recipes
-        ]
+        built: list[Layer] = []
+        for layer in self.recipes:
+            module = self.get_submodule(self.place_of(layer))
+            built.append(replace(layer, build=_getter(module), is_built=True))
+        return built
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run all layers; in groups of `recompute_every`, if it is set, which keep only their
-        inputs for backward. Named inputs are taken in their order.
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Run all layers; named inputs are taken in their order.
+
+        With `recompute_every`, groups of that many layers keep only their inputs for the backward
+        pass.
         """
-        inputs += tuple(named.values())
+        inputs += tuple(named_inputs.values())
+        value: Any = inputs
         if len(inputs) == 1:
             value = inputs[0]
-        else:
-            value = inputs
         every = self.recompute_every
         if not every or not torch.is_grad_enabled():
             return self._run(value, 0, len(self.recipes))
@@ -216,8 +226,9 @@ class LayeredModel(nn.Module):
         return value
 
     def place_of(self, layer: Layer) -> str:
-        """Return the name under which the layer's module is registered: that of the first that is
-        tied to it.
+        """Return the name under which the layer's module is registered.
+
+        Tied layers are one module, registered under the name of the first of them.
         """
         if layer.tied:
             return next(first.name for first in self.recipes if first.tied == layer.tied)
@@ -225,12 +236,12 @@ class LayeredModel(nn.Module):
 
 
 def as_layers(model: Any) -> list[Layer]:
-    """The layers of a model, in order.
+    """List the layers of a model, in order.
 
     Args:
-        model: a `LayeredModel`; a module whose method ``layers()`` returns (name, module) pairs; an
-            `nn.Sequential`, nested ones included; a list or tuple of modules. One module in two
-            places is two layers.
+        model: a `LayeredModel`; a module with a method ``layers()`` that returns (name, module)
+            pairs; an `nn.Sequential`, nested ones included; a list or tuple of modules. One module
+            in two places is two layers.
 
     Raises:
         ConfigError: kind ``model-not-layered`` or ``model-layers-incomplete``.
@@ -238,40 +249,39 @@ def as_layers(model: Any) -> list[Layer]:
     if isinstance(model, LayeredModel):
         return model.layers()
     if lists_layers(model):
-        return _reported(model)
-    if isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)) and not _has_own_forward(
-        model
-    ):
-        pairs = list(
-            _children(model)
-            if isinstance(model, nn.Module)
-            else ((str(n), m) for n, m in enumerate(model))
-        )
-        if pairs and all(isinstance(module, nn.Module) for _, module in pairs):
-            return [layer for name, module in pairs for layer in _flat(name, module)]
+        return _layers_by_method(model)
+    if isinstance(model, _SEQUENCES) and not _has_own_forward(model):
+        modules = _named_items(model)
+        if modules and all(isinstance(module, nn.Module) for module in modules.values()):
+            layers: list[Layer] = []
+            for name, module in modules.items():
+                layers.extend(_flat_layers(name, module))
+            return layers
     reason, fix = _why_not_layered(model)
     raise ConfigError.of("model-not-layered", reason, fix, "model", type(model).__name__)
 
 
 def own_train(model: Any) -> Callable[[bool], object] | None:
-    """Return the `train()` of a model whose class overrides it, to keep parts in evaluation mode;
-    None for others.
+    """Return the `train()` of a model if its class overrides it, or None.
+
+    Classes override it to keep parts in evaluation mode.
     """
-    if not isinstance(model, nn.Module) or type(model).train in (
-        nn.Module.train,
-        LayeredModel.train,
-    ):
+    if not isinstance(model, nn.Module):
+        return None
+    if type(model).train in (nn.Module.train, LayeredModel.train):
         return None
     return model.train
 
 
 def lists_layers(model: Any) -> bool:
-    """Check whether a module has a method `layers()` beside a forward() of its own; a submodule of
-    that name, which is common, is a part of it and no method.
+    """Check whether a module has a method `layers()` beside its own `forward()`.
+
+    A submodule named ``layers``, which is common, is no such method.
     """
-    reported = getattr(model, "layers", None)
-    is_own = isinstance(model, nn.Module) and not isinstance(model, LayeredModel)
-    return is_own and callable(reported) and not isinstance(reported, nn.Module)
+    if not isinstance(model, nn.Module) or isinstance(model, LayeredModel):
+        return False
+    attribute = getattr(model, "layers", None)
+    return callable(attribute) and not isinstance(attribute, nn.Module)
 
 
 def _has_own_forward(model: Any) -> bool:
@@ -279,6 +289,7 @@ def _has_own_forward(model: Any) -> bool:
 
 
 def _why_not_layered(model: Any) -> tuple[str, str]:
+    """Return the reason why a model is no list of layers, and the fix."""
     advice = (
         "give it a method layers() that returns its (name, module) pairs in the order in "
         "which forward() calls them"
@@ -294,7 +305,7 @@ def _why_not_layered(model: Any) -> tuple[str, str]:
             "it has a forward() of its own, which may do more than call its modules in turn",
             advice,
         )
-    if not isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)):
+    if not isinstance(model, _SEQUENCES):
         reason = (
             "it is not a sequence of layers, so nobody but its forward() knows where it can be cut"
         )
@@ -306,69 +317,71 @@ def _why_not_layered(model: Any) -> tuple[str, str]:
         number = next(n for n, item in enumerate(items) if not isinstance(item, Layer))
         reason = f"item {number} of the list is no Layer, and others are"
         return reason, "write a Layer for every item, or a module for every item"
-    number, other = next(
-        (n, item) for n, item in enumerate(items) if not isinstance(item, nn.Module)
-    )
-    reason = (
-        f"item {number} of the list ({getattr(other, '__name__', type(other).__name__)}) is "
-        "not a module"
-    )
+    number = next(n for n, item in enumerate(items) if not isinstance(item, nn.Module))
+    item = items[number]
+    item_name = getattr(item, "__name__", type(item).__name__)
     return (
-        reason,
+        f"item {number} of the list ({item_name}) is not a module",
         "put a module in its place, such as nn.ReLU() for torch.relu and nn.Flatten() for "
         "torch.flatten",
     )
 
 
-def _reported(model: nn.Module) -> list[Layer]:
-    """Return the layers that a module's own `layers()` lists, if it leaves no weight out."""
+def _layers_by_method(model: nn.Module) -> list[Layer]:
+    """Return the layers that a module's method `layers()` lists; it must leave no weight out."""
     refusal = partial(ConfigError.of, key="model", value=type(model).__name__)
-    wrong = "does not return (name, module) pairs"
+    problem = "does not return (name, module) pairs"
     pairs: list[tuple[str, Any]] = []
     try:
         pairs = [(str(name), module) for name, module in model.layers()]  # type: ignore[operator]
     except (TypeError, ValueError):
         pass
     except Exception as error:
-        wrong = f"fails: {in_one_line(error)}"
+        problem = f"fails: {in_one_line(error)}"
     if not pairs or not all(isinstance(module, nn.Module) for _, module in pairs):
         raise refusal(
-            "model-not-layered", f"its layers() {wrong}", 'return [("stem", self.stem), ...]'
+            "model-not-layered", f"its layers() {problem}", 'return [("stem", self.stem), ...]'
         )
-    reported = {
-        id(tensor) for _, module in pairs for tensor in (*module.parameters(), *module.buffers())
-    }
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in reported:
+    listed: set[int] = set()
+    for _, module in pairs:
+        listed.update(map(id, module.parameters()))
+        listed.update(map(id, module.buffers()))
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if id(tensor) not in listed:
             reason = f"its layers() leaves out {name}"
             fix = "name the module that holds it"
             raise refusal("model-layers-incomplete", reason, fix)
-    return [_built(name, module) for name, module in pairs]
+    return [_built_layer(name, module) for name, module in pairs]
 
 
-def _flat(name: str, module: nn.Module) -> Iterator[Layer]:
-    """The layers of nested plain sequences; a subclass of nn.Sequential may do more in its forward,
-    and stays whole.
+def _flat_layers(name: str, module: nn.Module) -> Iterator[Layer]:
+    """Yield the layers of nested plain sequences.
+
+    A subclass of `nn.Sequential` may do more in its forward, and is one layer.
     """
     if type(module) is nn.Sequential and len(module):
-        for child_name, child in _children(module):
-            yield from _flat(f"{name}.{child_name}", child)
+        for child_name, child in _named_items(module).items():
+            yield from _flat_layers(f"{name}.{child_name}", child)
     else:
-        yield _built(name, module)
+        yield _built_layer(name, module)
 
 
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """In the order in which forward() calls them; `named_children` leaves out a module that it has
-    met before.
+def _named_items(sequence: Any) -> dict[str, Any]:
+    """Return the items of a sequence by name, in the order in which forward() calls them.
+
+    `named_children` would leave out a module that stands in the sequence twice.
     """
-    return ((name, child) for name, child in module._modules.items() if child is not None)
+    if isinstance(sequence, nn.Module):
+        children = sequence._modules
+        return {name: child for name, child in children.items() if child is not None}
+    return {str(number): item for number, item in enumerate(sequence)}
 
 
-def _built(name: str, module: nn.Module) -> Layer:
-    return Layer(name, _get(module), is_built=True)
+def _built_layer(name: str, module: nn.Module) -> Layer:
+    return Layer(name, _getter(module), is_built=True)
 
 
-def _get(module: nn.Module) -> Callable[[], nn.Module]:
+def _getter(module: nn.Module) -> Callable[[], nn.Module]:
     return lambda: module
 
 
@@ -378,15 +391,15 @@ def refuse_bad_ties(layers: Sequence[Layer]) -> None:
     Raises:
         ValueError: with the name of the layer.
     """
-    seen: set[str] = set()
-    first_of: dict[str, Layer] = {}
+    names: set[str] = set()
+    first_of_tie: dict[str, Layer] = {}
     for layer in layers:
-        if layer.name in seen:
+        if layer.name in names:
             raise ValueError(f"two layers are named {layer.name}")
-        seen.add(layer.name)
+        names.add(layer.name)
         if not layer.tied:
             continue
-        first = first_of.setdefault(layer.tied, layer)
+        first = first_of_tie.setdefault(layer.tied, layer)
         if first is layer and layer.call is not None:
             raise ValueError(
                 f"layer {layer.name}: the first of the layers tied as {layer.tied} must have no "

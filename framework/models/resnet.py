@@ -61,7 +61,8 @@ class SmallResNet18(LayerStack):
         previous = STAGE_WIDTHS[0]
         for stage, width in enumerate(STAGE_WIDTHS):
             for block in range(BLOCKS_PER_STAGE):
-                stride = 2 if stage > 0 and block == 0 else 1
+                is_first_of_stage = stage > 0 and block == 0
+                stride = 2 if is_first_of_stage else 1
                 layers[f"block{stage + 1}_{block + 1}"] = BasicBlock(previous, width, stride=stride)
                 previous = width
         layers.update(
@@ -73,26 +74,22 @@ class SmallResNet18(LayerStack):
 
 
 class LayeredResNet(resnet.ResNet):  # type: ignore[misc]
-    """torchvision's ResNet, which says where it can be cut; the names of its weights are
-    torchvision's.
+    """torchvision's ResNet with a list of its layers, so that it can be cut; the names of its
+    weights are torchvision's.
     """
 
     def layers(self) -> list[tuple[str, nn.Module]]:
-        """Stem, residual blocks and head in the order of `forward`."""
-        stages = ("layer1", "layer2", "layer3", "layer4")
-        blocks = [
-            (f"{stage}.{name}", block)
-            for stage in stages
-            for name, block in getattr(self, stage).named_children()
-        ]
-        stem = [(name, getattr(self, name)) for name in ("conv1", "bn1", "relu", "maxpool")]
-        return [
-            *stem,
-            *blocks,
-            ("avgpool", self.avgpool),
-            ("flatten", nn.Flatten()),
-            ("fc", self.fc),
-        ]
+        """List stem, residual blocks and head in the order of `forward`."""
+        layers: list[tuple[str, nn.Module]] = []
+        for name in ("conv1", "bn1", "relu", "maxpool"):
+            layers.append((name, getattr(self, name)))
+        for stage in ("layer1", "layer2", "layer3", "layer4"):
+            for name, block in getattr(self, stage).named_children():
+                layers.append((f"{stage}.{name}", block))
+        layers.append(("avgpool", self.avgpool))
+        layers.append(("flatten", nn.Flatten()))
+        layers.append(("fc", self.fc))
+        return layers
 
 
 def resnet18(num_classes: int = 1000, *, in_channels: int = 3) -> nn.Module:

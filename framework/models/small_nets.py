@@ -69,8 +69,10 @@ class MLP(LayerStack):
         hidden_sizes: Sequence[int] = (256, 256),
         dropout: float = 0.0,
     ) -> None:
-        """Build the network; no `hidden_sizes` give a linear classifier, `dropout` is a hidden
-        unit's probability.
+        """Build the network.
+
+        Empty `hidden_sizes` give a linear classifier; `dropout` is the probability of a hidden
+        unit.
         """
         widths = [in_channels * image_size**2, *hidden_sizes]
         layers = OrderedDict[str, nn.Module](flatten=nn.Flatten())

@@ -1,10 +1,10 @@
-"""Layers whose weights are divided over the ranks of a tensor group (Shoeybi et al. 2019,
+"""Layers with weights that are divided over the ranks of a tensor group (Shoeybi et al. 2019,
 "Megatron-LM", section 3).
 
-A column layer has some of its outputs, a row layer some of its inputs: after column layers and a
-row layer every rank has the same sum, for one all-reduce in the forward pass (of the row layer's
-outputs) and one in the backward pass (of the gradient of what the column layers read, which is
-copied once for all of them).
+On each rank a column layer has some of its outputs, a row layer some of its inputs. After column
+layers and a row layer every rank has the same sum. This costs one all-reduce in the forward pass,
+of the row layer's outputs, and one in the backward pass, of the gradient of the column layers'
+input, which is copied once for all of them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        # A copy: another branch of the graph may have been handed the same tensor; contiguous, or
-        # nothing is added.
+        # A clone, because another branch of the graph may hold the same tensor. It is contiguous,
+        # because all_reduce adds nothing up in other tensors.
         total = gradient.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=ctx.group)
         return total, None
@@ -49,35 +49,36 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
-class _Joined(torch.autograd.Function):
-    """Joins the ranks' parts of the last dimension, for what is computed on all ranks alike."""
+class _Join(torch.autograd.Function):
+    """Joins the ranks' parts of the last dimension; what follows is computed on all ranks alike."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any, widths: Sequence[int]) -> Tensor:
         rank = torch.distributed.get_rank(group)
-        ctx.place = sum(widths[:rank]), widths[rank]
+        ctx.start = sum(widths[:rank])
+        ctx.width = widths[rank]
         padded = pad(tensor, (0, max(widths) - widths[rank])).contiguous()
-        parts = [torch.empty_like(padded) for _ in widths]
-        torch.distributed.all_gather(parts, padded, group=group)
-        return torch.cat(
-            [part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1
-        )
+        padded_parts = [torch.empty_like(padded) for _ in widths]
+        torch.distributed.all_gather(padded_parts, padded, group=group)
+        pairs = zip(padded_parts, widths, strict=True)
+        return torch.cat([part[..., :width] for part, width in pairs], dim=-1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient.narrow(-1, *ctx.place), None, None
+        return gradient.narrow(-1, ctx.start, ctx.width), None, None
 
 
 class TensorPart:
-    """This rank's place in a tensor group, and what its layers share within a pass.
+    """This rank's place in a tensor group, and the state that its layers share within a pass.
 
-    Between a column layer and its row layer ranks compute different things: there each draws its
-    own random numbers, from a seed that all draw from the common stream. That stream alone is a
-    run's state, saved and computed again as it always was.
+    Between a column layer and its row layer ranks compute different things. There each rank draws
+    its own random numbers, from a seed that all ranks draw from their common stream. Only that
+    stream is a run's state, to be saved and recomputed as without a tensor group.
 
     Attributes:
         group: process group.
-        rank, size: place in it, number of its ranks.
+        rank: this rank's number in the group.
+        size: number of ranks in the group.
         has_draws: whether a layer may draw random numbers.
     """
 
@@ -90,28 +91,31 @@ class TensorPart:
         self._common: list[Tensor] | None = None  # states of the generators
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The same tensor, whose gradient is the sum over ranks."""
+        """Return the same tensor; its gradient is the sum of the ranks' gradients."""
         copied: Tensor = _Copy.apply(tensor, self.group)
         return copied
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks of a tensor, whose gradient every rank has whole."""
+        """Return the sum of a tensor over the ranks; every rank has the whole gradient of it."""
         total: Tensor = _Sum.apply(tensor, self.group)
         return total
 
     def join(self, tensor: Tensor, widths: Sequence[int]) -> Tensor:
-        """The whole of a tensor whose last dimension is divided, `widths` over the ranks."""
-        joined: Tensor = _Joined.apply(tensor, self.group, widths)
+        """Return the whole of a tensor with its last dimension divided over the ranks.
+
+        `widths` are the sizes of the ranks' parts.
+        """
+        joined: Tensor = _Join.apply(tensor, self.group, widths)
         return joined
 
     def copy_once(self, tensor: Tensor) -> Tensor:
-        """`copy`, once for the column layers that read the same tensor one after the other."""
+        """`copy` a tensor, once for the column layers that read it one after the other."""
         if self._copied is None or self._copied[0] is not tensor:
-            self._copied = tensor, self.copy(tensor)
+            self._copied = (tensor, self.copy(tensor))
         return self._copied[1]
 
     def begin(self, *, draws: bool) -> None:
-        """After a column layer: until `end` this rank draws random numbers of its own."""
+        """Let this rank draw random numbers of its own, after a column layer and until `end`."""
         if not draws or not self.has_draws or self._common is not None:
             return
         seed = int(torch.randint(2**31, ()))
@@ -121,7 +125,9 @@ class TensorPart:
         torch.manual_seed(seed * self.size + self.rank)
 
     def end(self, *_: Any) -> None:
-        """Before a row layer, and in any case when the module around both has run."""
+        """Return to the common random numbers: before a row layer, and in any case when the module
+        around both layers has run.
+        """
         self._copied = None
         if self._common is not None:
             torch.set_rng_state(self._common[0])
@@ -135,11 +141,12 @@ class ColumnLinear(nn.Linear):
     out_features).
 
     Attributes:
+        part: this rank's place in the tensor group.
         copies: whether it copies its input itself; a module around it may have done so for all
             column layers.
-        widths: of all ranks, where the parts are joined to (..., out_features); None where they
-            stay apart.
-        is_last: no row layer follows: what it returns is the model's.
+        widths: sizes of all ranks' parts, to join them to (..., out_features); None to leave them
+            apart.
+        is_last: no row layer follows: its output is the model's.
     """
 
     part: TensorPart
@@ -155,7 +162,9 @@ class ColumnLinear(nn.Linear):
             if self.widths is None:
                 return output
             return part.join(output, self.widths)
-        output = linear(part.copy_once(input) if self.copies else input, self.weight, self.bias)
+        if self.copies:
+            input = part.copy_once(input)
+        output = linear(input, self.weight, self.bias)
         part.begin(draws=self.training)
         return output
 
@@ -175,12 +184,14 @@ class RowLinear(nn.Linear):
 
 
 class VocabularyPart:
-    """This rank's part of a vocabulary: tokens from `first` on; see `TensorPart` for the group.
+    """This rank's part of a vocabulary.
 
     Attributes:
-        part: place in the group; None: this rank has all tokens.
+        part: place in the tensor group; None: this rank has all tokens.
         widths: number of tokens of every rank.
         joins: whether logits are joined for a loss that reads all of them.
+        first: this rank's first token.
+        size: number of this rank's tokens.
     """
 
     def __init__(self, part: TensorPart | None, widths: Sequence[int], *, joins: bool) -> None:
@@ -192,19 +203,20 @@ class VocabularyPart:
         self.size = widths[rank]
 
     def look_up(self, tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
-        """Vectors (..., hidden) of tokens (...,) int64 of the whole vocabulary; `weight` (own
-        tokens, hidden).
+        """Return the vectors (..., hidden) of tokens (...,) int64 of the whole vocabulary.
+
+        `weight` (own tokens, hidden) has this rank's vectors.
         """
         assert self.part is not None
         local, outside = self.own(tokens)
-        padding = None if padding_idx is None else padding_idx - self.first
-        if padding is not None and not 0 <= padding < self.size:
-            padding = None
-        vectors = embedding(local, weight, padding).masked_fill(outside.unsqueeze(-1), 0.0)
+        local_padding: int | None = None
+        if padding_idx is not None and 0 <= padding_idx - self.first < self.size:
+            local_padding = padding_idx - self.first
+        vectors = embedding(local, weight, local_padding).masked_fill(outside.unsqueeze(-1), 0.0)
         return self.part.sum(vectors)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Logits of hidden (..., hidden): (..., own tokens), or joined."""
+        """Compute logits (..., own tokens), or joined ones, of vectors (..., hidden)."""
         assert self.part is not None
         logits = linear(self.part.copy(hidden), weight)
         if self.joins:
@@ -212,17 +224,27 @@ class VocabularyPart:
         return logits
 
     def nats(self, logits: Tensor, targets: Tensor, *, ignore_index: int) -> Tensor:
-        """Cross-entropy (positions,) float32 of logits (positions, own tokens) and targets
-        (positions,) int64, 0 where the target is `ignore_index`: log sum exp(x - m) - (x_target -
-        m) with the largest logit m of any rank (as Megatron-LM's `vocab_parallel_cross_entropy`).
-        Two small all-reduces.
+        """Compute the cross-entropy of targets, 0 where a target is `ignore_index`.
+
+        It is log sum exp(x - m) - (x_target - m), with the largest logit m of any rank (as
+        Megatron-LM's `vocab_parallel_cross_entropy`). It takes two small all-reduces.
+
+        Args:
+            logits: (positions, own tokens).
+            targets: (positions,) int64.
+            ignore_index: the target that does not count.
+
+        Returns:
+            (positions,) float32.
         """
-        nats: Tensor = _Nats.apply(logits, *self.own(targets), self)
+        local, outside = self.own(targets)
+        nats: Tensor = _CrossEntropy.apply(logits, local, outside, self)
         return nats.masked_fill(targets == ignore_index, 0.0)
 
     def guesses(self, logits: Tensor) -> Tensor:
-        """The token (positions,) int64 with the largest logit of logits (positions, own tokens);
-        the first of several. Two small all-reduces.
+        """Return the tokens (positions,) int64 with the largest of logits (positions, own tokens).
+
+        It is the first of several with the same logit. It takes two small all-reduces.
         """
         largest, token = logits.max(dim=-1)
         if self.part is None:
@@ -232,9 +254,15 @@ class VocabularyPart:
         return token
 
     def shares(self, logits: Tensor, local: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities (positions, own tokens), in the memory of logits (positions, own tokens)
-        float32, and the cross-entropy (positions,); `local` and `outside` are `own` of the targets.
-        Two small all-reduces.
+        """Compute probabilities and the cross-entropy, in two small all-reduces.
+
+        Args:
+            logits: (positions, own tokens) float32; their memory takes the probabilities.
+            local: the first result of `own` for the targets.
+            outside: its second result.
+
+        Returns:
+            The probabilities (positions, own tokens) and the cross-entropy (positions,).
         """
         exponentials, sums, nats = self.exponentials(logits, local, outside)
         return exponentials.div_(sums.unsqueeze(-1)), nats
@@ -242,24 +270,31 @@ class VocabularyPart:
     def exponentials(
         self, logits: Tensor, local: Tensor, outside: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(logits - the largest of a position) (positions, own tokens) float32, in the memory of
-        logits that are float32; their sums over all tokens (positions,), and the cross-entropy
-        (positions,). As `shares`.
+        """Compute the probabilities' numerators, their denominators and the cross-entropy.
+
+        It takes the arguments of `shares`, and also logits in half precision.
+
+        Returns:
+            exp(logits - the position's largest logit) (positions, own tokens) float32, in the
+            memory of float32 logits; their sums over all tokens (positions,); and the cross-entropy
+            (positions,).
         """
         largest = self._largest(logits).unsqueeze(-1)
         if logits.dtype == torch.float32:
-            found = logits.sub_(largest)
+            shifted = logits.sub_(largest)
         else:
-            found = torch.sub(logits, largest)
-        target = found.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0.0)
-        sums = found.exp_().sum(-1)
+            shifted = torch.sub(logits, largest)
+        target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0.0)
+        exponentials = shifted.exp_()
+        sums = exponentials.sum(-1)
         if self.part is not None:
             sums, target = self.part.sum(torch.stack((sums, target)))
-        return found, sums, sums.log() - target
+        return exponentials, sums, sums.log() - target
 
     def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens as rows of this rank's weight, 0 for those of others, and whether they are
-        others'.
+        """Return tokens as rows of this rank's weight, and whether they are other ranks' tokens.
+
+        Other ranks' tokens have the row 0.
         """
         local = tokens - self.first
         outside = (local < 0) | (local >= self.size)
@@ -274,9 +309,9 @@ class VocabularyPart:
         return largest
 
 
-class _Nats(torch.autograd.Function):
-    """Keeps this rank's probabilities alone, and makes them the gradient in place: of logits these
-    are many bytes.
+class _CrossEntropy(torch.autograd.Function):
+    """Cross-entropy that keeps this rank's probabilities alone, and turns them into the gradient in
+    place: tensors of the size of the logits take much memory.
     """
 
     @staticmethod

@@ -8,10 +8,10 @@ If one of them needs real numbers for that, all of them run for real on the one 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -24,9 +24,9 @@ from framework.models.layers import Layer, as_layers
 
 # What DeepSpeed's pipeline can send (runtime/pipe/engine.py `ID_TO_DTYPE`), less bool, which NCCL
 # cannot.
-_SENDABLE: Final = frozenset(
-    (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-) | frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+_SENDABLE_FLOATS: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_SENDABLE_INTEGERS: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SENDABLE: Final = frozenset(_SENDABLE_FLOATS + _SENDABLE_INTEGERS)
 # DeepSpeed describes all tensors that cross to the next stage in 256 numbers (pipe/engine.py
 # `TENSOR_META_SIZE`).
 _LONGEST_DESCRIPTION: Final = 256
@@ -34,19 +34,20 @@ _LONGEST_DESCRIPTION: Final = 256
 
 @dataclass(frozen=True)
 class Surveyed:
-    """One layer.
+    """Sizes and costs of one layer.
 
     Attributes:
+        layer: the layer.
         kind: class name of its module.
-        place: the layer's name, and so the prefix of its weights' names; for a tied layer that of
-            the first one.
+        place: prefix of its weights' names: the layer's name, or for a tied layer the name of the
+            first layer of its tie.
         params: name within the layer -> shape, of the parameters that require a gradient.
         state: name within the layer -> shape, of everything that a checkpoint holds.
         param_bytes: bytes of parameters and buffers.
         output_bytes: bytes of the output for the batch that was run.
-        cannot_send: why the output cannot cross to another stage; empty where it can.
+        cannot_send: why the output cannot be sent to another stage; empty if it can.
         flops: floating-point operations of its forward pass in matrix products and convolutions;
-            None where it was not counted.
+            None if they were not counted.
     """
 
     layer: Layer
@@ -68,11 +69,12 @@ def survey(
     float_bytes: int = 4,
     frozen: Collection[str] = (),
 ) -> list[Surveyed]:
-    """Weigh every layer and look at what it passes on.
+    """Run every layer once, and measure its weights and its output.
 
     Args:
-        inputs: what the first layer gets, one micro-batch on the CPU: a tensor or a tuple of
-            tensors.
+        layers: in the order in which they are run.
+        inputs: of the first layer, one micro-batch on the CPU: a tensor or a tuple of tensors.
+        seed: of the weights.
         float_bytes: bytes per number of floating tensors in the run; 2 for bf16 and fp16.
         frozen: full names of parameters that will not be trained.
 
@@ -81,19 +83,22 @@ def survey(
             on the output of the one before; ``tied-weight-missing``, ``tied-weight-left-out`` or
             ``tied-layers-differ``.
     """
-    look = partial(_walk, layers, float_bytes=float_bytes, frozen=frozen)
+
+    def make_on_meta(number: int) -> nn.Module:
+        return _meta_module(layers[number], number, seed)
+
+    def make_copy(number: int) -> nn.Module:
+        return layers[number].make_copy(number, seed=seed)
+
+    survey_layers = partial(_survey_layers, layers, float_bytes=float_bytes, frozen=frozen)
     try:
-        return list(
-            look(
-                _on_meta(inputs), make=lambda n: _meta_module(layers[n], n, seed), counts_flops=True
-            )
-        )
-    except Exception:  # whatever a layer's code does with tensors that hold no numbers
+        return list(survey_layers(_on_meta(inputs), make=make_on_meta, counts_flops=True))
+    except Exception:  # a layer's own code may raise anything on tensors that hold no numbers
         with torch.random.fork_rng(devices=[]):
-            return list(look(inputs, make=lambda n: layers[n].make_copy(n, seed=seed)))
+            return list(survey_layers(inputs, make=make_copy))
 
 
-def _walk(
+def _survey_layers(
     layers: Sequence[Layer],
     value: Any,
     *,
@@ -102,43 +107,25 @@ def _walk(
     frozen: Collection[str],
     counts_flops: bool = False,
 ) -> Iterator[Surveyed]:
-    firsts: dict[str, tuple[Layer, nn.Module]] = {}
+    first_of_tie: dict[str, tuple[Layer, nn.Module]] = {}
     for number, layer in enumerate(layers):
-        try:
-            module = make(number)
-        except Exception as error:
-            reason = f"the layer cannot be built: {in_one_line(error)}"
-            raise ConfigError.of(
-                "layer-failed", reason, "mend what builds it", "model", layer.name
-            ) from error
+        module = _build(layer, number, make)
         place = layer.name
         if layer.tied:
-            first, first_module = firsts.setdefault(layer.tied, (layer, module))
+            first, first_module = first_of_tie.setdefault(layer.tied, (layer, module))
             _refuse_bad_tie(first, first_module, layer, module)
             place = first.name
             module = first_module
         for name, parameter in module.named_parameters():
             if f"{place}.{name}" in frozen:
                 parameter.requires_grad_(False)
+        flops: int | None = None
         if counts_flops:
-            counter = FlopCounterMode(display=False)
+            with FlopCounterMode(display=False) as counter:
+                value = _run(layer, module, value)
+            flops = int(counter.get_total_flops())
         else:
-            counter = None
-        try:
-            with counter or nullcontext():
-                value = layer.apply(module, value)
-        except Exception as error:
-            reason = (
-                f"the layer fails on the output of the layer before, {_shown(value)}: "
-                f"{in_one_line(error)}"
-            )
-            fix = "mend the layer, or the order of the layers"
-            name = f"{layer.name} ({type(module).__name__})"
-            raise ConfigError.of("layer-failed", reason, fix, "model", name) from error
-        if isinstance(value, tuple):
-            tensors = value
-        else:
-            tensors = (value,)
+            value = _run(layer, module, value)
         yield Surveyed(
             layer=layer,
             kind=type(module).__name__,
@@ -149,32 +136,58 @@ def _walk(
                 if parameter.requires_grad
             },
             state={
-                name: kept.shape
-                for name, kept in module.state_dict().items()
-                if isinstance(kept, Tensor)
+                name: entry.shape
+                for name, entry in module.state_dict().items()
+                if isinstance(entry, Tensor)
             },
-            param_bytes=sum(
-                _bytes(tensor, float_bytes) for tensor in (*module.parameters(), *module.buffers())
-            ),
-            output_bytes=sum(
-                _bytes(tensor, float_bytes) for tensor in tensors if isinstance(tensor, Tensor)
-            ),
-            cannot_send=_why_not(value, tensors),
-            flops=None if counter is None else int(counter.get_total_flops()),
+            param_bytes=_total_bytes(chain(module.parameters(), module.buffers()), float_bytes),
+            output_bytes=_total_bytes(_as_tuple(value), float_bytes),
+            cannot_send=_why_not_sendable(value),
+            flops=flops,
         )
 
 
-def _why_not(value: Any, tensors: Sequence[Any]) -> str:
-    """Describe what DeepSpeed's pipeline would fail at, or hang on, in the middle of the first
-    step.
+def _build(layer: Layer, number: int, make: Callable[[int], nn.Module]) -> nn.Module:
+    try:
+        return make(number)
+    except Exception as error:
+        reason = f"the layer cannot be built: {in_one_line(error)}"
+        raise ConfigError.of(
+            "layer-failed", reason, "mend what builds it", "model", layer.name
+        ) from error
+
+
+def _run(layer: Layer, module: nn.Module, value: Any) -> Any:
+    try:
+        return layer.apply(module, value)
+    except Exception as error:
+        reason = (
+            f"the layer fails on the output of the layer before, {_shown(value)}: "
+            f"{in_one_line(error)}"
+        )
+        fix = "mend the layer, or the order of the layers"
+        name = f"{layer.name} ({type(module).__name__})"
+        raise ConfigError.of("layer-failed", reason, fix, "model", name) from error
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, tuple):
+        return value
+    return (value,)
+
+
+def _why_not_sendable(value: Any) -> str:
+    """Describe why a layer's output cannot be sent to the next stage; empty if it can.
+
+    DeepSpeed's pipeline would fail or hang in the middle of the first step.
     """
-    if not all(isinstance(tensor, Tensor) for tensor in tensors):
-        other = next(type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor))
-        if isinstance(value, tuple):
-            kinds = f"a tuple with a {other}"
-        else:
-            kinds = f"a {other}"
-        return f"it returns {kinds}, not a tensor or a tuple of tensors"
+    tensors = _as_tuple(value)
+    for item in tensors:
+        if not isinstance(item, Tensor):
+            kind = f"a {type(item).__name__}"
+            if isinstance(value, tuple):
+                kind = f"a tuple with {kind}"
+            return f"it returns {kind}, not a tensor or a tuple of tensors"
     for tensor in tensors:
         if tensor.dtype not in _SENDABLE:
             return (
@@ -194,25 +207,27 @@ def _why_not(value: Any, tensors: Sequence[Any]) -> str:
 
 
 def _refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: nn.Module) -> None:
-    """Refuse tied weights that are absent, differ between both ends, or are not all that the ends
-    share.
+    """Refuse tied weights that are absent, that differ between the two layers, or that leave out a
+    weight of one of them.
     """
-    weights = dict(first_module.named_parameters())
-    own = dict(module.named_parameters())
+    first_weights = dict(first_module.named_parameters())
+    weights = dict(module.named_parameters())
     refusal = partial(ConfigError.of, key="model", value=f"{layer.name} ({type(module).__name__})")
     for name in layer.tied_weights:
-        if name not in own:
+        if name not in weights:
             reason = f"it is tied as {layer.tied} by {name}, and has no such parameter"
-            fix = f"tied_weights may be of {', '.join(own) or 'nothing: it has none'}"
+            fix = f"tied_weights may be of {', '.join(weights) or 'nothing: it has none'}"
             raise refusal("tied-weight-missing", reason, fix)
-        shape, other = tuple(own[name].shape), tuple(weights[name].shape)
-        if shape != other:
+        shape = tuple(weights[name].shape)
+        first_shape = tuple(first_weights[name].shape)
+        if shape != first_shape:
             reason = (
                 f"its {name} has the shape {shape}, and that of {first.name}, to which it is "
-                f"tied, {other}"
+                f"tied, {first_shape}"
             )
             raise refusal("tied-layers-differ", reason, "build both alike")
-    left_out = [name for name in (*weights, *own) if name not in layer.tied_weights]
+    all_names = chain(first_weights, weights)
+    left_out = [name for name in all_names if name not in layer.tied_weights]
     if left_out:
         reason = (
             f"it is tied as {layer.tied}, and its {left_out[0]} is not: every stage would "
@@ -233,8 +248,14 @@ def _shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _bytes(tensor: Tensor, float_bytes: int) -> int:
-    return tensor.numel() * (float_bytes if tensor.is_floating_point() else tensor.element_size())
+def _total_bytes(values: Iterable[Any], float_bytes: int) -> int:
+    """Sum the bytes of the tensors among `values`."""
+    total = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            bytes_each = float_bytes if value.is_floating_point() else value.element_size()
+            total += value.numel() * bytes_each
+    return total
 
 
 def _on_meta(value: Any) -> Any:
@@ -248,17 +269,19 @@ def _meta_module(layer: Layer, number: int, seed: int) -> nn.Module:
         with torch.device("meta"):
             return layer.make(number, seed=seed)
     module = layer.build()
-    # A copy of the structure only: deepcopy takes what is in its memo for a copy already made.
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()
-    }
-    memo |= {id(buffer): buffer.detach().to("meta") for buffer in module.buffers()}
+    # A copy of the structure only: deepcopy takes an entry of its memo for a copy already made.
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        on_meta = parameter.detach().to("meta")
+        memo[id(parameter)] = nn.Parameter(on_meta, parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(module, memo)
 
 
 # The same operations on the same device give the same numbers; a module may still write them down
 # in another way.
-_RELATIVE: Final = 1e-4
+_RELATIVE_TOLERANCE: Final = 1e-4
 _FEW_SAMPLES: Final = 2
 # Beyond these nothing is compared: a start must not wait for minutes, nor hold such a model three
 # times.
@@ -267,37 +290,40 @@ _MOST_PRODUCTS: Final = 100_000_000_000  # weights x tokens: some seconds on one
 
 
 def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int) -> None:
-    """Run `forward()` and the layers once, in evaluation mode, on a few samples, and compare what
-    comes out.
+    """Refuse a model if its `layers()`, run one after the other, give other outputs than its
+    `forward()`.
 
-    A pipeline and recomputation run the layers only: what `forward()` does beside calling them
-    would be left out, and another model be trained. Both run on copies, because modules may keep
-    things (a cache, a counter). Where one of them does not run here, where copies cannot be made,
-    where the model is very large or gives other numbers each time, nothing can be compared and
-    nothing is said. The inputs are of one micro-batch, on the CPU: a tensor or a tuple.
+    A pipeline and recomputation run the layers only: anything that `forward()` does beside calling
+    them would be left out, and another model be trained. Both run once, in evaluation mode, on a
+    few samples, and on copies, because modules may keep things (a cache, a counter). Nothing is
+    refused where they cannot be compared: one of them does not run here, copies cannot be made, the
+    model is very large, or it gives other numbers each time.
+
+    `inputs` are one micro-batch, on the CPU: a tensor or a tuple.
 
     Raises:
         ConfigError: kind ``layers-differ-from-forward``.
     """
-    inputs = _few(inputs)
-    if _is_too_much(model, inputs):
+    inputs = _few_samples(inputs)
+    if _is_too_large(model, inputs):
         return
 
-    def outputs(run: Callable[[nn.Module, Any], Any]) -> tuple[list[Any], Any]:
-        own, values = copy.deepcopy((model, inputs))
+    def outputs_of(run: Callable[[nn.Module, Any], Any]) -> tuple[list[Any], Any]:
+        model_copy, inputs_copy = copy.deepcopy((model, inputs))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            return tree_flatten(run(own.eval(), values))
+            return tree_flatten(run(model_copy.eval(), inputs_copy))
 
     try:
-        own = outputs(_forward)
-        reported = outputs(_in_turn)
-        difference = _difference(own, reported)
-        # Thrice: two draws of a noise may happen to be alike.
-        is_noise = bool(difference) and any(_difference(own, outputs(_forward)) for _ in range(3))
-    except Exception:  # whatever code for another device raises here
+        expected = outputs_of(_run_forward)
+        difference = _difference(expected, outputs_of(_run_layers))
+        if not difference:
+            return
+        # Three times: two draws of a noise may happen to be alike.
+        is_noise = any(_difference(expected, outputs_of(_run_forward)) for _ in range(3))
+    except Exception:  # the model's own code, perhaps for another device, may raise anything here
         return
-    if difference and not is_noise:
+    if not is_noise:
         raise ConfigError.of(
             "layers-differ-from-forward",
             "its layers(), one after the other, do not give what its forward() gives: "
@@ -309,13 +335,10 @@ def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int) -> None:
         )
 
 
-def _is_too_much(model: nn.Module, inputs: Any) -> bool:
-    """By its weights, and for token numbers by how many of them pass each weight."""
+def _is_too_large(model: nn.Module, inputs: Any) -> bool:
+    """Check the number of weights, and for tokens the products of weights and tokens."""
     num_weights = sum(weight.numel() for weight in model.parameters())
-    if isinstance(inputs, tuple):
-        first = inputs[0]
-    else:
-        first = inputs
+    first = _as_tuple(inputs)[0]
     if first.is_floating_point():
         num_tokens = 1
     else:
@@ -323,26 +346,24 @@ def _is_too_much(model: nn.Module, inputs: Any) -> bool:
     return num_weights > _MOST_WEIGHTS or num_weights * num_tokens > _MOST_PRODUCTS
 
 
-def _forward(model: nn.Module, inputs: Any) -> Any:
+def _run_forward(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, tuple):
         return model(*inputs)
     return model(inputs)
 
 
-def _in_turn(model: nn.Module, value: Any) -> Any:
+def _run_layers(model: nn.Module, value: Any) -> Any:
     for layer in as_layers(model):
         value = layer.apply(layer.build().eval(), value)
     return value
 
 
-def _few(inputs: Any) -> Any:
-    """The first samples, where the tensors agree on how many there are: a whole batch takes its
-    time on a CPU.
+def _few_samples(inputs: Any) -> Any:
+    """Return the first samples: a whole batch takes its time on a CPU.
+
+    All samples are returned where the tensors differ in their number.
     """
-    if isinstance(inputs, tuple):
-        tensors = inputs
-    else:
-        tensors = (inputs,)
+    tensors = _as_tuple(inputs)
     if any(tensor.ndim == 0 or len(tensor) != len(tensors[0]) for tensor in tensors):
         return inputs
     few = tuple(tensor[:_FEW_SAMPLES] for tensor in tensors)
@@ -351,27 +372,35 @@ def _few(inputs: Any) -> Any:
     return few[0]
 
 
-def _difference(own: tuple[list[Any], Any], reported: tuple[list[Any], Any]) -> str:
-    """In words; empty where there is none, and where they say different things: ``(logits, None)``
-    of a forward() that may be given targets, a dict, logits of the last position only.
+def _difference(expected: tuple[list[Any], Any], actual: tuple[list[Any], Any]) -> str:
+    """Describe how two flattened outputs, (leaves, structure), differ; empty if they do not.
+
+    Empty also where they cannot be compared: ``(logits, None)`` of a `forward()` that takes targets
+    too, a dict, logits of the last position only.
     """
-    outputs, others = (
-        [leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves, _ in (own, reported)
-    )
-    is_same_form = own[1] == reported[1]
-    if not is_same_form and (
-        len(outputs) != 1 or len(others) != 1 or outputs[0].shape != others[0].shape
-    ):
-        return ""
-    for one, other in zip(outputs, others, strict=True):
-        if one.shape != other.shape:
-            return f"shapes {tuple(one.shape)} and {tuple(other.shape)}"
-        one = one.double()
-        other = other.double()
-        largest, scale = (
-            float(numbers.abs().nan_to_num(0.0).max()) if one.numel() else 0.0
-            for numbers in (one - other, one)
-        )
-        if not torch.equal(one.isnan(), other.isnan()) or largest > _RELATIVE * (scale + 1e-30):
-            return f"numbers that differ by {largest:.3g}"
+    expected_leaves, expected_structure = expected
+    actual_leaves, actual_structure = actual
+    expected_tensors = [leaf for leaf in expected_leaves if isinstance(leaf, Tensor)]
+    actual_tensors = [leaf for leaf in actual_leaves if isinstance(leaf, Tensor)]
+    if expected_structure != actual_structure:
+        if len(expected_tensors) != 1 or len(actual_tensors) != 1:
+            return ""
+        if expected_tensors[0].shape != actual_tensors[0].shape:
+            return ""
+    for first, second in zip(expected_tensors, actual_tensors, strict=True):
+        if first.shape != second.shape:
+            return f"shapes {tuple(first.shape)} and {tuple(second.shape)}"
+        first = first.double()
+        second = second.double()
+        difference = _largest_magnitude(first - second)
+        tolerance = _RELATIVE_TOLERANCE * (_largest_magnitude(first) + 1e-30)
+        if not torch.equal(first.isnan(), second.isnan()) or difference > tolerance:
+            return f"numbers that differ by {difference:.3g}"
     return ""
+
+
+def _largest_magnitude(numbers: Tensor) -> float:
+    """Return the largest absolute value; NaN counts as 0, and no numbers have 0."""
+    if not numbers.numel():
+        return 0.0
+    return float(numbers.abs().nan_to_num(0.0).max())

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """`torch.nn.SyncBatchNorm`, which refuses tensors on the CPU, taught to take them.
+    """`torch.nn.SyncBatchNorm` that also takes tensors on the CPU, which torch's refuses.
 
     Input and output: (batch, channels, ...). Ranks may have batches of different sizes. In
     evaluation, without a process group and on one rank it is ordinary batch norm.
@@ -22,24 +22,27 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Normalise with mean and variance over the batches of all ranks; collective in
         training.
         """
-        synchronised = (
+        is_synchronised = (
             self.training
             and distributed.is_initialized()
             and distributed.get_world_size(self._group()) > 1
         )
-        if input.device.type != "cpu" or not synchronised:
+        if input.device.type != "cpu" or not is_synchronised:
             output: Tensor = super().forward(input)
             return output
-        return self._over_ranks(input)
+        return self._normalise_over_ranks(input)
 
-    def _over_ranks(self, input: Tensor) -> Tensor:
-        """Mean first, then the variance around it: sums of squares would lose the variance of a
-        large mean.
+    def _normalise_over_ranks(self, input: Tensor) -> Tensor:
+        """Normalise a tensor on the CPU.
+
+        The mean comes first, then the variance around it: sums of squares would lose the variance
+        beside a large mean.
         """
         self._check_input_dim(input)
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         axes = [axis for axis in range(values.ndim) if axis != 1]
-        shape = [1, -1, *[1] * (values.ndim - 2)]
+        # Of one number per channel, to be broadcast.
+        shape = (1, -1) + (1,) * (values.ndim - 2)
         count = values.new_full((1,), values.numel() // values.shape[1])
         total = _SumOverRanks.apply(torch.cat((values.sum(axes), count)), self._group())
         sums = total[:-1]
@@ -72,19 +75,21 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum of a tensor over ranks; as the loss of the job is a sum over them, so is the gradient."""
+    """Sum of a tensor over ranks. The loss of the job is a sum over ranks, and so is the
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return _summed(value, group)
+        return _sum_over_ranks(value, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
+        return _sum_over_ranks(gradient, ctx.group), None
 
 
-def _summed(value: Tensor, group: Any) -> Tensor:
+def _sum_over_ranks(value: Tensor, group: Any) -> Tensor:
     total = value.clone()
     distributed.all_reduce(total, group=group)
     return total
@@ -95,28 +100,33 @@ def with_sync_batch_norm(model: nn.Module, *, process_group: Any = None) -> nn.M
     names stay.
 
     Args:
-        model: changed in place; a model that is itself a batch norm is returned anew.
+        model: changed in place.
         process_group: the ranks that have different samples of the same batch; None: all ranks.
+
+    Returns:
+        The model; a new module where the model itself is a batch norm.
     """
-    done: dict[nn.Module, nn.Module] = {}
+    replacements: dict[nn.Module, nn.Module] = {}
     for parent in list(model.modules()):
-        # named_children would pass over a module's second place
+        # `named_children` would leave out a module that stands in the parent twice.
         for name, child in list(parent._modules.items()):
-            if child is not None and _is_plain(child):
-                done[child] = done[child] if child in done else _synchronised(child, process_group)
-                parent.add_module(name, done[child])
-    if _is_plain(model):
+            if child is None or not _is_plain_batch_norm(child):
+                continue
+            if child not in replacements:
+                replacements[child] = _synchronised(child, process_group)
+            parent.add_module(name, replacements[child])
+    if _is_plain_batch_norm(model):
         return _synchronised(model, process_group)
     return model
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
 
 
 def _synchronised(norm: Any, process_group: Any) -> SyncBatchNorm:
-    """The same batch norm with the same parameter objects, which ZeRO-3 may have partitioned
-    already.
+    """Return a synchronised batch norm with the same parameter objects, which ZeRO-3 may have
+    partitioned already.
     """
     new = SyncBatchNorm(
         norm.num_features,

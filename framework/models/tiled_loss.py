@@ -1,9 +1,9 @@
-"""Cross-entropy of an output layer tile by tile over positions: the logits of a long sequence are
-never whole.
+"""Cross-entropy of an output layer in tiles of positions, so that the logits of all positions never
+exist at once.
 
-A tile's gradients are made beside its loss, before its logits go (Hsu et al. 2024, "Liger Kernel");
-those of weights are summed in fp32. torch's own `linear_cross_entropy` (2.15) sums in the weight's
-precision, and divides no vocabulary.
+A tile's gradients are computed with its loss, before its logits are freed (Hsu et al. 2024, "Liger
+Kernel"); the gradients of weights are summed in fp32. torch's own `linear_cross_entropy` (2.15)
+sums in the weight's precision, and divides no vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from framework.models.split import ColumnLinear, VocabularyPart
 
 
 class TiledLoss(NamedTuple):
-    """Output of a model in the place of its logits.
+    """Output of a model in place of its logits.
 
     Attributes:
         guesses: the token with the largest logit, int64 in the shape of the targets; None in
@@ -47,12 +47,18 @@ _wanted: tuple[Tensor, LossTile, VocabularyPart | None] | None = None
 def wanting_loss(
     targets: Tensor, tile: LossTile, vocabulary: VocabularyPart | None
 ) -> Iterator[None]:
-    """Within this block output layers compute the loss of targets (...,) int64, negative where a
-    position has none, in tiles as `training.loss_tile` says. Not a context variable: the backward
-    pass, which may run layers again, has threads of its own.
+    """Let output layers compute the loss within the block, in tiles.
+
+    It is no context variable: the backward pass, which may run layers again, has threads of its
+    own.
+
+    Args:
+        targets: (...,) int64, negative where a position has no target.
+        tile: `training.loss_tile`.
+        vocabulary: this rank's part, where the vocabulary is divided.
     """
     global _wanted
-    _wanted = targets, tile, vocabulary
+    _wanted = (targets, tile, vocabulary)
     try:
         yield
     finally:
@@ -60,15 +66,20 @@ def wanting_loss(
 
 
 def tiled_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> TiledLoss | None:
-    """The loss of logits hidden @ weight.T + bias, where one is wanted and they are too many; None
-    elsewhere: hidden (..., size), weight (tokens, size), bias (tokens,), of a divided vocabulary
-    this rank's.
+    """Compute the loss of the logits hidden @ weight.T + bias, tile by tile.
+
+    Args:
+        hidden: (..., size).
+        weight: (tokens, size), this rank's tokens of a divided vocabulary.
+        bias: (tokens,).
+
+    Returns:
+        None outside `wanting_loss`, and where the logits are few enough to be computed at once.
     """
-    targets, tile, vocabulary = _wanted or (None, 0, None)
-    if targets is None:
+    if _wanted is None:
         return None
-    is_cast = torch.is_autocast_enabled(hidden.device.type)
-    if is_cast:
+    targets, tile, vocabulary = _wanted
+    if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     else:
         dtype = hidden.dtype
@@ -80,15 +91,21 @@ def tiled_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ti
     elif vocabulary.part is not None:
         hidden = vocabulary.part.copy(hidden)
     has_guesses = not torch.is_grad_enabled()
-    matrices = hidden.flatten(0, -2).to(dtype), weight.to(dtype)
-    guesses, nats = _TiledLoss.apply(
-        *matrices, bias, targets.flatten(), vocabulary, positions, has_guesses
+    rows = hidden.flatten(0, -2).to(dtype)
+    guesses, nats = _SumOfTiles.apply(
+        rows, weight.to(dtype), bias, targets.flatten(), vocabulary, positions, has_guesses
     )
-    return TiledLoss(guesses.view(targets.shape) if has_guesses else None, nats)
+    if has_guesses:
+        return TiledLoss(guesses.view(targets.shape), nats)
+    return TiledLoss(None, nats)
 
 
-class _TiledLoss(torch.autograd.Function):
-    """Gradients wait, unscaled, for that of the sum: nothing is saved of the forward pass."""
+class _SumOfTiles(torch.autograd.Function):
+    """Sum of the cross-entropies of all positions, with their guesses.
+
+    The forward pass computes the gradients for a gradient 1 of the sum, and the backward pass
+    scales them. No other tensor is kept between the two.
+    """
 
     @staticmethod
     def forward(
@@ -101,81 +118,75 @@ class _TiledLoss(torch.autograd.Function):
         positions: int,
         has_guesses: bool,
     ) -> tuple[Tensor, Tensor]:
-        needed = ctx.needs_input_grad[:3]
-        size = len(weight)
-        padding = -size % HALF_ROWS if rows.dtype.itemsize == 2 else 0
+        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        num_tokens = len(weight)
+        bias_dtype = None if bias is None else bias.dtype
+        padding = -num_tokens % HALF_ROWS if rows.dtype.itemsize == 2 else 0
         if padding:
             weight = pad(weight, (0, 0, 0, padding))
-            bias = None if bias is None else pad(bias, (0, padding))
+            if bias is not None:
+                bias = pad(bias, (0, padding))
         zeros = partial(torch.zeros, dtype=torch.float32, device=rows.device)
-        if needed[0]:
-            of_rows = torch.empty_like(rows)
-        else:
-            of_rows = None
-        if needed[1]:
-            of_weight = zeros(weight.shape)
-        else:
-            of_weight = None
-        if needed[2]:
-            of_bias = zeros(len(weight))
-        else:
-            of_bias = None
+        rows_gradient: Tensor | None = None
+        weight_gradient: Tensor | None = None
+        bias_gradient: Tensor | None = None
+        if needs_rows:
+            rows_gradient = torch.empty_like(rows)
+        if needs_weight:
+            weight_gradient = zeros(weight.shape)
+        if needs_bias:
+            bias_gradient = zeros(len(weight))
         total = zeros(())
         guesses = targets.new_empty(len(targets) if has_guesses else 0)
         for start in range(0, len(rows), positions):
             tile = slice(start, start + positions)
-            part = rows[tile]
-            counts = targets[tile] >= 0
-            logits = part @ weight.T
+            tile_rows = rows[tile]
+            has_target = targets[tile] >= 0
+            logits = tile_rows @ weight.T
             if bias is not None:
                 logits = logits.float().add_(bias)
             if padding:
-                logits[:, size:] = -torch.inf
+                logits[:, num_tokens:] = -torch.inf
             if has_guesses:
                 guesses[tile] = vocabulary.guesses(logits)
             local, outside = vocabulary.own(targets[tile])
             is_half = logits.dtype == rows.dtype and rows.dtype.itemsize == 2
             is_fused = is_half and vocabulary.part is None
             if is_fused:
-                shares, nats = _shares_of_half(logits, local)
-                part = part * counts.unsqueeze(-1)
+                logits_gradient, nats = _half_precision_gradient(logits, local)
+                tile_rows = tile_rows * has_target.unsqueeze(-1)
             else:
                 exponentials, sums, nats = vocabulary.exponentials(logits, local, outside)
             # Not in place: compiled by torch 2.11, an output that was written in place has no
             # gradient.
-            total = total + nats.masked_fill(~counts, 0.0).sum()
-            if not any(needed):
+            total = total + nats.masked_fill(~has_target, 0.0).sum()
+            if not (needs_rows or needs_weight or needs_bias):
                 continue
             if not is_fused:
-                factors = counts / sums
-                local = local.unsqueeze(-1)
-                of_target = (
-                    exponentials.gather(-1, local).squeeze(-1) * factors
-                    - (counts & ~outside).float()
-                )
                 if logits.dtype == rows.dtype:
-                    shares = logits
+                    logits_gradient = logits
                 else:
-                    shares = torch.empty_like(logits, dtype=rows.dtype)
-                torch.mul(exponentials, factors.unsqueeze(-1), out=shares)
-                shares.scatter_(-1, local, of_target.unsqueeze(-1).to(shares.dtype))
+                    logits_gradient = torch.empty_like(logits, dtype=rows.dtype)
+                is_local = has_target & ~outside
+                _write_gradient(logits_gradient, exponentials, has_target / sums, local, is_local)
                 del exponentials
-            if of_bias is not None:
-                of_bias += shares.sum(0, dtype=torch.float32)
-            if of_rows is not None:
-                torch.mm(shares, weight, out=of_rows[tile])
+            if bias_gradient is not None:
+                bias_gradient += logits_gradient.sum(0, dtype=torch.float32)
+            if rows_gradient is not None:
+                torch.mm(logits_gradient, weight, out=rows_gradient[tile])
                 if is_fused:
-                    of_rows[tile] *= counts.unsqueeze(-1)
-            if of_weight is not None and shares.dtype == torch.float32:
-                of_weight.addmm_(shares.T, part)
-            elif of_weight is not None:
-                of_weight += shares.T @ part
-            del shares, logits  # or the next tile's logits would stand beside them
-        ctx.gradients = (
-            of_rows,
-            *(None if one is None else one[:size] for one in (of_weight, of_bias)),
-        )
-        ctx.dtypes = rows.dtype, weight.dtype, None if bias is None else bias.dtype
+                    rows_gradient[tile] *= has_target.unsqueeze(-1)
+            if weight_gradient is not None and logits_gradient.dtype == torch.float32:
+                weight_gradient.addmm_(logits_gradient.T, tile_rows)
+            elif weight_gradient is not None:
+                weight_gradient += logits_gradient.T @ tile_rows
+            del logits_gradient, logits  # free them before the next tile's logits are computed
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient[:num_tokens]
+        if bias_gradient is not None:
+            bias_gradient = bias_gradient[:num_tokens]
+        ctx.gradients = (rows_gradient, weight_gradient, bias_gradient)
+        ctx.dtypes = (rows.dtype, weight.dtype, bias_dtype)
         ctx.mark_non_differentiable(guesses)
         ctx.set_materialize_grads(False)
         return guesses, total
@@ -183,22 +194,46 @@ class _TiledLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _: Any, gradient: Tensor) -> Any:
-        # which are scaled in place
-        found = ctx.gradients
-        ctx.gradients = None
-        if found is None:
+        gradients = ctx.gradients
+        ctx.gradients = None  # they are scaled in place, and so right once
+        if gradients is None:
             raise RuntimeError(
                 "a loss in tiles has one backward pass; set training.loss_tile: 0 for several"
             )
         scale = gradient.view(1)  # of one dimension: a product with half precision is made in fp32
-        scaled = (
-            None if one is None else one.mul_(scale).to(dtype)
-            for one, dtype in zip(found, ctx.dtypes, strict=True)
-        )
-        return *scaled, None, None, None, None
+        scaled: list[Tensor | None] = []
+        for input_gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
+            if input_gradient is None:
+                scaled.append(None)
+            else:
+                scaled.append(input_gradient.mul_(scale).to(dtype))
+        rows_gradient, weight_gradient, bias_gradient = scaled
+        return rows_gradient, weight_gradient, bias_gradient, None, None, None, None
 
 
-def _shares_of_half(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+def _write_gradient(
+    logits_gradient: Tensor,
+    exponentials: Tensor,
+    factors: Tensor,
+    local: Tensor,
+    is_local: Tensor,
+) -> None:
+    """Write the gradient of a tile's logits: the probabilities, less one at the target.
+
+    Args:
+        logits_gradient: (positions, tokens), overwritten; its memory may be that of `exponentials`.
+        exponentials: numerators of the probabilities (positions, tokens).
+        factors: their factor (positions,): 1 / denominator, 0 without a target.
+        local: targets (positions,) int64, as rows of this rank's weight.
+        is_local: whether the position has a target, and this rank has its row (positions,).
+    """
+    places = local.unsqueeze(-1)
+    at_target = exponentials.gather(-1, places).squeeze(-1) * factors - is_local.float()
+    torch.mul(exponentials, factors.unsqueeze(-1), out=logits_gradient)
+    logits_gradient.scatter_(-1, places, at_target.unsqueeze(-1).to(logits_gradient.dtype))
+
+
+def _half_precision_gradient(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
     """Compute probabilities, less one at the target, and the cross-entropy, in two passes.
 
     Args:
@@ -209,34 +244,41 @@ def _shares_of_half(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
         The gradient of the cross-entropy of each position, (positions, tokens) in the memory of the
         logits, and the cross-entropy (positions,) float32.
     """
-    logs = torch.log_softmax(logits, -1, dtype=torch.float32)
+    log_probabilities = torch.log_softmax(logits, -1, dtype=torch.float32)
     places = local.unsqueeze(-1)
-    of_target = logs.gather(-1, places)
-    shares = torch.exp(logs, out=logits)
-    shares.scatter_(-1, places, (of_target.exp() - 1).to(shares.dtype))
-    return shares, -of_target.squeeze(-1)
+    at_target = log_probabilities.gather(-1, places)
+    gradient = torch.exp(log_probabilities, out=logits)
+    gradient.scatter_(-1, places, (at_target.exp() - 1).to(gradient.dtype))
+    return gradient, -at_target.squeeze(-1)
 
 
 class _Head:
-    """An `nn.Linear` that gives the loss in the place of logits where that is wanted."""
+    """An `nn.Linear` that returns the loss in place of logits within `wanting_loss`."""
 
     def forward(self, input: Tensor) -> Any:
         loss = tiled_loss(input, self.weight, self.bias)  # type: ignore[attr-defined]
-        return super().forward(input) if loss is None else loss  # type: ignore[misc]
+        if loss is not None:
+            return loss
+        return super().forward(input)  # type: ignore[misc]
 
 
 def output_head(model: Any) -> nn.Module | None:
-    """Let the output layer of a model, as transformers name it, give losses; None where it is not
-    one that can.
+    """Let the output layer of a model return losses, and return the layer.
+
+    Returns:
+        The layer that `get_output_embeddings` (transformers' name) finds, or None where there is no
+        such layer or it is not an `nn.Linear`.
     """
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if callable(find) else None
-    if hasattr(head, "head_bias"):
+    get_output_layer = getattr(model, "get_output_embeddings", None)
+    if not callable(get_output_layer):
+        return None
+    head: nn.Module | None = get_output_layer()
+    adds_bias_itself = hasattr(head, "head_bias")
+    if adds_bias_itself:
         return head
-    if not isinstance(head, nn.Linear) or type(head).forward not in (
-        nn.Linear.forward,
-        ColumnLinear.forward,
-    ):
+    if not isinstance(head, nn.Linear):
+        return None
+    if type(head).forward not in (nn.Linear.forward, ColumnLinear.forward):
         return None
     head.__class__ = type(type(head).__name__, (_Head, type(head)), {})
     return head

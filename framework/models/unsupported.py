@@ -1,5 +1,5 @@
-"""Modules and weights that DeepSpeed would train as another model, or fail on in words of its
-own.
+"""Modules and weights that DeepSpeed would train as another model, or fail on with an error that
+does not name them.
 """
 
 from __future__ import annotations
@@ -31,11 +31,9 @@ def refuse_unsupported(model: nn.Module, config: RunConfig, *, prefix: str = "")
         ConfigError: kinds ``lazy-weight``, ``deepspeed-moe``, ``weights-share-memory``; all
             problems at once.
     """
-    problems = [
-        *_lazy_weights(model, prefix),
-        *_deepspeed_experts(model, prefix),
-        *_weights_in_the_same_memory(model, config, prefix),
-    ]
+    problems = list(_lazy_weights(model, prefix))
+    problems.extend(_deepspeed_experts(model, prefix))
+    problems.extend(_weights_in_the_same_memory(model, config, prefix))
     if problems:
         raise ConfigError(problems)
 
@@ -122,11 +120,11 @@ def _weights_in_the_same_memory(
         # Not by addresses: tensors of a FakeTensorMode have none.
         spans.append((storage._cdata, start, stop, name, parameter))
     spans.sort(key=lambda span: span[:3])
-    for one, following in pairwise(spans):
-        memory, _, stop, name, parameter = one
-        next_memory, start, _, next_name, next_parameter = following
+    for span, next_span in pairwise(spans):
+        memory, _, stop, name, parameter = span
+        next_memory, next_start, _, next_name, next_parameter = next_span
         # Columns of one tensor lie between each other, and share no number.
-        is_shared = memory == next_memory and start < stop
+        is_shared = memory == next_memory and next_start < stop
         is_shared = is_shared and _is_dense(parameter) and _is_dense(next_parameter)
         stays_shared = parameter.is_contiguous() and next_parameter.is_contiguous()
         if is_shared and (_makes_flat_copies(config) or not stays_shared):
@@ -153,17 +151,18 @@ def _is_dense(parameter: torch.Tensor) -> bool:
 
 
 def in_rows(build: Callable[[], nn.Module], config: RunConfig) -> Callable[[], nn.Module]:
-    """Return what builds the same model with all weights stored row by row; warns of
-    `channels_last` once.
+    """Return a function that builds the same model with all weights stored row by row.
+
+    It warns once of weights that were stored otherwise, as in `channels_last`.
     """
-    is_known = False
+    has_warned = False
 
     def build_in_rows() -> nn.Module:
-        nonlocal is_known
+        nonlocal has_warned
         model = build()
         names = store_in_rows(model)
-        if names and not is_known and not config.training.channels_last:
-            is_known = True
+        if names and not has_warned and not config.training.channels_last:
+            has_warned = True
             warn(
                 f"{len(names)} weights are not stored row by row, as in channels_last (the first "
                 f"is {names[0]}), and DeepSpeed takes no others: they are stored row by row, with "

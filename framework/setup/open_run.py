@@ -14,7 +14,7 @@ from framework.data.failures import ExplainedData
 from framework.engine.distributed import claims_error_report, from_rank0, rank
 from framework.engine.hang_watch import Watched
 from framework.engine.protocol import Engine
-from framework.models.experts import Mixture
+from framework.models.experts import MixtureOfExperts
 from framework.plan.cluster import GPU_VARIABLE
 from framework.plan.plan import Plan
 from framework.plan.plan_against_run import PlanAgainstRun
@@ -248,7 +248,7 @@ def count_parameters(engine: Engine, stages: StageTable | None) -> tuple[int, in
         return count, count
     module = engine.engine.module  # type: ignore[attr-defined]
     sizes = {weight: whole_shape(weight).numel() for weight in module.parameters()}
-    mixtures = (one for one in module.modules() if isinstance(one, Mixture))
+    mixtures = (one for one in module.modules() if isinstance(one, MixtureOfExperts))
     sizes |= {
         weight: one.size * sizes[weight] for one in mixtures for weight in one.experts.parameters()
     }

@@ -18,7 +18,7 @@ from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
 from framework.engine.weights import checkpoint_weights, put_weights
 from framework.errors import ConfigError
-from framework.models.experts import Mixture
+from framework.models.experts import MixtureOfExperts
 from framework.models.formats import as_fp32
 from framework.setup.adapters import merged_model
 from framework.setup.components import model_builder
@@ -86,7 +86,7 @@ def module_to_ask(
     """
     model = module_of(checkpoint, config, average=average)
     for module in model.modules():
-        if isinstance(module, Mixture):
+        if isinstance(module, MixtureOfExperts):
             module.shape = module.shape.model_copy(update={"eval_capacity_factor": None})
     if torch.cuda.is_available():
         return model.cuda(int(os.environ.get("LOCAL_RANK", "0")))

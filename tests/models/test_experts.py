@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.config.model import MoE
-from framework.models.experts import Mixture, collected_routings
+from framework.models.experts import MixtureOfExperts, collected_routings
 from framework.models.gpt import GPT
 
 SIZE, TOKENS = 6, 24
@@ -25,14 +25,16 @@ TINY: dict[str, Any] = {
 }
 
 
-def mixture(**shape: Any) -> Mixture:
+def mixture(**shape: Any) -> MixtureOfExperts:
     torch.manual_seed(0)
-    made = Mixture(MoE(num_experts=4, **shape), SIZE, make_expert=lambda: nn.Linear(SIZE, SIZE))
+    made = MixtureOfExperts(
+        MoE(num_experts=4, **shape), SIZE, make_expert=lambda: nn.Linear(SIZE, SIZE)
+    )
     nn.init.normal_(made.router.weight)  # tokens that differ in what they choose
     return made
 
 
-def by_definition(made: Mixture, tokens: Tensor) -> tuple[Tensor, Tensor, float]:
+def by_definition(made: MixtureOfExperts, tokens: Tensor) -> tuple[Tensor, Tensor, float]:
     """Outputs, losses and the dropped share, in loops."""
     shape, count = made.shape, made.shape.num_experts
     probabilities = (tokens @ made.router.weight.T).softmax(-1)
@@ -129,7 +131,7 @@ def test_every_nth_block_has_experts(every: int, blocks: list[int]) -> None:
     assert [
         number
         for number in range(3)
-        if isinstance(model.get_submodule(f"blocks.{number}.mlp"), Mixture)
+        if isinstance(model.get_submodule(f"blocks.{number}.mlp"), MixtureOfExperts)
     ] == blocks
 
 
