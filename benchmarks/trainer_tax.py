@@ -210,7 +210,7 @@ class Ours:
         )
         Trainer(
             self._engine,
-            agenda=agenda,
+            schedule=agenda,
             train_data=self._loader,
             monitors=[*self._monitors, self],
             start_step=start,

@@ -59,7 +59,7 @@ from framework.setup.user_code import load_target
 from framework.tasks.causal_lm import logits_of
 from framework.tasks.task import Task
 from framework.train.callbacks import Callbacks
-from framework.train.monitors.base import Aside, Behind, Monitor, made
+from framework.train.monitors.base import Aside, Behind, Monitor, make_or_warn
 from framework.train.monitors.console import make_console
 from framework.train.monitors.metric_files import CsvFile, JsonlFile
 from framework.train.monitors.services import SERVICES, Described, ServiceProcess
@@ -361,9 +361,11 @@ def make_monitors(
     run = Described(folder, config.run.name, config.to_dict(), from_step)
     files: list[Monitor] = [JsonlFile(folder / "metrics.jsonl", from_step=from_step)]
     if asked.csv:
-        files += made("metrics.csv", lambda: CsvFile(folder / "metrics.csv", from_step=from_step))
+        files += make_or_warn(
+            "metrics.csv", lambda: CsvFile(folder / "metrics.csv", from_step=from_step)
+        )
     if asked.tensorboard:
-        files += made(
+        files += make_or_warn(
             "tensorboard",
             lambda: TensorBoardEvents(
                 folder / "tensorboard", from_step=from_step, config=run.config
@@ -381,7 +383,9 @@ def make_monitors(
         *(Behind(file, after=held) for file in files),
         *([console] if console is not None else []),
         *chain.from_iterable(
-            made(name, partial(ServiceProcess, name, run, where, wait_seconds=asked.wait_seconds))
+            make_or_warn(
+                name, partial(ServiceProcess, name, run, where, wait_seconds=asked.wait_seconds)
+            )
             for name, where in services.items()
         ),
         *(Aside(name, make, wait_seconds=asked.wait_seconds) for name, make in own),

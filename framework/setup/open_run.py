@@ -202,7 +202,7 @@ def build_trainer(run: OpenRun) -> Trainer:
     tokens_per_sample = getattr(splits.train, "tokens_per_sample", None)
     return Trainer(
         engine,
-        agenda=make_schedule(plan, tokens_per_sample=tokens_per_sample, per_step=per_step),
+        schedule=make_schedule(plan, tokens_per_sample=tokens_per_sample, per_step=per_step),
         train_data=run.train_data(),
         eval_data=make_eval_loaders(plan, splits, rank=rank()),
         monitors=monitors,

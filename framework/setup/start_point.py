@@ -275,7 +275,7 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
                 print_line(stated)
     elif tokens := getattr(config.data, "path", None):
         keep_tokenizer(tokens, folder.path)
-    return folder.word
+    return folder.generation
 
 
 def _report_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder) -> None:

@@ -1,4 +1,4 @@
-"""Policy for bad steps (`training.bad_steps`), and the steps whose data is left out after a roll
+"""Policy for bad steps (`training.bad_steps`), and the steps that are left out after a roll
 back.
 """
 
@@ -31,7 +31,9 @@ class RolledBack(Exception):  # noqa: N818 - no error
 
 
 class LeftOut:
-    """Pairs of first and last step whose data is left out, one for each roll back of the run."""
+    """Windows (first step, last step) with data that is left out, one for each roll back of the
+    run.
+    """
 
     def __init__(self) -> None:
         self.windows: list[tuple[int, int]] = []
@@ -40,40 +42,45 @@ class LeftOut:
         return any(first <= step <= last for first, last in self.windows)
 
     def add(self, windows: Iterable[Sequence[int]]) -> None:
-        """Add windows that are not known."""
-        self.windows = sorted(
-            {*self.windows, *((int(first), int(last)) for first, last in windows)}
-        )
+        """Add windows; one that is there already stays once."""
+        added = {(int(first), int(last)) for first, last in windows}
+        self.windows = sorted(added.union(self.windows))
 
     def state(self) -> dict[str, Any]:
-        """Return them for a checkpoint; empty where there are none."""
+        """Return the windows for a checkpoint; empty if there are none."""
         if self.windows:
             return {_KEY: [list(window) for window in self.windows]}
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Add those of a checkpoint."""
+        """Add the windows of a checkpoint."""
         self.add(state.get(_KEY) or ())
 
 
 def noted_windows(path: Path) -> list[tuple[int, int]]:
-    """Read the windows in a run's events: a checkpoint from before a roll back knows nothing of
-    it.
+    """Read the windows in a run's events: a checkpoint from before a roll back does not have its
+    window.
     """
-    found = []
+    windows: list[tuple[int, int]] = []
     with suppress(OSError), open_own(path, "r") as stream:
         for line in stream:
             with suppress(ValueError, TypeError, KeyError):
                 event = json.loads(line)
                 if event["kind"] == "roll_back":
-                    found.append((int(event["first"]), int(event["last"])))
-    return found
+                    windows.append((int(event["first"]), int(event["last"])))
+    return windows
 
 
 @dataclass(frozen=True)
 class BadStepPolicy:
-    """Policy for bad steps (`training.bad_steps`), on all ranks alike; `pass_over` takes what is
-    left out.
+    """Policy for bad steps (`training.bad_steps`), on all ranks alike.
+
+    Attributes:
+        policy: ``stop``, ``skip`` or ``roll_back``.
+        max_roll_backs: how often a run may go back.
+        watch: finds the bad steps.
+        left_out: the windows with data that is left out.
+        pass_over: reads the micro-batches of a step that is left out, without training on them.
     """
 
     policy: str
@@ -83,11 +90,12 @@ class BadStepPolicy:
     pass_over: Callable[[Iterator[Any]], StepResult]
 
     def follow(self, found: Sequence[BadStep], *, note: Callable[[str], object]) -> None:
-        """Do what is asked for about bad steps, and `note` what stops nothing.
+        """Apply the policy to the bad steps that were `found`; `note` logs those that do not end
+        the loop.
 
         Raises:
             TrainingError: kind ``bad-step``: the run ends.
-            RolledBack: it goes back.
+            RolledBack: the run goes back.
         """
         for bad in found:
             if bad.is_taken:

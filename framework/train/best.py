@@ -1,6 +1,4 @@
-"""The best value so far of the metric that `checkpoint.keep_best` names: of this process and of
-those it goes on from.
-"""
+"""The best value of the metric that `checkpoint.keep_best` names, over all starts of the run."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from framework.train.monitors.base import Point
 
 @dataclass(frozen=True)
 class Best:
-    """The best value of a metric, and the step after which it was measured; of equal values the
-    newest.
+    """The best value of a metric, and the step after which it was measured; the newest of equal
+    values.
     """
 
     metric: str
@@ -27,25 +25,24 @@ class Best:
 
 
 class BestSoFar:
-    """Follows one metric, as a monitor does, but on every rank: what it finds is part of the state
-    that is saved.
+    """Follows one metric, as a monitor does, but on every rank: the best is part of the saved
+    state.
     """
 
     name = "best"
 
     def __init__(self, metric: str | None, *, best_is: Literal["max", "min"]) -> None:
-        """Without a metric it follows nothing."""
+        """Follow `metric`; None: nothing is followed."""
         self._metric = metric
         self._best_is = best_is
         self.found: Best | None = None
 
     def write(self, point: Point) -> None:
-        """Take one point. What is not finite is nobody's best."""
-        if self._metric is not None:
-            value = point.metrics.get(self._metric)
-        else:
-            value = None
-        if self._metric is None or value is None or not math.isfinite(value):
+        """Take one point; a value that is not finite is never the best."""
+        if self._metric is None:
+            return
+        value = point.metrics.get(self._metric)
+        if value is None or not math.isfinite(value):
             return
         sign = 1 if self._best_is == "max" else -1
         if self.found is None or sign * value >= sign * self.found.value:
@@ -55,28 +52,27 @@ class BestSoFar:
         """Nothing is held."""
 
     def state(self) -> dict[str, Any]:
-        """Return the record of the best for a checkpoint; empty where there is none."""
+        """Return the record of the best for a checkpoint; empty if there is none."""
         if self.found is None:
             return {}
-        return {"best": {**asdict(self.found), "best_is": self._best_is}}
+        record = asdict(self.found)
+        record["best_is"] = self._best_is
+        return {"best": record}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint says. The best of another metric, or in the other direction,
-        is none of this one.
-        """
+        """Go on from the best in a checkpoint, if it is of this metric and direction."""
         saved = state.get("best")
-        if isinstance(saved, Mapping) and (saved.get("metric"), saved.get("best_is")) == (
-            self._metric,
-            self._best_is,
-        ):
+        if not isinstance(saved, Mapping):
+            return
+        if saved.get("metric") == self._metric and saved.get("best_is") == self._best_is:
             self.found = best_in(state)
 
 
 def best_in(manifest: Mapping[str, Any]) -> Best | None:
-    """Read the best so far from a checkpoint's manifest; None where its run followed no metric.
+    """Read the best so far from a checkpoint's manifest; None if its run followed no metric.
 
     Raises:
-        LookupError, TypeError, ValueError: it says something else.
+        LookupError, TypeError, ValueError: the manifest's record is not of this form.
     """
     saved = manifest.get("best")
     if saved is None:

@@ -1,4 +1,4 @@
-"""Callbacks: the user's own code at the events of a run, and the two that are in the box."""
+"""Callbacks: the user's own code at the events of a run, and two that the framework brings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REPORTED: Final = ("on_log", "on_evaluation")  # with a point that metrics can 
 
 @dataclass
 class Requests:
-    """What callbacks have asked for since it was last looked at."""
+    """Requests of callbacks since the ranks last agreed on them."""
 
     stop: str = ""
     save: bool = False
@@ -31,19 +31,21 @@ class Requests:
 
 @dataclass(frozen=True)
 class State:
-    """A run as a callback sees it. What it asks for happens on all ranks, at the next step that is
-    logged, evaluated or saved, whichever rank has asked.
+    """A run as a callback sees it.
+
+    A callback's requests, of any rank, are followed on all ranks at the next step that is logged,
+    evaluated or saved.
 
     Attributes:
         step: optimizer steps taken.
         total_steps: of the whole run.
         epoch: passes over the data, as a fraction.
-        metrics: ``area/name`` -> its last value; with `on_log` and `on_evaluation` those of this
-            step.
+        metrics: ``area/name`` -> its last value; within `on_log` and `on_evaluation` the values of
+            this step.
         is_main: whether this process is rank 0.
-        model: the module as it is trained; at ZeRO stage 3 its weights are spread.
+        model: the module as it is trained; at ZeRO stage 3 its weights are partitioned.
         requests: filled by the methods.
-        gathering: what `gathered` calls.
+        gathering: the function that `gathered` calls.
     """
 
     step: int
@@ -57,7 +59,9 @@ class State:
 
     def gathered(self, module: Any = None) -> AbstractContextManager[Any]:
         """Return a context in which the weights of the model, or of one of its modules, are whole
-        at every ZeRO stage. What all ranks write into them alike is kept. Collective: on every
+        at every ZeRO stage.
+
+        Changes to the weights are kept; all ranks must make the same. Collective: enter it on every
         rank, or on none.
         """
         return self.gathering(module)
@@ -83,15 +87,16 @@ class State:
         self.requests.metrics |= {name: float(value) for name, value in metrics.items()}
 
     def scale_lr(self, factor: float) -> None:
-        """Multiply the learning rates, and those of all later steps; with a scheduler other than
-        ``constant`` the schedule sets its own again.
+        """Multiply the learning rates of all later steps.
+
+        A scheduler other than ``constant`` sets its own rates again.
         """
         self.requests.lr_factor *= factor
 
 
 class Callbacks:
-    """The callbacks of a run, in their order: called on every rank, their requests agreed on
-    between the ranks.
+    """The callbacks of a run, in their order. They are called on every rank, and the ranks agree on
+    their requests.
     """
 
     def __init__(
@@ -108,26 +113,26 @@ class Callbacks:
         """Take objects with some of the methods of `EVENTS`.
 
         Args:
-            callbacks: may have ``state_dict()`` and ``load_state_dict(state)``, whose plain values
-                are part of each checkpoint.
+            callbacks: they may have ``state_dict()``, with plain values for each checkpoint, and
+                ``load_state_dict(state)``.
             gather: a collective, for the requests.
             is_main: whether this is rank 0.
-            model: what is trained.
+            model: the module that is trained.
             scale_lr: multiplies the optimizer's rates.
             gathered: makes weights whole.
             explain: returns the line of a known failure, or nothing.
         """
-        self._named = [
-            (f"{type(one).__name__} {number}", one) for number, one in enumerate(callbacks)
-        ]
-        self._calls = {
-            event: [
-                (name, getattr(one, event))
-                for name, one in self._named
-                if callable(getattr(one, event, None))
-            ]
-            for event in EVENTS
+        self._named = {
+            f"{type(callback).__name__} {number}": callback
+            for number, callback in enumerate(callbacks)
         }
+        self._methods: dict[str, list[tuple[str, Callable[[State], object]]]] = {}
+        for event in EVENTS:
+            self._methods[event] = []
+            for name, callback in self._named.items():
+                method = getattr(callback, event, None)
+                if callable(method):
+                    self._methods[event].append((name, method))
         self._gather = gather
         self._is_main = is_main
         self._model = model
@@ -140,79 +145,86 @@ class Callbacks:
         return bool(self._named)
 
     def hears(self, event: str) -> bool:
-        """Check whether any of them has the method."""
-        return bool(self._calls[event])
+        """Check whether any callback has the method."""
+        return bool(self._methods[event])
 
     def call(
         self, event: str, *, step: int, total_steps: int, epoch: float, metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """Call that method of all that have it; returns the metrics that they log.
+        """Call the event's method of all callbacks that have it; returns the metrics that they log.
 
         Raises:
             TrainingError: kind ``callback-failed``: one raised.
         """
-        view = MappingProxyType(metrics)
         state = State(
             step,
             total_steps,
             epoch,
-            view,
+            MappingProxyType(metrics),
             self._is_main,
             self._model,
             self._requests,
             self._gathered,
         )
-        for name, method in self._calls[event]:
+        for name, method in self._methods[event]:
             try:
                 method(state)
             except Exception as error:
-                frame = traceback.extract_tb(error.__traceback__)[-1]
-                known = self._explain(error)
-                line = (
-                    f" raised {in_one_line(error, longest=300)} "
-                    f"({frame.filename}:{frame.lineno}) [callback-failed]"
-                )
-                failed = TrainingError(
-                    f"step {step}: callback {name}: {event}{f': {known}' if known else line}"
-                )
+                message = f"step {step}: callback {name}: {event}{self._description(error)}"
+                failed = TrainingError(message)
                 failed.is_of_one_rank = True
                 raise failed from error
         if event not in _REPORTED:
             return {}
-        logged, self._requests.metrics = self._requests.metrics, {}
+        logged = self._requests.metrics
+        self._requests.metrics = {}
         return logged
 
-    def agreed(self) -> Requests:
-        """What any rank has asked for, once; rates are scaled here. Collective."""
-        own = self._requests
-        self._requests = Requests(metrics=self._requests.metrics)
-        everyone: list[Requests] = self._gather(own)
-        factor = everyone[0].lr_factor
-        if factor != 1.0:
-            self._scale_lr(factor)
-        return Requests(
-            stop=next((each.stop for each in everyone if each.stop), ""),
-            save=any(each.save for each in everyone),
-            evaluate=any(each.evaluate for each in everyone),
+    def _description(self, error: Exception) -> str:
+        known = self._explain(error)
+        if known:
+            return f": {known}"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            f" raised {in_one_line(error, longest=300)} "
+            f"({frame.filename}:{frame.lineno}) [callback-failed]"
         )
 
+    def agreed(self) -> Requests:
+        """Return the requests of any rank, once; learning rates are scaled here. Collective."""
+        own_requests = self._requests
+        self._requests = Requests(metrics=own_requests.metrics)
+        requests_of_ranks: list[Requests] = self._gather(own_requests)
+        factor = requests_of_ranks[0].lr_factor
+        if factor != 1.0:
+            self._scale_lr(factor)
+        agreed = Requests()
+        for requests in requests_of_ranks:
+            agreed.stop = agreed.stop or requests.stop
+            agreed.save = agreed.save or requests.save
+            agreed.evaluate = agreed.evaluate or requests.evaluate
+        return agreed
+
     def state(self) -> dict[str, Any]:
-        """Return what they keep, for a checkpoint; empty where none does."""
-        kept = {name: one.state_dict() for name, one in self._named if hasattr(one, "state_dict")}
-        return {CALLBACKS: kept} if kept else {}
+        """Return the callbacks' states for a checkpoint; empty if none has one."""
+        states: dict[str, Any] = {}
+        for name, callback in self._named.items():
+            if hasattr(callback, "state_dict"):
+                states[name] = callback.state_dict()
+        if states:
+            return {CALLBACKS: states}
+        return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Give back what a checkpoint holds of those that are there under the same name and
-        place.
-        """
-        kept = state.get(CALLBACKS) or {}
-        for name, one in self._named:
-            if name in kept and hasattr(one, "load_state_dict"):
-                one.load_state_dict(kept[name])
+        """Give each callback its state from a checkpoint, found by its class and number."""
+        states = state.get(CALLBACKS) or {}
+        for name, callback in self._named.items():
+            if name in states and hasattr(callback, "load_state_dict"):
+                callback.load_state_dict(states[name])
 
 
 class _Watch:
-    """Base of what follows the best value of an evaluated metric."""
+    """Base of callbacks that follow the best value of an evaluated metric."""
 
     def __init__(
         self,
@@ -234,9 +246,7 @@ class _Watch:
         if value is None:
             known = ", ".join(sorted(name for name in state.metrics if name.startswith("eval/")))
             raise LookupError(f"no metric {self._metric} is measured; there are {known}")
-        if math.isfinite(value) and (
-            self._best is None or self._sign * (value - self._best) > self._min_change
-        ):
+        if math.isfinite(value) and self._is_better(value):
             self._best = value
             self._waited = 0
             return
@@ -244,7 +254,13 @@ class _Watch:
         if self._waited >= self._patience:
             self._is_due(state)
 
+    def _is_better(self, value: float) -> bool:
+        if self._best is None:
+            return True
+        return self._sign * (value - self._best) > self._min_change
+
     def _is_due(self, state: State) -> None:
+        """Act: the metric has not become better for `patience` evaluations."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -256,7 +272,7 @@ class _Watch:
 
 
 class EarlyStopping(_Watch):
-    """Ends a run whose evaluated metric has not become better for `patience` evaluations."""
+    """Ends a run after `patience` evaluations in which its metric has not become better."""
 
     def on_start(self, state: State) -> None:
         """End at once where an earlier start of the run was ended."""
@@ -265,17 +281,16 @@ class EarlyStopping(_Watch):
 
     def _is_due(self, state: State) -> None:
         waited = counted(self._waited, "evaluation")
-        best = self._best
-        if best is None:
-            shown = "never was a number"
+        if self._best is None:
+            finding = "never was a number"
         else:
-            shown = f"has not been better than {best:.4g}"
-        state.stop(f"{self._metric} {shown} for {waited}")
+            finding = f"has not been better than {self._best:.4g}"
+        state.stop(f"{self._metric} {finding} for {waited}")
 
 
 class ReduceOnPlateau(_Watch):
-    """Multiplies the learning rate by `factor` where the metric has not become better for
-    `patience` evaluations.
+    """Multiplies the learning rate by `factor` after `patience` evaluations in which the metric has
+    not become better.
     """
 
     def __init__(self, factor: float = 0.5, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""``events.jsonl``: one line for each thing that happened to a run, over all of its starts."""
+"""``events.jsonl``: one line for each event of a run, over all of its starts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LONGEST_LINE: Final = 1 << 18
 
 
 class Events:
-    """Appends events to the file of a run; and, as a monitor, notes the steps and what was skipped.
+    """Appends events to the file of a run; as a monitor, it also records skipped steps.
 
-    A line is ``{"time_seconds": Unix time, "step": n, "kind": ..., "seconds": duration where it has
-    one, ...}``. Kinds: ``start`` and ``resume``, ``first_step``, ``evaluate``, ``save``,
+    A line is ``{"time_seconds": Unix time, "step": n, "kind": ..., "seconds": duration of those
+    that have one, ...}``. Kinds: ``start`` and ``resume``, ``first_step``, ``evaluate``, ``save``,
     ``callbacks``, ``skip``, ``bad_step``, ``roll_back``, ``warning``, ``straggler``, ``slow``,
-    ``hang``, ``stop``, ``end``; ``reached`` is the last step of an earlier start that is taken
-    again.
+    ``hang``, ``stop``, ``end``; ``reached`` is the last step of an earlier start, where this start
+    takes steps again.
 
     Attributes:
         restarts: how often the run was started before.
@@ -44,16 +44,19 @@ class Events:
         seconds: float | None = None,
         clock: Callable[[], float] = now,
     ) -> None:
-        """Open the file and note the start, and the `seconds` since this process began. A line that
-        was not written to its end stays alone.
+        """Open the file and record the start, with the `seconds` since this process began.
+
+        After a last line that is incomplete, the events begin on a new line.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         self._clock = clock
         self._step = from_step
-        self._skipped = None if from_step else 0.0
-        lines = []
+        self._skipped: float | None = None
+        if from_step == 0:
+            self._skipped = 0.0
+        lines: list[str] = []
         if os.path.lexists(path):
             with open_own(path, "r") as stream:
                 lines = stream.read().split("\n")
@@ -63,38 +66,35 @@ class Events:
         if lines and lines[-1]:
             self._file.append(b"\n")
         listen_to_events(self._hear)
-        if (
-            from_step
-            and (reached := _last_point(path.with_name("metrics.jsonl")))
-            and reached["step"] > from_step
-        ):
-            self._append(from_step, json.dumps(reached | {"kind": "reached"}))
+        if from_step:
+            reached = _last_point(path.with_name("metrics.jsonl"))
+            if reached and reached["step"] > from_step:
+                self._append(from_step, json.dumps(reached | {"kind": "reached"}))
         kind = "resume" if from_step else "start"
-        here: dict[str, Any] = {}
+        boot_details: dict[str, Any] = {}
         if clock is now:
-            here = {"boot": boot(), "boot_seconds": round(seconds_since_boot(), 3)}
-        self(kind, from_step, seconds=seconds, **here)
+            boot_details = {"boot": boot(), "boot_seconds": round(seconds_since_boot(), 3)}
+        self(kind, from_step, seconds=seconds, **boot_details)
 
     def __call__(
         self, kind: str, step: int, *, seconds: float | None = None, **details: Any
     ) -> None:
-        """Note an event after so many steps; `seconds` is how long it took. It is kept while
-        storage does not take it.
+        """Record an event after `step` steps; `seconds` is how long it took.
+
+        While storage refuses it, the event is kept in memory.
         """
         self._step = step
         event = {"time_seconds": round(self._clock(), 3), "step": step, "kind": kind}
-        if seconds is None:
-            duration = {}
-        else:
-            duration = {"seconds": round(seconds, 6)}
-        hand_over(partial(self._append, step, json.dumps(event | duration | details)))
+        if seconds is not None:
+            event["seconds"] = round(seconds, 6)
+        hand_over(partial(self._append, step, json.dumps(event | details)))
 
     @staticmethod
     def append(path: Path, kind: str, step: int, **details: Any) -> None:
-        """Note an event in a file that nobody holds open, and flush it to disk.
+        """Record an event in a file that no process holds open, and flush it to disk.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the event cannot be written.
         """
         settle()
         event = {"time_seconds": round(now(), 3), "step": step, "kind": kind}
@@ -114,12 +114,14 @@ class Events:
         self._skipped = skipped
 
     def close(self) -> None:
-        """Close the file, after what was handed over."""
+        """Close the file, after the events that were handed over."""
         listen_to_events(None)
         hand_over(self._close)
 
     def _hear(self, kind: str, step: int | None = None, **details: Any) -> None:
-        self(kind, self._step if step is None else step, **details)
+        if step is None:
+            step = self._step
+        self(kind, step, **details)
 
     def _append(self, step: int, line: str) -> None:
         self._file.append(f"{line}\n".encode(), step=step)
@@ -130,8 +132,8 @@ class Events:
 
 
 def note_closed(path: Path, *, step: int) -> None:
-    """Note that a run which has ended has nothing left to write, in the file that nobody has open
-    any more.
+    """Record that a run which has ended has nothing left to write, in the file that no process has
+    open any more.
     """
     event = {"time_seconds": round(now(), 3), "step": step, "kind": "closed"}
     with suppress(OSError), open_own(path, "a") as file:
@@ -139,12 +141,16 @@ def note_closed(path: Path, *, step: int) -> None:
 
 
 def carry_over(before: Path, after: Path) -> None:
-    """Take the events of a start that has saved nothing, whose folder was moved aside, to the job's
-    next one.
+    """Copy the events of a start that has saved nothing to the folder of the job's next start.
+
+    Args:
+        before: folder of the earlier start, which was moved aside.
+        after: folder of the next start.
     """
     with suppress(OSError, ValueError), open_own(before / "events.jsonl", "r") as file:
         text = file.read()
-        if _kind(text.rstrip("\n").rpartition("\n")[2]) != "restart":  # another job's
+        last_line = text.rstrip("\n").rpartition("\n")[2]
+        if _kind(last_line) != "restart":  # another job's
             return
         reached = _last_point(before / "metrics.jsonl")
         if reached:
@@ -154,10 +160,12 @@ def carry_over(before: Path, after: Path) -> None:
 
 
 def _last_point(path: Path) -> dict[str, Any]:
-    """When the last step that a file of metrics has was logged; nothing where it has none."""
+    """Return step and time of the last point in a file of metrics; empty if it has none."""
     with suppress(OSError, ValueError, TypeError, KeyError), open_own(path, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE))
-        point = json.loads(file.read().rpartition(b"\n")[0].rpartition(b"\n")[2])
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _LONGEST_LINE))
+        complete_lines = file.read().rpartition(b"\n")[0]
+        point = json.loads(complete_lines.rpartition(b"\n")[2])
         return {"time_seconds": round(float(point["time"]), 3), "step": int(point["step"])}
     return {}
 

@@ -24,28 +24,29 @@ from framework.system.waiting import waiting
 from framework.text.document import parse_scalar
 
 _LOCK: Final = ".lock"
-# What makes a folder ours to rename: somebody's project may bear the name of a run.
-_OF_A_RUN: Final = frozenset({_LOCK, "plan.json", "metrics.jsonl"})
+# A folder with one of these is a run's, and may be renamed: a user's project may bear the name of a
+# run.
+_FILES_OF_A_RUN: Final = frozenset({_LOCK, "plan.json", "metrics.jsonl"})
 # Some network file systems (Lustre without -o flock, NFS without its lock daemon).
 _CANNOT_LOCK: Final = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
 _GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
-# NFS: `acdirmax`, 60 s.
+# NFS shows a new folder after 60 s at the latest (`acdirmax`).
 _LONGEST_DELAY_SECONDS: Final = 90.0
-_LOOK_SECONDS: Final = 0.5
+_POLL_SECONDS: Final = 0.5
 
 
 class RunFolder:
     """``<output_dir>/<name>/``, held by rank 0 while it trains.
 
     Attributes:
-        path: where it is.
-        word: stands in the folder where an earlier run's has been renamed, and in no other; else
-            empty.
+        path: the folder.
+        generation: random text in the lock file of a folder that takes the place of an earlier
+            run's, so that other hosts can distinguish the two; else empty.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.word = ""
+        self.generation = ""
         self._lock: IO[str] | None = None
 
     @property
@@ -55,7 +56,7 @@ class RunFolder:
 
     @property
     def events(self) -> Path:
-        """File of what happened to the run."""
+        """File of the run's events."""
         return self.path / "events.jsonl"
 
     @property
@@ -64,8 +65,9 @@ class RunFolder:
         return self.path / "logs"
 
     def lock_if_exists(self) -> None:
-        """Keep other runs out before anything is looked for in it: one that is about to end may yet
-        save. Makes nothing.
+        """Lock the folder if it is there, and create nothing.
+
+        This comes before anything is read in it: a run that is about to end may still save.
 
         Raises:
             StorageError: another process is writing there.
@@ -77,8 +79,13 @@ class RunFolder:
             raise self._unusable(error) from error
 
     def open(self, *, fresh: bool) -> Path | None:
-        """Take the folder. With `fresh`, an earlier run's folder is renamed first; returns its new
-        path.
+        """Take the folder, and create what is missing.
+
+        Args:
+            fresh: rename an earlier run's folder first.
+
+        Returns:
+            The new path of an earlier run's folder, or None if none was renamed.
 
         Raises:
             ConfigError: it is no run's folder.
@@ -91,26 +98,26 @@ class RunFolder:
         except OSError as error:
             self.close()
             if is_new:
-                self._remove_what_was_made()
+                self._remove_empty_folders()
             raise self._unusable(error) from error
 
     def wait_until_visible(
-        self, word: str, *, wait_seconds: float = _LONGEST_DELAY_SECONDS
+        self, generation: str, *, wait_seconds: float = _LONGEST_DELAY_SECONDS
     ) -> None:
-        """Wait until this host sees the folder with this word, and no more the one that bore its
-        name before.
+        """Wait until this host sees the folder of this generation, and no longer the earlier one of
+        the same name.
 
-        A network file system goes by what it has seen for up to a minute: logs and checkpoints
-        would end in the earlier run's.
+        A network file system may show its cached entry for up to a minute: logs and checkpoints
+        would be written to the earlier run's folder.
         """
         with waiting(f"this host to see the run folder {self.path}", limit_seconds=wait_seconds):
-            self._look_for(word, deadline=time.monotonic() + wait_seconds)
+            self._look_for(generation, deadline=time.monotonic() + wait_seconds)
 
-    def _look_for(self, word: str, *, deadline: float) -> None:
+    def _look_for(self, generation: str, *, deadline: float) -> None:
         while True:
             with contextlib.suppress(OSError):
-                next(self.path.parent.iterdir(), None)  # makes it look again
-                if (self.path / _LOCK).read_text(encoding="utf-8") == word:
+                next(self.path.parent.iterdir(), None)  # makes the file system look again
+                if (self.path / _LOCK).read_text(encoding="utf-8") == generation:
                     return
             if time.monotonic() > deadline:
                 warn(
@@ -118,16 +125,18 @@ class RunFolder:
                     "hosts must share the run folder [run-folder-not-shared]"
                 )
                 return
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def check_usable(self) -> None:
-        """Find out that a folder can be made there, and leave nothing behind: for before other
-        ranks wait.
+        """Check that a folder can be made there, and leave nothing behind.
+
+        It is called before other ranks wait for the folder.
 
         Raises:
-            StorageError: it cannot.
+            StorageError: it cannot be made.
         """
-        nearest = next(place for place in (self.path, *self.path.parents) if os.path.lexists(place))
+        folders = [self.path, *self.path.parents]
+        nearest = next(folder for folder in folders if os.path.lexists(folder))
         try:
             Path(tempfile.mkdtemp(prefix=".can-write-", dir=nearest)).rmdir()
         except OSError as error:
@@ -145,8 +154,7 @@ class RunFolder:
             f"({error.strerror or error}); {fix} [run-folder-unusable]"
         )
 
-    def _remove_what_was_made(self) -> None:
-        """Only what is empty."""
+    def _remove_empty_folders(self) -> None:
         with contextlib.suppress(OSError):
             (self.path / _LOCK).unlink()
         for place in (self.logs, self.checkpoints, self.path):
@@ -155,8 +163,8 @@ class RunFolder:
 
     def _take(self, *, fresh: bool) -> Path | None:
         self.path.mkdir(parents=True, exist_ok=True)
-        found = {entry.name for entry in self.path.iterdir()}
-        if fresh and found and not found & _OF_A_RUN:
+        names = {entry.name for entry in self.path.iterdir()}
+        if fresh and names and not names & _FILES_OF_A_RUN:
             raise ConfigError.of(
                 kind="run-folder-foreign",
                 key="run.name",
@@ -165,26 +173,25 @@ class RunFolder:
                 fix="choose another run.name, or move them away",
             )
         self._take_lock()
-        moved = None
-        if fresh and found - {_LOCK}:
-            # the lock goes with it: nobody takes the folder while it is renamed
-            moved = _move_aside(self.path)
+        renamed: Path | None = None
+        if fresh and names - {_LOCK}:
+            # The lock is renamed with it: no other run can take the folder meanwhile.
+            renamed = _move_aside(self.path)
             self.close()
             self.path.mkdir(exist_ok=True)
             self._take_lock()
-            self._mark()
-        for place in (self.checkpoints, self.logs):
-            make_own_folder(place)
-        return moved
+            self._mark_generation()
+        make_own_folder(self.checkpoints)
+        make_own_folder(self.logs)
+        return renamed
 
-    def _mark(self) -> None:
+    def _mark_generation(self) -> None:
         assert self._lock is not None
-        self.word = uuid.uuid4().hex
-        self._lock.write(self.word)
+        self.generation = uuid.uuid4().hex
+        self._lock.write(self.generation)
         self._lock.flush()
-        os.fsync(
-            self._lock.fileno()
-        )  # it stays open: other hosts would not see the word before the system writes it back
+        # The file stays open: other hosts would see its text only once the system writes it back.
+        os.fsync(self._lock.fileno())
 
     def describe(
         self,
@@ -197,48 +204,47 @@ class RunFolder:
         """Write ``config.yaml`` (resolved), ``ds_config.json``, ``plan.json`` and
         ``environment.json``.
         """
-        replace_text(
-            self.path / "config.yaml", yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False)
-        )
-        for name, content in (
-            ("ds_config", ds_config),
-            ("plan", plan),
-            ("environment", environment),
-        ):
-            replace_text(
-                self.path / f"{name}.json", json.dumps(content, indent=2, default=str) + "\n"
-            )
+        config_yaml = yaml.dump(dict(config), Dumper=_ConfigDumper, sort_keys=False)
+        replace_text(self.path / "config.yaml", config_yaml)
+        contents = {"ds_config": ds_config, "plan": plan, "environment": environment}
+        for name, content in contents.items():
+            text = json.dumps(content, indent=2, default=str) + "\n"
+            replace_text(self.path / f"{name}.json", text)
 
     def check_held(self) -> None:
-        """See that the folder is still where it was, and still this run's; where nothing is held
-        there is nothing to lose.
+        """Check that the folder is still there and still this run's; a folder that is not held
+        passes.
 
         Storage that does not answer for a moment is no reason to end a run.
 
         Raises:
             StorageError: it was removed, renamed or taken by another run; kind ``run-folder-lost``.
         """
-        if self._lock is None:
-            return
-        try:
-            there = (self.path / _LOCK).lstat()
-            if os.path.samestat(os.fstat(self._lock.fileno()), there):
-                lost = ""
-            else:
-                lost = "its lock is another run's"
-        except OSError as error:
-            lost = "it was removed or renamed" if error.errno in _GONE else ""
-        if lost:
-            reported = StorageError(
-                f"{self.path}: the run folder was lost while the run was writing to it ({lost}); "
+        reason = self._why_lost()
+        if reason:
+            error = StorageError(
+                f"{self.path}: the run folder was lost while the run was writing to it ({reason}); "
                 "what it held goes on with checkpoint.resume once it is back under its name "
                 "[run-folder-lost]"
             )
-            reported.is_of_one_rank = True
-            raise reported
+            error.is_of_one_rank = True
+            raise error
+
+    def _why_lost(self) -> str:
+        if self._lock is None:
+            return ""
+        try:
+            lock_there = (self.path / _LOCK).lstat()
+            if os.path.samestat(os.fstat(self._lock.fileno()), lock_there):
+                return ""
+        except OSError as error:
+            if error.errno in _GONE:
+                return "it was removed or renamed"
+            return ""
+        return "its lock is another run's"
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -249,11 +255,10 @@ class RunFolder:
         lock = open_own(self.path / _LOCK, "a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            busy = not os.path.samestat(
-                os.fstat(lock.fileno()), (self.path / _LOCK).stat()
-            )  # renamed since it was opened
+            # Another run may have renamed the folder since the file was opened.
+            is_busy = not os.path.samestat(os.fstat(lock.fileno()), (self.path / _LOCK).stat())
         except BlockingIOError:
-            busy = True
+            is_busy = True
         except OSError as error:
             if error.errno not in _CANNOT_LOCK:
                 lock.close()
@@ -262,11 +267,11 @@ class RunFolder:
                 f"{self.path}: its file system has no locks ({error.strerror}): nothing keeps a "
                 "second run of the same name from writing there [run-folder-not-locked]"
             )
-            busy = False
-        if busy:
+            is_busy = False
+        if is_busy:
             lock.close()
             raise StorageError(
-                Problem(  # no ConfigError: whoever tries again later gets the folder
+                Problem(  # no ConfigError: a later start gets the folder
                     kind="run-folder-busy",
                     key="run.name",
                     value=self.path.name,
@@ -277,9 +282,9 @@ class RunFolder:
         self._lock = lock
 
 
-class _Dumper(yaml.SafeDumper):
-    """Puts text in quotes where our reader would take it for something else: YAML 1.1 lets `1e3`
-    stand as text.
+class _ConfigDumper(yaml.SafeDumper):
+    """Puts text in quotes that our reader would take for another value: `1e3` is text in YAML
+    1.1.
     """
 
 
@@ -288,17 +293,19 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
         reads_as_text = isinstance(parse_scalar(text, name=""), str)
     except ConfigError:
         reads_as_text = False
-    return dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style=None if reads_as_text else '"'
-    )
+    style = None if reads_as_text else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _represent_text)
+_ConfigDumper.add_representer(str, _represent_text)
 
 
 def _move_aside(path: Path) -> Path:
     """Rename a finished or broken run so that its files are never mixed with the next one's."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
-    names = (f"{path.name}.{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(1, 1000))))
-    target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    target = path.with_name(f"{path.name}.{stamp}")
+    number = 0
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.{stamp}-{number}")
     return path.rename(target)

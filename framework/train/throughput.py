@@ -1,6 +1,6 @@
-"""Throughput between two logged points, and the watch over skipped steps and over losses.
+"""Throughput between two logged points, and the watch over losses and over skipped steps.
 
-Time spent training between two logged points, without evaluation and checkpoints.
+Evaluations and checkpoints do not count as training time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Final
 from framework.errors import TrainingError
 from framework.system.log import warn
 
-# Of a step: a wait of the loader that is longer stalls it.
+# Share of a step's time: a longer wait for the loader is a stall.
 _STALL: Final = 0.1
 
 
 class Stopwatch:
-    """Counts training time, samples and tokens; the clock is given, so that it can be tested
-    without waiting.
+    """Counts training time, samples and tokens; the clock is an argument, so that tests need not
+    wait.
     """
 
     def __init__(
@@ -32,8 +32,9 @@ class Stopwatch:
         tokens_per_step: int | None = None,
         per_step: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`per_step`: further metrics, as their amount in one step; each becomes an amount per
-        second.
+        """Start to count.
+
+        `per_step`: metric -> amount in one step; the metric is logged as the amount per second.
         """
         self._clock = clock
         self._samples_per_step = samples_per_step
@@ -47,12 +48,12 @@ class Stopwatch:
         self._intervals: list[tuple[int, float]] = []
 
     def begin(self) -> None:
-        """The first step is about to begin: what was before is none of its time."""
+        """Start anew before the first step: the time until here does not count."""
         self._started = self._clock()
         self._excluded = 0.0
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, with the wait for each of them noted."""
+        """Yield the same batches, and note the wait for each of them."""
         clock = self._clock
         while True:
             before = clock()
@@ -69,12 +70,14 @@ class Stopwatch:
         return sum(self._waits)
 
     def step(self) -> None:
-        """One optimizer step was issued."""
+        """Count an optimizer step that was issued."""
         self._steps += 1
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Time in here is not training time; afterwards it is `excluded_seconds`."""
+        """Leave the time of the block out of training time; afterwards `excluded_seconds` has
+        it.
+        """
         before = self._clock()
         try:
             yield
@@ -83,11 +86,12 @@ class Stopwatch:
             self._excluded += self.excluded_seconds
 
     def read(self, parts: Mapping[str, float] = MappingProxyType({})) -> Mapping[str, float]:
-        """Metrics of the interval since the last call; call it after the device has been waited
-        for.
+        """Return the metrics of the interval since the last call.
+
+        Call it after the device has finished its work.
 
         Args:
-            parts: milliseconds per step that the engine knows, by metric; what they leave of a step
+            parts: milliseconds per step that the engine has measured, by metric. The rest of a step
                 is ``time/other_ms``. Without them only the wait for data is known.
         """
         now = self._clock()
@@ -95,19 +99,21 @@ class Stopwatch:
         steps = self._steps
         if not steps or seconds <= 0:
             return {}
+        step_ms = 1000 * seconds / steps
+        data_ms = 1000 * sum(self._waits) / steps
+        stalls = sum(wait > _STALL * seconds / steps for wait in self._waits)
         metrics = {
             "throughput/samples_per_sec": self._samples_per_step * steps / seconds,
-            "time/step_ms": 1000 * seconds / steps,
-            "time/data_ms": 1000 * sum(self._waits) / steps,
-            "data/stalls": float(sum(wait > _STALL * seconds / steps for wait in self._waits)),
+            "time/step_ms": step_ms,
+            "time/data_ms": data_ms,
+            "data/stalls": float(stalls),
         }
         if parts:
-            known = {"time/data_ms": metrics["time/data_ms"], **parts}
-            metrics |= {
-                **known,
-                "time/other_ms": max(0.0, metrics["time/step_ms"] - sum(known.values())),
-            }
-        metrics |= {name: amount * steps / seconds for name, amount in self._per_step.items()}
+            known_ms = {"time/data_ms": data_ms} | dict(parts)
+            metrics.update(known_ms)
+            metrics["time/other_ms"] = max(0.0, step_ms - sum(known_ms.values()))
+        for name, amount in self._per_step.items():
+            metrics[name] = amount * steps / seconds
         if self._tokens_per_step is not None:
             metrics["throughput/tokens_per_sec"] = self._tokens_per_step * steps / seconds
         self._intervals.append((steps, seconds))
@@ -118,14 +124,17 @@ class Stopwatch:
         return metrics
 
     def samples_per_second(self) -> float:
-        """Over the whole run; the first interval, which pays for warm-up, is left out where there
-        are others.
+        """Return the mean of the run so far, after its first interval, which has the warm-up.
+
+        Of a single interval it is the mean of that.
         """
         return self._samples_per_step * self._steps_per_second()
 
     def tokens_per_second(self) -> float:
-        """The same in tokens; 0 where the data has none."""
-        return (self._tokens_per_step or 0) * self._steps_per_second()
+        """Return `samples_per_second` in tokens; 0 for data without tokens."""
+        if self._tokens_per_step is None:
+            return 0.0
+        return self._tokens_per_step * self._steps_per_second()
 
     def _steps_per_second(self) -> float:
         intervals = self._intervals[1:] or self._intervals
@@ -135,7 +144,7 @@ class Stopwatch:
         return 0.0
 
 
-# Losses that jump: OLMo 2 (2025, section 3.2) counts values far from the mean of those before them.
+# Losses that jump: OLMo 2 (2025, section 3.2) counts values far from the mean of earlier ones.
 
 _WINDOW: Final = 128
 _FEWEST_BEFORE: Final = 16
@@ -143,8 +152,10 @@ _SIGMAS: Final = 6.0
 
 
 class SpikeScore:
-    """Share of the last 128 logged losses that were more than six standard deviations off the mean
-    of up to 128 before them. Losses that are not finite are off, and are no part of a mean.
+    """Share of the last 128 logged losses that were off: more than six standard deviations from the
+    mean of up to 128 losses before them.
+
+    Losses that are not finite are off, and are no part of a mean.
     """
 
     def __init__(self) -> None:
@@ -152,16 +163,16 @@ class SpikeScore:
         self._is_off: deque[bool] = deque(maxlen=_WINDOW)
 
     def note(self, loss: float | None) -> Mapping[str, float]:
-        """Take a logged loss; returns ``train/spike_score``, from the 17th finite one on."""
+        """Take a logged loss; returns ``train/spike_score``, from the 17th finite loss on."""
         if loss is None:
             return {}
         is_finite = math.isfinite(loss)
         if len(self._losses) >= _FEWEST_BEFORE:
             count = len(self._losses)
-            before = tuple(self._losses)
-            mean = sum(before) / count
-            deviation = math.dist(before, (mean,) * count) / math.sqrt(count)
-            # Equal losses have no deviation but that of rounding.
+            losses = tuple(self._losses)
+            mean = sum(losses) / count
+            deviation = math.dist(losses, (mean,) * count) / math.sqrt(count)
+            # Equal losses deviate by rounding alone.
             limit = _SIGMAS * deviation + 1e-6 * abs(mean)
             self._is_off.append(not is_finite or abs(loss - mean) > limit)
         if is_finite:
@@ -171,65 +182,71 @@ class SpikeScore:
         return {}
 
 
-# Steps that DeepSpeed skips because their gradients are not finite: some are a part of fp16, all of
-# them train nothing. The loss may stay finite meanwhile (the gradient of a norm at zero is no
-# number), so that nothing else would tell.
+# Steps that DeepSpeed skips because their gradients are not finite. In fp16 a few are normal; a run
+# that skips all of them trains nothing. The loss may stay finite meanwhile (the gradient of a norm
+# at zero is NaN), so that no other check would find it.
 
 
-# In a row, and so many logged points as well: a few bad batches are no reason to end a run.
+# Skipped steps in a row, and logged points in a row: a few bad batches are no reason to end a run.
 _ALLOWED_STEPS: Final = 20
 _ALLOWED_POINTS: Final = 4
-_UNTOLD_STEPS: Final = 4
+_STEPS_WITHOUT_WARNING: Final = 4
 
 
 class SkippedSteps:
-    """Counts from one logged point to the next, from numbers that are read there anyway."""
+    """Finds runs that skip every step, from one logged point to the next; it needs no further
+    numbers from the device.
+    """
 
     def __init__(self, start_step: int, cause: str = "its gradients were not finite") -> None:
         self._step = start_step
         self._cause = cause
-        self._skipped: float | None = (
-            None if start_step else 0.0
-        )  # what a checkpoint has brought is told at the first point
+        # Steps that were skipped up to the last logged point. After a resume the first point shows
+        # how many the checkpoint brought along.
+        self._skipped: float | None = None
+        if start_step == 0:
+            self._skipped = 0.0
         self._scale: float | None = None
-        self._steps_in_row = self._points_in_row = 0
+        self._steps_in_row = 0
+        self._points_in_row = 0
         self._is_reported = False
 
     def note(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> None:
-        """Look at a logged point. On all ranks alike.
+        """Look at a logged point; called on all ranks alike.
 
         Raises:
-            TrainingError: kind ``every-step-skipped``: not one of many steps was taken, or none of
-                the whole run.
+            TrainingError: kind ``every-step-skipped``: all of many steps in a row were skipped, or
+                all of the whole run.
         """
         skipped = metrics.get("train/skipped_steps", 0.0)
         scale = metrics.get("train/loss_scale")
         steps = step - self._step
-        # In fp16 the scale falls until gradients fit: those steps are skipped for a while, and
-        # rightly.
+        # In fp16 the scale falls until gradients fit: until then, skipped steps are right.
         may_be_falling = scale is not None and scale != self._scale
         if self._skipped is None or not steps or skipped - self._skipped < steps or may_be_falling:
-            self._steps_in_row = self._points_in_row = 0
+            self._steps_in_row = 0
+            self._points_in_row = 0
         else:
-            self._steps_in_row = self._steps_in_row + steps
-            self._points_in_row = self._points_in_row + 1
+            self._steps_in_row += steps
+            self._points_in_row += 1
         self._step = step
         self._skipped = skipped
         self._scale = scale
         if not self._points_in_row:
             return
-        of_all = is_last and self._steps_in_row == step
-        if of_all or (
+        is_whole_run = is_last and self._steps_in_row == step
+        are_too_many = (
             self._points_in_row > _ALLOWED_POINTS and self._steps_in_row >= _ALLOWED_STEPS
-        ):
+        )
+        if is_whole_run or are_too_many:
             raise TrainingError(
-                f"{self._what(step)}, and nothing is trained; {_ADVICE} [every-step-skipped]"
+                f"{self._finding(step)}, and nothing is trained; {_ADVICE} [every-step-skipped]"
             )
-        if self._steps_in_row > _UNTOLD_STEPS and not self._is_reported:
+        if self._steps_in_row > _STEPS_WITHOUT_WARNING and not self._is_reported:
             self._is_reported = True
-            warn(f"{self._what(step)}; {_ADVICE} [every-step-skipped]", is_of_all_ranks=True)
+            warn(f"{self._finding(step)}; {_ADVICE} [every-step-skipped]", is_of_all_ranks=True)
 
-    def _what(self, step: int) -> str:
+    def _finding(self, step: int) -> str:
         return (
             f"step {step}: each of the last {self._steps_in_row} steps was skipped, because "
             f"{self._cause}"

@@ -1,5 +1,7 @@
-"""`Trainer`: the loop. Steps are the engine's business, this is time: what is due after which step,
-and what is told to whom.
+"""`Trainer`: the loop of a run.
+
+The engine takes the steps. The trainer is about time: what is due after which step, and which
+monitors, callbacks and checkpoints get its results.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from framework.train.callbacks import Callbacks
 from framework.train.monitors.base import Monitor, Point, Sinks
 from framework.train.throughput import SkippedSteps, SpikeScore, Stopwatch
 
-# Beside the steps: less is no event.
+# Time of callbacks and the like; less is not recorded as an event.
 _ASIDE_SECONDS: Final = 0.1
 
-# When something is due: every so many steps, and at the end.
+# When something is due: every N steps, and at the end.
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,10 @@ class Every:
     """Steps at which something happens.
 
     Attributes:
-        every_steps: 0 for never in between.
+        every_steps: interval between two of them; 0: none before the end.
         at_end: also after the last step.
         at_start: also before the first step.
-        start_step: before it nothing happens but at the start.
+        start_step: steps before it do not count, but for the start.
     """
 
     every_steps: int = 0
@@ -58,22 +60,32 @@ class Every:
 
     @staticmethod
     def of(
-        *, every_steps: int | None, every_epochs: int | None, steps_per_epoch: int, **others: Any
+        *,
+        every_steps: int | None,
+        every_epochs: int | None,
+        steps_per_epoch: int,
+        at_end: bool = False,
+        at_start: bool = False,
+        start_step: int = 0,
     ) -> Every:
-        """From a config section; steps win over epochs."""
-        return Every(every_steps or (every_epochs or 0) * steps_per_epoch, **others)
+        """Make a cadence from the fields of a config section; steps win over epochs."""
+        interval = every_steps or 0
+        if not interval and every_epochs:
+            interval = every_epochs * steps_per_epoch
+        return Every(interval, at_end=at_end, at_start=at_start, start_step=start_step)
 
     def is_due(self, step: int, *, total_steps: int) -> bool:
         """Check whether it happens after this step, counted from 1."""
-        if self.every_steps and step % self.every_steps == 0 and step and step >= self.start_step:
+        if step == 0:
+            return self.at_start or (self.at_end and total_steps == 0)
+        if self.at_end and step == total_steps:
             return True
-        return (self.at_end and step == total_steps) or (self.at_start and step == 0)
+        has_interval_ended = self.every_steps > 0 and step % self.every_steps == 0
+        return has_interval_ended and step >= self.start_step
 
 
 class Minutes:
-    """Evaluations, saves and the end of a start by the clock; another thread may ask what is
-    due.
-    """
+    """Evaluations, saves and the end of a start by the clock; another thread may ask for them."""
 
     def __init__(
         self,
@@ -83,60 +95,70 @@ class Minutes:
         began: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Count minutes, `often` for ``evaluate`` and ``save`` from now, `most` for the run from
-        `began` on.
+        """Begin to count minutes.
+
+        Args:
+            often: minutes between two evaluations (``evaluate``) and two saves (``save``), counted
+                from now.
+            most: length of the run, counted from `began`; None: without end.
+            began: time of the clock at which the run began.
+            clock: seconds.
         """
         self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._due_at: dict[str, float] = {}
         now = clock()
-        self._seconds = {
-            word: 60 * minutes for word, minutes in often.items() if minutes is not None
-        }
-        self._at = {word: now + seconds for word, seconds in self._seconds.items()}
+        for action, minutes in often.items():
+            if minutes is not None:
+                self._seconds[action] = 60 * minutes
+                self._due_at[action] = now + 60 * minutes
         if most is not None:
-            self._at[TIME_IS_UP] = began + 60 * most
+            self._due_at[TIME_IS_UP] = began + 60 * most
 
     def due(self) -> str:
-        """What is due; an evaluation or a save not again before it was restarted."""
-        if self._at:
-            now = self._clock()
-        else:
-            now = 0.0
-        for word, moment in self._at.items():
+        """Return what is due, or an empty text.
+
+        An evaluation or a save is returned once, and again only after its `restart`.
+        """
+        if not self._due_at:
+            return ""
+        now = self._clock()
+        for action, moment in self._due_at.items():
             if now >= moment:
-                if word != TIME_IS_UP:
-                    self._at[word] = math.inf
-                return word
+                if action != TIME_IS_UP:
+                    self._due_at[action] = math.inf
+                return action
         return ""
 
-    def restart(self, word: str) -> None:
+    def restart(self, action: str) -> None:
         """Count from now: it has happened."""
-        if word in self._seconds:
-            self._at[word] = self._clock() + self._seconds[word]
+        if action in self._seconds:
+            self._due_at[action] = self._clock() + self._seconds[action]
 
 
 class TrainData(Protocol):
     """An endless stream of this rank's micro-batches that can start at any step."""
 
     def stream(self, start_step: int) -> Iterator[Any]:
-        """Micro-batches from the first one of step `start_step` (counted from 0) on."""
+        """Yield micro-batches from the first one of step `start_step` (counted from 0) on."""
         ...
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length of the run and what happens when.
+    """Length of the run, and the steps at which something happens.
 
     Attributes:
         total_steps: optimizer steps of the whole run.
         steps_per_epoch: optimizer steps in one pass over the data.
         samples_per_step: global batch size.
-        log, evaluate, save: when metrics are read, evaluation data is measured, a checkpoint is
-            written.
+        log: when metrics are read.
+        evaluate: when evaluation data is measured.
+        save: when a checkpoint is written.
         not_finite_allowed: how many logged losses in a row may be NaN or infinite before the run
             ends: in fp16 one that overflows costs its step and no more.
-        tokens_per_step: tokens in a global batch; None where the data has none.
-        per_step: further amounts in a step, by the metric that is their rate
-            (`throughput.flops_per_step`).
+        tokens_per_step: tokens in a global batch; None for data without tokens.
+        per_step: metric of a rate -> the amount in one step, such as floating-point operations.
     """
 
     total_steps: int
@@ -158,10 +180,10 @@ class Outcome:
         step: optimizer steps taken in all.
         metrics: the last value of every metric.
         samples_per_sec: mean training throughput of this process's part of the run.
-        tokens_per_sec: the same in tokens; 0 where the data has none.
+        tokens_per_sec: the same in tokens; 0 for data without tokens.
         stopped: name of the signal that ended it before its last step, or ``training.max_minutes``;
             else empty.
-        ended_early: why a callback ended it before its last step; empty when none did.
+        ended_early: why a callback ended it before its last step; else empty.
     """
 
     step: int
@@ -173,13 +195,13 @@ class Outcome:
 
 
 class Trainer:
-    """Trains an engine from `start_step` to the end of the agenda."""
+    """Trains an engine from `start_step` to the end of the schedule."""
 
     def __init__(
         self,
         engine: Engine,
         *,
-        agenda: Schedule,
+        schedule: Schedule,
         train_data: TrainData,
         eval_data: EvalSets = MappingProxyType({}),
         monitors: Sequence[Monitor] = (),
@@ -197,51 +219,54 @@ class Trainer:
         constants: Mapping[str, float] = MappingProxyType({}),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Begins nothing: `fit` does.
+        """Take the parts of a run; `fit` begins it.
 
         Args:
-            engine, agenda: what takes the steps; how many, and what is due after which.
+            engine: takes the steps.
+            schedule: how many steps, and what is due after which.
             train_data: micro-batches from any step on.
             eval_data: batches to measure by the name of their set, each with whether it counts.
-            monitors: what is told of every measurement.
-            save: writes a checkpoint of a step and says whether it could; None where nothing is
+            monitors: they get every measurement.
+            save: writes a checkpoint of a step, and returns False if it could not; None: nothing is
                 saved.
             start_step: optimizer steps that were taken before.
-            evaluates_first: what is due after `start_step` was not measured before: a stop had
-                ended it.
-            stop: asked before the first step, after every step but the last, and between the
-                batches of an evaluation, alike on all ranks; a signal ends the run there,
-                ``evaluate`` and ``save`` are done after the next step.
-            enter: told of each phase of the run that begins, and says which one ends by it.
-            minutes: what `stop` asks.
-            look: at the weights, and when; collective, its time is not the steps'.
-            record: notes an event by kind and step (`train.events.Events`); None: nobody does.
-            callbacks: called at the events of the run; None: nobody is.
-            profile: looks at some steps closely; None: at none.
-            bad_steps: what becomes of steps whose numbers go wrong; None: a loss that is not finite
-                ends the run.
+            evaluates_first: whether the evaluation that is due after `start_step` comes first; it
+                is missing where a stop ended it.
+            stop: called before the first step, after every step but the last, and between the
+                batches of an evaluation, alike on all ranks. The name of a signal ends the run
+                there; ``evaluate`` and ``save`` are done after the next step.
+            enter: called with each phase of the run as it begins; returns the phase before it.
+            minutes: evaluations and saves by the clock; `stop` reports when one is due.
+            look: a function that looks at the weights after a step, and when; collective, its time
+                is not the steps'.
+            record: records an event by kind and step (`train.events.Events`).
+            callbacks: called at the events of the run.
+            profile: profiles some steps.
+            bad_steps: policy for steps with bad numbers; None: a loss that is not finite ends the
+                run.
             constants: metrics of every logged point.
             clock: seconds, for throughput.
         """
         self._engine = engine
-        self._agenda = agenda
+        self._schedule = schedule
         self._profile = profile
-        if profile is None:
-            take = engine.train_step
-        else:
-            take = partial(self._profiled_step, profile)
-        self._train_step: Callable[[Iterator[Any]], StepResult] = partial(self._first_step, take)
+        take_step: Callable[[Iterator[Any]], StepResult] = engine.train_step
+        if profile is not None:
+            take_step = partial(self._profiled_step, profile)
+        self._train_step: Callable[[Iterator[Any]], StepResult] = partial(
+            self._first_step, take_step
+        )
         self._train_data = train_data
         self._eval_data = eval_data
         self._enter = enter
         self._clock = clock
-        self._aside_seconds = self._profile_seconds = 0.0
+        self._aside_seconds = 0.0
+        self._profile_seconds = 0.0
         self._sinks = Sinks(monitors)
         self._save = save
         self._stop = stop
-        # by the clock
         self._minutes = minutes or Minutes()
-        self._asked = set[str]()
+        self._due_by_clock = set[str]()  # EVALUATE and SAVE, for the next step
         self._evaluates_first = evaluates_first
         self._look = look
         self._record = record or _ignore
@@ -253,34 +278,35 @@ class Trainer:
         self._spikes = SpikeScore()
         self._saved_step = -1
         self._not_finite = 0  # logged losses in a row, up to now
-        if bad_steps is not None:
-            cause = ["its numbers were bad (training.bad_steps)"]
+        if bad_steps is None:
+            self._skipped_steps = SkippedSteps(start_step)
         else:
-            cause = []
-        self._skipped_steps = SkippedSteps(start_step, *cause)
+            cause = "its numbers were bad (training.bad_steps)"
+            self._skipped_steps = SkippedSteps(start_step, cause)
         self._outcome = Outcome(step=start_step)
         self._measured: dict[str, float] = {}  # at this very step
         self._stopwatch = Stopwatch(
             clock,
-            samples_per_step=agenda.samples_per_step,
-            tokens_per_step=agenda.tokens_per_step,
-            per_step=agenda.per_step,
+            samples_per_step=schedule.samples_per_step,
+            tokens_per_step=schedule.tokens_per_step,
+            per_step=schedule.per_step,
         )
 
     def fit(self) -> Outcome:
-        """Train to the end, or to where the run is asked to stop, and save there. Closes the
-        monitors.
+        """Train to the end, or to the step where the run is asked to stop, and save there; close
+        the monitors.
 
-        On every rank alike: logging, evaluation and saving are collective.
+        It runs on every rank alike: logging, evaluation and saving are collective.
 
         Raises:
-            TrainingError: logged losses, more than are allowed in a row, or the last one, or the
+            TrainingError: more logged losses in a row than are allowed, or the last one, or the
                 gradient norm of a step that is to be saved, are not finite; or every step is
-                skipped; or the data ends before the run
-            does. StorageError: the run is to stop, and what it has reached cannot be saved; or its
-            folder is lost. RolledBack: a step was bad, and the run is to go on from an earlier one.
+                skipped; or the data ends before the run does.
+            StorageError: the run is to stop, and its last step cannot be saved; or its folder is
+                lost.
+            RolledBack: a step was bad, and the run is to go on from an earlier one.
         """
-        agenda = self._agenda
+        schedule = self._schedule
         outcome = self._outcome
         start_step = outcome.step
         with ExitStack() as ending:
@@ -291,15 +317,15 @@ class Trainer:
             stream = self._train_data.stream(outcome.step)
             ending.callback(getattr(stream, "close", lambda: None))
             micro_batches = self._unending(stream)
-            if self._evaluates_first and self._eval_data and self._due(agenda.evaluate):
+            if self._evaluates_first and self._eval_data and self._due(schedule.evaluate):
                 self._evaluate()
             self._call_aside("on_start")
             if self._callbacks is not None:
                 self._follow(self._callbacks, is_start=True)
             self._enter(STEPS)
-            self._aside_seconds = 0.0  # what was before is the start
+            self._aside_seconds = 0.0  # the time until here is the start's
             self._stopwatch.begin()
-            while outcome.step < agenda.total_steps and not outcome.ended_early:
+            while outcome.step < schedule.total_steps and not outcome.ended_early:
                 if self._is_stopping():
                     break
                 result = self._next_step(micro_batches)
@@ -317,16 +343,14 @@ class Trainer:
         return outcome
 
     def _first_step(
-        self, take: Callable[[Iterator[Any]], StepResult], micro_batches: Iterator[Any]
+        self, take_step: Callable[[Iterator[Any]], StepResult], micro_batches: Iterator[Any]
     ) -> StepResult:
-        begun = self._clock()
-        self._train_step = take
+        """Take the first step, and show what it waits for: a batch, or the step's own work."""
+        started = self._clock()
+        self._train_step = take_step
         with ExitStack() as computing:
 
-            def announced() -> Iterator[Any]:
-                """Yield the batches; what is waited for is one of them, or what the step makes of
-                them.
-                """
+            def announced_batches() -> Iterator[Any]:
                 while True:
                     computing.close()
                     with waiting("the first batch of the training data"):
@@ -338,10 +362,12 @@ class Trainer:
                         return
                     yield batch
 
-            result = take(announced())
-        seconds = self._clock() - begun
-        waited = round(self._stopwatch.waited_seconds, 6)
-        self._record("first_step", self._outcome.step + 1, seconds=seconds, data_seconds=waited)
+            result = take_step(announced_batches())
+        seconds = self._clock() - started
+        data_seconds = round(self._stopwatch.waited_seconds, 6)
+        self._record(
+            "first_step", self._outcome.step + 1, seconds=seconds, data_seconds=data_seconds
+        )
         return result
 
     def _next_step(self, micro_batches: Iterator[Any]) -> StepResult:
@@ -350,8 +376,10 @@ class Trainer:
         return self._train_step(micro_batches)
 
     def _profiled_step(self, profile: StepProfile, micro_batches: Iterator[Any]) -> StepResult:
-        """Take a step that may be profiled: what begins before it and ends after it is no part of
-        its time. After the last of them steps are as they are without a profile.
+        """Take a step that may be profiled.
+
+        The time in which the profile begins and ends is not the step's. After the last profiled
+        step, steps are taken as without a profile.
         """
         step = self._outcome.step + 1
         with self._stopwatch.excluded():
@@ -369,43 +397,38 @@ class Trainer:
     def _record_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RolledBack):
             return
-        if error is None:
-            if self._outcome.ended_early:
-                early = {"ended_early": self._outcome.ended_early}
-            else:
-                early = {}
-            self._record("end", self._outcome.step, is_finished=not self._outcome.stopped, **early)
-        else:
-            self._record("end", self._outcome.step, error=str(error) or type(error).__name__)
+        outcome = self._outcome
+        if error is not None:
+            self._record("end", outcome.step, error=str(error) or type(error).__name__)
+            return
+        details: dict[str, Any] = {"is_finished": not outcome.stopped}
+        if outcome.ended_early:
+            details["ended_early"] = outcome.ended_early
+        self._record("end", outcome.step, **details)
 
     def _do_what_is_due(self, result: StepResult) -> None:
-        agenda = self._agenda
+        schedule = self._schedule
         self._measured.clear()
         if self._hears_steps:
             self._call("on_step")
-        evaluate = bool(self._eval_data) and self._due(agenda.evaluate)
-        save = self._save is not None and self._due(agenda.save)
-        if self._asked:
-            is_time = EVALUATE in self._asked and self._outcome.step >= agenda.evaluate.start_step
-            evaluate = evaluate or (is_time and bool(self._eval_data))
-            save = save or SAVE in self._asked
-            for word in self._asked:
-                self._minutes.restart(word)
-            self._asked.clear()
+        logs = self._due(schedule.log)
+        evaluates, saves = self._due_measures()
         has_news = self._bad_steps is not None and self._bad_steps.watch.has_news
-        if evaluate or save or self._due(agenda.log) or has_news:
+        if evaluates or saves or logs or has_news:
             # Evaluating and saving wait for the device anyway; reading first keeps their time out
             # of the step's.
             self._read(result)
-        if evaluate:
+        if evaluates:
             self._evaluate()
-        # Before the save, which then holds what they have changed.
-        if self._callbacks is not None and (evaluate or save or self._due(agenda.log)):
-            save = self._follow(self._callbacks) or save
-        if self._look is not None and self._due(self._look[0]):
-            with self._aside("histograms"):
-                self._look[1](self._outcome.step)
-        if save and self._save is not None:
+        # Before the save, which then holds the changes that callbacks have made.
+        if self._callbacks is not None and (evaluates or saves or logs):
+            saves = self._follow(self._callbacks) or saves
+        if self._look is not None:
+            cadence, look_at_weights = self._look
+            if self._due(cadence):
+                with self._aside("histograms"):
+                    look_at_weights(self._outcome.step)
+        if saves and self._save is not None:
             if self._not_finite:
                 warn(
                     f"step {self._outcome.step}: its loss is not finite, and it is not saved; "
@@ -415,35 +438,49 @@ class Trainer:
             else:
                 self._save_now(self._save, result)
 
+    def _due_measures(self) -> tuple[bool, bool]:
+        """Return whether an evaluation and a save are due, by steps or by the clock."""
+        schedule = self._schedule
+        evaluates = self._due(schedule.evaluate)
+        saves = self._save is not None and self._due(schedule.save)
+        if EVALUATE in self._due_by_clock and self._outcome.step >= schedule.evaluate.start_step:
+            evaluates = True
+        if SAVE in self._due_by_clock:
+            saves = True
+        for action in self._due_by_clock:
+            self._minutes.restart(action)
+        self._due_by_clock.clear()
+        return evaluates and bool(self._eval_data), saves
+
     def _call(
         self, event: str, metrics: Mapping[str, float] = MappingProxyType({})
     ) -> dict[str, float]:
-        """Call the callbacks; returns what they log."""
+        """Call the callbacks, and return the metrics that they log."""
         if self._callbacks is None or not self._callbacks.hears(event):
             return {}
         outcome = self._outcome
-        agenda = self._agenda
+        schedule = self._schedule
         return self._callbacks.call(
             event,
             step=outcome.step,
-            total_steps=agenda.total_steps,
-            epoch=outcome.step / agenda.steps_per_epoch,
+            total_steps=schedule.total_steps,
+            epoch=outcome.step / schedule.steps_per_epoch,
             metrics={**outcome.metrics, **metrics},
         )
 
     def _call_aside(self, event: str) -> None:
-        """Call the callbacks, in time of their own."""
+        """Call the callbacks; their time is not the steps'."""
         if self._callbacks is not None and self._callbacks.hears(event):
             with self._aside(f"the callback {event}"):
                 self._call(event)
 
     @contextmanager
     def _in_phase(self, phase: str) -> Iterator[None]:
-        """Time of another phase than the steps'."""
-        before = self._enter(phase)
+        """Enter another phase than the steps', with its own time."""
+        phase_before = self._enter(phase)
         with self._stopwatch.excluded():
             yield
-        self._enter(before)
+        self._enter(phase_before)
 
     @contextmanager
     def _aside(self, phase: str) -> Iterator[None]:
@@ -457,18 +494,20 @@ class Trainer:
             self._aside_seconds = 0.0
 
     def _follow(self, callbacks: Callbacks, *, is_start: bool = False) -> bool:
-        """Do what callbacks ask for: evaluate, or end the run, which is evaluated and saved as at
-        its last step. Collective. Returns whether it is to be saved.
+        """Follow the requests of callbacks: evaluate, or end the run. Collective.
+
+        A run that ends is evaluated and saved as at its last step. Returns whether to save.
         """
         with self._aside("the callbacks"):
-            asked = callbacks.agreed()
-        agenda, self._outcome.ended_early = self._agenda, asked.stop
-        ends = bool(asked.stop) and not is_start and self._outcome.step < agenda.total_steps
+            requests = callbacks.agreed()
+        schedule = self._schedule
+        self._outcome.ended_early = requests.stop
+        ends = bool(requests.stop) and not is_start and self._outcome.step < schedule.total_steps
         is_evaluated = any(name.startswith("eval/") for name in self._measured)
-        evaluates = asked.evaluate or (ends and agenda.evaluate.at_end)
+        evaluates = requests.evaluate or (ends and schedule.evaluate.at_end)
         if evaluates and self._eval_data and not is_evaluated:
             self._evaluate()
-        return asked.save or (ends and agenda.save.at_end)
+        return requests.save or (ends and schedule.save.at_end)
 
     def _save_now(
         self, save: Callable[[int, Mapping[str, float]], object], result: StepResult
@@ -478,9 +517,8 @@ class Trainer:
             is_saved = save(self._outcome.step, self._measured) is not False
         self._minutes.restart(SAVE)
         seconds = self._stopwatch.excluded_seconds
-        self._checkpoint = {
-            "time/checkpoint_ms": 1000 * seconds + self._checkpoint.get("time/checkpoint_ms", 0.0)
-        }
+        not_logged_ms = self._checkpoint.get("time/checkpoint_ms", 0.0)
+        self._checkpoint = {"time/checkpoint_ms": 1000 * seconds + not_logged_ms}
         if is_saved:
             self._saved_step = self._outcome.step
             self._record(
@@ -493,10 +531,11 @@ class Trainer:
             self._note_aside()
 
     def _refuse_to_save_nan(self, result: StepResult) -> None:
-        """The loss was measured before the step: where only the gradients were bad, it is the
-        weights that hold NaN now.
+        """Refuse to save a step with a gradient norm that is not finite.
 
-        Saved, they would be what `auto` starts from, again and again.
+        The loss was measured before the step: where only the gradients were bad, the weights hold
+        NaN now. Saved, the next start (`checkpoint.resume: auto`) would begin with them, again and
+        again.
         """
         norm = self._measured.get("train/grad_norm", 0.0)
         if not math.isfinite(norm) and not result.may_be_skipped:
@@ -512,9 +551,9 @@ class Trainer:
             return
         if not self._measured:
             self._read(result)
-        if self._not_finite > self._agenda.not_finite_allowed:
+        if self._not_finite > self._schedule.not_finite_allowed:
             raise self._diverged()
-        # in fp16 the next loss may be a number again: the checkpoint before this step stands
+        # In fp16 the next loss may be finite again: the checkpoint before this step stays the last.
         if not self._not_finite:
             self._save_now(self._save, result)
         if self._saved_step != step:
@@ -525,8 +564,9 @@ class Trainer:
             )
 
     def _unending(self, stream: Iterator[Any]) -> Iterator[Any]:
-        """The stream, timed. Where it ends (a sample that raises StopIteration looks like that) is
-        an error with a name.
+        """Yield the stream, timed, and raise an error at its end.
+
+        A sample that raises StopIteration looks like the end.
         """
         yield from self._stopwatch.timed(stream)
         error = TrainingError(
@@ -538,48 +578,46 @@ class Trainer:
         raise error
 
     def _due(self, cadence: Every) -> bool:
-        return cadence.is_due(self._outcome.step, total_steps=self._agenda.total_steps)
+        return cadence.is_due(self._outcome.step, total_steps=self._schedule.total_steps)
 
     def _read(self, result: StepResult) -> None:
-        """Read a step, and all since the last one that was read for what was bad. Collective."""
+        """Read and log a step, and all bad steps since the last one that was read. Collective."""
         policy = self._bad_steps
         if policy is None:
-            found = []
-        else:
-            found = policy.watch.read()
-        for bad in found:
-            self._record("bad_step", bad.step, **bad.details())
+            self._log(result.read())
+            return
+        bad_steps = policy.watch.read()
+        for bad_step in bad_steps:
+            self._record("bad_step", bad_step.step, **bad_step.details())
         self._log(result.read())
-        if policy is not None:
-            policy.follow(found, note=partial(warn, is_of_all_ranks=True))
+        policy.follow(bad_steps, note=partial(warn, is_of_all_ranks=True))
 
     def _log(self, metrics: Mapping[str, float]) -> None:
-        parts = {name: value for name, value in metrics.items() if name.startswith("time/")}
-        spikes = self._spikes.note(metrics.get("train/loss"))
-        checkpoint = self._checkpoint
+        schedule = self._schedule
+        times = {name: value for name, value in metrics.items() if name.startswith("time/")}
+        point = dict(metrics)
+        point.update(self._spikes.note(metrics.get("train/loss")))
+        point.update(self._stopwatch.read(times))
+        point.update(self._checkpoint)
+        point.update(self._constants)
         self._checkpoint = {}
-        found = {
-            **metrics,
-            **spikes,
-            **self._stopwatch.read(parts),
-            **checkpoint,
-            **self._constants,
-        }
-        self._report(found | self._call("on_log", found))
-        is_fine = self._bad_steps is not None or math.isfinite(metrics.get("train/loss", 0.0))
-        self._not_finite = 0 if is_fine else self._not_finite + 1
-        is_last = self._outcome.step == self._agenda.total_steps
-        if self._not_finite > self._agenda.not_finite_allowed or (self._not_finite and is_last):
+        self._report(point | self._call("on_log", point))
+        if self._bad_steps is not None or math.isfinite(metrics.get("train/loss", 0.0)):
+            self._not_finite = 0
+        else:
+            self._not_finite += 1
+        is_last = self._outcome.step == schedule.total_steps
+        if self._not_finite > schedule.not_finite_allowed or (self._not_finite and is_last):
             raise self._diverged()
-        if "train/loss" in metrics:  # it was not left out
+        if "train/loss" in metrics:  # the step was not left out
             self._skipped_steps.note(self._outcome.step, metrics, is_last=is_last)
 
     def _diverged(self) -> TrainingError:
-        loss = self._outcome.metrics["train/loss"]
-        repeated = f", as {self._not_finite} logged losses in a row"
+        loss = str(self._outcome.metrics["train/loss"])
+        if self._not_finite > 1:
+            loss += f", as {self._not_finite} logged losses in a row"
         return TrainingError(
-            f"step {self._outcome.step}: train/loss = "
-            f"{loss}{repeated if self._not_finite > 1 else ''}: training has diverged; lower "
+            f"step {self._outcome.step}: train/loss = {loss}: training has diverged; lower "
             "optimizer.lr, set training.clip_grad_norm, or start again from an earlier "
             "checkpoint [loss-not-finite]"
         )
@@ -594,20 +632,21 @@ class Trainer:
             self._record("evaluate", self._outcome.step, seconds=self._stopwatch.excluded_seconds)
 
     def _is_stopping(self) -> bool:
-        self._outcome.stopped = asked = self._stop(self._outcome.step)
-        if asked and asked in (EVALUATE, SAVE):
-            self._asked.add(asked)
-            self._outcome.stopped = asked = ""
-        return asked != ""
+        request = self._stop(self._outcome.step)
+        if request and request in (EVALUATE, SAVE):
+            self._due_by_clock.add(request)
+            request = ""
+        self._outcome.stopped = request
+        return request != ""
 
     def _report(self, metrics: Mapping[str, float]) -> None:
         self._outcome.metrics.update(metrics)
         self._measured.update(metrics)
-        epoch = self._outcome.step / self._agenda.steps_per_epoch
+        epoch = self._outcome.step / self._schedule.steps_per_epoch
         self._sinks.write(Point(self._outcome.step, epoch, now(), metrics))
 
     def _close_monitors(self) -> None:
-        self._sinks.close(hurries=self._outcome.step < self._agenda.total_steps)
+        self._sinks.close(hurries=self._outcome.step < self._schedule.total_steps)
 
 
 def _ignore(kind: str, step: int, **details: object) -> None: ...

@@ -113,7 +113,7 @@ def simulate(
         try:
             trainer = Trainer(
                 job,  # type: ignore[arg-type]
-                agenda=plan,
+                schedule=plan,
                 train_data=job,
                 monitors=[JsonlFile(folder / "metrics.jsonl", from_step=saved), events],
                 save=job.save,

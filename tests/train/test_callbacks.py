@@ -47,7 +47,7 @@ def train(
     )
     trainer = Trainer(
         engine,
-        agenda=agenda,
+        schedule=agenda,
         train_data=Numbers(),
         eval_data=EVAL_DATA,
         monitors=[monitor],

@@ -127,18 +127,18 @@ def test_another_host_waits_until_it_sees_the_new_folder(
     folder = RunFolder(tmp_path / "night")
     folder.open(fresh=True)
     with closing(folder):
-        assert folder.word
+        assert folder.generation
         seen = RunFolder(tmp_path / "another-view" / "night")
         finished_run(seen.path)
         Timer(0.6, lambda: shutil.copy(folder.path / ".lock", seen.path / ".lock")).start()
         begin = time.monotonic()
-        seen.wait_until_visible(folder.word, wait_seconds=30)
+        seen.wait_until_visible(folder.generation, wait_seconds=30)
         assert 0.5 < time.monotonic() - begin < 20
         seen.wait_until_visible("another word", wait_seconds=0.1)
         assert capsys.readouterr().err.count("[run-folder-not-shared]") == 1
         # on one host nobody waits
         monkeypatch.setattr("framework.train.run_folder._LOOK_SECONDS", 3600.0)
-        RunFolder(folder.path).wait_until_visible(folder.word)
+        RunFolder(folder.path).wait_until_visible(folder.generation)
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -149,7 +149,7 @@ def test_where_nothing_was_renamed_there_is_nothing_to_wait_for(
         finished_run(tmp_path / "night")
     folder = RunFolder(tmp_path / "night")
     folder.open(fresh=not is_there)
-    assert folder.word == ""
+    assert folder.generation == ""
     folder.close()
 
 

@@ -153,7 +153,7 @@ def make_run(
     engine.step = start_step
     trainer = Trainer(
         engine,
-        agenda=plan or agenda(),
+        schedule=plan or agenda(),
         train_data=data,
         eval_data=eval_data,
         monitors=monitors,
@@ -345,7 +345,7 @@ def test_a_stream_that_cannot_be_closed_is_fine() -> None:
             return iter(range(100))
 
     engine = RecordingEngine()
-    outcome = Trainer(engine, agenda=agenda(2), train_data=Endless(), eval_data=EVAL_DATA).fit()
+    outcome = Trainer(engine, schedule=agenda(2), train_data=Endless(), eval_data=EVAL_DATA).fit()
     assert outcome.step == 2
 
 
@@ -355,7 +355,7 @@ def test_a_failed_save_ends_the_run() -> None:
 
     monitor, data = Memory(), Numbers()
     trainer = Trainer(
-        RecordingEngine(), agenda=agenda(), train_data=data, monitors=[monitor], save=full
+        RecordingEngine(), schedule=agenda(), train_data=data, monitors=[monitor], save=full
     )
     with pytest.raises(StorageError):
         trainer.fit()
@@ -403,7 +403,7 @@ def test_evaluating_and_saving_are_not_training_time() -> None:
     monitor = Memory()
     trainer = Trainer(
         Slow(),
-        agenda=agenda(),
+        schedule=agenda(),
         train_data=Numbers(),
         eval_data=EVAL_DATA,
         save=save,
@@ -586,7 +586,7 @@ def test_a_stop_that_cannot_be_saved_is_an_error_of_storage() -> None:
     monitor = Memory()
     trainer = Trainer(
         RecordingEngine(),
-        agenda=agenda(),
+        schedule=agenda(),
         train_data=Numbers(),
         monitors=[monitor],
         stop=stop_after(1),
@@ -619,7 +619,7 @@ def test_events_are_recorded_in_order_with_how_long_they_took() -> None:
 
     fit = Trainer(
         Slow(),
-        agenda=agenda(7),
+        schedule=agenda(7),
         train_data=Numbers(),
         eval_data=EVAL_DATA,
         save=save,
@@ -648,7 +648,7 @@ def test_a_run_that_fails_ends_with_its_error() -> None:
     seen: list[Any] = []
     trainer = Trainer(
         RecordingEngine(fails_at=2),
-        agenda=agenda(),
+        schedule=agenda(),
         train_data=Numbers(),
         record=lambda kind, step, **details: seen.append((kind, step, details)),
     )
@@ -682,7 +682,7 @@ def test_a_slow_first_batch_is_waited_for_by_its_name(monkeypatch: pytest.Monkey
     def record(kind: str, step: int, **details: Any) -> None:
         events.append({"kind": kind, "step": step} | details)
 
-    trainer = Trainer(SlowEngine(), agenda=agenda(), train_data=SlowNumbers(), record=record)
+    trainer = Trainer(SlowEngine(), schedule=agenda(), train_data=SlowNumbers(), record=record)
     trainer.fit()
     assert [line.split(" since ")[0] for line in announced] == [
         "waiting for the first batch of the training data",

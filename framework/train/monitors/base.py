@@ -1,5 +1,5 @@
-"""`Monitor`: somewhere metrics go. Only rank 0 has any, but for what becomes part of the saved
-state.
+"""`Monitor`: a destination of metrics. Rank 0 alone has monitors, but for those with a state that
+is saved.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class Point:
 
 
 class Monitor(Protocol):
-    """Gets every logged point, in order of steps. One that raises is closed and gets nothing more;
-    the run goes on, but for a StorageError: there is no folder to go on in. The files of a run do
-    not raise where storage fails: they keep what they are to hold
-    (`framework.system.kept_file`).
+    """Gets every logged point, in order of steps.
+
+    A monitor that raises is closed and gets no further point, and the run goes on. A StorageError
+    ends the run: its folder is gone. The files of a run do not raise where storage fails: they keep
+    their content in memory (`framework.system.kept_file`).
     """
 
     name: str
-    """What a warning calls it."""
+    """Its name in warnings."""
 
     def write(self, point: Point) -> None:
         """Take one point."""
@@ -60,8 +61,8 @@ class Monitor(Protocol):
 
 
 class Sinks:
-    """Monitors of a run. One that fails costs a warning and itself, a StorageError of the run
-    folder the run.
+    """Monitors of a run. A monitor that fails is removed with a warning; a StorageError ends the
+    run.
     """
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
@@ -72,7 +73,7 @@ class Sinks:
         for monitor in tuple(self._monitors):
             try:
                 monitor.write(point)
-            except StorageError:  # not of a monitor: of the whole run folder
+            except StorageError:  # the whole run folder is lost, not one monitor
                 raise
             except Exception as error:
                 # Hours of training are worth more than a curve: a full disk or a closed terminal
@@ -84,8 +85,11 @@ class Sinks:
 
     def close(self, *, hurries: bool) -> None:
         """Close all; `hurries`: the run has stopped or failed, and others wait for this rank."""
-        for monitor in self._monitors if hurries else ():
-            getattr(monitor, "hurry", lambda: None)()
+        if hurries:
+            for monitor in self._monitors:
+                hurry = getattr(monitor, "hurry", None)
+                if hurry is not None:
+                    hurry()
         while self._monitors:
             monitor = self._monitors.pop(0)
             try:
@@ -95,19 +99,23 @@ class Sinks:
 
 
 def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything in nested sections; lists, and sections without keys, as
-    JSON text.
+    """Yield the dotted key and the value of every entry of nested sections.
+
+    Lists, and sections without keys, are JSON text.
     """
     if isinstance(values, Mapping) and values:
         for name, value in values.items():
-            yield from flat(value, f"{prefix}.{name}" if prefix else str(name))
+            key = f"{prefix}.{name}" if prefix else str(name)
+            yield from flat(value, key)
     elif prefix:
-        plain = values is None or isinstance(values, str | bool | int | float)
-        yield prefix, values if plain else json.dumps(values, default=str)
+        if values is None or isinstance(values, str | bool | int | float):
+            yield prefix, values
+        else:
+            yield prefix, json.dumps(values, default=str)
 
 
 def warn_failed(name: str, error: Exception) -> None:
-    """Warn that a monitor is given up, and why, in one line."""
+    """Warn, in one line, that a monitor is given up, and why."""
     warn(f"{name}: {reason_of(error)}; training goes on without it [monitor-failed]")
 
 
@@ -118,9 +126,11 @@ def reason_of(error: BaseException) -> str:
     return getattr(error, "strerror", None) or in_one_line(error, longest=300)
 
 
-def made(name: str, make: Callable[[], Monitor]) -> list[Monitor]:
-    """The monitor, or none and a warning: one that cannot be made is no reason to end a run. A link
-    where a file of the run belongs is: it leads out of the folder.
+def make_or_warn(name: str, make: Callable[[], Monitor]) -> list[Monitor]:
+    """Return the monitor in a list, or warn and return an empty list if it cannot be made.
+
+    That is no reason to end a run, but a link in place of a file of the run is: it leads out of
+    the folder. Its error is raised.
     """
     try:
         return [make()]
@@ -131,12 +141,14 @@ def made(name: str, make: Callable[[], Monitor]) -> list[Monitor]:
         return []
 
 
-# Check that the run folder is still there and still this run's, made whenever something is logged,
+# The check that the run folder is still there and still this run's. It runs at every logged point,
 # and so before every save.
 
 
 class HeldFolder:
-    """No destination of metrics, but a look at where all of them go; what it finds ends the run."""
+    """No destination of metrics, but a check of the folder that holds them; a lost folder ends the
+    run.
+    """
 
     name = "run folder"
 
@@ -144,38 +156,37 @@ class HeldFolder:
         self._folder = folder
 
     def write(self, point: Point) -> None:
-        """Raises StorageError where the folder is lost."""
+        """Check the folder; raises StorageError if it is lost."""
         self._folder.check_held()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds nothing open."""
 
 
 class Behind:
-    """A monitor that the thread of writes tells, so that storage that stalls does not stall the
+    """A monitor that is called in the thread of writes, so that slow storage does not stall the
     training.
     """
 
     def __init__(self, monitor: Monitor, *, after: Behind | None = None) -> None:
-        """Wrap it; it is told nothing more once it, or `after`, has failed."""
+        """Wrap a monitor; it is not called again once it, or `after`, has failed."""
         self.name = monitor.name
         self._monitor = monitor
         self._after = after
         self._error: Exception | None = None
 
     def write(self, point: Point) -> None:
-        """Hand a point over; raises what the monitor raised at this point, or late at an earlier
-        one.
-        """
+        """Hand a point over; raises the monitor's error at this point or at an earlier one."""
         hand_over(partial(self._do, partial(self._monitor.write, point)))
         self._raise_error()
 
     def show(self, *shown: Any) -> None:
-        """Hand over what is no number; what it raises is raised at a later point."""
-        hand_over(partial(self._do, partial(getattr(self._monitor, "show"), *shown)))  # noqa: B009
+        """Hand over images, text or histograms; the monitor's error is raised at a later point."""
+        monitor: Any = self._monitor
+        hand_over(partial(self._do, partial(monitor.show, *shown)))
 
     def settle(self) -> None:
-        """Wait until everything is written; raises what the monitor raised."""
+        """Wait until everything is written; raises the monitor's error."""
         settle()
         self._raise_error()
 
@@ -200,17 +211,18 @@ class Behind:
 
 
 class Aside:
-    """A sink in a thread of its own, from its making on: one that talks to a server, which may not
-    answer. No step waits for it, nor does any file of metrics, and the end of the run no longer
-    than was agreed.
+    """A sink that is made and called in its own thread, because it talks to a server, which may not
+    answer.
+
+    No step and no file of metrics waits for it; the end of the run waits `wait_seconds` at most.
     """
 
     def __init__(self, name: str, make: Callable[[], Monitor], *, wait_seconds: float) -> None:
         """Make the sink in its thread, and close it there when all points are written.
 
         Args:
-            name: what a warning calls it.
-            make: makes it; what it raises is raised at a later `write` or at `close`.
+            name: its name in warnings.
+            make: makes it; an error is raised at a later `write` or at `close`.
             wait_seconds: longest wait of `close`.
         """
         self.name = name
@@ -223,9 +235,7 @@ class Aside:
         self._thread.start()
 
     def write(self, point: Point) -> None:
-        """Hand a point over; raises what the sink has raised, and TimeoutError where it is far
-        behind.
-        """
+        """Hand a point over; raises the sink's error, or TimeoutError if it is far behind."""
         try:
             self._raise_error()
             self._points.put_nowait(point)
@@ -242,8 +252,9 @@ class Aside:
         self._wait_seconds = min(self._wait_seconds, HURRIED_SECONDS)
 
     def close(self) -> None:
-        """Wait until all points are written; raises TimeoutError where that takes too long. After a
-        failure it does not wait.
+        """Wait until all points are written; raises TimeoutError if that takes too long.
+
+        After a failure it does not wait.
         """
         if self._is_over:
             return
@@ -261,7 +272,7 @@ class Aside:
         try:
             monitor = self._make()
             try:
-                while (point := self._points.get()) is not None:
+                for point in iter(self._points.get, None):
                     monitor.write(point)
             finally:
                 monitor.close()

@@ -1,6 +1,5 @@
-"""Progress on rank 0, and the lines of every rank's own log.
-
-Progress on rank 0 during training: a bar on a terminal, a line per logged step elsewhere.
+"""Progress of the training: on rank 0 a bar on a terminal, or a line per logged step elsewhere; on
+every rank the lines of its own log.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from framework.system.log import note
 from framework.system.output import leave, write
 from framework.train.monitors.base import Monitor, Point
 
-_SHOWN = {
+_FORMATS = {
     "train/loss": "loss {:.4f}",
     "train/lr": "lr {:.3g}",
     "train/grad_norm": "grad norm {:.3g}",
@@ -25,14 +24,14 @@ _SHOWN = {
     "memory/device_peak_bytes": "{:.1f} GB",
 }
 _BYTES_PER_GB = 1e9
-# Of lines: enough for most values, so that seldom one moves those behind it.
+# Widths of a line's first metrics: enough for most values, so that columns seldom move.
 _USUAL_WIDTHS = {
     "train/loss": len("loss 1.2345"),
     "train/lr": len("lr 0.000123"),
     "train/grad_norm": len("grad norm 0.0123"),
 }
 _LEFT_OUT_FIRST = ("memory/device_peak_bytes", "train/grad_norm", "train/lr")
-# The steps, the time left and the metrics of a usual run.
+# Width of the steps, the time left and the metrics of a usual run.
 _BESIDE_THE_BAR = 86
 _SHORTEST_BAR = 8
 
@@ -40,12 +39,9 @@ _SHORTEST_BAR = 8
 def make_console(
     mode: Literal["auto", "bar", "lines", "off"], *, total_steps: int, from_step: int
 ) -> Monitor | None:
-    """The console that the mode and the terminal call for."""
+    """Make the console of this mode; ``auto`` is a bar on a terminal, else lines."""
     if mode == "auto":
-        if sys.stdout.isatty():
-            mode = "bar"
-        else:
-            mode = "lines"
+        mode = "bar" if sys.stdout.isatty() else "lines"
     if mode == "off":
         return None
     if mode == "bar":
@@ -56,33 +52,39 @@ def make_console(
 def describe(
     point: Point, *, longest: int | None = None, widths: dict[str, int] | None = None
 ) -> str:
-    """The metrics worth a glance, as one line; of text, tokens say more than samples. In a short
-    line the less telling go. With `widths`, a metric is as wide as it has ever been, so that those
-    of one point stand below the last's.
+    """Write the most important metrics of a point as one line.
+
+    Where a point has tokens, samples per second are left out.
+
+    Args:
+        longest: longest line; to fit in, less important metrics are left out.
+        widths: the largest width of each metric so far, which is updated. A metric takes that
+            width, so that columns of lines stand below each other.
     """
-    values = {name: point.metrics[name] for name in _SHOWN if name in point.metrics}
-    values |= {
-        name: value / _BYTES_PER_GB for name, value in values.items() if name.endswith("_bytes")
-    }
-    shown = {name: _SHOWN[name].format(value) for name, value in values.items()}
-    if "throughput/tokens_per_sec" in shown:
-        shown.pop("throughput/samples_per_sec", None)
-    shown |= {
-        name: f"{name} {value:.4f}"
-        for name, value in point.metrics.items()
-        if name.startswith("eval/")
-    }
+    texts: dict[str, str] = {}
+    for name, text_format in _FORMATS.items():
+        if name in point.metrics:
+            value = point.metrics[name]
+            if name.endswith("_bytes"):
+                value = value / _BYTES_PER_GB
+            texts[name] = text_format.format(value)
+    if "throughput/tokens_per_sec" in texts:
+        texts.pop("throughput/samples_per_sec", None)
+    for name, value in point.metrics.items():
+        if name.startswith("eval/"):
+            texts[name] = f"{name} {value:.4f}"
     if widths is not None:
-        widths |= {name: max(len(text), widths.get(name, 0)) for name, text in shown.items()}
-        shown = {name: text.ljust(widths[name]) for name, text in shown.items()}
+        for name, text in texts.items():
+            widths[name] = max(len(text), widths.get(name, 0))
+            texts[name] = text.ljust(widths[name])
     for name in _LEFT_OUT_FIRST:
-        if longest is not None and len("  ".join(shown.values())) > longest:
-            shown.pop(name, None)
-    return printable("  ".join(shown.values()).rstrip())
+        if longest is not None and len("  ".join(texts.values())) > longest:
+            texts.pop(name, None)
+    return printable("  ".join(texts.values()).rstrip())
 
 
 class Lines:
-    """One line per logged point, its columns below those of the line before."""
+    """One line per logged point, with its columns below the columns of the line before."""
 
     name = "terminal"
 
@@ -93,20 +95,18 @@ class Lines:
     def write(self, point: Point) -> None:
         width = len(str(self._total_steps))
         place = f"step {point.step:>{width}}/{self._total_steps}  epoch {point.epoch:.2f}"
-        on_terminal = sys.stdout is not None and sys.stdout.isatty()
-        if on_terminal:
-            room = get_terminal_size().columns - len(place) - 2
-        else:
-            room = None
+        longest: int | None = None
+        if sys.stdout is not None and sys.stdout.isatty():
+            longest = get_terminal_size().columns - len(place) - 2
         # A closed terminal is no reason to lose a run.
-        write(sys.stdout, f"{place}  {describe(point, longest=room, widths=self._widths)}\n")
+        write(sys.stdout, f"{place}  {describe(point, longest=longest, widths=self._widths)}\n")
 
     def close(self) -> None:
         pass
 
 
 class Bar:
-    """A progress bar; evaluations stay above it as lines."""
+    """A progress bar, with evaluations as lines above it."""
 
     name = "terminal"
 
@@ -123,17 +123,19 @@ class Bar:
 
         # Where the terminal is narrow, the bar shrinks and then metrics are left out: the steps and
         # the time left stay whole.
-        whole = Column(no_wrap=True)
+        fixed = Column(no_wrap=True)
         rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-        columns = get_console().width
-        bar = max(_SHORTEST_BAR, min(40, columns - _BESIDE_THE_BAR))
-        # Four blanks between the columns, "step" and the time left.
-        self._longest = columns - bar - 2 * len(str(total_steps)) - len("/step0:00:00") - 4
+        terminal_width = get_console().width
+        bar_width = max(_SHORTEST_BAR, min(40, terminal_width - _BESIDE_THE_BAR))
+        steps_width = 2 * len(str(total_steps))
+        # Beside the steps: "step", the "/" between them, the time left, and four blanks between the
+        # columns.
+        self._longest = terminal_width - bar_width - steps_width - len("/step0:00:00") - 4
         self._progress = Progress(
-            TextColumn("step", table_column=whole),
-            MofNCompleteColumn(table_column=whole),
-            BarColumn(bar, table_column=whole),
-            TimeRemainingColumn(table_column=whole),
+            TextColumn("step", table_column=fixed),
+            MofNCompleteColumn(table_column=fixed),
+            BarColumn(bar_width, table_column=fixed),
+            TimeRemainingColumn(table_column=fixed),
             # a metric's name may hold brackets
             TextColumn("{task.description}", markup=False, table_column=rest),
             expand=True,
@@ -142,7 +144,7 @@ class Bar:
         self._progress.start()
 
     def write(self, point: Point) -> None:
-        with _whoever_reads():
+        with _terminal_may_close():
             if any(name.startswith("eval/") for name in point.metrics):
                 self._progress.console.print(
                     f"step {point.step}  {describe(point)}", highlight=False, markup=False
@@ -155,21 +157,24 @@ class Bar:
                 )
 
     def close(self) -> None:
-        with _whoever_reads():
+        with _terminal_may_close():
             self._progress.stop()
 
 
 @contextmanager
-def _whoever_reads() -> Iterator[None]:
-    """A closed terminal is no reason to lose a run; of a closed pipe rich makes an exit."""
+def _terminal_may_close() -> Iterator[None]:
+    """Go on without output when the terminal or pipe is closed.
+
+    That is no reason to lose a run. rich turns the error of a closed pipe into an exit.
+    """
     try:
         yield
     except (OSError, SystemExit):
         leave(sys.stdout)
 
 
-# The rank's own log: a line per logged point, on every rank, so that the log of one that died says
-# how far it came.
+# The rank's own log: a line per logged point, on every rank, so that the log of a rank that died
+# shows how far it came.
 
 
 class LogLines:
@@ -184,4 +189,4 @@ class LogLines:
         note(f"step {point.step}/{self._total_steps}  epoch {point.epoch:.2f}  {describe(point)}")
 
     def close(self) -> None:
-        """The log stays open: how the run ended follows."""
+        """Leave the log open: the end of the run follows in it."""

@@ -26,11 +26,11 @@ _Row = dict[str, str]
 
 
 class CsvFile:
-    """Keeps one row per step: what else is logged at the same step completes the row.
+    """Keeps one row per step: further points of the same step complete the row.
 
-    A metric seen for the first time adds a column, for which the file is written anew. Only the
-    last row is kept in memory, and those that storage did not take. The file stays open: closing it
-    would wait for a network's disk at every point.
+    A new metric adds a column, for which the file is written anew. Only the last row is kept in
+    memory, and the rows that storage refused. The file stays open: closing it would wait for a
+    network's disk at every point.
     """
 
     name = "metrics.csv"
@@ -47,21 +47,24 @@ class CsvFile:
         self._write_all([row for row in rows if int(row["step"]) <= from_step])
 
     def write(self, point: Point) -> None:
-        row = {"step": str(point.step), "epoch": f"{point.epoch:.6g}"}
-        row |= {name: repr(float(value)) for name, value in point.metrics.items()}
-        before = self._unwritten.get(row["step"], {})
-        if self._last.get("step") == row["step"]:
-            before = self._last
-        self._unwritten[row["step"]] = before | row
+        step = str(point.step)
+        row = {"step": step, "epoch": f"{point.epoch:.6g}"}
+        for name, value in point.metrics.items():
+            row[name] = repr(float(value))
+        if self._last.get("step") == step:
+            row_so_far = self._last
+        else:
+            row_so_far = self._unwritten.get(step, {})
+        self._unwritten[step] = row_so_far | row
         if not self._troubles.is_waiting:
-            self._try()
+            self._try_to_write()
         while len(self._unwritten) > _MOST_UNWRITTEN:
             self._lose_oldest()
 
     def close(self) -> None:
-        """Try for the last time, and warn of what is missing."""
+        """Try for the last time, and warn of missing rows."""
         if self._troubles.is_open:
-            self._try()
+            self._try_to_write()
         while self._unwritten:
             self._lose_oldest()
         self._troubles.close()
@@ -72,11 +75,11 @@ class CsvFile:
         del self._unwritten[step]
         self._troubles.lose(int(step))
 
-    def _try(self) -> None:
+    def _try_to_write(self) -> None:
         try:
             self._write_unwritten()
         except OSError as error:
-            self._number = -1  # what the file has is looked at before it is written again
+            self._number = -1  # the file is read before it is written again
             self._troubles.failed(error)
         else:
             self._unwritten.clear()
@@ -84,24 +87,27 @@ class CsvFile:
 
     def _write_unwritten(self) -> None:
         rows = list(self._unwritten.values())
-        has_new = any(name not in self._columns for name in rows[-1])
-        if len(rows) > 1 or has_new or self._is_changed():
+        has_new_column = any(name not in self._columns for name in rows[-1])
+        if len(rows) > 1 or has_new_column or self._is_changed():
             self._columns, written = _read(self._path)
-            named = dict.fromkeys(name for row in rows for name in row)
-            self._columns += [name for name in named if name not in self._columns]
+            for row in rows:
+                for name in row:
+                    if name not in self._columns:
+                        self._columns.append(name)
             others = [row for row in written if row["step"] not in self._unwritten]
-            self._write_all([*others, *rows])
+            self._write_all(others + rows)
+        elif self._last.get("step") == rows[0]["step"]:
+            self._append(rows[0], at=self._last_starts_at)
         else:
-            is_same_step = self._last.get("step") == rows[0]["step"]
-            self._append(rows[0], at=self._last_starts_at if is_same_step else self._size)
+            self._append(rows[0], at=self._size)
 
     def _is_changed(self) -> bool:
         """Check whether an attempt has failed, or others have written to the file or removed it."""
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except FileNotFoundError:
             return True
-        return (found.st_ino, found.st_size) != (self._number, self._size)
+        return status.st_ino != self._number or status.st_size != self._size
 
     def _append(self, row: _Row, *, at: int) -> None:
         descriptor = self._file.fileno()
@@ -138,19 +144,26 @@ def _lines(columns: Sequence[str], rows: Iterable[_Row]) -> bytes:
 
 
 def _read(path: Path) -> tuple[list[str], list[_Row]]:
-    """Columns, and the rows that were written to the end: a kill may leave half a row behind, even
-    one that reads well.
+    """Return the columns and the complete rows of a file.
+
+    A kill may leave half a row behind, even one that can be parsed.
     """
     if not os.path.lexists(path):
         return list(_FIRST_COLUMNS), []
     with open_own(path, "r", newline="") as stream:
         text = stream.read()
-    lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    complete_lines = text[: text.rfind("\n") + 1]
+    lines = csv.reader(io.StringIO(complete_lines, newline=""))
     columns = next(lines, [])
     if "step" not in columns:
         return list(_FIRST_COLUMNS), []
-    rows = [dict(zip(columns, line, strict=True)) for line in lines if len(line) == len(columns)]
-    return columns, [row for row in rows if row["step"].isascii() and row["step"].isdigit()]
+    rows: list[_Row] = []
+    for line in lines:
+        if len(line) == len(columns):
+            row = dict(zip(columns, line, strict=True))
+            if row["step"].isascii() and row["step"].isdigit():
+                rows.append(row)
+    return columns, rows
 
 
 # ``metrics.jsonl``: one JSON object per logged point; the record that reports and resumed runs
@@ -167,9 +180,8 @@ class JsonlFile:
 
     def __init__(self, path: Path, *, from_step: int) -> None:
         if os.path.lexists(path):
-            replace_text(
-                path, "".join(line for line, step in _whole_lines(path) if step <= from_step)
-            )
+            kept_lines = [line for line, step in _complete_lines(path) if step <= from_step]
+            replace_text(path, "".join(kept_lines))
         self._file = KeptFile(path, name=self.name)
 
     def write(self, point: Point) -> None:
@@ -178,9 +190,9 @@ class JsonlFile:
             "epoch": round(point.epoch, 6),
             "time": round(point.time_seconds, 3),
         }
-        metrics = {
-            name: value if math.isfinite(value) else None for name, value in point.metrics.items()
-        }
+        metrics: dict[str, float | None] = {}
+        for name, value in point.metrics.items():
+            metrics[name] = value if math.isfinite(value) else None
         line = json.dumps(record | metrics, allow_nan=False) + "\n"
         self._file.append(line.encode(), step=point.step)
 
@@ -188,9 +200,9 @@ class JsonlFile:
         self._file.close()
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[str, int]]:
-    """Lines that were written to the end, and their steps; a kill or a power cut may leave half a
-    line behind.
+def _complete_lines(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the complete lines and their steps; a kill or a power cut may leave half a line
+    behind.
     """
     with open_own(path, "r") as stream:
         text = stream.read()

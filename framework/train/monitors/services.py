@@ -1,12 +1,12 @@
-"""Sinks that talk to a server, or may: Weights & Biases, MLflow, Comet, trackio. Each with the
-package's own words.
+"""Sinks that talk, or may talk, to a server: Weights & Biases, MLflow, Comet, trackio. Each takes
+its package's own options.
 
-A run that goes on adds to the run there: `monitors.json` in the run folder keeps its number. Points
-that were taken again after a resume come a second time, with the later time. No key or token passes
-through here: the packages find theirs in the environment.
+A resumed run adds to its run at the service: `monitors.json` in the run folder keeps the number of
+that. Steps that are taken again after a resume are logged a second time, with the later time. No
+key or token passes through here: the packages find theirs in the environment.
 
-Each is in a process of its own: its package runs Python in threads, and in this process they would
-take time from the training, whichever thread they are.
+Each sink has its own process: its package runs Python in threads, and in this process any such
+thread would take time from the training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from framework.train.monitors.base import HURRIED_SECONDS, Aside, Monitor, Point
 _NUMBERS: Final = "monitors.json"
 _NICENESS: Final = 19
 _ANSWER_SECONDS: Final = 5.0
-# for its server to answer at the start; a script of one's own ends no earlier
+# Longest wait for W&B's server at the start; also the package's limit in a plain script.
 _WANDB_SECONDS: Final = 30
 _MLFLOW_BATCH: Final = 100  # parameters that its server takes at once
 _MLFLOW_LONGEST: Final = 6000  # characters of a parameter
@@ -57,33 +57,34 @@ class Described:
     from_step: int = 0
 
     def number_of(self, sink: str, make: Callable[[], str]) -> str:
-        """The number of the run at a sink: the one that an earlier process of this run has kept, or
-        a new one.
+        """Return the number of the run at a sink.
+
+        It is the number that an earlier process of this run has kept, or a new one.
         """
         path = self.folder / _NUMBERS
-        known = dict[str, str]()
+        numbers = dict[str, str]()
         with _locked(self.folder):
             if os.path.lexists(path):
                 with open_own(path, "r") as stream, suppress(ValueError):
-                    known = json.load(stream)
-            if sink not in known:
-                known[sink] = make()
-                replace_text(path, json.dumps(known, indent=2) + "\n")
-        return known[sink]
+                    numbers = json.load(stream)
+            if sink not in numbers:
+                numbers[sink] = make()
+                replace_text(path, json.dumps(numbers, indent=2) + "\n")
+        return numbers[sink]
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Have sinks change a file of the folder one after the other, where the file system locks
-    folders.
+    """Lock a folder, so that sinks change a file in it one after the other; some file systems have
+    no such locks.
     """
-    held = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
-            fcntl.flock(held, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 class WandBRun:
@@ -96,22 +97,24 @@ class WandBRun:
     def __init__(self, run: Described, *, offline: bool, **where: Any) -> None:
         wandb: Any = import_module("wandb")
 
-        # silent: without a key it would ask for one on a terminal, where nobody may sit. The
-        # processor time and memory that it shows are those of the process that trains.
-        quiet = {"console": "off", "silent": True, "quiet": True, "init_timeout": _WANDB_SECONDS}
-        settings = wandb.Settings(**quiet, x_stats_pid=os.getppid())
-        asked = {name: value for name, value in where.items() if value}
-        number = run.number_of(self.name, lambda: uuid.uuid4().hex[:8])
-        mode = "offline" if offline else None
-        about = {"name": run.name, "config": dict(run.config)}
+        settings = wandb.Settings(
+            console="off",
+            silent=True,  # without a key it would wait for one on a terminal
+            quiet=True,
+            init_timeout=_WANDB_SECONDS,
+            # It shows processor time and memory of the process that trains.
+            x_stats_pid=os.getppid(),
+        )
+        options = {name: value for name, value in where.items() if value}
         self._run = wandb.init(
-            id=number,
+            id=run.number_of(self.name, lambda: uuid.uuid4().hex[:8]),
             resume="allow",
             dir=str(run.folder),
-            mode=mode,
+            mode="offline" if offline else None,
             settings=settings,
-            **about,
-            **asked,
+            name=run.name,
+            config=dict(run.config),
+            **options,
         )
         self._run.define_metric("*", step_metric="step")
 
@@ -131,33 +134,33 @@ class MLflowRun:
         if tracking_uri is not None and (
             tracking_uri.startswith("file:") or "://" not in tracking_uri
         ):
-            # asked for by name; else 3.x refuses a folder
+            # MLflow 3.x refuses a folder without this; the config names one.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         mlflow: Any = import_module("mlflow")
         entities: Any = import_module("mlflow.entities")
 
         self._client = mlflow.MlflowClient(tracking_uri=tracking_uri)
         self._metric = entities.Metric
-        wanted = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+        experiment_name = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
 
         def start() -> str:
-            found = self._client.get_experiment_by_name(wanted)
-            if found is None:
-                number = self._client.create_experiment(wanted)
+            known = self._client.get_experiment_by_name(experiment_name)
+            if known is None:
+                experiment_id = self._client.create_experiment(experiment_name)
             else:
-                number = found.experiment_id
-            return str(self._client.create_run(number, run_name=run.name).info.run_id)
+                experiment_id = known.experiment_id
+            return str(self._client.create_run(experiment_id, run_name=run.name).info.run_id)
 
         self._number = run.number_of(self.name, start)
-        if run.from_step:  # parameters of a run never change there
+        if run.from_step:  # parameters of a run never change in MLflow
             self._client.update_run(self._number, status="RUNNING")
             return
-        texts = [(key, str(value)[:_MLFLOW_LONGEST]) for key, value in flat(run.config)]
-        for first in range(0, len(texts), _MLFLOW_BATCH):
-            params = [
-                entities.Param(key, text) for key, text in texts[first : first + _MLFLOW_BATCH]
-            ]
-            self._client.log_batch(self._number, params=params)
+        params = [
+            entities.Param(key, str(value)[:_MLFLOW_LONGEST]) for key, value in flat(run.config)
+        ]
+        for first in range(0, len(params), _MLFLOW_BATCH):
+            batch = params[first : first + _MLFLOW_BATCH]
+            self._client.log_batch(self._number, params=batch)
 
     def write(self, point: Point) -> None:
         now = int(1000 * point.time_seconds)
@@ -182,32 +185,37 @@ class CometExperiment:
         # it would print advice between the steps
         logging.getLogger("comet_ml").setLevel(logging.ERROR)
 
-        # Nothing but what it is given: no patched libraries, no console, no environment.
-        quiet = dict.fromkeys(
-            ("log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch"), False
-        )
-        quiet |= dict.fromkeys(
-            ("auto_param_logging", "auto_metric_logging", "log_env_details"), False
-        )
-        about = comet_ml.ExperimentConfig(
+        # Comet gets the config and the metrics alone: no patched libraries, no console, no
+        # environment.
+        experiment_config = comet_ml.ExperimentConfig(
             name=run.name,
             auto_output_logging=False,
             display_summary_level=0,
             offline_directory=str(run.folder / "comet"),
-            **quiet,
+            log_code=False,
+            log_graph=False,
+            parse_args=False,
+            log_git_metadata=False,
+            log_git_patch=False,
+            auto_param_logging=False,
+            auto_metric_logging=False,
+            log_env_details=False,
         )
-        # Offline nothing is there to be gone on with: each process makes a part, which the upload
+        # Offline there is no experiment to go on with: each process makes a part, which the upload
         # joins by the key.
         number = run.number_of(self.name, lambda: uuid.uuid4().hex)
-        if offline and not run.from_step:
-            mode = None
-        elif run.from_step:
+        mode: str | None = None
+        if run.from_step:
             mode = "get"
-        else:
+        elif not offline:
             mode = "create"
-        where = {"project_name": project, "workspace": workspace, "experiment_key": number}
         self._experiment = comet_ml.start(
-            mode=mode, online=not offline, experiment_config=about, **where
+            mode=mode,
+            online=not offline,
+            experiment_config=experiment_config,
+            project_name=project,
+            workspace=workspace,
+            experiment_key=number,
         )
         self._experiment.log_parameters(dict(flat(run.config)))
 
@@ -251,55 +259,55 @@ SERVICES: Final[Mapping[str, Callable[..., Monitor]]] = {
 
 
 class ServiceProcess(Child):
-    """A service as the run sees it: told of each point, and heard at its end."""
+    """A service in its own process: it gets each point, and answers at its end."""
 
     def __init__(
         self, name: str, run: Described, where: Mapping[str, Any], *, wait_seconds: float
     ) -> None:
-        """Start its process; raises OSError if that fails. What goes wrong there is raised by a
-        later call.
+        """Start its process; raises OSError if that fails. A later call raises its errors.
 
         Args:
             name: of the service.
-            run: what it shows.
-            where: its arguments.
+            run: the run that it shows.
+            where: arguments of the service.
             wait_seconds: longest wait of `close`.
         """
         super().__init__(f"{__name__}:serve", path=sys.path)
-        # no step waits longer for a process that somebody has stopped
+        # A step waits no longer than this for a process that is stopped.
         self._end.settimeout(_ANSWER_SECONDS)
         self.name = name
         self._is_over = False
         self._is_hurried = False
         self._wait_seconds = wait_seconds
-        run_there = {**vars(run), "folder": str(run.folder)}
-        self.send(name=name, run=run_there, where=where, wait_seconds=wait_seconds, argv=sys.argv)
+        run_fields = vars(run) | {"folder": str(run.folder)}
+        self.send(name=name, run=run_fields, where=where, wait_seconds=wait_seconds, argv=sys.argv)
 
     def write(self, point: Point) -> None:
-        """Hand a point over; raises TrainingError where the service has failed, or is far
-        behind.
-        """
+        """Hand a point over; raises TrainingError if the service has failed or is far behind."""
+        point_fields = vars(point) | {"metrics": dict(point.metrics)}
         try:
-            self.send(**{**vars(point), "metrics": dict(point.metrics)})
+            self.send(**point_fields)
         except OSError:
-            self._hear()
+            self._receive_answer()
 
     def hurry(self) -> None:
         """Wait less in `close`: a run that was asked to stop, or has failed, may have no more
         time.
         """
-        self._is_hurried, self._wait_seconds = True, min(self._wait_seconds, HURRIED_SECONDS)
+        self._is_hurried = True
+        self._wait_seconds = min(self._wait_seconds, HURRIED_SECONDS)
 
     def close(self) -> None:
-        """Wait until all is written; raises TrainingError where that fails or takes too long. After
-        a failure it does not wait.
+        """Wait until all is written; raises TrainingError if that fails or takes too long.
+
+        After a failure it does not wait.
         """
         if not self._is_over:
             with suppress(OSError):
                 self.send(is_hurried=self._is_hurried)
-            self._hear()
+            self._receive_answer()
 
-    def _hear(self) -> None:
+    def _receive_answer(self) -> None:
         self._is_over = True
         try:
             answer = self.receive(self._wait_seconds + _ANSWER_SECONDS)
@@ -315,21 +323,23 @@ class ServiceProcess(Child):
 
 
 def serve(channel: MessageSocket) -> None:
-    """Make the service that is asked for, tell it every point, close it, and answer why it failed,
-    if it did.
+    """Run a service: make it, hand it every point, close it, and answer with the reason of a
+    failure.
     """
-    os.nice(_NICENESS)  # so that a processor that a rank waits for is the rank's
-    asked = channel.receive()
+    os.nice(_NICENESS)  # ranks get the processor first
+    request = channel.receive()
     failure = ""
-    if asked is None:
+    if request is None:
         return
-    sys.argv[:] = asked["argv"]
-    run = Described(**{**asked["run"], "folder": Path(asked["run"]["folder"])})
-    make = partial(SERVICES[asked["name"]], run, **asked["where"])
-    aside = Aside(asked["name"], make, wait_seconds=asked["wait_seconds"])
+    sys.argv[:] = request["argv"]
+    run_fields = request["run"] | {"folder": Path(request["run"]["folder"])}
+    make = partial(SERVICES[request["name"]], Described(**run_fields), **request["where"])
+    aside = Aside(request["name"], make, wait_seconds=request["wait_seconds"])
     try:
-        while "step" in (message := channel.receive() or {}):
+        message = channel.receive() or {}
+        while "step" in message:
             aside.write(Point(**message))
+            message = channel.receive() or {}
         if message.get("is_hurried", True):
             aside.hurry()
         aside.close()

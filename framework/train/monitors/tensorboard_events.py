@@ -1,5 +1,5 @@
-"""TensorBoard event files: records by the tensorboard package alone (torch's SummaryWriter is a
-wrapper around it), in a file of our own.
+"""TensorBoard event files. The tensorboard package alone makes the records (torch's SummaryWriter
+wraps it); they are written to a file of our own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 
 class Histogram(NamedTuple):
-    """Values by bucket: the upper end of each that holds any -> how many."""
+    """Numbers of values in buckets: upper end of each bucket that is not empty -> its number."""
 
     tag: str
     least: float
@@ -34,8 +34,10 @@ class Histogram(NamedTuple):
     buckets: Mapping[float, int]
 
     def plus(self, other: Histogram) -> Histogram:
-        """Both together."""
-        limits = sorted({*self.buckets, *other.buckets})
+        """Add another histogram to this one."""
+        buckets: dict[float, int] = {}
+        for limit in sorted(set(self.buckets) | set(other.buckets)):
+            buckets[limit] = self.buckets.get(limit, 0) + other.buckets.get(limit, 0)
         return Histogram(
             self.tag,
             min(self.least, other.least),
@@ -43,7 +45,7 @@ class Histogram(NamedTuple):
             self.num + other.num,
             self.total + other.total,
             self.sum_of_squares + other.sum_of_squares,
-            {limit: self.buckets.get(limit, 0) + other.buckets.get(limit, 0) for limit in limits},
+            buckets,
         )
 
 
@@ -79,22 +81,24 @@ class TensorBoardEvents:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         make_own_folder(folder)
-        # As the package's EventFileWriter names and begins a file. Its own thread ends at the first
-        # failure of the disk, and keeps what is written for up to two minutes.
+        # The file has the name and the first record of the package's EventFileWriter. That is not
+        # used: its thread ends at the first failure of the disk, and delays writes by up to two
+        # minutes.
         host = socket.gethostname()
         name = f"events.out.tfevents.{time.time():010.0f}.{host}.{os.getpid()}.{next(_numbers)}"
         self._file = KeptFile(folder / name, name=self.name)
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if from_step:
-            # Tells TensorBoard to forget what the run before the resume logged after this step.
+            # TensorBoard then drops the points after this step, logged before the resume.
             restart = SessionLog(status=SessionLog.START)
             self._add(Event(wall_time=time.time(), step=from_step + 1, session_log=restart))
         elif config is not None:
             self._describe(config)
 
     def _describe(self, config: Mapping[str, Any]) -> None:
-        """What the HParams and the Text plugin read; without an experiment of its own the former
-        gathers all runs'.
+        """Write the config for the HParams and the Text plugin.
+
+        No experiment is written: the HParams plugin then gathers the values of all runs.
         """
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -113,13 +117,14 @@ class TensorBoardEvents:
             plugin_data_pb2.HParamsPluginData(session_start_info=started)
         )
         text = create_summary_metadata("config", "the resolved config")
-        shown = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-        fenced = "".join(f"    {line}\n" for line in shown.splitlines())  # Markdown
+        config_yaml = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        # A code block in Markdown.
+        indented = "".join(f"    {line}\n" for line in config_yaml.splitlines())
         values = [
             Summary.Value(
                 tag=metadata.SESSION_START_INFO_TAG, metadata=session, tensor=metadata.NULL_TENSOR
             ),
-            Summary.Value(tag="config/text_summary", metadata=text, tensor=_text_tensor(fenced)),
+            Summary.Value(tag="config/text_summary", metadata=text, tensor=_text_tensor(indented)),
         ]
         self._add(Event(wall_time=time.time(), step=0, summary=Summary(value=values)))
 
@@ -135,32 +140,33 @@ class TensorBoardEvents:
         )
 
     def show(self, step: int, shown: Sequence[Shown]) -> None:
-        """Write what is no number, each under its tag."""
+        """Write histograms, images and texts, each under its tag."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
         from tensorboard.plugins.text.metadata import create_summary_metadata
 
         values = []
-        for one in shown:
-            if isinstance(one, Text):
-                about = create_summary_metadata(one.tag, "")
-                value = Summary.Value(tag=one.tag, metadata=about, tensor=_text_tensor(one.text))
-            elif isinstance(one, Image):
+        for item in shown:
+            if isinstance(item, Text):
+                metadata = create_summary_metadata(item.tag, "")
+                tensor = _text_tensor(item.text)
+                value = Summary.Value(tag=item.tag, metadata=metadata, tensor=tensor)
+            elif isinstance(item, Image):
                 image = Summary.Image(
-                    height=one.height, width=one.width, encoded_image_string=one.png
+                    height=item.height, width=item.width, encoded_image_string=item.png
                 )
-                value = Summary.Value(tag=one.tag, image=image)
+                value = Summary.Value(tag=item.tag, image=image)
             else:
-                counts = HistogramProto(
-                    min=one.least,
-                    max=one.largest,
-                    num=one.num,
-                    sum=one.total,
-                    sum_squares=one.sum_of_squares,
-                    bucket_limit=list(one.buckets),
-                    bucket=list(one.buckets.values()),
+                histogram = HistogramProto(
+                    min=item.least,
+                    max=item.largest,
+                    num=item.num,
+                    sum=item.total,
+                    sum_squares=item.sum_of_squares,
+                    bucket_limit=list(item.buckets),
+                    bucket=list(item.buckets.values()),
                 )
-                value = Summary.Value(tag=one.tag, histo=counts)
+                value = Summary.Value(tag=item.tag, histo=histogram)
             values.append(value)
         self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
