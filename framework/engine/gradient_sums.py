@@ -1,10 +1,10 @@
-"""Gradients of ZeRO stage 0, summed over ranks while the backward pass goes on, together with what
-the loss counts.
+"""Gradients of ZeRO stage 0, summed over ranks during the backward pass, together with the counts
+of the loss.
 
 DeepSpeed's own sums (0.19.8, `DeepSpeedEngine.allreduce_gradients`) begin when the pass has ended,
 wait for one bucket after the other and copy every gradient back. Here a bucket is sent as soon as
 it is complete, as in torch's DDP (Li et al. 2020, section 3.2), and the gradients become views of
-what has arrived.
+the sums.
 """
 
 from __future__ import annotations
@@ -25,30 +25,41 @@ _BUCKET_NUMBERS: Final = 25 * 2**20 // 4  # 25 MiB of float32, as DDP
 
 
 class _Bucket:
-    """Parameters of one type whose gradients travel together."""
+    """Parameters of one type, with gradients that are sent together.
+
+    Attributes:
+        parameters: the parameters.
+        missing: those without a gradient yet in this pass, in a bucket with hooks.
+        without_gradient: those that were sent as zeros.
+        flat: what was sent, and later the sums.
+        sending: handle of the all-reduce.
+    """
 
     def __init__(self, parameters: list[Parameter]) -> None:
         self.parameters = parameters
-        self.missing = set(parameters)  # as long as it has hooks
-        self.without_gradient = set[Parameter]()  # of what was sent
+        self.missing = set(parameters)
+        self.without_gradient = set[Parameter]()
         self.flat: torch.Tensor | None = None
         self.sending: Any = None
 
-    def send(self, group: Any, dtype: torch.dtype, *further: torch.Tensor) -> None:
-        """Take the gradients from their parameters and begin to add them up; what got none counts
-        as zeros.
+    def send(self, group: Any, dtype: torch.dtype, count: torch.Tensor | None = None) -> None:
+        """Take the gradients from their parameters and begin to add them up over the ranks, as
+        zeros for parameters without one; a count is added up as the last number.
         """
-        gradients = [_dense_gradient(parameter) for parameter in self.parameters]
+        tensors = [_dense_gradient(parameter) for parameter in self.parameters]
+        if count is not None:
+            tensors.append(count.reshape(1))
         self.without_gradient = {
             parameter for parameter in self.parameters if parameter.grad is None
         }
-        self.flat = _flatten_dense_tensors([*gradients, *further]).to(dtype)  # type: ignore[no-untyped-call]
+        flat = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+        self.flat = flat.to(dtype)
         self.sending = torch.distributed.all_reduce(self.flat, group=group, async_op=True)
         for parameter in self.parameters:
             parameter.grad = None
 
     def receive(self) -> torch.Tensor:
-        """Wait for the sums, on a GPU only in the order of its work."""
+        """Wait for the sums and return them. On a GPU only its stream waits, not the host."""
         assert self.flat is not None
         self.sending.wait()
         return self.flat
@@ -59,14 +70,14 @@ class _Bucket:
         flat = self.flat.mul_(factor).to(self.parameters[0].dtype)
         views = _unflatten_dense_tensors(flat, self.parameters)  # type: ignore[no-untyped-call]
         for parameter, view in zip(self.parameters, views, strict=True):
-            # What was frozen in mid-run has none; what was frozen for a part of the step only has
-            # the rest's.
+            # A parameter that was frozen in mid-run has no gradient; one that was frozen for a part
+            # of the step has the gradient of the rest.
             is_frozen = not parameter.requires_grad and parameter in self.without_gradient
             if is_frozen:
                 parameter.grad = None
             else:
                 parameter.grad = _as_laid_out(parameter, view)
-        # a handle holds what was sent
+        # a handle keeps the tensor that was sent
         self.flat = None
         self.sending = None
 
@@ -81,8 +92,8 @@ def _dense_gradient(parameter: Parameter) -> torch.Tensor:
 
 
 def _as_laid_out(parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """Fused optimizers read a gradient in the order in which its weight lies, such as
-    `channels_last`.
+    """Return a gradient in the memory layout of its parameter, such as `channels_last`, in which
+    fused optimizers read it.
     """
     if parameter.is_contiguous():
         return gradient
@@ -90,8 +101,15 @@ def _as_laid_out(parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class GradientSums:
-    """Stands in for `DeepSpeedEngine.allreduce_gradients`; may divide by what the ranks count
-    instead of by ranks.
+    """Stands in for `DeepSpeedEngine.allreduce_gradients`; may divide by the count of all ranks
+    instead of by their number.
+
+    Attributes:
+        ranks: how many ranks add their gradients.
+        device: device of the gradients.
+        divisor: divides losses before the counts are there: one for each sample. So gradients have
+            about their final size in the backward pass, where a model may clip them itself.
+        factor: by which the last step's sums were multiplied.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
@@ -99,37 +117,38 @@ class GradientSums:
         self._group = engine.seq_data_parallel_group
         self.ranks = torch.distributed.get_world_size(self._group)
         self.device = engine.device
-        # Divides losses before the counts are there: one for each sample. So gradients have their
-        # right size in the backward pass as well, where a model may clip them itself.
         self.divisor = float(engine.train_batch_size())
+        self.factor: torch.Tensor | float = 1.0 / self.ranks
         self._dtype = engine.communication_data_type
         self._count: torch.Tensor | None = None
-        self.factor: torch.Tensor | float = 1.0 / self.ranks  # of the last step's sums
         self._buckets: list[_Bucket] = []
-        self._num_sent = self._num_hooked = 0
+        self._num_sent = 0
+        self._num_hooked = 0
         self._pass: int | None = None
         # The first step shows whether a part of the model runs backward by itself (a checkpoint of
-        # torch's reentrant kind): a weight may get a gradient from several such passes, and all is
-        # sent when the last has ended.
-        self._sends_early = self._is_nested = False
+        # torch's reentrant kind): a weight may get a gradient from several such passes, and all
+        # gradients are sent when the last one has ended.
+        self._sends_early = False
+        self._is_nested = False
         self._hooks: list[Any] = []
         self._cut_into_buckets()
 
     @property
     def divides(self) -> bool:
-        """Whether gradients may be divided by a count after they were added: not those that are
-        scaled, or short.
+        """Check whether gradients may be divided by a count after they were added: not if they have
+        a loss scale, or are in half precision.
         """
-        has_scale = (
-            self._engine.fp16_enabled() or self._engine.torch_autocast_z0_gradscaler is not None
-        )
-        return not has_scale and all(
-            one.dtype == torch.float32 for one in self._buckets[0].parameters
-        )
+        if self._engine.fp16_enabled() or self._engine.torch_autocast_z0_gradscaler is not None:
+            return False
+        parameters = self._buckets[0].parameters
+        return all(parameter.dtype == torch.float32 for parameter in parameters)
 
     def count(self, number: torch.Tensor) -> None:
-        """Add what a micro-batch counts, 0-d float32 on the device, before its backward pass."""
-        self._count = number if self._count is None else self._count + number
+        """Add the count of a micro-batch, 0-d float32 on the device, before its backward pass."""
+        if self._count is None:
+            self._count = number
+        else:
+            self._count = self._count + number
 
     def __call__(self, bucket_size: int | None = None) -> None:
         """End the sums of a step. Collective at the end of an accumulation.
@@ -142,14 +161,14 @@ class GradientSums:
             self._refuse_late_gradients()
             for bucket in self._buckets[self._num_sent :]:
                 self._send(bucket)
-            first, *_ = [bucket.receive() for bucket in self._buckets]
+            sums = [bucket.receive() for bucket in self._buckets]
             self.factor = 1.0 / self.ranks
             if self._count is not None:
-                # Where nothing counts the sums are zero, but for what a model adds to its gradients
-                # itself.
-                total = first[-1]
+                # If nothing counts, the sums are zero, but for gradients that a model adds itself.
+                total = sums[0][-1]
                 factor = self.divisor / self.ranks / total
                 self.factor = factor.nan_to_num_(1.0 / self.ranks, posinf=1.0 / self.ranks)
+            del sums
             for bucket in self._buckets:
                 bucket.hand_out(self.factor)
             self._num_sent = 0
@@ -166,32 +185,26 @@ class GradientSums:
             hook.remove()
 
     def _refuse_late_gradients(self) -> None:
-        sent = (
-            parameter
-            for bucket in self._buckets[: self._num_sent]
-            for parameter in bucket.parameters
-        )
-        if any(parameter.grad is not None for parameter in sent):
-            raise TrainingError(
-                f"rank {torch.distributed.get_rank()}: a weight got a second gradient in one "
-                "backward pass, as no step before showed, and its first one was sent already: "
-                "call torch.utils.checkpoint.checkpoint with use_reentrant=False, or set "
-                "zero.stage: 1 [gradient-after-sum]",
-                is_of_one_rank=True,
-            )
+        for bucket in self._buckets[: self._num_sent]:
+            if any(parameter.grad is not None for parameter in bucket.parameters):
+                raise TrainingError(
+                    f"rank {torch.distributed.get_rank()}: a weight got a second gradient in one "
+                    "backward pass, as no step before showed, and its first one was sent already: "
+                    "call torch.utils.checkpoint.checkpoint with use_reentrant=False, or set "
+                    "zero.stage: 1 [gradient-after-sum]",
+                    is_of_one_rank=True,
+                )
 
     def _cut_into_buckets(self) -> None:
-        """Cut what is trained into buckets, from the model's end, where gradients come first."""
-        parameters = self._engine.module.parameters()
-        trainable = [
-            parameter for parameter in parameters if parameter.requires_grad and parameter.numel()
-        ]
-        self._buckets += map(_Bucket, _cut(reversed(trainable)))
+        """Cut trained parameters into buckets, from the model's end, where gradients come first."""
+        trainable = _trainable(self._engine.module)
+        self._buckets = [_Bucket(parameters) for parameters in _cut(reversed(trainable))]
         # The last one is complete when the pass is over, and needs no hooks.
         for bucket in self._buckets[:-1]:
             for parameter in bucket.parameters:
                 hook = partial(self._arrived, bucket)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks.append(handle)
         self._num_hooked = len(self._buckets) - 1
 
     def _arrived(self, bucket: _Bucket, parameter: Parameter) -> None:
@@ -206,15 +219,25 @@ class GradientSums:
             return
         if not self._engine.is_gradient_accumulation_boundary():
             return
-        # In one order on all ranks: another one would add other buckets to each other.
+        # In one order on all ranks: with another one, different buckets would be added up.
         while self._num_sent < self._num_hooked and not self._buckets[self._num_sent].missing:
             self._send(self._buckets[self._num_sent])
 
     def _send(self, bucket: _Bucket) -> None:
-        counted = () if self._num_sent or self._count is None else (self._count.reshape(1),)
+        count = None
+        if self._num_sent == 0:
+            count = self._count
         self._num_sent += 1
         with torch.no_grad():
-            bucket.send(self._group, self._dtype, *counted)
+            bucket.send(self._group, self._dtype, count)
+
+
+def _trainable(module: torch.nn.Module) -> list[Parameter]:
+    return [
+        parameter
+        for parameter in module.parameters()
+        if parameter.requires_grad and parameter.numel()
+    ]
 
 
 def _cut(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
@@ -231,30 +254,11 @@ def _cut(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
 
 
 def sum_gradients(engine: deepspeed.DeepSpeedEngine) -> GradientSums | None:
-    """Put `GradientSums` in place where all gradients are dense, of one type and added by all ranks
-    alike, and nothing at all where there is one rank; None where DeepSpeed's way stays, and for one
-    rank.
+    """Put `GradientSums` in place if all gradients are dense, of one type and averaged over all
+    ranks, and leave out all sums if there is one rank. Return None for one rank, and if DeepSpeed's
+    sums stay.
     """
-    trainable = [
-        parameter
-        for parameter in engine.module.parameters()
-        if parameter.requires_grad and parameter.numel()
-    ]
-    dtypes = {parameter.dtype for parameter in trainable}
-    is_plain = (
-        engine.zero_optimization_stage() == 0
-        # it keeps gradients of its own
-        and not hasattr(engine.optimizer, "get_grads_for_reduction")
-        and len(dtypes) == 1
-        and engine.communication_data_type in (torch.float32, *dtypes)
-        and engine.gradient_average
-        and engine.postscale_gradients()
-        and engine.gradient_predivide_factor() == 1.0
-        and not (engine.has_moe_layers or engine.sequence_parallel_size > 1)
-        and not any(getattr(module, "sparse", False) is True for module in engine.module.modules())
-        and engine.seq_data_parallel_group is not None
-    )
-    if not is_plain:
+    if not (_averages_plainly(engine) and _has_one_dense_type(engine)):
         return None
     if torch.distributed.get_world_size(engine.seq_data_parallel_group) == 1:
         engine.allreduce_gradients = partial(_complete, engine)
@@ -264,9 +268,29 @@ def sum_gradients(engine: deepspeed.DeepSpeedEngine) -> GradientSums | None:
     return sums
 
 
+def _has_one_dense_type(engine: deepspeed.DeepSpeedEngine) -> bool:
+    dtypes = {parameter.dtype for parameter in _trainable(engine.module)}
+    if len(dtypes) != 1 or engine.communication_data_type not in (torch.float32, *dtypes):
+        return False
+    return not any(getattr(module, "sparse", False) is True for module in engine.module.modules())
+
+
+def _averages_plainly(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Check whether DeepSpeed would add all gradients over one group, and divide by its size."""
+    if engine.zero_optimization_stage() != 0:
+        return False
+    if hasattr(engine.optimizer, "get_grads_for_reduction"):  # it keeps gradients of its own
+        return False
+    if engine.has_moe_layers or engine.sequence_parallel_size > 1:
+        return False
+    if engine.seq_data_parallel_group is None or not engine.gradient_average:
+        return False
+    return bool(engine.postscale_gradients()) and engine.gradient_predivide_factor() == 1.0
+
+
 def _complete(engine: deepspeed.DeepSpeedEngine, bucket_size: int | None = None) -> None:
-    """Give zeros to what took no part in the loss, as DeepSpeed does, which copies all gradients
-    for it.
+    """Give zeros to parameters that took no part in the loss, as DeepSpeed does, which copies all
+    gradients for it.
     """
     if engine.is_gradient_accumulation_boundary():
         for parameter in engine.module.parameters():

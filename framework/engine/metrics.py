@@ -1,6 +1,4 @@
-"""Numbers that are read from the device, metrics and times of layers: each function here waits for
-it.
-"""
+"""Metrics and times of layers, read from the device: each function here waits for the device."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ _WARM_UPS: Final = 2
 _REPEATS: Final = 5
 
 
-# Of a step's parts, those in which a rank does work of its own: the others wait for the slowest.
+# The parts of a step in which a rank does work of its own: in the others it waits for the slowest.
 _WORK: Final = tuple(
     f"time/{part}_ms" for part in ("data", "copy", "forward", "backward", "optimizer")
 )
@@ -38,53 +36,71 @@ _MEMORY: Final = ("memory/host_peak_bytes", "memory/device_peak_bytes")
 
 
 def over_ranks(
-    own: Mapping[str, float],
+    rank_metrics: Mapping[str, float],
     look: Callable[[Mapping[str, Sequence[float]]], object] = lambda parts: None,
 ) -> dict[str, float]:
-    """Return loss and times as means over all ranks, memory as the most of any; which rank works
-    longest, and how many times the median of the others. Collective: one small gather.
+    """Return the metrics of all ranks together: means of loss and times, the largest memory, and
+    how much longer the slowest rank works than the others. Collective: one small gather.
 
-    `own` are this rank's; stages of a pipeline may have others. `look` sees the times of all ranks,
-    by the part.
+    Args:
+        rank_metrics: this rank's; stages of a pipeline may have different ones.
+        look: called with the times of all ranks in milliseconds, by the part of a step; -1 on
+            ranks without the part.
     """
     names = ("train/loss", *_TIMES, *_MEMORY, *_EXPERTS)
     ranks = torch.distributed.get_world_size()
-    row = torch.tensor(
-        [own.get(name, -1.0) for name in names], dtype=torch.float64, device=device()
-    )
+    values = [rank_metrics.get(name, -1.0) for name in names]
+    row = torch.tensor(values, dtype=torch.float64, device=device())
     rows = row.new_empty(ranks * len(names))
     torch.distributed.all_gather_into_tensor(rows, row)
     columns = dict(zip(names, rows.view(ranks, -1).T.tolist(), strict=True))
-    found = {"train/loss": sum(columns.pop("train/loss")) / ranks}
-    for name, values in columns.items():
-        if max(values) >= 0:  # some rank has it
-            found[name] = (
-                max(values) if name in _MEMORY else sum(max(0.0, value) for value in values) / ranks
-            )
+    metrics = {"train/loss": sum(columns.pop("train/loss")) / ranks}
+    for name, column in columns.items():
+        if max(column) < 0:  # no rank has it
+            continue
+        if name in _MEMORY:
+            metrics[name] = max(column)
+        else:
+            metrics[name] = sum(max(0.0, value) for value in column) / ranks
     look({name.removeprefix("time/").removesuffix("_ms"): columns[name] for name in _TIMES})
     work = [sum(max(0.0, columns[name][rank]) for name in _WORK) for rank in range(ranks)]
+    return metrics | _slowest_rank(work)
+
+
+def _slowest_rank(work: list[float]) -> dict[str, float]:
+    """Return the rank that works longest, and its time over the median of the others; nothing for a
+    single rank.
+    """
+    if len(work) == 1:
+        return {}
     slowest = work.index(max(work))
-    if ranks > 1 and (others := median(work[:slowest] + work[slowest + 1 :])):
-        found |= {"ranks/slowest": float(slowest), "ranks/slowest_factor": work[slowest] / others}
-    return found
+    others = median(work[:slowest] + work[slowest + 1 :])
+    if not others:
+        return {}
+    return {"ranks/slowest": float(slowest), "ranks/slowest_factor": work[slowest] / others}
 
 
 def engine_metrics(
     engine: deepspeed.DeepSpeedEngine, kept_norm: KeptNorm | None
 ) -> dict[str, float]:
     """Read the metrics of DeepSpeed's last step."""
-    norm = (
-        kept_norm.norm if kept_norm is not None and kept_norm.norm is not None else norm_of(engine)
-    )
-    metrics = {} if norm is None else {"train/grad_norm": float(norm)}
+    norm: float | torch.Tensor | None
+    if kept_norm is not None and kept_norm.norm is not None:
+        norm = kept_norm.norm
+    else:
+        norm = norm_of(engine)
+    metrics = {}
+    if norm is not None:
+        metrics["train/grad_norm"] = float(norm)
     if engine.fp16_enabled():
         metrics["train/loss_scale"] = float(engine.optimizer.loss_scale)
-    return metrics | {"train/skipped_steps": float(engine.skipped_steps)}
+    metrics["train/skipped_steps"] = float(engine.skipped_steps)
+    return metrics
 
 
 def memory_metrics() -> dict[str, float]:
-    """Peak memory of this rank so far, in bytes: on the host (resident set) and, where there is
-    one, on the device.
+    """Return the peak memory of this rank so far, in bytes: on the host (resident set), and on the
+    device if it is not the host.
     """
     metrics = {
         "memory/host_peak_bytes": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -96,7 +112,7 @@ def memory_metrics() -> dict[str, float]:
 
 
 class EvalSums:
-    """Totals and counts of every metric, on the device until `over_ranks`."""
+    """Totals and counts of every metric of an evaluation, on the device until `over_ranks`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -117,20 +133,19 @@ class EvalSums:
         return torch.full((), part, dtype=torch.float64, device=self._device)
 
     def metrics(self, task: Task) -> dict[str, float]:
-        """Every metric over all ranks, and what the task derives from them, under their public
-        names. Collective.
+        """Return every metric over all ranks, and the metrics that the task derives from them,
+        under their public names. Collective.
         """
         metrics = self.over_ranks()
-        metrics = metrics | {
-            name: _number(name, value, task=task) for name, value in task.derive(metrics).items()
-        }
-        return {f"eval/{name}": value for name, value in metrics.items()}
+        derived = task.derive(metrics)
+        numbers = {name: _number(name, value, task=task) for name, value in derived.items()}
+        return {f"eval/{name}": value for name, value in (metrics | numbers).items()}
 
     def over_ranks(self) -> dict[str, float]:
-        """Every metric as total / count over all ranks. Collective.
+        """Return every metric as total / count over all ranks. Collective.
 
-        A task may measure something in some batches only: what one rank has not met counts as
-        nothing there, and never as another metric.
+        A task may measure something in some batches only: a metric that a rank has not measured
+        counts as nothing there.
         """
         names = sorted(set().union(*gather(sorted(self._sums))))
         if not names:
@@ -138,21 +153,22 @@ class EvalSums:
         nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
         sums = torch.stack([self._sums.get(name, nothing) for name in names])
         torch.distributed.all_reduce(sums)
-        pairs = zip(names, sums.tolist(), strict=True)
-        return {name: total / count if count else float("nan") for name, (total, count) in pairs}
+        metrics: dict[str, float] = {}
+        for name, (total, count) in zip(names, sums.tolist(), strict=True):
+            metrics[name] = total / count if count else float("nan")
+        return metrics
 
 
 def _number(name: str, value: Any, *, task: Task) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(value).__name__
         if isinstance(value, torch.Tensor):
-            shape = f"tensor of shape {tuple(value.shape)}"
-        else:
-            shape = type(value).__name__
+            kind = f"tensor of shape {tuple(value.shape)}"
         raise ConfigError.of(
             "task-metric-result",
-            f"derive() returned a {shape} for the metric {name!r}, not a number",
+            f"derive() returned a {kind} for the metric {name!r}, not a number",
             "return a float",
             "task",
             type(task).__name__,
@@ -162,34 +178,35 @@ def _number(name: str, value: Any, *, task: Task) -> float:
 def time_layers(
     layers: Sequence[Layer], inputs: Any, *, seed: int, precision: FP32 | FP16 | BF16 | Autocast
 ) -> list[float]:
-    """Median seconds of every layer, one after the other on this rank's device, each built and
-    thrown away in turn.
+    """Return the median seconds of every layer, measured one after the other on this rank's device;
+    each layer is built and thrown away in turn.
 
     `inputs` is one micro-batch for the first layer, on the CPU.
 
     Raises:
-        ConfigError: kind ``layer-failed``: what runs where the layers were looked at need not run
-            on the device.
+        ConfigError: kind ``layer-failed``: layers that ran elsewhere need not run on the device.
     """
     half = HALF.get(precision.dtype)
+    compute = None
     if isinstance(precision, Autocast):
         compute = HALF[precision.compute_dtype]
-    else:
-        compute = None
     batches = DeviceBatches(device(), half)
     value = batches.as_read(batches.move(inputs))
     seconds = []
     tied = dict[str, torch.nn.Module]()
-    with torch.random.fork_rng(devices=[] if device().type == "cpu" else [device()]):
+    forked = [] if device().type == "cpu" else [device()]
+    with torch.random.fork_rng(devices=forked):
         for number, layer in enumerate(layers):
             try:
-                module = tied.get(layer.tied) or layer.make_copy(number, seed=seed).to(
-                    device(), half
-                )
+                module = tied.get(layer.tied)
+                if not module:
+                    module = layer.make_copy(number, seed=seed).to(device(), half)
                 if layer.tied:
                     tied[layer.tied] = module
                 with torch.autocast(device().type, enabled=compute is not None, dtype=compute):
-                    times = [_once(layer, module, value) for _ in range(_WARM_UPS + _REPEATS)]
+                    times = [
+                        _seconds_of_pass(layer, module, value) for _ in range(_WARM_UPS + _REPEATS)
+                    ]
                     with torch.no_grad():
                         value = layer.apply(module, _fresh(value))
             except Exception as error:
@@ -204,15 +221,13 @@ def time_layers(
     return seconds
 
 
-def _once(layer: Layer, module: torch.nn.Module, value: Any) -> float:
+def _seconds_of_pass(layer: Layer, module: torch.nn.Module, value: Any) -> float:
+    """Measure a forward and a backward pass."""
     fresh = _fresh(value)
     get_accelerator().synchronize()
     begin = time.perf_counter()
     output = layer.apply(module, fresh)
-    if isinstance(output, tuple):
-        tensors = output
-    else:
-        tensors = (output,)
+    tensors = output if isinstance(output, tuple) else (output,)
     parts = [
         tensor.float().sum()
         for tensor in tensors

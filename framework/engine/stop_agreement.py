@@ -1,17 +1,17 @@
-"""All ranks stop after the same step, although the request may have reached only one of them; so
-are evaluations and saves by the clock of rank 0.
+"""Agreement of all ranks on the step after which they stop, although the request may have reached
+only one of them; and on evaluations and saves by the clock of rank 0.
 
-No collective and no read from the device: until somebody is asked, a step costs one look at a
+No collective and no read from the device: until a request comes, a step costs one look at a
 variable. A thread of every rank looks into the store of the process group several times a second.
 When a request is there, each rank's thread posts the next step its rank will end, and the rank does
-not go past it before all have posted; the largest of them is the step to stop after. Threads answer
-whatever their ranks wait for, so this needs no guess how long a step takes.
+not go past it before all have posted. The largest posted step is the one to stop after. Threads
+answer even while their ranks wait, so no guess is needed how long a step takes.
 
     rank 0: SIGTERM -> store: asked   posts 41   .. step 41, waits ..  decided: 42   step 42, stops
     rank 1:               sees asked  posts 42                         decided: 42   step 42, stops
 
-What ends nothing is agreed on as often as it is due, each time under keys of its own. Threads do so
-ahead of their ranks: a step that is decided later lies behind those that were before.
+Evaluations and saves are agreed on as often as they are due, each time under keys of their own.
+Threads do so ahead of their ranks: a step that is decided later comes after those decided before.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from framework.system.log import warn
 from framework.system.stopping import EVALUATE, SAVE, StopRequest, announce
 
 _LOOK_SECONDS: Final = 0.25
-# more of them look less often, as one thread at rank 0 answers all, and wait longer
+# More ranks look less often, as one thread at rank 0 answers all of them, and wait longer.
 _RANKS_PER_LOOK: Final = 512
-# Threads answer within a second. Who has not after this long is gone, and the launcher's patience
-# is 20 to 30 seconds.
+# Threads answer within a second. A rank that has not after this long is gone, and the launcher
+# waits 20 to 30 seconds.
 _WAIT_SECONDS: Final = 12.0
 _numbers = itertools.count()
 
@@ -47,25 +47,36 @@ _numbers = itertools.count()
 def agreed_stops(
     request: StopRequest, *, start_step: int, due: Callable[[], str] = lambda: ""
 ) -> Iterator[Callable[[int], str]]:
-    """From here on requests are honoured between two steps. Collective, as is the end of the block.
+    """Follow requests between two steps from here on. Collective, as is the end of the block.
 
-    `due` is what rank 0's clock asks for, ``evaluate``, ``save`` or a reason to stop; empty for
-    nothing. It is asked in another thread, or after every step where this rank is alone.
+    Args:
+        request: a request to stop this process.
+        start_step: the step from which the run goes on.
+        due: returns what is due by rank 0's clock: ``evaluate``, ``save`` or a reason to stop;
+            empty for nothing. It is called in another thread, or after every step if this rank is
+            alone.
 
     Raises:
-        RunStopped: another rank was asked, too, and ended before it came here.
+        RunStopped: another rank had a request, too, and ended before it came here.
 
     Yields:
-        To be called on every rank equally often, first with `start_step`, then with the number of
-        the last step taken: the name of the signal if all ranks stop now, what is due now by the
-        clock, else an empty string.
+        A function to be called on every rank equally often, first with `start_step`, then with the
+        number of the last step taken. It returns the name of the signal if all ranks stop now, or
+        what is due now by the clock, or an empty string.
     """
     request.training_begins()
-    asked = _asked_so_far(request)
+    signal = _earlier_signal(request)
     world_size = torch.distributed.get_world_size()
     store: Store | None = _get_default_store()  # MPI's groups have none
-    if asked or world_size == 1:
-        yield lambda step: asked or request.signal or (due() if step > start_step else "")
+    if signal or world_size == 1:
+
+        def signal_after(step: int) -> str:
+            stop = signal or request.signal
+            if not stop and step > start_step:
+                return due()
+            return stop
+
+        yield signal_after
         return
     if store is None:
         warn(
@@ -75,15 +86,19 @@ def agreed_stops(
         )
         yield lambda step: ""
         return
-    # On a connection of its own: whoever waits on the group's for a peer would keep it.
-    own = PrefixStore(f"stop/{next(_numbers)}", store).clone()
-    own_rank = torch.distributed.get_rank()
-    ask = due if own_rank == 0 else lambda: ""
+    # On a connection of its own: the group's may be kept by a thread that waits for a peer.
+    own_store = PrefixStore(f"stop/{next(_numbers)}", store).clone()
+    rank = torch.distributed.get_rank()
     agreement = StopAgreement(
-        request, store=own, rank=own_rank, world_size=world_size, step=start_step, due=ask
+        request,
+        store=own_store,
+        rank=rank,
+        world_size=world_size,
+        step=start_step,
+        due=due if rank == 0 else _nothing_due,
     )
     agreement.start()
-    # of every rank: in an evaluation there are several after one step
+    # the calls are counted, not the steps: an evaluation makes several after one step
     calls = itertools.count(start_step)
     try:
         yield lambda step: agreement.signal_after(next(calls))
@@ -92,22 +107,27 @@ def agreed_stops(
         agreement.close()
 
 
-def _asked_so_far(request: StopRequest) -> str:
-    """The signal that any rank was asked by. A rank that was asked a moment sooner has ended
-    instead of coming here.
+def _nothing_due() -> str:
+    return ""
+
+
+def _earlier_signal(request: StopRequest) -> str:
+    """Return the signal that any rank has received so far. Collective. A rank that received it a
+    moment sooner has ended instead of coming here.
     """
     try:
-        return next((signal for signal in gather(request.signal) if signal), "")
+        signals = gather(request.signal)
     except RuntimeError as error:
         if not (request.signal and is_lost_peer(error)):
             raise
         raise RunStopped(
             f"{request.signal}: stopped before the first step: nothing new to save [stopped]"
         ) from error
+    return next((signal for signal in signals if signal), "")
 
 
 class StopAgreement:
-    """One rank's part."""
+    """The part of one rank in the agreement."""
 
     def __init__(
         self,
@@ -140,32 +160,36 @@ class StopAgreement:
         self._giving_up: threading.Timer | None = None
 
     def start(self) -> None:
-        """Begin to look; a request that nobody answers ends this process."""
+        """Begin to look. A request that no other rank answers ends this process."""
         self._request.when_asked(self._count_down)
         self._thread.start()
 
     def signal_after(self, step: int) -> str:
-        """The signal if all ranks stop after this step, or what else all do now.
+        """Return the signal if all ranks stop after this step, or what else all do now.
 
         Raises:
-            PeerLostError: a rank does not say how far it is.
+            PeerLostError: a rank does not post its step.
         """
         with self._changed:
             self._step = step
-            if 0 <= self._posted <= step and not self._changed.wait_for(
-                lambda: not 0 <= self._posted <= step, timeout=self._wait_seconds
+            if self._is_held() and not self._changed.wait_for(
+                lambda: not self._is_held(), timeout=self._wait_seconds
             ):
                 raise _lost(self._rank)
             if not self._agreed or step < self._agreed[0][0]:
                 return ""
-            word = self._agreed[0][1]
-            if word in (EVALUATE, SAVE):
-                return self._agreed.popleft()[1]
-            return word
+            action = self._agreed[0][1]
+            if action in (EVALUATE, SAVE):
+                self._agreed.popleft()
+            return action
+
+    def _is_held(self) -> bool:
+        """Check whether this rank has reached the step that it posted, before all ranks have."""
+        return 0 <= self._posted <= self._step
 
     def leave(self) -> None:
-        """This rank has trained to its end or stopped: a request that still comes need not wait for
-        it.
+        """End this rank's part, as it has trained to its end or stopped: a later request does not
+        wait for it.
         """
         self._closing.set()
         self._thread.join(self._wait_seconds)
@@ -174,7 +198,7 @@ class StopAgreement:
                 self._post()
 
     def close(self) -> None:
-        """Look no more."""
+        """End the thread."""
         self._closing.set()
         self._request.when_asked(None)
         if self._giving_up is not None:
@@ -189,42 +213,45 @@ class StopAgreement:
                     return
 
     def _agree(self) -> None:
-        """Take part in what is asked for, if anything is."""
+        """Take part in the agreement on a request, if there is one."""
         if self._posted < 0:
-            asked = self._request.signal or self._clock_asks()
-            if asked:
-                self._store.set(self._key("asked"), asked)
+            action = self._request.signal or self._clock_asks()
+            if action:
+                self._store.set(self._key("asked"), action)
             elif not self._store.check([self._key("asked")]):
                 return
             self._post()
-        # Not looked for: the store answers all who wait as soon as it is there.
+        # `wait` instead of `check`: the store answers all waiting ranks as soon as the key is set.
         self._store.wait([self._key("decided")], timedelta(seconds=max(1.0, self._look_seconds)))
-        word, decided = self._store.multi_get([self._key("asked"), self._key("decided")])
+        values = self._store.multi_get([self._key("asked"), self._key("decided")])
+        action = values[0].decode()
+        step = int(values[1])
         with self._changed:
-            self._agreed.append((int(decided), word.decode()))
-            self._is_stopping = word.decode() not in (EVALUATE, SAVE)
+            self._agreed.append((step, action))
+            self._is_stopping = action not in (EVALUATE, SAVE)
             self._posted = -1
-            self._last_decided = int(decided)
-            self._round = self._round + 1
+            self._last_decided = step
+            self._round += 1
             self._changed.notify_all()
 
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
 
     def _post(self) -> None:
-        """Say which step ends next, and hold it; whoever is the last to say decides."""
+        """Post the step that ends next, after which this rank waits. The last rank to post
+        decides.
+        """
         with self._changed:
             self._posted = max(self._step, self._last_decided) + 1
         self._store.set(self._key(f"next/{self._rank}"), str(self._posted))
         if self._store.add(self._key("posted"), 1) == self._world_size:
-            steps = self._store.multi_get(
-                [self._key(f"next/{rank}") for rank in range(self._world_size)]
-            )
-            self._store.set(self._key("decided"), str(max(map(int, steps))))
+            keys = [self._key(f"next/{rank}") for rank in range(self._world_size)]
+            steps = [int(step) for step in self._store.multi_get(keys)]
+            self._store.set(self._key("decided"), str(max(steps)))
 
     def _count_down(self) -> None:
-        """A launcher may have asked that has seen a rank die: then this one waits for that in a
-        collective.
+        """Give up after a while. The request may come from a launcher that has seen a rank die:
+        then this rank waits for the dead one in a collective.
         """
         self._giving_up = threading.Timer(self._wait_seconds, self._give_up)
         self._giving_up.daemon = True
