@@ -1,7 +1,7 @@
 """The moving average of the weights, kept as one more tensor of the optimizer's state beside its
 moments.
 
-There it is fp32, laid out and cut as the weights are that the optimizer steps, so that it is saved,
+There it is fp32, laid out and cut as the weights that the optimizer steps, so that it is saved,
 resumed and moved to other layouts as the moments are. It is updated on the device, by hooks of the
 optimizer's own step: a step that is skipped after an overflow never reaches them.
 """
@@ -20,8 +20,8 @@ from framework.config.run_config import RunConfig
 
 
 class WeightAverage:
-    """The average of one engine's weights: ema = decay x ema + (1 - decay) x weights after every so
-    many steps.
+    """The average of one engine's weights: ema = decay x ema + (1 - decay) x weights, after every
+    `every_steps` steps.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class WeightAverage:
         *,
         before: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begin with the next step of the engine, from the weights that it then has, if an average
-        is wanted. `before` is called before the weights are exchanged.
+        """Begin with the next step of the engine, from its weights then, if the config sets an
+        average. `before` is called before the weights are exchanged.
         """
         self._before = before
         self._engine = engine
@@ -46,8 +46,8 @@ class WeightAverage:
 
     @contextmanager
     def in_evaluation(self) -> Iterator[None]:
-        """Within it the model computes with what is to be measured; only its own weights are
-        copied. Collective.
+        """Have the model compute with the average within the block, if that is to be measured. No
+        more than the model's own weights are copied. Collective.
 
         After an error the weights are not put back: that is collective as well, and the other ranks
         are elsewhere.
@@ -68,14 +68,14 @@ class WeightAverage:
             state.pop(EMA_KEY, None)
         # at ZeRO 1 and 2 DeepSpeed holds views of it
         for parameter in self._engine.module.parameters():
-            fragments = (
-                getattr(getattr(parameter, "_hp_mapping", None), "optim_fragment", None) or {}
-            )
-            fragments.pop(EMA_KEY, None)
+            mapping = getattr(parameter, "_hp_mapping", None)
+            fragments = getattr(mapping, "optim_fragment", None)
+            if fragments:
+                fragments.pop(EMA_KEY, None)
 
     def _begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Hold the weights before the first step; an optimizer makes its own state only where it
-        finds none.
+        """Keep the weights before the first step. They are not yet put into the optimizer's state:
+        an optimizer makes its own state only if it finds none.
         """
         for parameter in _stepped(optimizer):
             if EMA_KEY not in optimizer.state.get(parameter, {}):
@@ -83,30 +83,44 @@ class WeightAverage:
 
     @torch.no_grad()
     def _update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Called once for every group of flattened weights (ZeRO 1 to 3), or once for all."""
+        """Update the average after a step of the optimizer: of one group of flattened weights (ZeRO
+        1 to 3), or of all weights.
+        """
         settings = self._settings
         parameters = _stepped(optimizer)
         assert settings is not None
         for parameter in parameters:
             if parameter in self._first:
                 optimizer.state[parameter][EMA_KEY] = self._first.pop(parameter)
-        step = self._engine.global_steps + 1  # DeepSpeed counts it when it is over
-        if not parameters or (
-            step > settings.start_step and (step - settings.start_step) % settings.every_steps
-        ):
+        if not parameters:
             return
+        # DeepSpeed counts the step when it is over
+        steps_since_start = self._engine.global_steps + 1 - settings.start_step
         averages = [optimizer.state[parameter][EMA_KEY] for parameter in parameters]
         weights = [parameter.detach() for parameter in parameters]
-        # as a number on the device: the weights are as they were
-        left_out = getattr(optimizer, "found_inf", None)
-        if step <= settings.start_step:
+        if steps_since_start <= 0:
             torch._foreach_copy_(averages, weights)
-        elif left_out is not None:
-            share = (1.0 - settings.decay) * (1.0 - left_out)
-            for average, weight in zip(averages, weights, strict=True):
-                average.lerp_(weight, share.to(average.dtype))
-        else:
-            torch._foreach_lerp_(averages, weights, 1.0 - settings.decay)
+        elif steps_since_start % settings.every_steps == 0:
+            self._move(averages, weights, is_left_out=getattr(optimizer, "found_inf", None))
+
+    def _move(
+        self,
+        averages: list[torch.Tensor],
+        weights: list[torch.Tensor],
+        *,
+        is_left_out: torch.Tensor | None,
+    ) -> None:
+        """Move averages towards the weights; not if `is_left_out`, a number on the device, is 1:
+        then the weights are as they were.
+        """
+        assert self._settings is not None
+        share = 1.0 - self._settings.decay
+        if is_left_out is None:
+            torch._foreach_lerp_(averages, weights, share)
+            return
+        device_share = share * (1.0 - is_left_out)
+        for average, weight in zip(averages, weights, strict=True):
+            average.lerp_(weight, device_share.to(average.dtype))
 
     def _exchange(self) -> None:
         with opened(self._engine.optimizer):

@@ -1,5 +1,5 @@
-"""Ranks meet and lose each other: the address from the launcher, and one line for every collective
-that fails.
+"""Errors of ranks that do not meet, or lose each other: the address from the launcher is checked,
+and every collective that fails is explained in one line.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from framework.errors import (
 INIT_METHOD: Final = "dsf-env://"
 _NAMES_OF_PLACE: Final = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _PORTS: Final = range(1, 65_536)
-# gloo's errors are plain RuntimeErrors, each with a place in its sources: others lose connections
-# as well, data sets above all.
+# gloo's errors are plain RuntimeErrors, each with a place in gloo's sources. Without it, other code
+# has lost a connection, data sets above all.
 _GLOO: Final = re.compile(r"gloo/transport/\S+")
 _WHAT_HAPPENED: Final = re.compile(
     r"Connection (closed|reset) by (remote )?peer|Broken pipe|Timed out waiting"
 )
-# What NCCL says where the failure is another rank's; whatever else it says is of this machine, and
-# would be so again.
+# NCCL's messages for a failure of another rank. Its other messages are about this machine, where
+# the failure would come again.
 _REMOTE: Final = re.compile(
-    r"remote process exited|ncclRemoteError|communicator was aborted|key-value store|store->get|Watchdog caught|"
-    r"timed? ?out|Connection (reset|closed) by",
+    r"remote process exited|ncclRemoteError|communicator was aborted|key-value store|store->get"
+    r"|Watchdog caught|timed? ?out|Connection (reset|closed) by",
     re.IGNORECASE,
 )
 _LONGEST: Final = 300
@@ -51,54 +51,52 @@ _WAITED: Final = re.compile(r"after (\d+) ?(ms|milliseconds|s|seconds)")
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Refuse what the ranks cannot meet by: torch would wait for minutes, or raise something else
-    in each place.
+    """Refuse an environment by which the ranks cannot meet: torch would wait for minutes, or raise
+    a different error for each variable.
 
     Raises:
         ConfigError: kind ``rendezvous-environment``, with every problem found.
     """
     if "RANK" not in environment:
         return
-    world_size = environment.get("WORLD_SIZE", "")
-    if world_size.isdecimal():
-        ranks = int(world_size)
-    else:
-        ranks = 0
+    ranks = _number(environment, "WORLD_SIZE") or 0
+    rank = _number(environment, "RANK")
+    is_rank = rank is not None and (ranks == 0 or rank < ranks)
+    wanted_rank = f"from 0 to {ranks - 1}" if ranks else "a rank"
+    has_address = bool(environment.get("MASTER_ADDR", "").strip())
     rules = {
         "WORLD_SIZE": (ranks > 0, "how many ranks there are"),
-        "RANK": (
-            environment["RANK"].isdecimal() and (not ranks or int(environment["RANK"]) < ranks),
-            f"from 0 to {ranks - 1}" if ranks else "a rank",
-        ),
-        "MASTER_ADDR": (bool(environment.get("MASTER_ADDR", "").strip()), "the host of rank 0"),
-        "MASTER_PORT": (
-            environment.get("MASTER_PORT", "").isdecimal()
-            and int(environment["MASTER_PORT"]) in _PORTS,
-            "a port from 1 to 65535",
-        ),
+        "RANK": (is_rank, wanted_rank),
+        "MASTER_ADDR": (has_address, "the host of rank 0"),
+        "MASTER_PORT": (_number(environment, "MASTER_PORT") in _PORTS, "a port from 1 to 65535"),
     }
     fix = "start the ranks with deepspeed, torchrun or launch, which set it"
     problems = []
     for name, (is_good, wanted) in rules.items():
-        value: Any = environment.get(name, MISSING)
-        if not is_good:
-            if isinstance(value, str) and value.isdecimal():
-                value = int(value)
-            else:
-                value = value
-            problems.append(
-                Problem("rendezvous-environment", f"must be {wanted}", fix, name, value)
-            )
+        if is_good:
+            continue
+        value: Any = _number(environment, name)
+        if value is None:
+            value = environment.get(name, MISSING)
+        problems.append(Problem("rendezvous-environment", f"must be {wanted}", fix, name, value))
     if problems:
         raise ConfigError(problems)
 
 
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    """Return a variable's value as a number, or None if it is none."""
+    value = environment.get(name, "")
+    if value.isdecimal():
+        return int(value)
+    return None
+
+
 class _KeptStore:
-    """The store at which the ranks of this process have met first, with a room of its own for every
-    group that they form.
+    """The store at which the ranks of this process have met first, with a prefix of its own for
+    every group that they form.
 
     torch begins anew with the same keys for each group: in torchrun's store, which outlives a
-    group, ranks then read the addresses that an earlier one left there. A store of rank 0's own may
+    group, ranks would read the addresses of an earlier group. A store in rank 0's own process may
     still answer while it is being replaced.
     """
 
@@ -115,8 +113,8 @@ class _KeptStore:
             self._place = place
             self._num_groups = 0
         self._num_groups += 1
-        room = PrefixStore(f"group{self._num_groups}", self._store)
-        yield room, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        group_store = PrefixStore(f"group{self._num_groups}", self._store)
+        yield group_store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 with suppress(RuntimeError):  # it is registered already, where this module is imported again
@@ -124,55 +122,60 @@ with suppress(RuntimeError):  # it is registered already, where this module is i
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Check whether this is a collective that another rank did not live to take part in."""
-    stated = str(error)
+    """Check whether an error is of a collective in which another rank could not take part, as it
+    has ended.
+    """
+    message = str(error)
     if isinstance(error, torch.distributed.DistBackendError):
-        return _REMOTE.search(stated) is not None
+        return _REMOTE.search(message) is not None
     if isinstance(error, torch.distributed.DistError):
         return True
-    # A worker's error is raised again as a RuntimeError with the worker's whole traceback, whatever
-    # is in it.
-    return (
-        isinstance(error, RuntimeError)
-        and bool(_GLOO.search(stated))
-        and not stated.startswith("Caught ")
-    )
+    if not isinstance(error, RuntimeError) or message.startswith("Caught "):
+        # The error of a data worker is raised again as a RuntimeError, with the whole traceback of
+        # the worker, which may have any text in it.
+        return False
+    return bool(_GLOO.search(message))
 
 
 def failure_of_nccl(error: BaseException) -> TrainingError | None:
-    """The error of a collective that NCCL itself refuses on this rank; None for other errors."""
+    """Return the error of a collective that NCCL refuses on this rank; None for other errors."""
     if not isinstance(error, torch.distributed.DistBackendError) or is_lost_peer(error):
         return None
-    # Its last words are preceded by a place in its sources, its release, and advice to read them.
-    stated = str(error).split("Exception raised from", 1)[0]
-    words = " ".join(stated.rpartition("Last error:")[2].split()) or " ".join(stated.split())
+    # Before NCCL's last error the message has a place in the sources, the release and advice.
+    message = str(error).split("Exception raised from", 1)[0]
+    last_error = " ".join(message.rpartition("Last error:")[2].split())
+    reason = last_error or " ".join(message.split())
     return TrainingError(
-        f"{_this_rank()}: NCCL fails: {printable(words[:_LONGEST])}; NCCL_DEBUG=WARN tells more "
+        f"{_this_rank()}: NCCL fails: {printable(reason[:_LONGEST])}; NCCL_DEBUG=WARN tells more "
         "[nccl-failed]",
         is_of_one_rank=True,
     )
 
 
 def lost_peer(error: BaseException) -> FrameworkError | None:
-    """The error of a collective that failed; the reason is what the rank that is gone said
-    itself.
+    """Return the error of a collective that failed; None for other errors. The reason is in the log
+    of the rank that has ended.
     """
     if not is_lost_peer(error):
         return failure_of_nccl(error)
-    happened = _WHAT_HAPPENED.search(str(error))
+    event = type(error).__name__
+    known_event = _WHAT_HAPPENED.search(str(error))
+    if known_event:
+        event = known_event[0]
     return PeerLostError(
-        f"{_this_rank()}: another rank has ended or cannot be reached any more "
-        f"({happened[0] if happened else type(error).__name__}); what that one said last tells "
-        "why [peer-lost]",
+        f"{_this_rank()}: another rank has ended or cannot be reached any more ({event}); what "
+        "that one said last tells why [peer-lost]",
         is_of_one_rank=True,
     )
 
 
 def _not_met(error: BaseException) -> FrameworkError | None:
-    """The error of joining the process group: it names the address, or what NCCL says."""
-    of_nccl = failure_of_nccl(error)
-    if of_nccl is not None or not isinstance(error, RuntimeError):
-        return of_nccl
+    """Return the error of joining the process group, with the address or NCCL's reason; None for
+    other errors.
+    """
+    nccl_failure = failure_of_nccl(error)
+    if nccl_failure is not None or not isinstance(error, RuntimeError):
+        return nccl_failure
     reason = _reason_not_met(error)
     if reason:
         return PeerLostError(reason, is_of_one_rank=True)
@@ -180,27 +183,22 @@ def _not_met(error: BaseException) -> FrameworkError | None:
 
 
 def _reason_not_met(error: RuntimeError) -> str:
-    stated = str(error)
-    backend_error = torch.distributed.DistBackendError
-    is_network = isinstance(error, torch.distributed.DistError) and not isinstance(
-        error, backend_error
-    )
+    message = str(error)
+    is_of_backend = isinstance(error, torch.distributed.DistBackendError)
+    is_network = isinstance(error, torch.distributed.DistError) and not is_of_backend
     rank = os.environ.get("RANK", "0")
     world_size = os.environ.get("WORLD_SIZE", "1")
     host = os.environ.get("MASTER_ADDR", "")
     port = os.environ.get("MASTER_PORT", "")
     place = f"rank {rank} of {world_size}"
-    within = ""
-    waited = _WAITED.search(stated)
-    if waited:
-        within = f" within {int(waited[1]) / (1000 if waited[2].startswith('m') else 1):.0f} s"
-    if _IN_USE.search(stated):
+    within = _time_waited(message)
+    if _IN_USE.search(message):
         return (
             f"{place}: port {port} on {socket.gethostname()} is in use, by another job, one that "
             "is still ending or a second rank 0; choose another with --master_port "
             "[rendezvous-port-in-use]"
         )
-    joined = _JOINED.search(stated)
+    joined = _JOINED.search(message)
     if joined:
         return (
             f"{place}: only {joined[1]} of {joined[2]} ranks came to {host}:{port}{within}; look "
@@ -212,14 +210,25 @@ def _reason_not_met(error: RuntimeError) -> str:
             f"{place}: no rank 0 answers at {host}:{port}{within}; check that MASTER_ADDR is its "
             "host, that it was started and that no firewall is between [rendezvous-unreachable]"
         )
-    if is_network or "gloo" in stated.lower() or "nccl" in stated.lower():
-        why = " ".join(stated.split("Exception raised from", 1)[0].split())[:160]
+    if is_network or "gloo" in message.lower() or "nccl" in message.lower():
+        reason = " ".join(message.split("Exception raised from", 1)[0].split())[:160]
         return (
-            f"{place}: the ranks that met at {host}:{port} cannot connect to each other ({why}); "
-            "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) "
+            f"{place}: the ranks that met at {host}:{port} cannot connect to each other "
+            f"({reason}); check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) "
             "[rendezvous-failed]"
         )
     return ""
+
+
+def _time_waited(message: str) -> str:
+    """Return `` within N s`` from torch's message of a timeout; empty for other messages."""
+    waited = _WAITED.search(message)
+    if not waited:
+        return ""
+    seconds = float(waited[1])
+    if waited[2].startswith("m"):  # milliseconds
+        seconds /= 1000
+    return f" within {seconds:.0f} s"
 
 
 def _this_rank() -> str:

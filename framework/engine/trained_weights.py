@@ -1,10 +1,10 @@
-"""Finds weights that are trained or frozen in mid-run, replaced or added: DeepSpeed would train
-others, without a word.
+"""Finds weights that are trained or frozen in mid-run, replaced or added: DeepSpeed would silently
+train others.
 
 DeepSpeed 0.19.8 takes the weights that require a gradient when the engine is built
-(runtime/utils.py `is_optimized_parameter`). A weight that requires one later is in no optimizer; at
-stages 1 to 3 one that no longer does is stepped all the same, with a gradient of zeros: it decays,
-and its moments move it.
+(runtime/utils.py `is_optimized_parameter`). A weight that requires a gradient later is in no
+optimizer. At stages 1 to 3 a weight that no longer requires one is stepped all the same, with a
+gradient of zeros: it decays, and its moments move it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from framework.errors import TrainingError
 from framework.system.log import warn
 
 # Flags of 4,000 weights take 0.2 ms of a step, the identities of all weights and modules 0.7 ms:
-# those of many are looked at in some steps only.
+# with many weights, identities are compared in some steps only.
 _MANY: Final = 2000
 _STEPS_OF_A_LOOK: Final = 10
 _FLAG: Final = "[requires-grad-changed]"
@@ -30,8 +30,8 @@ _REPLACED: Final = "[weight-replaced]"
 
 
 class TrainedWeights:
-    """The weights of an engine as they were when it was built; flags and identities are the host's,
-    nothing waits.
+    """The weights of an engine as they were when it was built. Flags and identities are on the
+    host: nothing waits for the device.
     """
 
     def __init__(
@@ -40,12 +40,13 @@ class TrainedWeights:
         self._engine = engine
         self._weights = list(engine.module.parameters())
         self._names = [names[weight] for weight in self._weights]
-        self._flags = self._accepted = [weight.requires_grad for weight in self._weights]
+        self._flags = [weight.requires_grad for weight in self._weights]
+        self._accepted = self._flags
         self._has_warned = False
         self._look()
         # torch's optimizers leave out a weight without a gradient. DeepSpeed's own give it zeros.
-        is_torchs = isinstance(engine.optimizer, torch.optim.Optimizer)
-        self._may_freeze = engine.zero_optimization_stage() == 0 and is_torchs
+        is_of_torch = isinstance(engine.optimizer, torch.optim.Optimizer)
+        self._may_freeze = engine.zero_optimization_stage() == 0 and is_of_torch
         self._take = engine._take_model_step
         engine._take_model_step = self._taken
         if engine.zero_optimization_stage() == 3:
@@ -67,9 +68,7 @@ class TrainedWeights:
             self._look()
 
     def refuse_changed_flags(self) -> None:
-        """Refuse weights that require a gradient, or no longer do, as they did not before; raises
-        as the other.
-        """
+        """Refuse weights with another `requires_grad` than before; raises as `refuse_changes`."""
         flags = list(map(attrgetter("requires_grad"), self._weights))
         if flags != self._accepted:
             self._judge(flags)
@@ -90,7 +89,7 @@ class TrainedWeights:
         self._end_pass()
 
     def _judge(self, flags: list[bool]) -> None:
-        """Refuse changed flags, or accept weights that are frozen where they then stay as they
+        """Refuse changed flags; accept frozen weights if the optimizer then leaves them as they
         are.
         """
         pairs = list(zip(self._names, self._flags, flags, strict=True))
@@ -100,70 +99,74 @@ class TrainedWeights:
         stage = self._engine.zero_optimization_stage()
         if thawed:
             reason = "is True now, and the optimizer does not hold it: it is not trained"
-            self._refuse_flags(thawed, reason, f"until_step: {step}" if step else "")
+            self._refuse_flags(thawed, reason, f"until_step: {step}")
         if frozen and not self._may_freeze:
-            dtype = "" if stage else " in half precision"
-            reason = (
-                f"is False now, and at zero.stage {stage}{dtype} DeepSpeed steps it on, by "
-                "zeros for gradients"
-            )
+            place = f"zero.stage {stage}"
+            if stage == 0:
+                place += " in half precision"
+            reason = f"is False now, and at {place} DeepSpeed steps it on, by zeros for gradients"
             if stage == 3:
                 reason += (
                     " (a flag that is the same again before every step() is right at stages 0 to 2)"
                 )
-            self._refuse_flags(frozen, reason, f"from_step: {step + 1}" if step else "")
+            self._refuse_flags(frozen, reason, f"from_step: {step + 1}")
         self._accepted = flags
         if frozen and not self._has_warned:
             self._has_warned = True
             warn(
-                f"after step {step}: requires_grad of {_listed(frozen)} is False now; no "
+                f"after step {step}: requires_grad of {_in_short(frozen)} is False now; no "
                 "checkpoint keeps that, and a resumed run trains it until the code freezes it "
                 f"again {_FLAG}",
                 is_of_all_ranks=True,
             )
 
     def _refuse_flags(self, names: list[str], reason: str, steps: str) -> NoReturn:
-        fix = "leave the flag alone, and set it in the model's factory"
-        if steps:
+        """Refuse changed flags of weights. `steps` is how an entry of training.freeze names the
+        steps in which they are frozen.
+        """
+        if self._engine.global_steps:
             entry = f"{{match: {names[0]!r}, {steps}}}"
             fix = (
                 f"leave the flag alone, and name the weight in training.freeze, for example {entry}"
             )
+        else:
+            fix = "leave the flag alone, and set it in the model's factory"
         self._refuse(
-            f"requires_grad of {_listed(names)} was changed after the start: it {reason}; {fix}",
+            f"requires_grad of {_in_short(names)} was changed after the start: it {reason}; {fix}",
             _FLAG,
         )
 
     def _refuse_replaced(self) -> None:
-        """Refuse weights that took the place of others, where either is trained."""
-        known = {id(weight) for weight in self._weights}
-        held = list(self._engine.module.named_parameters())
-        there = {id(weight) for _, weight in held}
-        lost = (
-            name
-            for name, weight, flag in zip(self._names, self._weights, self._flags, strict=True)
-            if flag and id(weight) not in there
-        )
-        new = (name for name, weight in held if id(weight) not in known and weight.requires_grad)
-        names = list(dict.fromkeys([*lost, *new]))
+        """Refuse weights that took the place of others, if the old or the new one is trained."""
+        known_ids = {id(weight) for weight in self._weights}
+        present = list(self._engine.module.named_parameters())
+        present_ids = {id(weight) for _, weight in present}
+        names: dict[str, None] = {}
+        for name, weight, was_trained in zip(self._names, self._weights, self._flags, strict=True):
+            if was_trained and id(weight) not in present_ids:
+                names[name] = None
+        for name, weight in present:
+            if weight.requires_grad and id(weight) not in known_ids:
+                names[name] = None
         if names:
             self._refuse(
-                f"the model's weight {_listed(names)} is another object than at the start, or is "
-                "new or gone, and the optimizer holds those of the start; change numbers in "
-                "place (weight.copy_(...)), and build all layers in the model's factory",
+                f"the model's weight {_in_short(list(names))} is another object than at the "
+                "start, or is new or gone, and the optimizer holds those of the start; change "
+                "numbers in place (weight.copy_(...)), and build all layers in the model's factory",
                 _REPLACED,
             )
 
     def _look(self) -> None:
-        """Note where modules keep their weights and their parts, and what is there."""
+        """Note the dicts in which modules keep their weights and submodules, and the members."""
         modules = list(self._engine.module.modules())
-        self._places = [module._parameters for module in modules] + [
-            module._modules for module in modules
-        ]
+        self._places: list[dict[str, Any]] = [module._parameters for module in modules]
+        self._places += [module._modules for module in modules]
         self._known = self._members()
 
     def _members(self) -> list[int]:
-        """List the identities of all weights and parts, in C alone: steps wait for it."""
+        """List the identities of all weights and submodules, in C alone: every step waits for
+        it.
+        """
         return list(map(id, chain.from_iterable(map(dict.values, self._places))))
 
     def _refuse(self, text: str, kind: str) -> NoReturn:
@@ -172,7 +175,7 @@ class TrainedWeights:
         raise error
 
 
-def _listed(names: list[str]) -> str:
+def _in_short(names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
     return f"{names[0]} (and {len(names) - 1} more)"

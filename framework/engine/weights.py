@@ -1,12 +1,12 @@
-"""Weights alone, under the names in the plain module: out of a checkpoint or an export, and into a
-model.
+"""Weights under the names of the plain module: read from a checkpoint or an export, and loaded into
+a model.
 """
 
 from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -40,11 +40,12 @@ _FILES: Final = (".pt", ".pth", ".bin")
 def find_weights(
     path: str, *, allow_unverified: bool = False, model: Any = None
 ) -> LazyWeights | SavedCheckpoint:
-    """The weights that `checkpoint.init_weights` names: an export, a file that `torch.save` made,
-    or a checkpoint.
+    """Find the weights that `checkpoint.init_weights` names: an export, a file that `torch.save`
+    made, or a checkpoint.
 
-    The checkpoint, the newest one of a run folder, is found only: nothing of it may be read before
-    it is verified. For `model`, a section of ours, transformers' names become ours.
+    A checkpoint, the newest one of a run folder, is only found: nothing of it may be read before it
+    is verified. For `model`, a section of a shipped model, transformers' names become the shipped
+    model's.
 
     Raises:
         ConfigError: there is nothing of that kind, or a checkpoint without a manifest that is not
@@ -54,41 +55,44 @@ def find_weights(
     place = Path(path)
     with explaining_storage_errors(_KEY, path):
         if is_exported(place):
-            return _named_as_ours(read_exported(place), model)
-        file = next(
-            (place / name for name in (PICKLED, "pytorch_model.bin") if (place / name).is_file()),
-            place,
-        )
+            return _renamed(read_exported(place), model)
+        file = place
+        for name in (PICKLED, "pytorch_model.bin"):
+            if (place / name).is_file():
+                file = place / name
+                break
         if file.suffix in _FILES and file.is_file():
-            return _named_as_ours(_read_file(file), model)
+            return _renamed(_read_file(file), model)
     checkpoint = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
     if checkpoint is None:
         if place.exists():
-            found = "no finished checkpoint and no file of weights"
+            reason = "there is no finished checkpoint and no file of weights"
         else:
-            found = "nothing at that path"
+            reason = "there is nothing at that path"
         fix = (
             "name a .../global_step<N> folder, a run folder, an export, or a .safetensors or "
             ".pt file"
         )
-        raise ConfigError.of("weights-not-found", f"there is {found}", fix, _KEY, path)
+        raise ConfigError.of("weights-not-found", reason, fix, _KEY, path)
     return checkpoint
 
 
-def _named_as_ours(found: LazyWeights, model: Any) -> LazyWeights:
+def _renamed(weights: LazyWeights, model: Any) -> LazyWeights:
+    """Return weights under the names of a shipped model, if `model` is the section of one."""
     form = form_of(model)
-    if form is None or "embed.weight" in found.shapes:
-        return found
-    return as_ours(found, form)
+    if form is None or "embed.weight" in weights.shapes:
+        return weights
+    return as_ours(weights, form)
 
 
 def checkpoint_weights(
     checkpoint: SavedCheckpoint, *, average: bool = False, damage: Sequence[str] | None = None
 ) -> LazyWeights:
-    """The weights of a checkpoint, or their moving average, on the CPU, each under all its names;
-    fp32 where they are.
+    """Return the weights of a checkpoint, or their moving average, on the CPU, each under all its
+    names; in fp32 if the checkpoint has them.
 
-    `damage` is what was found where its files have been verified; otherwise they are now.
+    `damage` is the result of an earlier verification of its files; without one they are verified
+    now.
 
     Raises:
         ConfigError: no moving average was kept; or it holds adapters alone.
@@ -98,12 +102,11 @@ def checkpoint_weights(
         reason = "it holds adapters, and not the weights that they belong to"
         fix = "name an export of it"
         raise ConfigError.of("weights-are-adapters", reason, fix, _KEY, str(checkpoint.path))
-    found = MergedWeights(checkpoint, average=average, damage=damage)
-    names = {name: name for name in found} | dict(found.ties)
-    shapes = {name: found.stored[first].shape for name, first in names.items()}
-    return LazyWeights(
-        shapes, {name: partial(found.__getitem__, first) for name, first in names.items()}
-    )
+    merged = MergedWeights(checkpoint, average=average, damage=damage)
+    first_names = {name: name for name in merged} | dict(merged.ties)
+    shapes = {name: merged.stored[first].shape for name, first in first_names.items()}
+    readers = {name: partial(merged.__getitem__, first) for name, first in first_names.items()}
+    return LazyWeights(shapes, readers)
 
 
 def put_weights(
@@ -119,38 +122,48 @@ def put_weights(
     Raises:
         ConfigError: names or shapes differ; nothing was changed.
     """
-    state = model.state_dict(keep_vars=True)
-    held = shapes_of(weights)
-    # of tied weights one name is enough
-    named = {id(tensor) for name, tensor in state.items() if name in held}
-    shapes = {
-        name: whole_shape(one)
-        for name, one in state.items()
-        if name in held or id(one) not in named
-    }
-    elsewhere = is_elsewhere(model)
-    others = {name: shape for name, shape in held.items() if elsewhere(name)}
-    _refuse_differences(shapes | others, weights, source=source)
+    shapes = shapes_of(weights)
+    expected = _expected_shapes(model, shapes)
+    _refuse_differences(expected, weights, source=source)
     for module_name, module in model.named_modules():
-        gathered = [tensor for _, tensor in _own_tensors(module) if hasattr(tensor, "ds_id")]
+        spread = [tensor for _, tensor in _own_tensors(module) if hasattr(tensor, "ds_id")]
         # Module by module: no more than one module's weights are ever whole on a device.
         with (
-            deepspeed.zero.GatheredParameters(gathered, modifier_rank=0, enabled=bool(gathered)),
+            deepspeed.zero.GatheredParameters(spread, modifier_rank=0, enabled=bool(spread)),
             torch.no_grad(),
         ):
             for name, tensor in _own_tensors(module):
-                whole_name = f"{module_name}.{name}".lstrip(".")
-                if not gives(tensor) or whole_name not in held:
-                    continue
-                own = weights[whole_name]
-                split = split_of(tensor)
-                if split:
-                    place = (
-                        torch.distributed.get_rank(tensor_group),
-                        torch.distributed.get_world_size(tensor_group),
-                    )
-                    own = split.part(own, *place)
-                tensor.copy_(own)
+                full_name = f"{module_name}.{name}".lstrip(".")
+                if gives(tensor) and full_name in shapes:
+                    _load(tensor, weights[full_name], tensor_group)
+
+
+def _expected_shapes(
+    model: torch.nn.Module, shapes: Mapping[str, torch.Size]
+) -> dict[str, torch.Size]:
+    """Return the shapes that weights for a model have, by name. Of tied weights one name is enough;
+    experts of other ranks are expected as they are.
+    """
+    state = model.state_dict(keep_vars=True)
+    present = {id(tensor) for name, tensor in state.items() if name in shapes}
+    expected: dict[str, torch.Size] = {}
+    for name, tensor in state.items():
+        if name in shapes or id(tensor) not in present:
+            expected[name] = whole_shape(tensor)
+    elsewhere = is_elsewhere(model)
+    for name, shape in shapes.items():
+        if elsewhere(name):
+            expected[name] = shape
+    return expected
+
+
+def _load(tensor: torch.Tensor, weight: torch.Tensor, tensor_group: Any) -> None:
+    split = split_of(tensor)
+    if split:
+        rank = torch.distributed.get_rank(tensor_group)
+        size = torch.distributed.get_world_size(tensor_group)
+        weight = split.part(weight, rank, size)
+    tensor.copy_(weight)
 
 
 def gives(tensor: Any) -> bool:
@@ -181,15 +194,15 @@ def refuse_other_base(checkpoint: SavedCheckpoint, base: Mapping[str, Any]) -> N
     """
     saved = checkpoint.manifest.get("base")
     if saved is not None and saved["sha256"] != base["sha256"]:
-        before, now = (
-            one["init_weights"] or "weights drawn from run.seed" for one in (saved, base)
-        )
+        drawn = "weights drawn from run.seed"
+        before = saved["init_weights"] or drawn
+        now = base["init_weights"] or drawn
         reason = (
             f"the adapters in {checkpoint.path} were trained on other frozen weights "
-            f"({before}), or in another"
+            f"({before}), or in another precision"
         )
         fix = "name the same weights, and precision.dtype as it was"
-        raise ConfigError.of("base-differs", f"{reason} precision", fix, _KEY, now)
+        raise ConfigError.of("base-differs", reason, fix, _KEY, now)
 
 
 def refuse_other_layers(
@@ -201,11 +214,12 @@ def refuse_other_layers(
     shapes: dict[str, torch.Size] = {}
     ties: set[str] = set()
     for surveyed in layers:
-        if surveyed.layer.tied not in ties:  # later ones have no weights of their own
-            shapes |= {
-                f"{surveyed.layer.name}.{name}": shape for name, shape in surveyed.state.items()
-            }
-        ties |= {surveyed.layer.tied} - {""}
+        layer = surveyed.layer
+        if layer.tied not in ties:  # later ones have no weights of their own
+            for name, shape in surveyed.state.items():
+                shapes[f"{layer.name}.{name}"] = shape
+        if layer.tied:
+            ties.add(layer.tied)
     _refuse_differences(shapes, weights, source=source)
 
 
@@ -222,29 +236,24 @@ def put_layer_weights(
 
 
 def _read_file(file: Path) -> LazyWeights:
-    """A state dict of tensors; nothing in the file is run."""
+    """Read a state dict of tensors, without running anything in the file."""
     try:
         # Mapped, so that the ranks of a host share one copy; torch's format before 1.6 cannot be.
-        found = torch.load(
-            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-        )
+        is_mapped = zipfile.is_zipfile(file)
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
-        raise _not_read(
-            file, "it holds Python objects, which could be programs, or is cut off"
-        ) from error
+        reason = "it holds Python objects, which could be programs, or is cut off"
+        raise _not_read(file, reason) from error
     except Exception as error:
         raise _not_read(file, in_one_line(error)) from error
-    if not isinstance(found, Mapping):
-        raise _not_read(file, f"it holds a {type(found).__name__}")
-    others = [
-        name
-        for name, value in found.items()
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor)
-    ]
-    if others:
-        raise _not_read(file, f"its {show_value(others[0])} is no tensor")
-    shapes = {name: tensor.shape for name, tensor in found.items()}
-    return LazyWeights(shapes, {name: partial(found.__getitem__, name) for name in shapes})
+    if not isinstance(content, Mapping):
+        raise _not_read(file, f"it holds a {type(content).__name__}")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise _not_read(file, f"its {show_value(name)} is no tensor")
+    shapes = {name: tensor.shape for name, tensor in content.items()}
+    readers = {name: partial(content.__getitem__, name) for name in shapes}
+    return LazyWeights(shapes, readers)
 
 
 def _not_read(file: Path, reason: str) -> StorageError:
@@ -262,26 +271,37 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refuse_differences(
-    shapes: Mapping[str, torch.Size], found: Mapping[str, torch.Tensor], *, source: str
+    expected: Mapping[str, torch.Size], weights: Mapping[str, torch.Tensor], *, source: str
 ) -> None:
-    held = shapes_of(found)
-    reason = ""
-    missing = sorted(shapes.keys() - held.keys() - set(getattr(found, "lacks", ())))
-    if missing:
-        reason = f"it lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
-    elif extra := sorted(held.keys() - shapes.keys()):
-        if extra[1:]:
-            more = f", and {len(extra) - 1} more"
-        else:
-            more = ""
-        reason = f"it has {extra[0]}, which the model has not{more}"
-    elif other := next(
-        (name for name, shape in shapes.items() if held.get(name, shape) != shape), None
-    ):
-        reason = (
-            f"{other} has shape {tuple(held[other])} there and {tuple(shapes[other])} in the model"
-        )
+    """Refuse weights of other names or shapes than expected; the names in their `lacks` may be
+    missing.
+    """
+    reason = _difference(expected, shapes_of(weights), may_lack=getattr(weights, "lacks", ()))
     if reason:
-        raise ConfigError.of(
-            "weights-differ", reason, "name weights of the same model", _KEY, source
-        )
+        fix = "name weights of the same model"
+        raise ConfigError.of("weights-differ", reason, fix, _KEY, source)
+
+
+def _difference(
+    expected: Mapping[str, torch.Size],
+    shapes: Mapping[str, torch.Size],
+    *,
+    may_lack: Collection[str],
+) -> str:
+    missing = sorted(expected.keys() - shapes.keys() - set(may_lack))
+    if missing:
+        more = ""
+        if len(missing) > 1:
+            more = f" and {len(missing) - 1} more"
+        return f"it lacks {missing[0]}{more}"
+    extra = sorted(shapes.keys() - expected.keys())
+    if extra:
+        more = ""
+        if len(extra) > 1:
+            more = f", and {len(extra) - 1} more"
+        return f"it has {extra[0]}, which the model has not{more}"
+    for name, shape in expected.items():
+        if shapes.get(name, shape) != shape:
+            there = tuple(shapes[name])
+            return f"{name} has shape {there} there and {tuple(shape)} in the model"
+    return ""
