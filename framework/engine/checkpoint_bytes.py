@@ -1,5 +1,5 @@
-"""The bytes of a checkpoint: DeepSpeed's own files, with our state and the random state of every
-rank inside.
+"""The bytes of a checkpoint: DeepSpeed's own files, with the run's state and the random state of
+every rank inside.
 """
 
 from __future__ import annotations
@@ -63,42 +63,24 @@ def save_bytes(
 ) -> Mapping[str, FileRecord]:
     """Write ``folder/tag``. Collective.
 
-    `names` are the plain names of the engine's parameters and buffers; `leaves_out_frozen`: not to
-    write weights that are not trained; `open_file` is where its files go.
+    Args:
+        engine: the engine to save.
+        files: DeepSpeed's checkpoint engine, which writes the files.
+        folder: folder of the checkpoint.
+        tag: name of the folder in it.
+        state: the run's state.
+        names: plain names of the engine's parameters and buffers.
+        leaves_out_frozen: whether weights that are not trained are left out.
+        open_file: takes the path of a file and returns what its bytes are written to.
 
     Returns:
-        What this rank wrote.
+        The files that this rank wrote.
 
     Raises:
         OSError: the file system refused, on this rank.
         TrainingError: kind ``checkpoint-not-written``: its files would not hold all of the model.
     """
-    # At stage 3 every rank writes a file of its own. Elsewhere one serves many ranks, and holds the
-    # states of all; each pipeline stage and tensor rank has one.
-    own_random = random_state.capture()
-    own_scaler = scaler_state(engine)
-    if own_scaler is None:
-        scalers = []
-    else:
-        scalers = gather(own_scaler)
-    random_states: Any = {rank(): own_random}
-    if engine.zero_optimization_stage() < 3:
-        random_states = _rows_of_ranks(own_random, everywhere=engine.mp_world_size > 1)
-    # One key of our own: DeepSpeed merges client state into its own dict, where `module` would
-    # overwrite the weights. At stage 0 the optimizer only numbers what it steps.
-    own = [
-        group
-        for group in stepped_groups(engine.optimizer)
-        if all(parameter in names for parameter in group)
-    ]
-    numbered = [[names[parameter] for parameter in group] for group in own]
-    own_state = {
-        "state": dict(state),
-        "random_states": random_states,
-        "grad_scalers": scalers,
-        "names": numbered,
-    }
-    client_state = {STATE_KEY: own_state}
+    client_state = _client_state(engine, state, names)
     lacking: list[str] = []
 
     def look(content: Any) -> None:
@@ -115,34 +97,68 @@ def save_bytes(
             exclude_frozen_parameters=leaves_out_frozen,
         )
     if lacking:
-        if lacking[1:]:
-            more = f" and {len(lacking) - 1} more"
-        else:
-            more = ""
+        example = lacking[0]
+        if len(lacking) > 1:
+            example += f" and {len(lacking) - 1} more"
         raise TrainingError(
             f"{folder.parent / tag}: the checkpoint is not written: no file would have the "
-            f"numbers of {lacking[0]}{more}, which DeepSpeed neither steps nor knows as frozen; "
+            f"numbers of {example}, which DeepSpeed neither steps nor knows as frozen; "
             "name what is not trained in training.freeze, and leave requires_grad as it is when "
             "training begins [checkpoint-not-written]"
         )
     return files.end()
 
 
-def _rows_of_ranks(own: torch.Tensor, *, everywhere: bool) -> torch.Tensor | None:
-    """Every rank's bytes, (ranks, bytes) uint8, on rank 0, which writes the model, or on all.
-    Collective.
+def _client_state(
+    engine: deepspeed.DeepSpeedEngine, state: Mapping[str, Any], names: Names
+) -> dict[str, Any]:
+    """Return what DeepSpeed saves beside its own state. Collective.
+
+    It is under one key: DeepSpeed merges client state into its own dict, in which `module` would
+    overwrite the weights.
     """
-    num_ranks = torch.distributed.get_world_size()
-    on_device = own.to(device())
-    is_writer = rank() == 0
-    rows = torch.empty(
-        num_ranks if everywhere or is_writer else 0, len(own), dtype=torch.uint8, device=device()
-    )
-    if everywhere:
-        torch.distributed.all_gather(list(rows.unbind()), on_device)
+    # At stage 3 every rank writes a file of its own. At other stages one file serves many ranks and
+    # has the states of all of them; each pipeline stage and tensor rank has one.
+    rank_random_state = random_state.capture()
+    rank_scaler = scaler_state(engine)
+    scalers = []
+    if rank_scaler is not None:
+        scalers = gather(rank_scaler)
+    if engine.zero_optimization_stage() < 3:
+        everywhere = engine.mp_world_size > 1
+        random_states: Any = _rows_of_ranks(rank_random_state, everywhere=everywhere)
     else:
-        torch.distributed.gather(on_device, list(rows.unbind()) if is_writer else None, dst=0)
-    if len(rows):
+        random_states = {rank(): rank_random_state}
+    # At stage 0 the optimizer's state only has numbers for the weights that it steps.
+    numbered: list[list[str]] = []
+    for group in stepped_groups(engine.optimizer):
+        if all(parameter in names for parameter in group):
+            numbered.append([names[parameter] for parameter in group])
+    return {
+        STATE_KEY: {
+            "state": dict(state),
+            "random_states": random_states,
+            "grad_scalers": scalers,
+            "names": numbered,
+        }
+    }
+
+
+def _rows_of_ranks(row: torch.Tensor, *, everywhere: bool) -> torch.Tensor | None:
+    """Return every rank's bytes, (ranks, bytes) uint8: on all ranks, or on rank 0, which writes the
+    model, and None elsewhere. Collective.
+    """
+    is_receiver = everywhere or rank() == 0
+    num_rows = torch.distributed.get_world_size() if is_receiver else 0
+    rows = torch.empty(num_rows, len(row), dtype=torch.uint8, device=device())
+    rank_row = row.to(device())
+    if everywhere:
+        torch.distributed.all_gather(list(rows.unbind()), rank_row)
+    elif is_receiver:
+        torch.distributed.gather(rank_row, list(rows.unbind()), dst=0)
+    else:
+        torch.distributed.gather(rank_row, None, dst=0)
+    if num_rows:
         return rows.cpu()
     return None
 
@@ -150,18 +166,18 @@ def _rows_of_ranks(own: torch.Tensor, *, everywhere: bool) -> torch.Tensor | Non
 def load_bytes(
     engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *, partly: bool = False
 ) -> Mapping[str, Any]:
-    """Put back weights, optimizer, schedule and this rank's random state; returns the state that
-    was saved. Collective.
+    """Put back weights, optimizer, schedule and this rank's random state, and return the run's
+    state. Collective.
 
-    `partly`: frozen weights are not in it.
+    `partly`: frozen weights are not in the files.
 
     Raises:
         StorageError: the files are missing or damaged.
     """
     with explaining(partial(_failed_load, folder / tag)), _reporting_restored_options(engine):
         _refuse_lacking(engine, folder, tag, partly=partly)
-        own_way = _put_partly if partly else None
-        path, client_state = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=own_way)
+        load = _put_partly if partly else None
+        path, client_state = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=load)
         if path is None:
             raise StorageError("DeepSpeed does not find its files there")
         complete_nvme_state(engine, folder, tag)
@@ -175,8 +191,8 @@ def load_bytes(
 def _refuse_lacking(
     engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *, partly: bool
 ) -> None:
-    """Refuse files without the numbers of some weight, which would stay as it was drawn. Below
-    stage 3 the module's state has all names, or torch refuses it.
+    """Refuse files without the numbers of some weight: it would stay as it was drawn. Below stage 3
+    the module's state has all names, or torch refuses it.
     """
     if engine.zero_optimization_stage() < 3:
         return
@@ -189,8 +205,8 @@ def _refuse_lacking(
 def _lacking(
     engine: deepspeed.DeepSpeedEngine, content: Mapping[str, Any], *, partly: bool
 ) -> list[str]:
-    """List the names that neither a file of model states nor the optimizer's files have all numbers
-    of.
+    """List the weights that are complete neither in a file of model states nor in the optimizer's
+    files.
     """
     names = lacking_names(engine.module, held_elements(content), partly=partly)
     if not engine.has_moe_layers:
@@ -203,12 +219,14 @@ def _put_partly(src: Mapping[str, torch.Tensor], dst: torch.nn.Module) -> None:
 
 
 def _leave_file(optimizer: Any) -> None:
-    """Copy what an optimizer took from a mapped file as it is: the file may go before the run
-    does.
+    """Copy the optimizer's tensors on the host, which may be views of a mapped file: the file may
+    go before the run does.
     """
     while optimizer is not None:
         for state in getattr(optimizer, "state", {}).values():
-            state |= {key: value.clone() for key, value in state.items() if _is_on_host(value)}
+            for key, value in state.items():
+                if _is_on_host(value):
+                    state[key] = value.clone()
         optimizer = getattr(optimizer, "optimizer", None)
 
 
@@ -217,14 +235,16 @@ def _is_on_host(value: Any) -> bool:
 
 
 def _failed_load(place: Path, error: Exception) -> StorageError | None:
-    if lost_peer(error) or known_failure(error):  # no word of the files
+    if lost_peer(error) or known_failure(error):  # not the fault of the files
         return None
-    failed = _not_loaded(
-        place, str(error) if isinstance(error, StorageError) else in_one_line(error, longest=300)
-    )
+    if isinstance(error, StorageError):
+        reason = str(error)
+    else:
+        reason = in_one_line(error, longest=300)
+    failure = _not_loaded(place, reason)
     # the others may wait in DeepSpeed's next collective
-    failed.is_of_one_rank = claims_error_report(str(failed))
-    return failed
+    failure.is_of_one_rank = claims_error_report(str(failure))
+    return failure
 
 
 def _not_loaded(place: Path, reason: str) -> StorageError:
@@ -236,20 +256,20 @@ def _not_loaded(place: Path, reason: str) -> StorageError:
 
 @contextmanager
 def _reporting_restored_options(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
-    """Warn of options of the optimizer that are replaced by the checkpoint's: its groups are put
-    back whole.
+    """Warn of options of the optimizer that the checkpoint's replace: its groups are put back
+    whole.
 
-    The keys of the config are compared before (`framework.checkpoint.resumable`); what a function
-    from Python gives the optimizer that it builds stands in no config.
+    The keys of the config are compared before (`framework.checkpoint.resumable`). Options with
+    which a user's function builds an optimizer are in no config.
     """
     built = _options(engine)
     yield
-    changed = dict.fromkeys(
-        f"{name}: {show_value(kept[name])} is kept, {show_value(value)} was given"
-        for given, kept in zip(built, _options(engine), strict=False)
-        for name, value in given.items()
-        if name in kept and kept[name] != value
-    )
+    changed: dict[str, None] = {}
+    for built_options, kept_options in zip(built, _options(engine), strict=False):
+        for name, value in built_options.items():
+            if name in kept_options and kept_options[name] != value:
+                kept = show_value(kept_options[name])
+                changed[f"{name}: {kept} is kept, {show_value(value)} was given"] = None
     if changed:
         warn(
             f"the optimizer goes on with what the checkpoint holds ({'; '.join(changed)}); start "
@@ -259,45 +279,52 @@ def _reporting_restored_options(engine: deepspeed.DeepSpeedEngine) -> Iterator[N
 
 
 def _options(engine: deepspeed.DeepSpeedEngine) -> list[dict[str, Any]]:
-    """Plain values in the groups of the optimizer, without what a schedule moves."""
-    moved = {"params", "lr", "initial_lr"}
-    if isinstance(engine.lr_scheduler, OwnSchedule) or getattr(
-        engine.lr_scheduler, "cycle_momentum", False
-    ):
-        moved |= {"betas", "momentum"}
-    return [
-        {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in group.items()
-            if name not in moved and is_plain(value)
-        }
-        for group in getattr(engine.optimizer, "param_groups", [])
-    ]
+    """Return the plain values in each group of the optimizer, without those that a schedule
+    moves.
+    """
+    left_out = {"params", "lr", "initial_lr"}
+    schedule = engine.lr_scheduler
+    if isinstance(schedule, OwnSchedule) or getattr(schedule, "cycle_momentum", False):
+        left_out |= {"betas", "momentum"}
+    all_options = []
+    for group in getattr(engine.optimizer, "param_groups", []):
+        options: dict[str, Any] = {}
+        for name, value in group.items():
+            if name in left_out or not is_plain(value):
+                continue
+            options[name] = list(value) if isinstance(value, tuple) else value
+        all_options.append(options)
+    return all_options
 
 
 def is_plain(value: Any) -> bool:
-    """Check for what JSON holds, tuples as lists: it can be compared, and written into a config."""
+    """Check whether JSON can hold a value, tuples as lists: so it can be compared, and written into
+    a config.
+    """
     if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
-    return (
-        value is None
-        or isinstance(value, (bool, int, str))
-        or (isinstance(value, float) and math.isfinite(value))
-    )
+        return all(is_plain(item) for item in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, (bool, int, str))
 
 
 def move_in(
     engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names, layout: Layout
 ) -> Mapping[str, Any]:
-    """Fill an engine, whose run has this layout, from a checkpoint of another one: other ranks,
-    another ZeRO stage, other pipeline stages or tensor ranks. Collective.
+    """Fill an engine from a checkpoint of another layout: other ranks, another ZeRO stage, other
+    pipeline stages or tensor ranks. Return the run's state. Collective.
 
-    Every rank reads what it holds. Returns the state that was saved. Random generators go on where
-    they were if the ranks mean the same; otherwise as they were seeded, because their states
-    belonged to other ranks.
+    Every rank reads its own part. Random generators go on where they were if the ranks stand for
+    the same shares. Otherwise they stay as they were seeded: their states belonged to other ranks.
+
+    Args:
+        engine: the engine to fill.
+        checkpoint: finished, its bytes verified.
+        names: plain names of the engine's parameters and buffers.
+        layout: layout of the engine's run.
 
     Raises:
-        StorageError: the files do not hold what the model needs.
+        StorageError: the files lack something that the model needs.
     """
     try:
         return _move_in(engine, checkpoint, names=names, layout=layout)
@@ -310,12 +337,39 @@ def _move_in(
     engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names, layout: Layout
 ) -> Mapping[str, Any]:
     splits = splits_of(names)
+    division = Division()
     if splits:
         division = Division(splits, layout.tensor_rank(rank()), layout.tensor_size)
-    else:
-        division = Division()
     stored = StoredState(checkpoint, division=division)
     _refuse_other_model(engine, stored, names)
+    _fill_optimizer_and_weights(engine, checkpoint, stored, names)
+    common = stored.common
+    for counter in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, counter, common[counter])
+    if not checkpoint.verified:
+        # A checkpoint without a manifest does not show which schedule it is of: the run's own is
+        # stepped up to its place.
+        if engine.lr_scheduler is not None:
+            for _ in range(engine.global_steps - engine.skipped_steps):
+                engine.lr_scheduler.step()
+        return {"step": checkpoint.step}
+    if engine.lr_scheduler is not None and common.get("lr_scheduler") is not None:
+        _restore_schedule(engine.lr_scheduler, common["lr_scheduler"])
+    saved = common[STATE_KEY]
+    if _has_same_ranks(layout, checkpoint):
+        rank_random_state = stored.random_state(rank())
+        if rank_random_state is not None:
+            random_state.restore(rank_random_state)
+    restore_scaler(engine, saved.get("grad_scalers", ()))
+    return dict(saved["state"])
+
+
+def _fill_optimizer_and_weights(
+    engine: deepspeed.DeepSpeedEngine,
+    checkpoint: SavedCheckpoint,
+    stored: StoredState,
+    names: Names,
+) -> None:
     views = OptimizerViews(engine, names)
     if not checkpoint.verified:
         _refuse_other_optimizer(views, stored, checkpoint.path)
@@ -327,50 +381,36 @@ def _move_in(
             with _reporting_restored_options(engine):
                 views.set_groups(stored.group_of)
         views.set_loss_scale(stored.loss_scale)
-        whole = views.spread_weights()
-        _fill_weights(
-            {tensor: name for tensor, name in names.items() if tensor not in whole}, stored
-        )
-    common = stored.common
-    for counter in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(engine, counter, common[counter])
-    schedule = engine.lr_scheduler
-    if not checkpoint.verified:
-        # Nobody knows which schedule a checkpoint without a manifest was of: the run's own is
-        # brought to its place.
-        for _ in range(engine.global_steps - engine.skipped_steps if schedule is not None else 0):
-            schedule.step()
-        return {"step": checkpoint.step}
-    if schedule is not None and common.get("lr_scheduler") is not None:
-        schedule.load_state_dict(common["lr_scheduler"])
-        # DeepSpeed's schedules only note their place, and give the optimizer its rate with the next
-        # step: too late.
-        place = getattr(schedule, "last_batch_iteration", -1)
-        if place >= 0:
-            schedule.step(place)
-    saved = common[STATE_KEY]
-    if _has_same_ranks(layout, checkpoint) and (own := stored.random_state(rank())) is not None:
-        random_state.restore(own)
-    restore_scaler(engine, saved.get("grad_scalers", ()))
-    return dict(saved["state"])
+        filled = views.spread_weights()
+        others = {tensor: name for tensor, name in names.items() if tensor not in filled}
+        _fill_weights(others, stored)
+
+
+def _restore_schedule(schedule: Any, state: Any) -> None:
+    schedule.load_state_dict(state)
+    # DeepSpeed's schedules only note their place, and give the optimizer its rate with the next
+    # step: too late.
+    place = getattr(schedule, "last_batch_iteration", -1)
+    if place >= 0:
+        schedule.step(place)
 
 
 def _has_same_ranks(layout: Layout, checkpoint: SavedCheckpoint) -> bool:
-    """Check whether ranks stand for the same shares of the data, stages and parts as where it was
-    written.
+    """Check whether ranks stand for the same shares of the data, stages and parts as in the run
+    that wrote a checkpoint.
     """
     written_by = checkpoint.manifest.get("layout")
+    if written_by is None:
+        return False
     sizes = ("world_size", "pipe_size", "tensor_size", "sequence_size")
-    return written_by is not None and all(
-        written_by.get(size, 1) == getattr(layout, size) for size in sizes
-    )
+    return all(written_by.get(size, 1) == getattr(layout, size) for size in sizes)
 
 
 def _refuse_other_model(
     engine: deepspeed.DeepSpeedEngine, stored: StoredState, names: Names
 ) -> None:
-    """Before a number is changed. Every rank sees the whole model; in a pipeline the other stages
-    have the rest.
+    """Refuse a checkpoint of another model, before a number is changed. Every rank checks the whole
+    model; in a pipeline its own stage.
     """
     for tensor, name in names.items():
         stored.refuse_other_shape(name, whole_shape(tensor))
@@ -380,8 +420,8 @@ def _refuse_other_model(
 
 
 def _refuse_other_optimizer(views: OptimizerViews, stored: StoredState, place: Path) -> None:
-    """Moments of another optimizer would be taken for this one's; only a manifest has the configs
-    to compare.
+    """Refuse moments of another optimizer in a checkpoint without a manifest, which has no config
+    to compare: they would be taken for this optimizer's.
     """
     known = views.known_keys()
     reason = ""
@@ -402,8 +442,8 @@ def _refuse_other_optimizer(views: OptimizerViews, stored: StoredState, place: P
 
 
 def _fill_weights(names: Names, stored: StoredState) -> None:
-    """Fill buffers and the weights that the model computes with, but not those that stage 3 has
-    partitioned.
+    """Fill buffers and the weights that the model computes with; of weights that stage 3 has
+    partitioned only frozen ones.
     """
     with torch.no_grad():
         for tensor, name in names.items():

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from framework.checkpoint.manifest import SavedCheckpoint
     from framework.checkpoint.save_stream import OpenFile
 
-# What a run does at a moment, as it is said where it does not get on; a callback is one by its
-# name.
+# Phases of a run, as reports of a hang name them; a callback is a phase by its name.
 STARTING: Final = "the start"
 LOADING: Final = "the load of a checkpoint"
 STEPS: Final = "a step"
@@ -36,13 +35,13 @@ class StepResult(Protocol):
 
     @property
     def may_be_skipped(self) -> bool:
-        """Check whether the weights may be as they were, because gradients overflowed: their norm
-        then says nothing of the weights.
+        """Check whether the weights may be as they were, because gradients overflowed; their norm
+        then is not that of an update.
         """
         ...
 
     def read(self) -> Mapping[str, float]:
-        """Metrics of the step under their public names (``train/loss`` is the mean over
+        """Return the metrics of the step under their public names (``train/loss`` is the mean over
         micro-batches and ranks).
 
         Collective: every rank calls it or none does. Waits for the device, so it is called at
@@ -53,12 +52,12 @@ class StepResult(Protocol):
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step whose numbers went wrong, with the limits that they were held against.
+    """A step with a bad loss or gradient norm, and the limits of both.
 
     Attributes:
-        ranks: those whose own loss is not finite, or differed when it was computed again.
-        verdict: of a step that was computed again, ``transient`` or ``persistent``.
-        is_taken: whether it was good then, and its update was made.
+        ranks: the ranks with a loss that is not finite, or differed when it was computed again.
+        verdict: ``transient`` or ``persistent`` for a step that was computed again, else empty.
+        is_taken: whether the step was good then, and its update was made.
     """
 
     step: int
@@ -76,38 +75,38 @@ class BadStep:
             ("train/loss", self.loss, self.loss_limit),
             ("train/grad_norm", self.grad_norm, self.norm_limit),
         )
-        wrong = [
-            f"{name} = {value:.6g}{f', above {limit:.4g}' if math.isfinite(value) else ''}"
-            for name, value, limit in pairs
-            if not value <= limit or not math.isfinite(value)
-        ]
+        reasons = []
+        for name, value, limit in pairs:
+            if not math.isfinite(value):
+                reasons.append(f"{name} = {value:.6g}")
+            elif not value <= limit:
+                reasons.append(f"{name} = {value:.6g}, above {limit:.4g}")
+        ranks = ""
         if self.ranks:
-            where = f" ({', '.join(self.ranks)})"
-        else:
-            where = ""
-        return f"step {self.step}: {' and '.join(wrong)}{where}{self._described_rerun()}"
+            ranks = f" ({', '.join(self.ranks)})"
+        return f"step {self.step}: {' and '.join(reasons)}{ranks}{self._described_rerun()}"
 
     def _described_rerun(self) -> str:
+        if not self.verdict:
+            return ""
         if self.verdict == "persistent":
             return "; computed again it is the same: persistent, of the data or the model"
-        if self.ranks:
-            place = "the ranks named"
-        else:
-            place = "which rank, its loss does not show"
-        if self.verdict:
-            return f"; computed again it is another: transient, suspect the hardware ({place})"
-        return ""
+        place = "the ranks named" if self.ranks else "which rank, its loss does not show"
+        return f"; computed again it is another: transient, suspect the hardware ({place})"
 
     def details(self) -> dict[str, Any]:
-        """Return what an event holds; JSON knows no NaN."""
-        values = {
-            name: getattr(self, name) for name in ("loss", "grad_norm", "loss_limit", "norm_limit")
-        }
-        found = {
-            name: value if math.isfinite(value) else str(value) for name, value in values.items()
-        }
-        further = {"ranks": list(self.ranks), "verdict": self.verdict, "is_taken": self.is_taken}
-        return found | {name: value for name, value in further.items() if value}
+        """Return the fields of an event; numbers that JSON does not have as text."""
+        details: dict[str, Any] = {}
+        for name in ("loss", "grad_norm", "loss_limit", "norm_limit"):
+            value = getattr(self, name)
+            details[name] = value if math.isfinite(value) else str(value)
+        if self.ranks:
+            details["ranks"] = list(self.ranks)
+        if self.verdict:
+            details["verdict"] = self.verdict
+        if self.is_taken:
+            details["is_taken"] = self.is_taken
+        return details
 
 
 class BadStepWatch(Protocol):
@@ -138,11 +137,11 @@ class Engine(Protocol):
         *,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> Mapping[str, float]:
-        """Metrics over all samples of all ranks, each counted once; none where it is to stop before
-        the last.
+        """Return the metrics over all samples of all ranks, each counted once; nothing if the
+        evaluation stops before its end.
 
         A batch that comes with False is padding: it is run, because a forward pass may be
-        collective, and not counted. `is_stopping` is asked between batches, equally often on every
+        collective, and not counted. `is_stopping` is called between batches, equally often on every
         rank.
         """
         ...
@@ -156,8 +155,8 @@ class Engine(Protocol):
         `open_file` takes the path of a file and returns what its bytes are written to.
 
         Returns:
-            The files that this rank wrote, all flushed to disk, by name within the folder; those of
-            which `close` tells.
+            The files that this rank wrote, all flushed to disk, by name within the folder, as their
+            `close` returned them.
 
         Raises:
             OSError: the file system refused, on this rank; the others return as usual.
@@ -185,23 +184,20 @@ EvalSets = Mapping[str, Iterable[tuple[Any, bool]]]
 def evaluate_sets(
     engine: Engine, sets: EvalSets, *, is_stopping: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
-    """Measure every set: ``eval/<set>/<metric>``, of one without a name ``eval/<metric>``.
+    """Measure every set: ``eval/<set>/<metric>``, or ``eval/<metric>`` for a set without a name.
     Collective.
     """
     metrics: dict[str, float] = {}
     for name, batches in sets.items():
-        if name:
-            area = f"eval/{name}/"
-        else:
-            area = "eval/"
-        found = engine.evaluate(batches, is_stopping=is_stopping)
-        metrics |= {area + metric.removeprefix("eval/"): value for metric, value in found.items()}
+        area = f"eval/{name}/" if name else "eval/"
+        for metric, value in engine.evaluate(batches, is_stopping=is_stopping).items():
+            metrics[area + metric.removeprefix("eval/")] = value
     return metrics
 
 
 class StepProfile(Protocol):
-    """A close look at some steps; nothing in it is collective, and a failure costs the profile
-    alone.
+    """A profile of some steps. Nothing in it is collective, and a failure costs only the
+    profile.
     """
 
     @property
@@ -218,5 +214,5 @@ class StepProfile(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what there is."""
+        """Write the profile so far."""
         ...

@@ -1,10 +1,10 @@
-"""Whether a model gives for shared sequences what it gives for whole ones: asked before the first
-step.
+"""A check before the first step that a model computes the same for sequences that ranks share as
+for whole ones.
 
 A model that numbers its positions itself, or mixes them elsewhere than in attention, would train on
-other numbers without an error. Here a few tokens run through it both ways: first through each model
-of transformers, with padding on both ends, by which its way to number positions is found; then
-through the task, with the first rows of the data.
+other numbers without an error. Here a few tokens run through it both ways. First through each model
+of transformers, with padding on both ends, which shows how it numbers positions; then through the
+task, with the first rows of the data.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from framework.system.log import warn
 from framework.tasks.task import Positions, Ratio, Task
 
 _POSITIONS: Final = 8  # of a rank, in tokens that are made here
-_MOST_POSITIONS: Final = 16  # of a rank, in those of the data
+_MOST_POSITIONS: Final = 16  # of a rank, in tokens of the data
 _ROWS: Final = 3
 _PADDED: Final = 3  # positions at the end of one row, and at the begin of another
 # Differences that rounding makes, as a share of the largest output.
 _BOUND: Final = 1e-3
 _HALF_BOUND: Final = 0.08
-_LOSS_BOUND: Final = 0.01  # of a loss, which may hold means over a rank's positions beside its sum
-# Rounding may send a token to another expert: so few positions may be others for it.
+_LOSS_BOUND: Final = 0.01  # of a loss, which may have means over a rank's positions beside its sum
+# Rounding may send a token to another expert: this share of the positions may differ.
 _SHARE_OF_ROUTED: Final = 0.2
 _ROUTED: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _FAILURES: Final = (
@@ -66,10 +66,10 @@ class PositionCheck:
         self._is_routed = any(_has_experts(config) for config in configs)
 
     def settle_numbering(self) -> None:
-        """Find how the models of transformers in it number positions. Collective.
+        """Find how the models of transformers in the model number positions. Collective.
 
         Raises:
-            ConfigError: kind ``sequence-needs-attention``: in no way that can be shared.
+            ConfigError: kind ``sequence-needs-attention``: in no way that ranks can share.
         """
         for name, numbering in numberings(self._model).items():
             module = self._model.get_submodule(name)
@@ -105,12 +105,11 @@ class PositionCheck:
                 return
         numbering.rule = Numbering.IN_ORDER
         with whole():
-            again = [
-                pair
-                for pair in _tensors(expected, model(**probe))
-                if pair[0].shape[:2] == mask.shape
-            ]
-        if self._difference(again, mask) > self._bound:
+            second = model(**probe)
+        repeated = [
+            pair for pair in _tensor_pairs(expected, second) if pair[0].shape[:2] == mask.shape
+        ]
+        if self._difference(repeated, mask) > self._bound:
             _warn_of_no_look(module, "it computes other numbers from the same tokens every time")
             return
         raise refused_positions(module, _reason(min(differences)))
@@ -118,8 +117,7 @@ class PositionCheck:
     def look_at_batch(
         self, batch: Any, split: Callable[[Any], Any], as_read: Callable[[Any], Any]
     ) -> None:
-        """Compare what the task makes of the first rows of a batch: its outputs and its loss.
-        Collective.
+        """Compare the task's outputs and loss for the first rows of a batch. Collective.
 
         Raises:
             ConfigError: kind ``sequence-needs-attention``.
@@ -129,85 +127,85 @@ class PositionCheck:
         try:
             with _looking(engine):
                 inputs, targets = _cut(split(batch), most=_MOST_POSITIONS * self._group.size)
-                own_inputs, own_targets = task.share(inputs, targets, self._part)
+                shared_inputs, shared_targets = task.share(inputs, targets, self._part)
                 with whole():
                     expected = task.forward(engine, as_read(inputs))
                     loss = task.loss(expected, targets)
                 with self._group.shared():
-                    found = task.forward(engine, as_read(own_inputs))
-                    own_loss = task.loss(found, own_targets)
-                pairs = self._pairs(expected, found)
+                    outputs = task.forward(engine, as_read(shared_inputs))
+                    shared_loss = task.loss(outputs, shared_targets)
+                pairs = self._pairs(expected, outputs)
         except _FAILURES as error:
             _warn_of_no_look(self._model, in_one_line(error))
             return
-        if isinstance(inputs, Mapping):
-            mask = inputs.get("attention_mask")
-        else:
-            mask = None
-        has_rows = isinstance(mask, Tensor) and mask.ndim == 2
-        if mask is not None and has_rows:
-            counts = self._part.of(mask.bool(), fill=0)
-        else:
-            counts = None
-        difference = self._difference(pairs, counts)
+        difference = self._difference(pairs, self._counting_positions(inputs))
         if difference > self._bound:
             raise refused_positions(self._model, _reason(difference))
         self._compare_losses(
-            _quotients(loss), _quotients(own_loss), is_mean=isinstance(loss, Tensor)
+            _sums_and_counts(loss), _sums_and_counts(shared_loss), is_mean=isinstance(loss, Tensor)
         )
 
-    def _compare_losses(self, expected: Tensor, own: Tensor, *, is_mean: bool) -> None:
-        """Compare sums and counts (parts, 2) of a loss over whole sequences with those of this
-        group together.
+    def _counting_positions(self, inputs: Any) -> Tensor | None:
+        """Return this rank's part of the attention mask (rows, positions), or None without one."""
+        if not isinstance(inputs, Mapping):
+            return None
+        mask = inputs.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            return None
+        return self._part.of(mask.bool(), fill=0)
+
+    def _compare_losses(self, expected: Tensor, shared: Tensor, *, is_mean: bool) -> None:
+        """Compare sums and counts (parts, 2) of a loss over whole sequences with those of all ranks
+        of the group together.
         """
-        torch.distributed.all_reduce(own, group=self._group.group)
-        (count, *_), (found, *_) = expected[:, 1].tolist(), own[:, 1].tolist()
-        if not is_mean and abs(count - found) > 0.5:
+        torch.distributed.all_reduce(shared, group=self._group.group)
+        count = float(expected[0, 1])
+        shared_count = float(shared[0, 1])
+        if not is_mean and abs(count - shared_count) > 0.5:
             reason = (
-                f"its loss counts {found:g} where ranks share the positions of what counts "
+                f"its loss counts {shared_count:g} where ranks share the positions of what counts "
                 f"{count:g} whole"
             )
             raise refused_positions(self._model, reason)
-        whole_loss, shared_loss = (
-            float((pair[:, 0] / pair[:, 1]).sum()) for pair in (expected, own)
-        )
-        difference = abs(whole_loss - shared_loss) / max(abs(whole_loss), 1e-12)
+        loss = float((expected[:, 0] / expected[:, 1]).sum())
+        shared_loss = float((shared[:, 0] / shared[:, 1]).sum())
+        difference = abs(loss - shared_loss) / max(abs(loss), 1e-12)
         bound = max(_LOSS_BOUND, self._bound)
-        if difference > bound and not self._is_routed:  # no where one is not finite
+        if difference > bound and not self._is_routed:  # false for a loss that is not finite
             raise refused_positions(
                 self._model,
                 f"its loss is another by {difference:.1%} where ranks share the positions",
             )
 
-    def _pairs(self, expected: Any, found: Any) -> Pairs:
-        """This rank's part of each output that has positions, for whole sequences, and the same for
+    def _pairs(self, expected: Any, shared: Any) -> Pairs:
+        """Return this rank's part of each output that has positions, for whole sequences and for
         shared ones.
         """
         rank = self._group.rank
         size = self._group.size
         pairs: Pairs = []
-        for one, other in _tensors(expected, found):
-            length = one.shape[1]
-            own = -(-one.shape[1] // size)
-            if other.shape[1] == own != length:
-                # without those that were added to divide
-                end = max(0, min(own, length - rank * own))
-                pairs.append((self._part.of(one, fill=0)[:, :end], other[:, :end]))
+        for whole_output, shared_output in _tensor_pairs(expected, shared):
+            length = whole_output.shape[1]
+            part_length = -(-length // size)
+            if part_length != length and shared_output.shape[1] == part_length:
+                # without the positions that were added so that all parts are equally long
+                end = max(0, min(part_length, length - rank * part_length))
+                part = self._part.of(whole_output, fill=0)
+                pairs.append((part[:, :end], shared_output[:, :end]))
         return pairs
 
     def _difference(self, pairs: Pairs, counts: Tensor | None) -> float:
-        """Return the largest difference at a position that counts (rows, positions), on any rank;
-        as a share of the largest number of its tensor.
+        """Return the largest difference on any rank, as a share of the largest number of its
+        tensor. `counts` (rows, positions) are the positions that are compared; None for all.
         """
         worst = torch.zeros((), device=device())
-        for expected, found in pairs:
+        for expected, output in pairs:
             if not expected.numel():
                 continue
             rows, length = expected.shape[:2]
             largest = expected.float().nan_to_num(0.0).abs().amax().clamp(min=1e-12)
-            shares = (expected.float() - found.float()).abs().reshape(rows, length, -1).amax(
-                2
-            ) / largest
+            differences = (expected.float() - output.float()).abs()
+            shares = differences.reshape(rows, length, -1).amax(2) / largest
             if counts is not None and len(counts) == rows:
                 shares = shares[counts[:, :length]]
             shares = shares.flatten().nan_to_num(1.0)
@@ -219,33 +217,30 @@ class PositionCheck:
         return float(worst)
 
 
-def _tensors(expected: Any, found: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Outputs of two passes that may have positions, in pairs."""
-    for one, other in zip(tree_leaves(expected), tree_leaves(found), strict=False):
-        are_tensors = (
-            isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_floating_point()
-        )
-        if are_tensors and min(one.ndim, other.ndim) > 1 and len(one) == len(other):
-            yield one, other
+def _tensor_pairs(expected: Any, output: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of tensors of two outputs that may have positions."""
+    for left, right in zip(tree_leaves(expected), tree_leaves(output), strict=False):
+        if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+            continue
+        is_long_enough = min(left.ndim, right.ndim) > 1
+        if left.is_floating_point() and is_long_enough and len(left) == len(right):
+            yield left, right
 
 
-def _quotients(loss: Tensor | Ratio | tuple[Ratio, ...]) -> Tensor:
-    """Sums and counts (parts, 2) float64 of what a task gives as its loss."""
+def _sums_and_counts(loss: Tensor | Ratio | tuple[Ratio, ...]) -> Tensor:
+    """Return the sums and counts (parts, 2) of a task's loss, in float64."""
     if isinstance(loss, Tensor):
         parts: tuple[Ratio, ...] = (Ratio(loss, 1),)
+    elif isinstance(loss, tuple):
+        parts = loss
     else:
-        if isinstance(loss, tuple):
-            parts = loss
-        else:
-            parts = (loss,)
-    rows = [
-        (
-            torch.as_tensor(number, device=device()).detach().double()
-            for number in (one.total, one.count)
-        )
-        for one in parts
-    ]
-    return torch.stack([torch.stack(tuple(row)) for row in rows])
+        parts = (loss,)
+    rows = [torch.stack((_as_double(part.total), _as_double(part.count))) for part in parts]
+    return torch.stack(rows)
+
+
+def _as_double(number: Tensor | int) -> Tensor:
+    return torch.as_tensor(number, device=device()).detach().double()
 
 
 def _reason(difference: float) -> str:
@@ -270,20 +265,17 @@ def _has_experts(config: Any) -> bool:
 
 
 def _probe(module: nn.Module, numbering: Numbering, *, size: int) -> dict[str, Tensor] | None:
-    """Tokens and masks (rows, positions): one row whole, one padded at its end, one at its begin.
-    None for a model that reads no tokens.
+    """Return tokens and masks (rows, positions): one row whole, one padded at its end, one at its
+    begin. None for a model that reads no tokens.
     """
     config: Any = module.config
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
-    else:
-        config = config
     vocabulary = getattr(config, "vocab_size", None)
     if not isinstance(vocabulary, int):
         return None
-    ids = torch.randint(
-        vocabulary, (_ROWS, _POSITIONS * size), generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocabulary, (_ROWS, _POSITIONS * size), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, -_PADDED:] = 0
     mask[2, :_PADDED] = 0
@@ -294,7 +286,8 @@ def _probe(module: nn.Module, numbering: Numbering, *, size: int) -> dict[str, T
 
 
 def _cut(pair: tuple[Any, Any], *, most: int) -> tuple[Any, Any]:
-    """The first rows and positions of inputs and targets; of what has other dimensions all.
+    """Return the first rows and positions of inputs and targets; tensors without rows or positions
+    stay whole.
 
     Raises:
         ValueError: it is not known which dimension has the positions.

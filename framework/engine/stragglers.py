@@ -1,10 +1,10 @@
 """Names a rank that keeps the others waiting, from the parts of a step that all ranks exchange at
 logged points anyway.
 
-What a rank does before the first collective of a step is its own: reading, and the forward pass
-where no weights, positions or experts are divided. Of the backward pass a rank's own part cannot be
-told from its wait for the others, where gradients are summed meanwhile; so it counts only for a
-rank that is not early. Stages of a pipeline differ rightly, and are not compared.
+Before the first collective of a step a rank works alone: it reads data, and computes the forward
+pass if no weights, positions or experts are divided. In the backward pass, in which gradients are
+summed, a rank's work cannot be separated from its wait for the others; so the backward pass counts
+only for a rank that is not early. Stages of a pipeline differ rightly, and are not compared.
 """
 
 from __future__ import annotations
@@ -29,15 +29,22 @@ _SHARE_OF_STEP: Final = 0.1
 _SHARE_OF_BACKWARD: Final = 0.1  # of what the rank is late by, to be named beside the forward pass
 _FEWEST_POINTS: Final = 3
 _FEWEST_SECONDS: Final = 2.0
-# of what each step would be shorter by, to be said again: a factor may be of next to nothing
+# A change of the excess by this factor is reported again. The rank's factor may be of nearly zero.
 _CHANGE: Final = 1.5
-_GONE_POINTS: Final = 10  # without it, for one to be forgotten
+_GONE_POINTS: Final = 10  # logged points without a straggler, after which reports are forgotten
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank, what it takes longer for, and its milliseconds and the median of the others' in a
-    step.
+    """A rank that keeps the others waiting.
+
+    Attributes:
+        rank: the rank.
+        part: the part of a step for which it takes longer.
+        own_ms: its milliseconds in this part of a step.
+        others_ms: the median of the others'.
+        data_ms: its milliseconds of reading.
+        step_ms: mean length of a step.
     """
 
     rank: int
@@ -49,20 +56,20 @@ class Straggler:
 
     @property
     def excess_ms(self) -> float:
-        """Time by which each step would be shorter."""
+        """Return the time by which each step would be shorter."""
         return self.own_ms - self.others_ms
 
     @property
     def factor(self) -> float:
-        """Compute how much longer it computes; or how much longer the step is, by the wait for its
-        data.
+        """Return how many times longer the rank computes; or how many times longer the step is by
+        the wait for its data.
         """
         if self.part == "data":
             return self.step_ms / max(self.step_ms - self.excess_ms, 0.01 * self.step_ms)
         return self.own_ms / max(self.others_ms, 0.01 * self.own_ms)
 
     def sentence(self, host: str) -> str:
-        """Say it."""
+        """Describe the straggler for a warning."""
         figures = f"{self.own_ms:.3g} ms against {self.others_ms:.3g} ms"
         if self.part == "data":
             return (
@@ -77,111 +84,125 @@ class Straggler:
 
 
 def find(parts: Parts, *, sees_forward: bool) -> Straggler | None:
-    """The rank that the others wait for longest, if that is a part of a step to speak of."""
+    """Return the rank that the others wait for longest, or None if that is a small part of a
+    step.
+    """
     ranks = len(parts["data"])
-    times = {name: [max(0.0, value) for value in parts[name]] for name in _ALL if name in parts}
-    step = sum(map(sum, times.values())) / ranks
-
-    def totals(names: Sequence[str]) -> list[float]:
-        return [
-            sum(row) for row in zip(*(times[name] for name in names if name in times), strict=True)
-        ]
-
-    def excess(rank: int, values: list[float]) -> float:
-        return values[rank] - median(values[:rank] + values[rank + 1 :])
-
-    data = totals(_OWN)
+    times: dict[str, list[float]] = {}
+    for name in _ALL:
+        if name in parts:
+            times[name] = [max(0.0, value) for value in parts[name]]
+    step = sum(sum(part) for part in times.values()) / ranks
+    data = _totals(times, _OWN)
+    before = data  # time before the first collective
     if sees_forward:
-        before = totals((*_OWN, "forward"))
-    else:
-        before = data
+        before = _totals(times, (*_OWN, "forward"))
     rank = before.index(max(before))
-    late = excess(rank, before)
-    is_on_time = sees_forward and late < _SHARE_OF_STEP * step  # for the backward pass, as all are
+    late = _excess(rank, before)
+    # Then all ranks are, and the backward pass is compared.
+    is_on_time = sees_forward and late < _SHARE_OF_STEP * step
     if is_on_time:
         rank = times["backward"].index(max(times["backward"]))
-        late = excess(rank, times["backward"])
+        late = _excess(rank, times["backward"])
     if late < _SHARE_OF_STEP * step or not step:
         return None
-    if not is_on_time and excess(rank, data) >= late / 2:
+    if not is_on_time and _excess(rank, data) >= late / 2:
         part = "data"
         values = data
     else:
         names = [
             name
             for name in ("forward", "backward")
-            if excess(rank, times[name]) > _SHARE_OF_BACKWARD * late
+            if _excess(rank, times[name]) > _SHARE_OF_BACKWARD * late
         ]
         names = names or ["forward"]
         part = "+".join(names)
-        values = totals(names)
-    return Straggler(
-        rank, part, values[rank], values[rank] - excess(rank, values), data[rank], step
-    )
+        values = _totals(times, names)
+    others = values[rank] - _excess(rank, values)
+    return Straggler(rank, part, values[rank], others, data[rank], step)
+
+
+def _totals(times: Mapping[str, list[float]], names: Sequence[str]) -> list[float]:
+    """Return every rank's time in several parts of a step together."""
+    parts = [times[name] for name in names if name in times]
+    return [sum(row) for row in zip(*parts, strict=True)]
+
+
+def _excess(rank: int, values: list[float]) -> float:
+    return values[rank] - median(values[:rank] + values[rank + 1 :])
 
 
 class Stragglers:
-    """Looks at logged points, on all ranks alike; says a finding once, and again where it has
-    changed.
+    """Looks for stragglers at logged points, on all ranks alike. Reports one once, and again when
+    its excess has changed.
     """
 
     def __init__(self, hosts: Sequence[str], *, sees_forward: bool) -> None:
         self._hosts = hosts
         self._sees_forward = sees_forward
         self._step: int | None = None
-        self._now: tuple[int, str] | None = None
-        self._points = 0
-        self._seconds = 0.0
-        self._gone = 0
-        self._stated: dict[tuple[int, str], float] = {}
+        self._current: tuple[int, str] | None = None  # rank and part
+        self._points = 0  # with the current straggler
+        self._seconds = 0.0  # that it has cost
+        self._points_without = 0
+        self._reported_ms: dict[tuple[int, str], float] = {}
 
     def note(self, step: int, parts: Parts) -> None:
-        """Look at what each rank was busy with since the point before; the first one pays for
-        compiling.
+        """Look for a straggler in the times since the point before. The first point is left out, as
+        it has the time of compiling.
         """
-        steps = step - (step if self._step is None else self._step)
+        steps = 0
+        if self._step is not None:
+            steps = step - self._step
         self._step = step
+        straggler: Straggler | None = None
         if steps > 0:
-            found = find(parts, sees_forward=self._sees_forward)
-        else:
-            found = None
-        if found is None:
-            now = None
-        else:
-            now = (found.rank, found.part.partition("+")[0])
-        if now != self._now:
-            self._now = now
-            self._points = 0
-            self._seconds = 0.0
-        if found is None or now is None:
-            self._gone += 1
-            if self._gone >= _GONE_POINTS:
-                self._stated.clear()
+            straggler = find(parts, sees_forward=self._sees_forward)
+        if straggler is None:
+            self._note_none()
             return
-        self._gone = 0
-        self._points = self._points + 1
-        self._seconds += 0.001 * found.excess_ms * steps
+        key = (straggler.rank, straggler.part.partition("+")[0])
+        if key != self._current:
+            self._begin(key)
+        self._points_without = 0
+        self._points += 1
+        self._seconds += 0.001 * straggler.excess_ms * steps
         if self._points < _FEWEST_POINTS or self._seconds < _FEWEST_SECONDS:
             return
-        before = self._stated.get(now, 0.0)
-        if not before / _CHANGE < found.excess_ms < before * _CHANGE:
-            self._stated[now] = found.excess_ms
-            self._report(found)
+        reported = self._reported_ms.get(key, 0.0)
+        if not reported / _CHANGE < straggler.excess_ms < reported * _CHANGE:
+            self._reported_ms[key] = straggler.excess_ms
+            self._report(straggler)
 
-    def _report(self, found: Straggler) -> None:
-        host = self._hosts[found.rank]
-        facts = {
-            "rank": found.rank,
-            "host": host,
-            "factor": round(found.factor, 2),
-            "part": found.part,
-        }
-        times = {"own_ms": round(found.own_ms, 3), "others_ms": round(found.others_ms, 3)}
-        warn(found.sentence(host), is_of_all_ranks=True, kind="straggler", **facts, **times)
+    def _note_none(self) -> None:
+        if self._current is not None:
+            self._begin(None)
+        self._points_without += 1
+        if self._points_without >= _GONE_POINTS:
+            self._reported_ms.clear()
+
+    def _begin(self, key: tuple[int, str] | None) -> None:
+        self._current = key
+        self._points = 0
+        self._seconds = 0.0
+
+    def _report(self, straggler: Straggler) -> None:
+        host = self._hosts[straggler.rank]
+        warn(
+            straggler.sentence(host),
+            is_of_all_ranks=True,
+            kind="straggler",
+            rank=straggler.rank,
+            host=host,
+            factor=round(straggler.factor, 2),
+            part=straggler.part,
+            own_ms=round(straggler.own_ms, 3),
+            others_ms=round(straggler.others_ms, 3),
+        )
 
 
 def stragglers_of(plan: Plan, world_size: int) -> Stragglers | None:
-    """Make what looks for slow ranks; None where there are none to compare. Collective."""
+    """Make what looks for stragglers, or return None if ranks are not compared. Collective."""
     layout = plan.layout
     if world_size == 1 or layout.pipe_size > 1:
         return None

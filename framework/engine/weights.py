@@ -175,13 +175,13 @@ def gives(tensor: Any) -> bool:
 
 
 def describe_base(model: torch.nn.Module, source: str | None) -> dict[str, Any]:
-    """Identity of the frozen weights under adapters, as manifests have it: where they came from,
-    `source`, None where they were drawn, and their fingerprint. Collective.
+    """Identify the frozen weights under adapters, for manifests: by their `source`, None for drawn
+    weights, and their fingerprint. Collective.
     """
 
     def gathered(weights: list[torch.nn.Parameter]) -> Any:
-        cut = [weight for weight in weights if hasattr(weight, "ds_id")]
-        return deepspeed.zero.GatheredParameters(cut, enabled=bool(cut))
+        spread = [weight for weight in weights if hasattr(weight, "ds_id")]
+        return deepspeed.zero.GatheredParameters(spread, enabled=bool(spread))
 
     return {"init_weights": source, "sha256": fingerprint(model, gathered)}
 
