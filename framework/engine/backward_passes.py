@@ -1,11 +1,12 @@
-"""Backward passes of a loop of one's own between two steps: their gradients add up, as in plain
-PyTorch.
+"""Backward passes of a loop of the user's own between two steps: their gradients add up, as in
+plain PyTorch.
 
-DeepSpeed (0.19.8) expects one `engine.backward` for each `engine.step`. Of more, ZeRO 1 and 2 step
-with the last one's gradient alone (`DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue`
-writes `averaged_gradients` anew), and which of them count at stage 3 depends on where the forward
-passes were (`micro_step_id` moves on in `forward`). A pass through the outputs of another engine
-runs that engine's hooks as well, and leaves gradients on its weights.
+DeepSpeed (0.19.8) expects one `engine.backward` for each `engine.step`. With more, ZeRO 1 and 2
+step with the last one's gradient alone
+(`DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue` writes `averaged_gradients` anew),
+and at stage 3 it depends on the forward passes which of them count (`micro_step_id` moves on in
+`forward`). A pass through the outputs of another engine runs that engine's hooks as well, and
+leaves gradients on its weights.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ _RUNNING: Final[list[BackwardPasses]] = []
 
 
 class BackwardPasses:
-    """What an engine's gradients are made of since its last step.
+    """The backward passes of an engine since its last step.
 
     Attributes:
         num_passes: backward passes since the last `step`, of this micro-batch.
+        parameters: of the engine's model.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
@@ -45,7 +47,8 @@ class BackwardPasses:
         self.parameters = list(engine.module.parameters())
         self._engine = engine
         self._optimizer = engine.optimizer
-        self._is_broken = self._has_begun = False
+        self._is_broken = False
+        self._has_begun = False
         # Hooks on the outputs of `engine(...)` look these up when a pass reaches them.
         self._prologue = engine._backward_prologue
         self._per_tensor = engine._backward_prologue_per_tensor
@@ -77,8 +80,8 @@ class BackwardPasses:
 
     @contextmanager
     def running(self, others: Sequence[BackwardPasses]) -> Iterator[None]:
-        """Let the engine's hooks do their work, for its own backward pass; those of `others` do
-        none meanwhile.
+        """Let the engine's hooks work for its own backward pass within the block, and those of
+        `others` not.
         """
         self._has_begun = False
         _RUNNING.append(self)
@@ -92,10 +95,10 @@ class BackwardPasses:
             _RUNNING.pop()
 
     def end(self) -> None:
-        """Begin to count again: the engine's step takes what there is.
+        """Begin to count anew: the engine's step takes the gradients.
 
         Raises:
-            TrainingError: there is nothing, or not all of it.
+            TrainingError: there are none, or a backward pass has failed.
         """
         self.refuse_broken("step")
         if not self.num_passes:
@@ -148,7 +151,7 @@ class BackwardPasses:
         torch.autograd.Variable._execution_engine.queue_callback(remove)
 
     def _earlier_gradients(self) -> dict[int, Any]:
-        """Return what the pass that comes would write over."""
+        """Return the gradients, by group, that the next pass would overwrite."""
         if not self.num_passes:
             return {}
         optimizer = self._optimizer
@@ -157,12 +160,10 @@ class BackwardPasses:
                 f"backward: a second one before step(): {_OFFLOAD} [several-backwards]"
             )
         if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
-            # As `forward` does, which may have been before the pass that was last.
+            # As `forward` does, which may have been called before the last pass.
             optimizer.clear_backward_seen_flag()
-        if (
-            isinstance(optimizer, DeepSpeedZeroOptimizer)
-            and self._engine.is_gradient_accumulation_boundary()
-        ):
+        is_stage_1_or_2 = isinstance(optimizer, DeepSpeedZeroOptimizer)
+        if is_stage_1_or_2 and self._engine.is_gradient_accumulation_boundary():
             return dict(optimizer.averaged_gradients)
         return {}
 
@@ -171,8 +172,8 @@ class BackwardPasses:
             latest = self._optimizer.averaged_gradients[group]
             if gradients is None or latest is gradients:  # one buffer, which passes add to
                 continue
-            for gradient, former in zip(latest, gradients, strict=True):
-                gradient.add_(former)
+            for gradient, earlier_gradient in zip(latest, gradients, strict=True):
+                gradient.add_(earlier_gradient)
 
 
 def _refuse_gradient(weight: torch.nn.Parameter) -> None:
@@ -189,27 +190,30 @@ def _without_gradients(
     parameters: Sequence[torch.nn.Parameter], others: Sequence[BackwardPasses]
 ) -> Iterator[None]:
     """Keep gradients away from weights of other engines, which a loss may go through: in plain
-    PyTorch their optimizer's `zero_grad` forgets them.
+    PyTorch their optimizer's `zero_grad` drops them.
     """
     if not others:
         yield
         return
-    own = set(parameters)
-    weights = (weight for one in others for weight in one.parameters if weight not in own)
-    foreign = [weight for weight in weights if weight.requires_grad]
-    kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    engine_weights = set(parameters)
+    foreign: list[torch.nn.Parameter] = []
+    for passes in others:
+        for weight in passes.parameters:
+            if weight.requires_grad and weight not in engine_weights:
+                foreign.append(weight)
+    removed: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for weight in foreign:
-        # torch's AccumulateGrad asks for the flag when it runs; the hooks of DeepSpeed it calls all
-        # the same.
+        # torch's AccumulateGrad looks at the flag when it runs, but calls DeepSpeed's hooks all the
+        # same.
         weight.requires_grad_(False)
         hooks = weight._post_accumulate_grad_hooks
         if hooks:
-            kept.append((hooks, dict(hooks)))
+            removed.append((hooks, dict(hooks)))
             hooks.clear()
     try:
         yield
     finally:
         for weight in foreign:
             weight.requires_grad_(True)
-        for hooks, former in kept:
-            hooks.update(former)
+        for hooks, removed_hooks in removed:
+            hooks.update(removed_hooks)

@@ -1,11 +1,12 @@
-"""Experts divided over ranks: DeepSpeed's groups, and its ZeRO optimizer of stages 1 and 2, for
-mixtures of ours.
+"""Experts divided over ranks: DeepSpeed's groups, and its ZeRO optimizer of stages 1 and 2, for the
+framework's mixtures.
 
-The ranks of a group have consecutive numbers, and each holds as many whole experts; ranks of other
-groups that hold the same ones average their gradients. DeepSpeed 0.19.8 divides those by the number
-of all ranks, and not only of these (runtime/zero/stage_1_and_2.py `average_tensor`): as an expert's
-gradient is the sum over the tokens of its whole group, that is the gradient of the mean over all
-ranks. Its norm adds what all ranks hold, so each expert counts once.
+The ranks of a group have consecutive numbers, and each holds equally many whole experts. Ranks of
+different groups that hold the same experts average their gradients. DeepSpeed 0.19.8 divides these
+gradients by the number of all ranks, not only of these (runtime/zero/stage_1_and_2.py
+`average_tensor`): as an expert's gradient is the sum over the tokens of its whole group, that is
+the gradient of the mean over all ranks. Its norm adds the gradients of all ranks, so each expert
+counts once.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from framework.plan.plan import Plan
 
 @contextmanager
 def building_experts(plan: Plan, *, varies: bool) -> Iterator[bool]:
-    """Build models meanwhile with this rank's experts only, where a plan divides them; whether it
-    does. Collective.
+    """Build models within the block with this rank's experts only, if the plan divides experts.
+    Yields whether it does. Collective.
     """
     size = plan.layout.expert_size
     if size == 1:
@@ -47,47 +48,49 @@ def _name(size: int) -> str:
 
 
 def _divided(model: torch.nn.Module) -> dict[str, MixtureOfExperts]:
-    mixtures = (
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, MixtureOfExperts)
-    )
-    return {name: module for name, module in mixtures if module.group is not None}
+    """Return the mixtures of a model with experts that are divided over ranks, by name."""
+    mixtures: dict[str, MixtureOfExperts] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MixtureOfExperts) and module.group is not None:
+            mixtures[name] = module
+    return mixtures
 
 
 def with_expert_groups(model: torch.nn.Module, parameters: list[Any]) -> list[Any]:
     """Mark this rank's experts for DeepSpeed, and give them parameter groups of their own, which
     come last.
     """
-    marked: set[torch.nn.Parameter] = set()
+    expert_weights: set[torch.nn.Parameter] = set()
+    group_name = ""
     for mixture in _divided(model).values():
+        group_name = _name(mixture.size)
         for parameter in mixture.experts.parameters():
-            parameter.allreduce, parameter.group_name = False, _name(mixture.size)  # type: ignore[attr-defined]
-            marked.add(parameter)
-    if not marked:
+            vars(parameter).update(allreduce=False, group_name=group_name)
+            expert_weights.add(parameter)
+    if not expert_weights:
         return parameters
-    if isinstance(parameters[0], dict):
-        whole = parameters
-    else:
-        whole = [{"params": parameters}]
-    name = next(iter(marked)).group_name  # type: ignore[attr-defined]
-    parts = [
-        {
-            **group,
-            **options,
-            "params": [one for one in group["params"] if (one in marked) is bool(options)],
-        }
-        for options in ({}, {"moe": True, "name": name})
-        for group in whole
-    ]
-    return [group for group in parts if group["params"]]
+    all_groups: list[dict[str, Any]] = parameters
+    if not isinstance(parameters[0], dict):
+        all_groups = [{"params": parameters}]
+    others: list[dict[str, Any]] = []
+    expert_groups: list[dict[str, Any]] = []
+    for group in all_groups:
+        weights = group["params"]
+        shared = [weight for weight in weights if weight not in expert_weights]
+        divided = [weight for weight in weights if weight in expert_weights]
+        if shared:
+            others.append(dict(group) | {"params": shared})
+        if divided:
+            options = {"moe": True, "name": group_name, "params": divided}
+            expert_groups.append(dict(group) | options)
+    return others + expert_groups
 
 
 @contextmanager
 def declaring_experts(model: torch.nn.Module) -> Iterator[None]:
-    """Let engines that are built meanwhile see experts: DeepSpeed looks for modules of its own
-    only. Afterwards its engine sees none again, and saves and loads as for any model; its optimizer
-    knows.
+    """Let engines that are built within the block see experts: DeepSpeed looks for modules of its
+    own only. Afterwards an engine sees none again, and saves and loads as for any model; its
+    optimizer has them in groups of their own.
     """
     if not _divided(model):
         yield
@@ -109,36 +112,48 @@ def declaring_experts(model: torch.nn.Module) -> Iterator[None]:
         engine.has_moe_layers = False
         engine.module_state_dict = partial(_whole_state, engine)
         load = engine.load_module_state_dict
-        engine.load_module_state_dict = partial(_load_own, engine, load)
+        engine.load_module_state_dict = partial(_load_rank_state, engine, load)
 
 
 def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[str, torch.Tensor]:
-    """The model's state, on rank 0 with the experts of all ranks, in host memory. Collective."""
-    own = deepspeed.DeepSpeedEngine.module_state_dict(engine, **options)
-    found: dict[str, torch.Tensor] = OrderedDict()
+    """Return the model's state; on rank 0 with the experts of all ranks, in host memory.
+    Collective.
+    """
+    rank_state = deepspeed.DeepSpeedEngine.module_state_dict(engine, **options)
+    state: dict[str, torch.Tensor] = OrderedDict()
     mixtures = {f"{name}.experts": mixture for name, mixture in _divided(engine.module).items()}
-    for name, tensor in own.items():
-        mixture = mixtures.get(
-            name[: found_at.start(2) - 1] if (found_at := EXPERT.search(name)) else ""
-        )
+    for name, tensor in rank_state.items():
+        expert = EXPERT.search(name)
+        mixture = None
+        if expert:
+            mixture = mixtures.get(name[: expert.start(2) - 1])
         if mixture is None:
-            found[name] = tensor
-        elif (rank := torch.distributed.get_rank()) < mixture.size:  # of the first group
-            if rank == 0:
-                parts = [torch.empty_like(tensor) for _ in range(mixture.size)]
-            else:
-                parts = None
-            torch.distributed.gather(tensor.detach(), parts, dst=0, group=mixture.group)
-            found |= {
-                shift_expert(name, at * mixture.num_own): part.cpu()
-                for at, part in enumerate(parts or ())
-            }
-    return found
+            state[name] = tensor
+        elif torch.distributed.get_rank() < mixture.size:  # of the first group
+            state |= _gathered_experts(name, tensor, mixture)
+    return state
 
 
-def _load_own(
+def _gathered_experts(name: str, tensor: torch.Tensor, mixture: MixtureOfExperts) -> dict[str, torch.Tensor]:
+    """Return one weight of the experts of all ranks of a group, by name, on its rank 0; nothing on
+    the others. Collective in the group.
+    """
+    if torch.distributed.get_rank() != 0:
+        torch.distributed.gather(tensor.detach(), None, dst=0, group=mixture.group)
+        return {}
+    parts = [torch.empty_like(tensor) for _ in range(mixture.size)]
+    torch.distributed.gather(tensor.detach(), parts, dst=0, group=mixture.group)
+    experts: dict[str, torch.Tensor] = {}
+    for position, part in enumerate(parts):
+        experts[shift_expert(name, position * mixture.num_own)] = part.cpu()
+    return experts
+
+
+def _load_rank_state(
     engine: deepspeed.DeepSpeedEngine, load: Any, checkpoint: Mapping[str, Any], **options: Any
 ) -> None:
+    """Load a state without the experts of other ranks."""
     elsewhere = is_elsewhere(engine.module)
-    own = {name: tensor for name, tensor in checkpoint["module"].items() if not elsewhere(name)}
-    load({**checkpoint, "module": own}, **options)
+    state = checkpoint["module"]
+    rank_state = {name: tensor for name, tensor in state.items() if not elsewhere(name)}
+    load(dict(checkpoint) | {"module": rank_state}, **options)

@@ -1,5 +1,5 @@
-"""DeepSpeed's compiled ops: where torch keeps them, how they are compiled ahead, what waits for
-their compiler, and its errors.
+"""DeepSpeed's compiled ops: where torch keeps them, how they are compiled ahead, messages while
+their compiler runs, and its errors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOT_BUILT: Final = re.compile(r"Error (?:building|compiling|checking compiler)[
 _COMPLAINT: Final = re.compile(
     r"\b(fatal error|error|undefined reference|cannot find|not found|No space left|Killed)\b"
 )
-# of the programs around a compiler
+# Lines of the programs around a compiler, which have no reason in them.
 _NO_REASON: Final = ("ninja:", "collect2:", "Set TORCHDYNAMO_VERBOSE")
 _LONGEST_COMPLAINT: Final = 300
 _FIX: Final = (
@@ -39,15 +39,14 @@ def use_own_cache() -> None:
     """
     os.environ["PATH"] = path_of_compilers(os.environ)
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(
-            extensions_folder(os.environ, torch_version=torch.__version__)
-        )
+        folder = extensions_folder(os.environ, torch_version=torch.__version__)
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
 
 
 @contextmanager
 def quoting_torchs_library() -> Iterator[None]:
-    """Quote the path of torch's library meanwhile, where a blank in it would end a word for the
-    linker.
+    """Quote the path of torch's library for the time of the block: for the linker, a blank would
+    end the path.
 
     torch 2.15 does not do so itself (utils/cpp_extension.py `_prepare_ldflags`). Its inductor does,
     for the same name (_inductor/cpp_builder.py `_get_torch_related_args`): with the quotes of both
@@ -64,23 +63,23 @@ def quoting_torchs_library() -> Iterator[None]:
 
 
 def failure_of_compiler(error: BaseException) -> ConfigError | None:
-    """A refusal (kind ``op-not-loadable``) in the compiler's last words where torch's extension
-    builder has failed.
+    """Return a refusal (kind ``op-not-loadable``) with the compiler's last error, if torch's
+    extension builder has failed; else None.
     """
-    text = str(error)
-    found = _NOT_BUILT.search(text)
-    if not isinstance(error, RuntimeError) or not found:
+    message = str(error)
+    failure = _NOT_BUILT.search(message)
+    if not isinstance(error, RuntimeError) or not failure:
         return None
-    reason = (
-        "it does not compile: "
-        f"{_last_complaint(text.splitlines()[1:]) or printable(text)[:_LONGEST_COMPLAINT]}"
-    )
-    return ConfigError.of("op-not-loadable", reason, _FIX, found[1] or "compiler")
+    complaint = _last_complaint(message.splitlines()[1:])
+    if not complaint:
+        complaint = printable(message)[:_LONGEST_COMPLAINT]
+    reason = f"it does not compile: {complaint}"
+    return ConfigError.of("op-not-loadable", reason, _FIX, failure[1] or "compiler")
 
 
 def failure_of_torch_compile(error: BaseException) -> ConfigError | None:
-    """A refusal (kind ``compile-failed``) where the backend of torch.compile has failed: no batch
-    is to blame.
+    """Return a refusal (kind ``compile-failed``) if the backend of torch.compile has failed, which
+    is not the fault of a batch; else None.
     """
     causes = sys.modules.get("torch._dynamo.exc")  # a run that compiles nothing does not import it
     if causes is None or not isinstance(error, causes.BackendCompilerFailed):
@@ -113,8 +112,8 @@ refusing_what_does_not_compile = partial(explaining, failure_of_compiler)
 
 @contextmanager
 def announcing_compilers() -> Iterator[None]:
-    """Say which of DeepSpeed's ops is waited for meanwhile, where it is compiled, here or by
-    another process; it is compiled in a path with a blank as well.
+    """Print which of DeepSpeed's ops the run waits for within the block, while the op is compiled
+    here or by another process. Paths with a blank compile as well.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -138,7 +137,7 @@ def announcing_compilers() -> Iterator[None]:
 
 
 def compile_for_processors() -> None:
-    """Compile what every run on processors loads.
+    """Compile the op that every run on processors loads.
 
     Raises:
         ConfigError: it does not compile.

@@ -1,11 +1,11 @@
-"""Weights that are frozen in some steps (`training.freeze` with steps): exactly as a plain loop has
-it, whose optimizer holds all weights and finds no gradient of those.
+"""Weights that are frozen in some steps (`training.freeze` with steps): the numbers are those of a
+plain loop, in which the optimizer holds all weights and finds no gradient of frozen ones.
 
-They are in the optimizer from the start, in groups of their own, so that DeepSpeed's flat rows are
-apart as well. In a step in which they are frozen a hook replaces their gradients by zeros, before
-DeepSpeed reduces and clips them, and the optimizer's step passes over their groups: nothing decays,
-no moment moves, AdamW's first correction is that of their first own step. What is frozen is a
-function of the number of the step, and a resumed run needs nothing more.
+They are in the optimizer from the start, in groups of their own, so that DeepSpeed's flat tensors
+are apart as well. In a step in which they are frozen a hook replaces their gradients by zeros,
+before DeepSpeed reduces and clips them, and the optimizer's step passes over their groups: nothing
+decays, no moment moves, AdamW's first correction is that of their first own step. The number of the
+step decides what is frozen, and a resumed run needs nothing more.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from framework.system.log import note, print_line
 
 
 class StepwiseFreezing:
-    """Stands between an engine and its optimizer, where `training.freeze` has entries with
-    steps.
-    """
+    """Stands between an engine and its optimizer, if `training.freeze` has entries with steps."""
 
     def __init__(
         self,
@@ -35,9 +33,7 @@ class StepwiseFreezing:
         entries: Sequence[FreezeEntry],
         names: Mapping[torch.Tensor, str],
     ) -> None:
-        """Freeze weights of an engine in the steps that the entries name; of weights under plain
-        names.
-        """
+        """Freeze weights of an engine, known by plain names, in the steps of the entries."""
         self._engine = engine
         self._entries = entries
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -45,8 +41,8 @@ class StepwiseFreezing:
             return
         self._optimizer = engine.optimizer
         self._base: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-        # An entry's number for each group; a checkpoint brings its own groups, and is not to bring
-        # this.
+        # An entry's number for each group. It is taken out of the groups: a checkpoint would bring
+        # back its own.
         self._entry_of_group = [group.pop(FROZEN_BY, None) for group in self._base.param_groups]
         self._names: dict[int, list[str]] = {number: [] for number in scheduled(entries)}
         for parameter in engine.module.parameters():
@@ -56,11 +52,12 @@ class StepwiseFreezing:
                     reason = f"the model's own code freezes {names[parameter]}"
                     raise _refusal(number, reason, "let it be trained there")
                 self._names[number].append(names[parameter])
-                self._hooks.append(
-                    parameter.register_hook(functools.partial(self._gradient, number))
-                )
-        # a stage may have none
-        self._names = {number: found for number, found in self._names.items() if found}
+                hook = functools.partial(self._gradient, number)
+                self._hooks.append(parameter.register_hook(hook))
+        # a pipeline's stage may have no weight of an entry
+        for number in scheduled(entries):
+            if not self._names[number]:
+                del self._names[number]
         self._refuse_joined_groups()
         self._take = engine._take_model_step
         engine._take_model_step = self._taken
@@ -80,9 +77,9 @@ class StepwiseFreezing:
 
     def _is_frozen(self, number: int | None) -> bool:
         """Check whether an entry's weights are frozen in the step that is being taken."""
-        return number is not None and is_frozen(
-            self._entries[number], self._engine.global_steps + 1
-        )
+        if number is None:
+            return False
+        return is_frozen(self._entries[number], self._engine.global_steps + 1)
 
     def _gradient(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
         if self._is_frozen(number):
@@ -103,8 +100,10 @@ class StepwiseFreezing:
         """Stand in for `_optimizer_step` of DeepSpeed's ZeRO optimizers (stage_1_and_2.py,
         stage3.py).
         """
+        group = number
         group_of_part = getattr(self._optimizer, "sub_group_to_group_id", None)  # at stage 3
-        group = number if group_of_part is None else group_of_part[number]
+        if group_of_part is not None:
+            group = group_of_part[number]
         if not self._is_frozen(self._entry_of_group[group]):
             self._step_part(number)
 
@@ -115,29 +114,32 @@ class StepwiseFreezing:
             number for number in self._names if step > 1 and self._changes_with(step, number)
         ]
         for number in changed:
-            names = self._names[number]
-            if len(names) > 1:
-                more = f" and {len(names) - 1} more"
-            else:
-                more = ""
-            if is_frozen(self._entries[number], step):
-                verb = "frozen"
-            else:
-                verb = "trained"
-            line = f"from step {step} on {counted(len(names), 'weight')} {verb}: {names[0]}{more}"
-            (print_line if torch.distributed.get_rank() == 0 else note)(line)
+            self._report(number, step)
         self._take(*arguments, **named)
         if changed and hasattr(self._optimizer, "_hp_optimizer_states_linked"):
             # DeepSpeed links the state of all groups after the first step, when these had none.
             self._optimizer._hp_optimizer_states_linked = False
+
+    def _report(self, number: int, step: int) -> None:
+        names = self._names[number]
+        example = names[0]
+        if len(names) > 1:
+            example += f" and {len(names) - 1} more"
+        state = "frozen" if is_frozen(self._entries[number], step) else "trained"
+        line = f"from step {step} on {counted(len(names), 'weight')} {state}: {example}"
+        if torch.distributed.get_rank() == 0:
+            print_line(line)
+        else:
+            note(line)
 
     def _changes_with(self, step: int, number: int) -> bool:
         entry = self._entries[number]
         return is_frozen(entry, step) != is_frozen(entry, step - 1)
 
     def _refuse_joined_groups(self) -> None:
-        """Refuse an optimizer that has made other groups than it was given."""
-        if {number for number in self._entry_of_group if number is not None} != set(self._names):
+        """Refuse an optimizer with other groups than those that were passed to it."""
+        entries = {number for number in self._entry_of_group if number is not None}
+        if entries != set(self._names):
             reason = (
                 "the optimizer makes parameter groups of its own, and these weights are not "
                 "apart in them"

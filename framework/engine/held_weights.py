@@ -1,9 +1,8 @@
-"""Names and numbers of elements of a model's state, and of what the files of a checkpoint hold of
-it.
+"""Names and numbers of elements in a model's state, and in the files of a checkpoint.
 
 At ZeRO stage 3 DeepSpeed writes empty tensors into the module's state, and the numbers into two
-other places: those of the optimizer's weights and those of frozen ones (0.19.8, engine.py
-`_save_checkpoint`). What is neither is nowhere.
+other places: one for the optimizer's weights and one for frozen weights (0.19.8, engine.py
+`_save_checkpoint`). The numbers of other weights are in no file.
 """
 
 from __future__ import annotations
@@ -15,32 +14,34 @@ import torch
 
 
 def state_of(module: torch.nn.Module, *, partly: bool = False) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint holds of a module, by name, further names included; `partly`:
-    without frozen weights.
+    """Return the tensors of a module that a checkpoint holds, by each of their names; without
+    frozen weights if `partly` is set.
     """
-    state = module.state_dict(keep_vars=True)
-    tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
-    if not partly:
-        return tensors
-    return {
-        name: one
-        for name, one in tensors.items()
-        if one.requires_grad or not isinstance(one, torch.nn.Parameter)
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        if not (partly and is_frozen):
+            tensors[name] = tensor
+    return tensors
 
 
 def further_names(module: torch.nn.Module, *, partly: bool = False) -> dict[str, str]:
-    """Return further names of a module's spread weights -> its first, by which DeepSpeed knows
-    it.
+    """Return the further names of spread weights, each with the weight's first name, which
+    DeepSpeed uses.
     """
-    first = {id(weight): name for name, weight in module.named_parameters()}
-    state = state_of(module, partly=partly)
-    named = {name: first.get(id(one), name) for name, one in state.items() if hasattr(one, "ds_id")}
-    return {name: own for name, own in named.items() if own != name}
+    first_names = {id(weight): name for name, weight in module.named_parameters()}
+    further: dict[str, str] = {}
+    for name, tensor in state_of(module, partly=partly).items():
+        first = first_names.get(id(tensor), name)
+        if first != name and hasattr(tensor, "ds_id"):
+            further[name] = first
+    return further
 
 
 def num_elements(tensor: Any) -> int:
-    """Count the elements of a tensor, of a spread one those of all ranks."""
+    """Count the elements of a tensor; of a spread weight on all ranks together."""
     return int(getattr(tensor, "ds_numel", tensor.numel()))
 
 
@@ -48,9 +49,13 @@ def held_elements(content: Mapping[str, Any]) -> dict[str, int]:
     """Count the elements of each name in a file of model states, and in the optimizer's files
     beside it.
     """
-    module = content.get("module") or {}
-    counts = {name: one.numel() for name, one in module.items() if isinstance(one, torch.Tensor)}
-    for shapes in (*(content.get("param_shapes") or ()), content.get("frozen_param_shapes") or {}):
+    counts: dict[str, int] = {}
+    for name, tensor in (content.get("module") or {}).items():
+        if isinstance(tensor, torch.Tensor):
+            counts[name] = tensor.numel()
+    all_shapes = list(content.get("param_shapes") or ())
+    all_shapes.append(content.get("frozen_param_shapes") or {})
+    for shapes in all_shapes:
         counts |= {name: shape.numel() for name, shape in shapes.items()}
     return counts
 
@@ -58,13 +63,14 @@ def held_elements(content: Mapping[str, Any]) -> dict[str, int]:
 def lacking_names(
     module: torch.nn.Module, held: Mapping[str, int], *, partly: bool = False
 ) -> list[str]:
-    """List the names of a module whose elements are not all held, under this name or a further
-    one.
+    """List the names of a module's tensors that are incomplete: `held` has the numbers of elements
+    in files, by any name of a tensor.
     """
-    complete = {id(one) for name, one in _every_name(module) if held.get(name) == num_elements(one)}
-    return [
-        name for name, one in state_of(module, partly=partly).items() if id(one) not in complete
-    ]
+    complete = {
+        id(tensor) for name, tensor in _every_name(module) if held.get(name) == num_elements(tensor)
+    }
+    state = state_of(module, partly=partly)
+    return [name for name, tensor in state.items() if id(tensor) not in complete]
 
 
 def _every_name(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,12 +1,12 @@
 """Builds the model of a run, with the same weights at every ZeRO stage.
 
 At stages 0 to 2 every rank builds the whole model: all ranks of a host at once, or one after the
-other where its memory is too small for that; DeepSpeed gives all of them rank 0's weights. At stage
-3 its `zero.Init` takes the weights of a module away as soon as its own constructor returns: what a
-parent's constructor then writes (a loop over `self.modules()`, `load_state_dict`, `copy.deepcopy`
-of a layer) is lost without a word. So a model is built whole in host memory and then partitioned,
-weight by weight, from rank 0; or inside `zero.Init`, where every use of a weight that has been
-taken away is found and ends that attempt.
+other if the host's memory is too small for that; DeepSpeed gives all of them rank 0's weights. At
+stage 3 its `zero.Init` takes the weights of a module away as soon as the module's own constructor
+returns: what a parent's constructor then writes (a loop over `self.modules()`, `load_state_dict`,
+`copy.deepcopy` of a layer) is silently lost. So a model is built whole in host memory and then
+partitioned, weight by weight, from rank 0; or inside `zero.Init`, where every use of a weight that
+has been taken away is found and ends that attempt.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from framework.errors import ConfigError
 from framework.system.limits import room
 
 Build = Callable[[], torch.nn.Module]
+_Way = Callable[[Build, Mapping[str, Any], int | None], torch.nn.Module]
 
-# Of the memory that this host can give to models; the rest is for what a constructor holds beside
-# its weights.
+# Share of the host's free memory for weights; the rest is for what a constructor needs beside them.
 _SHARE_FOR_WEIGHTS: Final = 0.8
-# What may be asked of a weight that has been taken away: the answers are right, or used for nothing
-# but a count.
+# Attributes that may be read of a weight that has been taken away: they are right, or used for
+# nothing but a count.
 _HARMLESS: Final = frozenset(
     (
         "requires_grad_",
@@ -53,8 +53,14 @@ _HARMLESS: Final = frozenset(
         "grad",
         "numel",
         "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_cuda",
+        "is_meta",
+        "__hash__",
     )
-) | frozenset(("element_size", "is_floating_point", "is_complex", "is_cuda", "is_meta", "__hash__"))
+)
 # Constructors of torch's own layers, beside the base class, through which DeepSpeed goes as well.
 _MODELS_OF_TORCH: Final = tuple(
     f"torch.nn.modules.{name}" for name in ("activation", "transformer", "rnn", "conv", "linear")
@@ -62,8 +68,8 @@ _MODELS_OF_TORCH: Final = tuple(
 
 
 class _NotThisWay(BaseException):
-    """A model does not fit as a whole, or cannot be built in pieces: then it says why. No `except
-    Exception` of a constructor may take it.
+    """A model does not fit as a whole, or cannot be built in pieces; the message then has the
+    reason. It is no Exception, so that no constructor catches it.
     """
 
 
@@ -78,13 +84,14 @@ def build_model(
     """Build a model; at ZeRO stage 3 its weights are partitioned. Collective.
 
     Args:
-        build: called once on every rank, where memory is short up to three times.
+        build: called once on every rank, or up to three times if memory is short.
         ds_config: the rendered DeepSpeed JSON.
         draws_in_pieces: whether its modules are known to draw their weights in their own
             constructors, so that no rank has to hold the whole model.
-        host_bytes: memory of this host that the ranks on it may take for weights; found out by
+        host_bytes: memory of this host that the ranks on it may take for weights; measured by
             default.
-        groups: where `build` leaves each rank of a tensor group with a part of the weights.
+        groups: process groups, if `build` leaves each rank of a tensor group with a part of the
+            weights.
 
     Raises:
         ConfigError: kind ``init-lost-at-stage-3``: it does not fit into host memory as a whole, and
@@ -93,20 +100,14 @@ def build_model(
     is_cut = ds_config["zero_optimization"]["stage"] == 3
     if not is_cut and _local_size() == 1:
         return build()
-    if host_bytes is None and (free := room()) is not None:
-        host_bytes = int(free.num_bytes * _SHARE_FOR_WEIGHTS)
-    data_group = groups.data if groups is not None else None
-    in_turn = partial(_build_in_turn, is_cut=is_cut, group=data_group)
-    ways: list[Callable[..., torch.nn.Module]] = [_build_whole, _build_in_pieces, in_turn]
-    if draws_in_pieces:
-        ways[:2] = reversed(ways[:2])
-    # and one alone is tried however large it is; a part is one of the whole
-    if not is_cut or groups is not None:
-        ways = [_build_whole, in_turn]
+    if host_bytes is None:
+        free = room()
+        if free is not None:
+            host_bytes = int(free.num_bytes * _SHARE_FOR_WEIGHTS)
     reason = ""
     random_state = capture()
     with refusing_scalars():
-        for way in ways:
+        for way in _ways(is_cut=is_cut, draws_in_pieces=draws_in_pieces, groups=groups):
             restore(random_state)
             model = None
             try:
@@ -129,11 +130,30 @@ def build_model(
     )
 
 
+def _ways(*, is_cut: bool, draws_in_pieces: bool, groups: RankGroups | None) -> list[_Way]:
+    """Return the ways to build a model, in the order in which they are tried.
+
+    Whole models at stages 0 to 2 are not built in pieces; nor are those of a tensor group, as parts
+    are cut from whole weights. The last way is then tried however large the model is.
+    """
+    data_group = None
+    if groups is not None:
+        data_group = groups.data
+    in_turn = partial(_build_in_turn, is_cut=is_cut, group=data_group)
+    if not is_cut or groups is not None:
+        return [_build_whole, in_turn]
+    if draws_in_pieces:
+        return [_build_in_pieces, _build_whole, in_turn]
+    return [_build_whole, _build_in_pieces, in_turn]
+
+
 def _build_whole(
     build: Build, ds_config: Mapping[str, Any], host_bytes: int | None
 ) -> torch.nn.Module:
     """Build on every rank of the host at once, as stages 0 to 2 do."""
-    with _limited(None if host_bytes is None else host_bytes // _local_size()):
+    if host_bytes is not None:
+        host_bytes //= _local_size()
+    with _limited(host_bytes):
         return build()
 
 
@@ -145,38 +165,49 @@ def _build_in_turn(
     is_cut: bool = True,
     group: Any = None,
 ) -> torch.nn.Module:
-    """Build on one rank of a host after the other; only rank 0 of `group`, the data-parallel ranks
-    or all, keeps its weights. Collective.
+    """Build on one rank of a host after the other. Only rank 0 of `group` keeps its weights; the
+    group is of the data-parallel ranks, or None for all ranks. Collective.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not is_cut:
+        host_bytes = None
     model: torch.nn.Module | None = None
-    half = next(
-        (dtype for key, dtype in HALF.items() if ds_config.get(key, {}).get("enabled")), None
-    )
     for turn in reversed(range(_local_size())):
         if turn == local_rank:
-            with suppress(_NotThisWay), _limited(host_bytes if is_cut else None):
+            with suppress(_NotThisWay), _limited(host_bytes):
                 model = build()
-            for parameter in (
-                model.parameters()
-                if model is not None and torch.distributed.get_rank(group)
-                else ()
-            ):
+            if model is not None and torch.distributed.get_rank(group) != 0:
                 if is_cut:
-                    parameter.data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
-                else:  # room for what DeepSpeed will send, as it will cast it
-                    if half is not None and parameter.is_floating_point():
-                        dtype = half
-                    else:
-                        dtype = parameter.dtype
-                    strides = parameter.stride()
-                    parameter.data = torch.empty_strided(
-                        parameter.shape, strides, dtype=dtype, device=device()
-                    )
+                    _drop_weights(model)
+                else:
+                    _make_room(model, ds_config)
         barrier()
     if model is None:
         raise _NotThisWay
     return model
+
+
+def _drop_weights(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+
+
+def _make_room(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
+    """Replace weights by memory on the device, in the type to which DeepSpeed will cast rank 0's
+    weights before it sends them.
+    """
+    half: torch.dtype | None = None
+    for key, dtype in HALF.items():
+        if ds_config.get(key, {}).get("enabled"):
+            half = dtype
+            break
+    for parameter in model.parameters():
+        dtype = parameter.dtype
+        if half is not None and parameter.is_floating_point():
+            dtype = half
+        parameter.data = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=dtype, device=device()
+        )
 
 
 def _build_in_pieces(
@@ -186,9 +217,7 @@ def _build_in_pieces(
     try:
         with _PiecewiseInit(tensor_overrides=[], **_arguments(ds_config)), _WatchForLoss():
             return build()
-    except (
-        Exception
-    ) as error:  # whether it is `zero.Init` that it fails for, building it whole shows
+    except Exception as error:  # the model may fail in `zero.Init` only: other ways show it
         raise _NotThisWay(
             f"its constructor fails there ({type(error).__name__}: {str(error)[:200]})"
         ) from error
@@ -206,12 +235,9 @@ def _limited(num_bytes: int | None) -> Iterator[None]:
 
     def count(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         nonlocal total
-        if (
-            parameter is None
-            or num_bytes is None
-            or parameter.is_meta
-            or torch.nn.parameter.is_lazy(parameter)
-        ):
+        if parameter is None or num_bytes is None:
+            return
+        if parameter.is_meta or torch.nn.parameter.is_lazy(parameter):
             return
         if id(parameter) not in known:
             known.add(id(parameter))
@@ -230,48 +256,44 @@ def _limited(num_bytes: int | None) -> Iterator[None]:
 def partition(
     model: torch.nn.Module, ds_config: Mapping[str, Any], rank_groups: RankGroups | None = None
 ) -> torch.nn.Module:
-    """Partition what rank 0 has, and what is not partitioned yet, weight by weight; buffers go to
-    the device, as the engine does at other stages. Collective.
+    """Partition rank 0's weights that are not partitioned yet, one by one, and move buffers to the
+    device, as the engine does at other stages. Collective.
     """
     whole = [parameter for parameter in model.parameters() if not is_zero_param(parameter)]
-    # A second one would delete what the first one has swapped to NVMe.
-    if rank_groups is None:
-        where = {}
-    else:
-        where = {"data_parallel_group": rank_groups.data, "mpu": rank_groups}
+    # Not for nothing: a second `zero.Init` would delete what the first one has swapped to NVMe.
     if whole:
-        init = deepspeed.zero.Init(module=torch.nn.Module(), **_arguments(ds_config), **where)
-    else:
-        init = None
-    for parameter in whole:
-        assert init is not None
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(init.dtype)
-        if parameter.data.untyped_storage().nbytes() < parameter.nbytes:
-            parameter.data = torch.empty_like(
-                parameter.data, memory_format=torch.contiguous_format, device=init.local_device
-            )
-        init._convert_to_zero_parameters([parameter])
+        arguments = _arguments(ds_config)
+        if rank_groups is not None:
+            arguments |= {"data_parallel_group": rank_groups.data, "mpu": rank_groups}
+        init = deepspeed.zero.Init(module=torch.nn.Module(), **arguments)
+        for parameter in whole:
+            _partition_weight(parameter, init)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device())
     return model
 
 
+def _partition_weight(parameter: torch.nn.Parameter, init: deepspeed.zero.Init) -> None:
+    if parameter.is_floating_point():
+        parameter.data = parameter.data.to(init.dtype)
+    if parameter.data.untyped_storage().nbytes() < parameter.nbytes:  # see `_drop_weights`
+        parameter.data = torch.empty_like(
+            parameter.data, memory_format=torch.contiguous_format, device=init.local_device
+        )
+    init._convert_to_zero_parameters([parameter])
+
+
 def _arguments(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what every `zero.Init` of a run is given; hpZ's group is made by the first one, and by
-    no other.
-    """
-    has_group = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
-    if has_group:
+    """Return the arguments of every `zero.Init` of a run. Only the first one makes hpZ's group."""
+    group = None
+    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
         group = groups._get_zero_param_intra_parallel_group()
-    else:
-        group = None
     return {"config_dict_or_path": dict(ds_config), "zero_param_parallel_group": group}
 
 
 class _PiecewiseInit(deepspeed.zero.Init):  # type: ignore[misc]
-    """`zero.Init` that draws what stages 0 to 2 draw: on the host, in single precision, rounded
-    afterwards.
+    """A `zero.Init` with the same drawn weights as stages 0 to 2: on the host, in single precision,
+    rounded afterwards.
     """
 
     def __enter__(self) -> None:
@@ -289,31 +311,30 @@ class _PiecewiseInit(deepspeed.zero.Init):  # type: ignore[misc]
     def _post_init_method(self, module: torch.nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             if not is_zero_param(parameter):
-                vars(parameter)["weight_of"] = (
-                    f"{name} of a {type(module).__name__} {list(parameter.shape)}"
-                )
+                place = f"{name} of a {type(module).__name__} {list(parameter.shape)}"
+                vars(parameter)["weight_of"] = place
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(self.dtype)
         super()._post_init_method(module)
 
 
 class _WatchForLoss(TorchFunctionMode):
-    """Raises `_NotThisWay` where something other than DeepSpeed uses a weight that has been taken
+    """Raises `_NotThisWay` if code other than DeepSpeed's uses a weight that has been taken
     away.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
-            if getattr(
-                value, "ds_status", None
-            ) is ZeroParamStatus.NOT_AVAILABLE and not _is_harmless(func):
-                place = _caller()
+            is_gone = getattr(value, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE
+            if not is_gone or _is_harmless(func):
+                continue
+            place = _caller()
+            if place is not None:
                 weight = getattr(value, "weight_of", "a weight")
-                if place is not None:
-                    raise _NotThisWay(
-                        f"{place} uses {weight} after its constructor has returned, when its "
-                        "values are gone"
-                    )
+                raise _NotThisWay(
+                    f"{place} uses {weight} after its constructor has returned, when its "
+                    "values are gone"
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -325,8 +346,8 @@ def _is_harmless(func: Any) -> bool:
 
 
 def _caller() -> str | None:
-    """Return ``file:line`` of the innermost frame that is a model's; None where it is DeepSpeed's
-    own code.
+    """Return ``file:line`` of the innermost frame of a model, or None if DeepSpeed's code comes
+    first.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

@@ -1,11 +1,10 @@
-"""Training and evaluation mode of what is trained, set as every plain loop sets it: by
-`model.train()`.
-"""
+"""Training and evaluation mode of a model, set as plain loops set it: by `model.train()`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -18,10 +17,10 @@ from framework.system.log import print_line
 
 
 class Modes:
-    """Modes of one engine's modules: `train()` of the model, and of each module that overrides it,
+    """Modes of one engine's modules. `train()` of the model, and of each module that overrides it,
     decides.
 
-    What the user's code sets after that, in a callback or in a loop of its own, holds through
+    Modes that the user's code sets after that, in a callback or in a loop of its own, stay through
     evaluations.
     """
 
@@ -32,37 +31,38 @@ class Modes:
         plain_name: Callable[[str], str],
         stages: Any = None,
     ) -> None:
-        """Put the model into training mode, and log what was built in evaluation mode beneath a
-        root in training mode. Collective over `stages`, the process group of a pipeline's stages.
+        """Put the model into training mode, and log the modules that were built in evaluation mode
+        beneath a root in training mode. Collective over the stages.
 
-        `plain_name` gives a module of the engine the name that it has in the plain model.
+        Args:
+            engine: the engine with the model.
+            plain_name: returns the plain model's name of a module of the engine.
+            stages: process group of a pipeline's stages; None without a pipeline.
         """
         self._engine = engine
         module: torch.nn.Module = engine.module
-        left = [
-            name for name, part in module.named_modules() if module.training and not part.training
-        ]
+        in_evaluation: list[str] = []
+        if module.training:
+            in_evaluation = [name for name, part in module.named_modules() if not part.training]
         self._train()
         parts = dict(module.named_modules())
-        changed = [plain_name(name) for name in left if parts[name].training]
+        changed = [plain_name(name) for name in in_evaluation if parts[name].training]
         if stages is not None:
-            everyone: list[list[str]] = [
-                [] for _ in range(torch.distributed.get_world_size(stages))
-            ]
-            torch.distributed.all_gather_object(everyone, changed, group=stages)
-            changed = [name for names in everyone for name in names]
+            changed = _of_all_stages(changed, stages)
         if changed and rank() == 0:
             _report(changed)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Put the model into evaluation mode meanwhile, and into training mode behind it."""
+        """Put the model into evaluation mode for the time of the block, and into training mode
+        after it.
+        """
         root = self._engine.module
-        own: dict[torch.nn.Module, bool] = {}
-        if root.training == self._given[root]:
-            own = {
-                part: part.training for part, given in self._given.items() if part.training != given
-            }
+        set_by_user: dict[torch.nn.Module, bool] = {}
+        if root.training == self._modes[root]:
+            for part, training in self._modes.items():
+                if part.training != training:
+                    set_by_user[part] = part.training
         elif rank() == 0:
             print_line(
                 "note: a callback left the whole model in evaluation mode; behind this evaluation "
@@ -73,12 +73,19 @@ class Modes:
             yield
         finally:
             self._train()
-            for part, training in own.items():
+            for part, training in set_by_user.items():
                 part.training = training
 
     def _train(self) -> None:
         self._engine.train()
-        self._given = {part: part.training for part in self._engine.module.modules()}
+        # as `train()` has set them
+        self._modes = {part: part.training for part in self._engine.module.modules()}
+
+
+def _of_all_stages(names: list[str], stages: Any) -> list[str]:
+    all_names: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size(stages))]
+    torch.distributed.all_gather_object(all_names, names, group=stages)
+    return list(chain.from_iterable(all_names))
 
 
 def _report(names: list[str]) -> None:

@@ -25,15 +25,15 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_ranks(seed: int, *, rank: int, step: int) -> None:
-    """Seed this rank: other dropout masks on every rank, and where the states of the ranks are not
-    resumed.
+    """Seed this rank, so that dropout masks differ between ranks, and after a resume without saved
+    states.
     """
     seed_everything(seed_of(seed, rank=rank, step=step))
 
 
 def seed_of(seed: int, *, rank: int, step: int) -> int:
-    """A seed of its own for every rank, and for every step at which a run goes on without the
-    states that it had there.
+    """Return a seed of its own for every rank, and for every step at which a run goes on without
+    the states that it had there.
 
     Seeded as at the first step, a model would draw the dropout masks of the first steps once more.
     Neighbouring seeds have nothing in common.
@@ -48,25 +48,26 @@ _NUMPY: Final = (
     ("has_gauss", ">i8"),
     ("cached_gauss", ">f8"),
 )
-_HOST: Final = np.dtype([("python", [*_PYTHON]), ("numpy", [*_NUMPY])])
+_HOST: Final = np.dtype([("python", list(_PYTHON)), ("numpy", list(_NUMPY))])
 _MERSENNE: Final = "MT19937"
 
 
 def capture() -> torch.Tensor:
-    """State of every generator of this process: bytes, uint8, equally many on every rank of a job.
+    """Return the state of every generator of this process: bytes, uint8, equally many on every rank
+    of a job.
 
     A thousand ranks' states go into one file: as numbers of Python each would be 15 kB and 1,900
     objects.
     """
     version, words, gauss = random.getstate()
-    name, *of_numpy = np.random.get_state()
+    if gauss is None:
+        gauss = math.nan
+    name, *numpy_state = np.random.get_state()
     if name != _MERSENNE:
         raise TrainingError(
             f"numpy's global generator is {name}, whose state cannot be saved [generator-unknown]"
         )
-    host = np.array(
-        ((version, words, math.nan if gauss is None else gauss), tuple(of_numpy)), dtype=_HOST
-    )
+    host = np.array(((version, words, gauss), tuple(numpy_state)), dtype=_HOST)
     parts = [torch.frombuffer(bytearray(host.tobytes()), dtype=torch.uint8), torch.get_rng_state()]
     if get_accelerator()._name != "cpu":
         parts.append(get_accelerator().get_rng_state().cpu())
@@ -78,22 +79,30 @@ def restore(state: torch.Tensor | Mapping[str, Any]) -> None:
     if isinstance(state, Mapping):
         _restore_dict(state)
         return
-    host = np.frombuffer(state[: _HOST.itemsize].numpy().tobytes(), dtype=_HOST)[0]
-    python = host["python"]
-    of_numpy = host["numpy"]
-    if math.isnan(python["gauss"]):
-        gauss = None
-    else:
-        gauss = float(python["gauss"])
-    random.setstate((int(python["version"]), tuple(python["words"].tolist()), gauss))
-    keys = of_numpy["keys"].astype(np.uint32)
-    rest = int(of_numpy["position"]), int(of_numpy["has_gauss"]), float(of_numpy["cached_gauss"])
-    np.random.set_state((_MERSENNE, keys, *rest))
-    size = len(torch.get_rng_state())
-    torch.set_rng_state(state[_HOST.itemsize : _HOST.itemsize + size].clone())
-    of_device = state[_HOST.itemsize + size :]
-    if len(of_device) and get_accelerator()._name != "cpu":
-        get_accelerator().set_rng_state(of_device.clone())
+    host_bytes = state[: _HOST.itemsize]
+    host = np.frombuffer(host_bytes.numpy().tobytes(), dtype=_HOST)[0]
+    _restore_python(host["python"])
+    _restore_numpy(host["numpy"])
+    device_start = _HOST.itemsize + len(torch.get_rng_state())
+    torch.set_rng_state(state[_HOST.itemsize : device_start].clone())
+    device_state = state[device_start:]
+    if len(device_state) and get_accelerator()._name != "cpu":
+        get_accelerator().set_rng_state(device_state.clone())
+
+
+def _restore_python(state: Any) -> None:
+    gauss = None
+    if not math.isnan(state["gauss"]):
+        gauss = float(state["gauss"])
+    random.setstate((int(state["version"]), tuple(state["words"].tolist()), gauss))
+
+
+def _restore_numpy(state: Any) -> None:
+    keys = state["keys"].astype(np.uint32)
+    position = int(state["position"])
+    has_gauss = int(state["has_gauss"])
+    cached_gauss = float(state["cached_gauss"])
+    np.random.set_state((_MERSENNE, keys, position, has_gauss, cached_gauss))
 
 
 def _restore_dict(state: Mapping[str, Any]) -> None:

@@ -19,15 +19,15 @@ class RankGroups:
     Attributes:
         tensor: ranks that share split weights, in the order of their parts.
         sequence: ranks that share the positions of the same samples, in the order of their parts.
-        data: ranks that hold the same weights, and whose gradients are averaged: DeepSpeed's
-            data-parallel ranks, of other samples or of other positions of the same ones.
+        data: ranks that hold the same weights and average their gradients: DeepSpeed's
+            data-parallel ranks, with other samples or other positions of the same samples.
     """
 
     tensor: Any
     sequence: Any
     data: Any
 
-    # What DeepSpeed asks of its argument `mpu`, under Megatron-LM's names
+    # Methods that DeepSpeed calls on its argument `mpu`, with Megatron-LM's names
     # (deepspeed/utils/groups.py).
 
     def get_data_parallel_group(self) -> Any:
@@ -54,19 +54,17 @@ def make_groups(layout: Layout) -> RankGroups:
     shape = (layout.pipe_size, layout.data_parallel_size, layout.sequence_size, layout.tensor_size)
     ranks = torch.arange(layout.world_size).view(shape)
     return RankGroups(
-        tensor=_own_of(ranks.flatten(0, 2)),
-        sequence=_own_of(ranks.movedim(2, -1).flatten(0, 2)),
-        data=_own_of(ranks.movedim(3, 1).reshape(layout.pipe_size * layout.tensor_size, -1)),
+        tensor=_make_group(ranks.flatten(0, 2)),
+        sequence=_make_group(ranks.movedim(2, -1).flatten(0, 2)),
+        data=_make_group(ranks.movedim(3, 1).reshape(layout.pipe_size * layout.tensor_size, -1)),
     )
 
 
-def _own_of(rows: torch.Tensor) -> Any:
-    """Make a group of every row on all ranks, and return the one that this rank is in."""
-    own = None
+def _make_group(rows: torch.Tensor) -> Any:
+    """Make a group of every row of ranks, and return the one that this rank is in. Collective."""
+    rank_group = None
     for row in rows.tolist():
         group = torch.distributed.new_group(row, timeout=limit_of_ranks())
         if torch.distributed.get_rank() in row:
-            own = group
-        else:
-            own = own
-    return own
+            rank_group = group
+    return rank_group

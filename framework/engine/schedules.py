@@ -1,5 +1,5 @@
-"""Schedules of the learning rate that DeepSpeed has not, or has wrong: its WarmupCosineLR spends
-the first step at rate zero.
+"""Schedules of the learning rate that DeepSpeed lacks, or has with an error: its WarmupCosineLR
+spends the first step at rate zero.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def factor(schedule: Constant | InverseSqrt, step: int, total_steps: int) -> flo
         return (step + 1) / warmup
     if isinstance(schedule, InverseSqrt):
         return math.sqrt(warmup / (step + 1))
+    first = warmup
     if isinstance(schedule, WSD):
         first = total_steps - schedule.decay_steps
-    else:
-        first = warmup
     length = max(1, total_steps - first)
     progress = min(1.0, max(0.0, (step - first) / length))
     if isinstance(schedule, Cosine):
-        left = _half_cosine(
-            (step - first) * schedule.cycles % length / length if progress < 1.0 else 1.0
-        )
+        cycle_progress = 1.0
+        if progress < 1.0:
+            cycle_progress = (step - first) * schedule.cycles % length / length
+        left = _half_cosine(cycle_progress)
     elif isinstance(schedule, Polynomial):
         left = (1.0 - progress) ** schedule.power
     elif isinstance(schedule, WSD):
@@ -95,8 +95,8 @@ class StepSchedule:
 
 
 class OwnSchedule:
-    """A schedule of the user's own, and what it has set in the parameter groups: most of torch's go
-    on from there.
+    """A schedule of the user's own, saved with the values that it has set in the parameter groups:
+    most of torch's schedules compute the next value from the last one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, make: MakeSchedule) -> None:
@@ -107,42 +107,41 @@ class OwnSchedule:
         self.get_lr = self.get_last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        groups = [
-            {name: group[name] for name in _MOVED if name in group}
-            for group in self.optimizer.param_groups
-        ]
-        return {"schedule": self._schedule.state_dict(), "groups": groups}
+        moved = []
+        for group in self.optimizer.param_groups:
+            moved.append({name: group[name] for name in _MOVED if name in group})
+        return {"schedule": self._schedule.state_dict(), "groups": moved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; raises ConfigError where another number of groups was saved."""
-        if len(state["groups"]) != len(self.optimizer.param_groups):
-            reason = (
-                f"{len(state['groups'])} parameter groups were saved, here are "
-                f"{len(self.optimizer.param_groups)}"
-            )
-            raise ConfigError.of(
-                "schedule-groups", reason, "resume with the groups of the save", "scheduler"
-            )
+        """Go on from a saved state.
+
+        Raises:
+            ConfigError: kind ``schedule-groups``: another number of groups was saved.
+        """
+        groups = self.optimizer.param_groups
+        saved_groups = state["groups"]
+        if len(saved_groups) != len(groups):
+            reason = f"{len(saved_groups)} parameter groups were saved, here are {len(groups)}"
+            fix = "resume with the groups of the save"
+            raise ConfigError.of("schedule-groups", reason, fix, "scheduler")
         self._schedule.load_state_dict(state["schedule"])
-        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            group.update(
-                {name: tuple(value) if name == "betas" else value for name, value in saved.items()}
-            )
+        for group, saved in zip(self.optimizer.param_groups, saved_groups, strict=True):
+            for name, value in saved.items():
+                group[name] = tuple(value) if name == "betas" else value
 
 
 def client_schedule(
     plan: Plan, make: MakeSchedule | None
 ) -> Callable[[torch.optim.Optimizer], StepSchedule | OwnSchedule] | None:
-    """Return the argument of `deepspeed.initialize(lr_scheduler=...)`; None where the JSON names
-    the schedule, and where the rate is the same all the time. `make` makes the user's own.
+    """Return the argument of `deepspeed.initialize(lr_scheduler=...)`; None if the JSON names the
+    schedule, and if the rate is constant. `make` makes the user's own schedule.
     """
     schedule = plan.config.scheduler
     if make is not None:
         return partial(OwnSchedule, make=make)
     if not isinstance(schedule, (Constant, InverseSqrt)) or schedule == Constant():
         return None
+    total_steps = 0
     if "total_steps" in type(schedule).model_fields:
         total_steps = schedule_steps(plan)
-    else:
-        total_steps = 0
     return partial(StepSchedule, factor=partial(factor, schedule, total_steps=total_steps))
