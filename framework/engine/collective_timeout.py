@@ -13,9 +13,9 @@ import torch.distributed
 
 from framework.engine.distributed import gather
 
-# Ranks wait for each other ten minutes (DEEPSPEED_TIMEOUT), and what takes longer hangs; not so
-# while a checkpoint is written: the others wait in DeepSpeed's last barrier while rank 0 writes
-# what it writes for all.
+# Ranks wait for each other for ten minutes (DEEPSPEED_TIMEOUT), and a longer wait is a hang. While
+# a checkpoint is written that is too short: the others wait in DeepSpeed's last barrier while rank
+# 0 writes the files that it writes for all.
 _OF_A_SAVE: Final = timedelta(hours=2)
 
 
@@ -39,7 +39,7 @@ def collective_timeout() -> Iterator[None]:
 
 
 def gather_from_disks(value: Any) -> list[Any]:
-    """Every rank's value, in the order of ranks, where one of them may be busy with files.
+    """Return every rank's value, in the order of ranks, while some may be busy with files.
     Collective.
     """
     with collective_timeout():
@@ -47,15 +47,18 @@ def gather_from_disks(value: Any) -> list[Any]:
 
 
 def _backends() -> list[Any]:
-    """Of all groups of this process: DeepSpeed waits in groups of its own as well."""
-    found: list[Any] = []
+    """List the backends with a timeout, of all groups of this process: DeepSpeed waits in groups of
+    its own as well.
+    """
+    backends: dict[int, Any] = {}
     for group in torch.distributed.distributed_c10d._world.pg_map:
         for kind in group._device_types:
             with suppress(RuntimeError):  # a kind of device that this machine does not have
-                found.append(group._get_backend(kind))
-    known = {id(backend): backend for backend in found if hasattr(backend, "_set_default_timeout")}
-    return [
-        backend
-        for backend in known.values()
-        if hasattr(getattr(backend, "options", None), "_timeout")
-    ]
+                backend = group._get_backend(kind)
+                backends[id(backend)] = backend
+    return [backend for backend in backends.values() if _has_timeout(backend)]
+
+
+def _has_timeout(backend: Any) -> bool:
+    options = getattr(backend, "options", None)
+    return hasattr(backend, "_set_default_timeout") and hasattr(options, "_timeout")

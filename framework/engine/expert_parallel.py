@@ -134,7 +134,9 @@ def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[s
     return state
 
 
-def _gathered_experts(name: str, tensor: torch.Tensor, mixture: MixtureOfExperts) -> dict[str, torch.Tensor]:
+def _gathered_experts(
+    name: str, tensor: torch.Tensor, mixture: MixtureOfExperts
+) -> dict[str, torch.Tensor]:
     """Return one weight of the experts of all ranks of a group, by name, on its rank 0; nothing on
     the others. Collective in the group.
     """

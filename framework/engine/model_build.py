@@ -260,7 +260,7 @@ def partition(
     device, as the engine does at other stages. Collective.
     """
     whole = [parameter for parameter in model.parameters() if not is_zero_param(parameter)]
-    # Not for nothing: a second `zero.Init` would delete what the first one has swapped to NVMe.
+    # Only if needed: a second `zero.Init` would delete what the first one has swapped to NVMe.
     if whole:
         arguments = _arguments(ds_config)
         if rank_groups is not None:

@@ -33,8 +33,8 @@ def parameter_groups(
     layers: Sequence[str] | None = None,
     freeze: Sequence[FreezeEntry] = (),
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Return the parameters that require a gradient: a plain list where the optimizer steps all
-    with the same values, otherwise parameter groups.
+    """Return the parameters that require a gradient: a plain list if the optimizer steps all of
+    them with the same values, otherwise parameter groups.
 
     Args:
         named_parameters: name in the plain module -> parameter.

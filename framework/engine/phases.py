@@ -1,9 +1,9 @@
-"""Where the time of a step goes, on this rank, without waiting for the device.
+"""The time that each phase of a step takes on this rank, without waiting for the device.
 
 At any moment a step is in one phase, so that the times of all phases add up to its own. On a CPU
-they are read from the host's clock. On a GPU an event is put into the stream where a phase begins,
-and the times between events are read at logged points, when the device has been waited for anyway:
-a wait for data then counts as far as the device had nothing to do meanwhile.
+they are read from the host's clock. On a GPU an event is put into the stream at the begin of a
+phase, and the times between events are read at logged points, when the device has been waited for
+anyway: a wait for data then counts as far as the device had nothing to do meanwhile.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_ALLGATHER_TIMER
 from deepspeed.utils.timer import NoopTimer
 
-_REST: Final = "other"  # of the step; who knows all of its time adds what is spent between steps
-# Events that wait to be read: where there are more, those are read that have passed.
+_REST: Final = "other"  # the rest of a step; the trainer adds the time between steps to it
+# Events that wait to be read; with more, the events that have passed are read.
 _MOST_EVENTS: Final = 2000
 
 
@@ -68,19 +68,18 @@ class Phases:
         return result
 
     def read(self) -> dict[str, float]:
-        """Metrics ``time/<phase>_ms``: milliseconds per step since the last reading. Call it
+        """Return metrics ``time/<phase>_ms``: milliseconds per step since the last reading. Call it
         between steps, when the device has been waited for.
         """
         self._collect()
         steps = max(self._steps, 1)
         self._steps = 0
-        found = {
-            f"time/{name}_ms": 1000 * value / steps
-            for name, value in self._seconds.items()
-            if name != _REST
-        }
+        metrics: dict[str, float] = {}
+        for phase, seconds in self._seconds.items():
+            if phase != _REST:
+                metrics[f"time/{phase}_ms"] = 1000 * seconds / steps
         self._seconds.clear()
-        return found
+        return metrics
 
     def watch(self, note: Callable[[str], object]) -> None:
         """Call `note` with every phase that begins, and with an empty one where a step ends, until
@@ -92,7 +91,8 @@ class Phases:
             note(phase)
             mark(phase)
 
-        self._mark = watched  # type: ignore[method-assign]  # as it was outside of these steps, without a question
+        # Replaced, so that other steps pay nothing for it.
+        self._mark = watched  # type: ignore[method-assign]
 
     def unwatch(self) -> None:
         """End what `watch` began."""
@@ -103,7 +103,7 @@ class Phases:
         return self._clock()
 
     def between(self, begin: Any, end: Any) -> float:
-        """Seconds between two moments, once the device has been waited for."""
+        """Return the seconds between two moments, once the device has been waited for."""
         return float(end - begin)
 
     def _mark(self, phase: str) -> None:
@@ -114,11 +114,11 @@ class Phases:
         self._since = now
 
     def _collect(self) -> None:
-        """Nothing is left to be read."""
+        """Read the times that are not read yet; here there are none."""
 
 
 class EventPhases(Phases):
-    """The same by events in the device's stream."""
+    """Seconds of each phase by events in the device's stream."""
 
     def __init__(self, make_event: Callable[[], Any]) -> None:
         """`make_event` returns what torch.cuda.Event(enable_timing=True) does."""
@@ -156,33 +156,32 @@ class EventPhases(Phases):
 
 
 def phases_of(engine: deepspeed.DeepSpeedEngine) -> Phases:
-    """Make the phases of an engine, and have it enter those that only it knows: the sums of
-    gradients that are left when the backward pass has ended, the gathering of weights after the
-    optimizer (ZeRO stages 1 and 2), and the instructions of a pipeline.
+    """Make the phases of an engine, and have it enter those that only DeepSpeed's code begins: the
+    sums of gradients that are left when the backward pass has ended, the gathering of weights after
+    the optimizer (ZeRO stages 1 and 2), and the instructions of a pipeline.
 
-    What DeepSpeed sends during forward and backward pass, as at stage 3, and what its optimizer
-    sends otherwise, counts as a part of these.
+    Other messages of DeepSpeed, during forward and backward pass as at stage 3, or in its
+    optimizer, count as a part of these phases.
     """
     if engine.device.type == "cpu":
         phases = Phases()
     else:
         phases = EventPhases(partial(get_accelerator().Event, enable_timing=True))
     if torch.distributed.get_world_size() > 1:
-        engine._backward_epilogue = partial(
-            phases.during, "communication", engine._backward_epilogue
-        )
+        end_backward = engine._backward_epilogue
+        engine._backward_epilogue = partial(phases.during, "communication", end_backward)
         if isinstance(getattr(engine.optimizer, "timers", None), NoopTimer):
             engine.optimizer.timers = _PhaseTimers(phases)
     if isinstance(engine, deepspeed.PipelineEngine):
-        instructions = engine._INSTRUCTION_MAP.items()
-        engine._INSTRUCTION_MAP = {
-            kind: _in_phase(phases, _INSTRUCTIONS.get(kind, _REST), call)
-            for kind, call in instructions
-        }
+        instructions: dict[Any, Any] = {}
+        for kind, call in engine._INSTRUCTION_MAP.items():
+            phase = _PHASE_OF_INSTRUCTION.get(kind, _REST)
+            instructions[kind] = _in_phase(phases, phase, call)
+        engine._INSTRUCTION_MAP = instructions
     return phases
 
 
-_INSTRUCTIONS: Final = {
+_PHASE_OF_INSTRUCTION: Final = {
     schedule.LoadMicroBatch: "copy",
     schedule.ForwardPass: "forward",
     schedule.BackwardPass: "backward",
@@ -204,14 +203,18 @@ def _in_phase(phases: Phases, phase: str, call: FunctionType) -> Callable[..., A
 
 
 class _PhaseTimers(NoopTimer):  # type: ignore[misc]
-    """Stands in for the timers of a ZeRO optimizer that measure nothing; one of them is a phase."""
+    """Stands in for the timers of a ZeRO optimizer that measure nothing; here one of them enters a
+    phase.
+    """
 
     def __init__(self, phases: Phases) -> None:
         super().__init__()
         self._gathering = _PhaseTimer(phases)
 
     def __call__(self, name: str) -> Any:
-        return self._gathering if name == OPTIMIZER_ALLGATHER_TIMER else self.timer
+        if name == OPTIMIZER_ALLGATHER_TIMER:
+            return self._gathering
+        return self.timer
 
 
 class _PhaseTimer(NoopTimer.Timer):  # type: ignore[misc]

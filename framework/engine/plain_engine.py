@@ -56,17 +56,25 @@ def build_engine(
     make_schedule: MakeSchedule | None = None,
     groups: RankGroups | None = None,
 ) -> PlainEngine:
-    """Wrap a model with `deepspeed.initialize`; `groups` where its weights are divided.
-    Collective.
+    """Wrap a model with `deepspeed.initialize`. Collective.
+
+    Args:
+        plan: the plan of the run.
+        ds_config: DeepSpeed's JSON.
+        model: the whole model.
+        task: computes the loss.
+        make_optimizer: makes the user's optimizer; None if the JSON names one.
+        make_schedule: makes the user's schedule.
+        groups: process groups, if a tensor group divides the weights.
     """
     if plan.layout.sequence_size > 1:
         share_attention(model)
     names = names_of(model)
-    asked = plan.config.training.compile
-    if asked is not None:
-        # as DeepSpeed's `engine.compile` does: it would cut graphs
+    section = plan.config.training.compile
+    if section is not None:
+        # As DeepSpeed's `engine.compile` does: the ranges would cut graphs.
         deepspeed.utils.nvtx.enable_nvtx = False
-        compile_model(model, asked, after_first_pass=plan.config.zero.stage == 3)
+        compile_model(model, section, after_first_pass=plan.config.zero.stage == 3)
     engine = initialize(
         plan,
         model,
@@ -93,7 +101,7 @@ class PlainEngine(BaseEngine):
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, plan: Plan, task: Task) -> None:
         super().__init__(engine, plan, task, names=partial(names_of, engine.module))
-        self._sums = sums = sum_gradients(engine)
+        self._sums = sum_gradients(engine)
         if plan.layout.tensor_size > 1:
             self.tensor_check = GradientCheck(
                 engine,
@@ -103,10 +111,14 @@ class PlainEngine(BaseEngine):
                 is_own_plan=plan.config.parallel.tensor_plan is None,
             )
         # A mixture's losses are means, which a count of the task's must not divide.
-        is_mixed = any(isinstance(module, MixtureOfExperts) for module in engine.module.modules())
-        divider = sums if sums is not None and sums.divides and not is_mixed else None
+        has_mixtures = any(
+            isinstance(module, MixtureOfExperts) for module in engine.module.modules()
+        )
+        dividing_sums = None
+        if self._sums is not None and self._sums.divides and not has_mixtures:
+            dividing_sums = self._sums
         self._loss = StepLoss(
-            task, micro_batches=engine.gradient_accumulation_steps(), sums=divider
+            task, micro_batches=engine.gradient_accumulation_steps(), sums=dividing_sums
         )
         self._tiles = _tiles(engine.module, plan, task)
         self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -114,11 +126,12 @@ class PlainEngine(BaseEngine):
         if positions is not None:
             group = SequenceGroup(positions.rank, positions.size, make_groups(plan.layout).sequence)
             self._sharing = group.shared
-            if isinstance(plan.config.model, (Target, Object)):  # ours are held by tests
+            # Tests check the shipped models.
+            if isinstance(plan.config.model, (Target, Object)):
                 self._check = PositionCheck(engine, task, group)
 
     def compare_positions(self) -> None:
-        """Refuse a model of transformers that is another one where ranks share sequences.
+        """Refuse a model of transformers that computes something else when ranks share sequences.
         Collective.
         """
         if self._check is not None:
@@ -130,7 +143,7 @@ class PlainEngine(BaseEngine):
         super().close()
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
-        """Forward, backward and DeepSpeed's step for each micro-batch; nothing here waits for the
+        """Run forward, backward and DeepSpeed's step for each micro-batch, without waiting for the
         device.
         """
         self.trained_weights.refuse_changed_flags()  # before ranks wait for each other in the pass
@@ -145,7 +158,7 @@ class PlainEngine(BaseEngine):
         return step
 
     def _compared(self, micro_batches: Iterator[Any], check: PositionCheck) -> Iterator[Any]:
-        """The same micro-batches, of which the first one is looked at."""
+        """Check the model's positions with the first micro-batch, and return all of them."""
         first = next(micro_batches)
         move = self._batches.move
         split = self._task.split
@@ -173,10 +186,10 @@ class PlainEngine(BaseEngine):
                     refuse_without_graph(loss, outputs)
                     del outputs  # the backward pass needs the memory
                     phases.enter("backward")
-                    engine.backward(
-                        sum((one.loss for one in routings), loss), scale_wrt_gas=is_divided
-                    )
-                reported += [(one.balance, one.dropped) for one in routings]
+                    full_loss = sum((routing.loss for routing in routings), loss)
+                    engine.backward(full_loss, scale_wrt_gas=is_divided)
+                    del full_loss
+                reported += [(routing.balance, routing.dropped) for routing in routings]
                 phases.enter("optimizer")
                 if total is None:
                     total = loss.detach()
@@ -221,54 +234,58 @@ class PlainEngine(BaseEngine):
         return sums.metrics(task)
 
 
-def _tiles(
-    model: torch.nn.Module, plan: Plan, task: Any
-) -> Callable[[Any], AbstractContextManager[None]]:
-    """Return what lets the output layer of a model compute the loss of targets tile by tile, where
-    it can and should; a ConfigError of kind ``loss-not-tiled`` where it cannot.
+Tiles = Callable[[Any], AbstractContextManager[None]]
+"""Returns a context, for targets, in which the output layer may compute the loss tile by tile."""
+
+
+def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Tiles:
+    """Have the output layer of a model compute the loss tile by tile, if it can and should.
+
+    Raises:
+        ConfigError: kind ``loss-not-tiled``: the config sets a tile, and it cannot.
     """
     tile = plan.config.training.loss_tile
-    kind = type(task)
-    is_open = tile == "auto" and not (
-        kind in (CausalLM, MaskedLM) and isinstance(model, LayeredModel)
-    )
-    if tile == 0 or is_open:
+    is_shipped = type(task) in (CausalLM, MaskedLM) and isinstance(model, LayeredModel)
+    if tile == 0 or (tile == "auto" and not is_shipped):
         _warn_of_slow_rows(model, plan)
         return lambda targets: nullcontext()
-    reason = f"{kind.__name__} computes a loss of its own from logits"
-    head = None
-    if {getattr(kind, "loss", None), getattr(kind, "measure", None)} <= _LOSSES:
-        reason = (
-            f"the output layer of {type(model).__name__} is not known, or not an nn.Linear "
-            "of its own"
-        )
-        is_joined = plan.layout.tensor_size > 1 and task.vocabulary is None
-        if is_joined:
-            head = None
-        else:
-            head = output_head(model)
-    if head is None and tile == "auto":
-        return lambda targets: nullcontext()
+    head, reason = _head_and_reason(model, plan, task)
     if head is None:
-        raise ConfigError.of(
-            "loss-not-tiled", reason, "set training.loss_tile: 0", "training.loss_tile", tile
-        )
-    # of another module
-    for bias in getattr(head, "head_bias", ()) if plan.config.zero.stage == 3 else ():
-        deepspeed.zero.register_external_parameter(head, bias)
-    has_two = isinstance(task, MaskedLM)
-    return lambda targets: wanting_loss(targets[0] if has_two else targets, tile, task.vocabulary)
+        if tile == "auto":
+            return lambda targets: nullcontext()
+        fix = "set training.loss_tile: 0"
+        raise ConfigError.of("loss-not-tiled", reason, fix, "training.loss_tile", tile)
+    if plan.config.zero.stage == 3:
+        for bias in getattr(head, "head_bias", ()):  # a parameter of another module
+            deepspeed.zero.register_external_parameter(head, bias)
+    if isinstance(task, MaskedLM):
+        return lambda targets: wanting_loss(targets[0], tile, task.vocabulary)
+    return lambda targets: wanting_loss(targets, tile, task.vocabulary)
+
+
+def _head_and_reason(
+    model: torch.nn.Module, plan: Plan, task: Any
+) -> tuple[torch.nn.Module | None, str]:
+    """Return the output layer that can compute the loss, or None and the reason."""
+    kind = type(task)
+    if not {getattr(kind, "loss", None), getattr(kind, "measure", None)} <= _LOSSES:
+        return None, f"{kind.__name__} computes a loss of its own from logits"
+    reason = (
+        f"the output layer of {type(model).__name__} is not known, or not an nn.Linear of its own"
+    )
+    is_joined = plan.layout.tensor_size > 1 and task.vocabulary is None
+    if is_joined:
+        return None, reason
+    return output_head(model), reason
 
 
 def _warn_of_slow_rows(model: torch.nn.Module, plan: Plan) -> None:
-    """Mention an output layer of the user's own that GPUs compute slowly; of models by name the
+    """Warn of an output layer of the user's own that GPUs compute slowly; for shipped models the
     plan has a note.
     """
-    if (
-        device_name() == "cpu"
-        or plan.config.precision.dtype == "fp32"
-        or isinstance(model, LayeredModel)
-    ):
+    if device_name() == "cpu" or plan.config.precision.dtype == "fp32":
+        return
+    if isinstance(model, LayeredModel):
         return
     tokens = 0
     with suppress(AttributeError, NotImplementedError):  # few models have one
@@ -284,12 +301,14 @@ def _warn_of_slow_rows(model: torch.nn.Module, plan: Plan) -> None:
 
 @contextmanager
 def arithmetic_of(plan: Plan) -> Iterator[None]:
-    """Compute as the config says meanwhile: fp32 products and convolutions in TF32 or not, and the
-    same bits in every run or not.
+    """Compute as the config sets it for the time of the block: fp32 products and convolutions in
+    TF32 or not, and the same bits in every run or not.
     """
     cudnn = torch.backends.cudnn
     matmul = getattr(plan.config.precision, "matmul", "highest")
-    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
+    matmul_before = torch.get_float32_matmul_precision()
+    allowed_tf32 = cudnn.allow_tf32
+    used_benchmark = cudnn.benchmark
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.set_float32_matmul_precision(matmul)
     cudnn.allow_tf32 = matmul != "highest"
@@ -298,12 +317,12 @@ def arithmetic_of(plan: Plan) -> Iterator[None]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
+    detects_anomaly = plan.config.training.detect_anomaly or torch.is_anomaly_enabled()
     try:
-        with torch.autograd.set_detect_anomaly(
-            plan.config.training.detect_anomaly or torch.is_anomaly_enabled()
-        ):
+        with torch.autograd.set_detect_anomaly(detects_anomaly):
             yield
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        cudnn.allow_tf32, cudnn.benchmark = before[1:]
+        torch.set_float32_matmul_precision(matmul_before)
+        cudnn.allow_tf32 = allowed_tf32
+        cudnn.benchmark = used_benchmark
         torch.use_deterministic_algorithms(was_deterministic)

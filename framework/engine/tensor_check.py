@@ -1,8 +1,9 @@
-"""Whether the ranks of a tensor group have the same gradients of what they do not divide.
+"""A check that the ranks of a tensor group have the same gradients of weights that they do not
+divide.
 
-They compute the same outside of divided layers, and so have equal gradients there. Of a weight that
-stands between a column and a row layer, and that the plan does not name, each rank has the part of
-its own units alone: the copies drift apart, without an error.
+They compute the same outside of divided layers, and so have equal gradients there. If a weight
+between a column and a row layer is not in the plan, each rank has its gradient for the rank's own
+units alone: the copies drift apart, without an error.
 """
 
 from __future__ import annotations
@@ -18,21 +19,31 @@ from torch import Tensor
 from framework.errors import ConfigError
 
 _KEY: Final = "parallel.tensor_plan"
-# What rounding may change: of a gradient's norm, and of gradients that are nothing but rounding (a
-# key's bias) of the largest norm of any weight.
-_BOUNDS: Final = {"exact": (0.01, 1e-3), "half": (0.1, 0.05)}
+# Differences that rounding may make, as a share of a gradient's norm; and the least norm to compare
+# with, as a share of the largest norm of any weight: some gradients are nothing but rounding (a
+# key's bias).
+_BOUNDS: Final = (0.01, 1e-3)
+_HALF_BOUNDS: Final = (0.1, 0.05)
 _MOST_NAMED: Final = 3
 
 
 class GradientCheck:
-    """Compares sums and norms of gradients within tensor groups: of the first step, and of logged
-    ones when they are read. Between logged points it does nothing.
+    """Compares sums and norms of gradients within tensor groups: in the first step, and in logged
+    steps when they are read. Between logged points it does nothing.
     """
 
     def __init__(
         self, engine: Any, names: Mapping[Tensor, str], *, group: Any, every: int, is_own_plan: bool
     ) -> None:
-        """`every` so many steps are logged; `is_own_plan`: the plan came with the model."""
+        """Compare from the first step on.
+
+        Args:
+            engine: the engine with the weights.
+            names: plain names of its weights.
+            group: process group of the tensor ranks.
+            every: number of steps from one logged step to the next.
+            is_own_plan: whether the plan came with the model.
+        """
         self._group = group
         self._every = every
         self._is_own_plan = is_own_plan
@@ -44,9 +55,9 @@ class GradientCheck:
         is_half = any(
             weight.dtype.itemsize < torch.float32.itemsize for weight in self._weights.values()
         )
-        self._tolerance, self._floor = _BOUNDS[
-            "half" if is_half or engine.torch_autocast_enabled() else "exact"
-        ]
+        self._tolerance, self._floor = _BOUNDS
+        if is_half or engine.torch_autocast_enabled():
+            self._tolerance, self._floor = _HALF_BOUNDS
         self._device = engine.device
         self._is_first = True
         # (weights, 2): sum and sum of squares, of a step that was not compared
@@ -76,28 +87,30 @@ class GradientCheck:
             self.compare()
 
     def compare(self) -> None:
-        """Compare what the last step has left, once. Collective; waits for the device.
+        """Compare the sums of the last step, if that is not done yet. Collective; waits for the
+        device.
 
         Raises:
             ConfigError: kind ``tensor-plan``: the gradients of a weight differ.
         """
-        if self._sums is None:
-            return
-        own = self._sums
+        rank_sums = self._sums
         self._sums = None
-        rows = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(self._group))]
-        torch.distributed.all_gather(rows, own, group=self._group)
+        if rank_sums is None:
+            return
+        ranks = torch.distributed.get_world_size(self._group)
+        rows = [torch.empty_like(rank_sums) for _ in range(ranks)]
+        torch.distributed.all_gather(rows, rank_sums, group=self._group)
         sums, squares = torch.stack(rows).double().unbind(2)  # (ranks, weights) each
         norms = squares.sqrt()
         scale = norms.amax(0)
         scale = torch.maximum(scale, self._floor * scale.amax()).clamp(min=1e-300)
-        apart = torch.maximum(_spread(sums), _spread(norms)) / scale
-        apart = apart.nan_to_num(0.0, posinf=0.0)  # of a step that overflowed
-        torch.distributed.all_reduce(apart, torch.distributed.ReduceOp.MAX)
-        shares = dict(zip(self._weights, apart.tolist(), strict=True))
-        partial_ones = {name: share for name, share in shares.items() if share > self._tolerance}
-        if partial_ones:
-            raise self._refusal(partial_ones)
+        differences = torch.maximum(_spread(sums), _spread(norms)) / scale
+        differences = differences.nan_to_num(0.0, posinf=0.0)  # of a step that overflowed
+        torch.distributed.all_reduce(differences, torch.distributed.ReduceOp.MAX)
+        shares = dict(zip(self._weights, differences.tolist(), strict=True))
+        too_large = {name: share for name, share in shares.items() if share > self._tolerance}
+        if too_large:
+            raise self._refusal(too_large)
 
     def _note(self, row: int, gradient: Tensor) -> None:
         if self._sums is None:
