@@ -80,8 +80,8 @@ class BackwardPasses:
 
     @contextmanager
     def running(self, others: Sequence[BackwardPasses]) -> Iterator[None]:
-        """Let the engine's hooks work for its own backward pass within the block, and those of
-        `others` not.
+        """Let the engine's hooks work for its own backward pass within the block, and no hooks of
+        `others`.
         """
         self._has_begun = False
         _RUNNING.append(self)
@@ -138,11 +138,10 @@ class BackwardPasses:
         """Refuse the pass that has begun if it gives weights a gradient; `torch.autograd.grad`
         gives them none.
         """
-        hooks = [
-            weight.register_post_accumulate_grad_hook(_refuse_gradient)
-            for weight in self.parameters
-            if weight.requires_grad
-        ]
+        hooks = []
+        for weight in self.parameters:
+            if weight.requires_grad:
+                hooks.append(weight.register_post_accumulate_grad_hook(_refuse_gradient))
 
         def remove() -> None:
             for hook in hooks:

@@ -158,18 +158,17 @@ class StepWatch:
             all_losses = gather([row[_RANK_LOSS] for _, row in bad_rows])
         bad = []
         for index, (step, row) in enumerate(bad_rows):
-            not_finite = tuple(
-                f"rank {rank}"
-                for rank, losses in enumerate(all_losses)
-                if not math.isfinite(losses[index])
-            )
+            not_finite = []
+            for rank, losses in enumerate(all_losses):
+                if not math.isfinite(losses[index]):
+                    not_finite.append(f"rank {rank}")
             rerun = self._reruns.get(step, _NO_RERUN)
             values = [value if value != _MOST else math.inf for value in row[_LOSS:_RANK_LOSS]]
             bad.append(
                 BadStep(
                     step,
                     *values,
-                    ranks=rerun.differing_ranks or not_finite,
+                    ranks=rerun.differing_ranks or tuple(not_finite),
                     verdict=rerun.verdict,
                     is_taken=rerun.is_taken,
                 )
@@ -259,8 +258,8 @@ class StepWatch:
         return ~is_good
 
     def _limits(self) -> torch.Tensor:
-        """Return the limits (2,) of loss and norm: mean and so many standard deviations of the last
-        good steps, or the largest number before there are enough of them.
+        """Return the limits (2,) of loss and norm: the mean of the last good steps and
+        `spike_sigmas` standard deviations, or the largest number before there are enough steps.
         """
         sigmas = self._section.spike_sigmas
         if not sigmas:

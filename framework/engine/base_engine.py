@@ -21,7 +21,7 @@ from framework.engine.collective_timeout import collective_timeout
 from framework.engine.distributed import device, gather
 from framework.engine.ema import WeightAverage
 from framework.engine.freezing import StepwiseFreezing
-from framework.engine.held_weights import further_names, state_of
+from framework.engine.held_weights import further_names, is_frozen, state_of
 from framework.engine.modes import Modes
 from framework.engine.parameter_groups import LR_RATIO
 from framework.engine.phases import phases_of
@@ -132,11 +132,7 @@ class BaseEngine:
         partly = self._leaves_out_frozen
         if moved:
             if partly:
-                names = {
-                    tensor: name
-                    for tensor, name in names.items()
-                    if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
-                }
+                names = {tensor: name for tensor, name in names.items() if not is_frozen(tensor)}
             with self.written.unguarded():
                 state = move_in(self.engine, checkpoint, names=names, layout=self._layout)
         else:

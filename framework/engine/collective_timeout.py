@@ -24,11 +24,11 @@ def collective_timeout() -> Iterator[None]:
     """Lengthen the timeout of collectives that begin in this block; a group with a longer timeout
     is left alone.
     """
-    before = [
-        (backend, backend.options._timeout)
-        for backend in _backends()
-        if backend.options._timeout < _OF_A_SAVE
-    ]
+    before: list[tuple[Any, timedelta]] = []
+    for backend in _backends():
+        limit = backend.options._timeout
+        if limit < _OF_A_SAVE:
+            before.append((backend, limit))
     for backend, _ in before:
         backend._set_default_timeout(_OF_A_SAVE)
     try:

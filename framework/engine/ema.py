@@ -132,9 +132,8 @@ class WeightAverage:
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
+    """List the parameters that a step of the optimizer changes."""
+    parameters: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += [parameter for parameter in group["params"] if parameter.grad is not None]
+    return parameters

@@ -186,7 +186,9 @@ def weight_made_late(error: BaseException) -> ConfigError | None:
 
 
 def _late_weight(error: BaseException) -> str:
-    """Name the weight that DeepSpeed did not spread, from the modules in the innermost frames."""
+    """Return the name of a weight that DeepSpeed did not spread, from the modules in the innermost
+    frames; empty if there is none.
+    """
     # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: these are arguments there.
     names = ("sub_module", "current_submodule", "submodule", "module")
     frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__)]

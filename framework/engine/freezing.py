@@ -1,5 +1,5 @@
-"""Weights that are frozen in some steps (`training.freeze` with steps): the numbers are those of a
-plain loop, in which the optimizer holds all weights and finds no gradient of frozen ones.
+"""Weights that are frozen in some steps (`training.freeze` with steps), with the same numbers as in
+a plain loop, in which the optimizer holds all weights and finds no gradient of frozen ones.
 
 They are in the optimizer from the start, in groups of their own, so that DeepSpeed's flat tensors
 are apart as well. In a step in which they are frozen a hook replaces their gradients by zeros,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import deepspeed
 import torch
@@ -203,8 +203,8 @@ class GradientSums:
         for bucket in self._buckets[:-1]:
             for parameter in bucket.parameters:
                 hook = partial(self._arrived, bucket)
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._hooks.append(handle)
+                register = cast(Any, parameter).register_post_accumulate_grad_hook
+                self._hooks.append(register(hook))
         self._num_hooked = len(self._buckets) - 1
 
     def _arrived(self, bucket: _Bucket, parameter: Parameter) -> None:

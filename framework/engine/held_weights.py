@@ -21,10 +21,14 @@ def state_of(module: torch.nn.Module, *, partly: bool = False) -> dict[str, torc
     for name, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-        if not (partly and is_frozen):
+        if not (partly and is_frozen(tensor)):
             tensors[name] = tensor
     return tensors
+
+
+def is_frozen(tensor: torch.Tensor) -> bool:
+    """Check whether a tensor is a weight, not a buffer, that is not trained."""
+    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
 
 
 def further_names(module: torch.nn.Module, *, partly: bool = False) -> dict[str, str]:

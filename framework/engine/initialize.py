@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import deepspeed
 import torch
@@ -25,13 +25,6 @@ from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, explaining
 from framework.plan.plan import Plan
 
-# Learning rates among the parameters of DeepSpeed's schedules.
-_RATES: Final = {
-    deepspeed_keys[key]
-    for _, deepspeed_keys in SCHEDULES.values()
-    for key in ("min_lr", "max_lr")
-    if key in deepspeed_keys
-}
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """The user's optimizer, if the JSON names none."""
 
@@ -113,6 +106,16 @@ def _refuse_nothing_to_train(model: torch.nn.Module) -> None:
     raise ConfigError.of("nothing-to-train", reason, fix, "model")
 
 
+def _rate_names() -> set[str]:
+    """Return the names of learning rates among the parameters of DeepSpeed's schedules."""
+    names: set[str] = set()
+    for _, deepspeed_keys in SCHEDULES.values():
+        for key in ("min_lr", "max_lr"):
+            if key in deepspeed_keys:
+                names.add(deepspeed_keys[key])
+    return names
+
+
 def _with_group_rates(ds_config: Mapping[str, Any], groups: Sequence[Any]) -> dict[str, Any]:
     """Return the JSON with one rate per group for every rate of the schedule, if any group has a
     rate of its own: DeepSpeed's schedules give a single number to all groups.
@@ -127,7 +130,7 @@ def _with_group_rates(ds_config: Mapping[str, Any], groups: Sequence[Any]) -> di
     if "params" not in schedule or all(ratio == 1.0 for ratio in ratios):
         return dict(ds_config)
     params = dict(schedule["params"])
-    for name in _RATES & params.keys():
+    for name in _rate_names() & params.keys():
         rate = params[name]
         params[name] = [rate * ratio for ratio in ratios]
     scheduler = dict(schedule) | {"params": params}

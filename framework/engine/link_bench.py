@@ -113,7 +113,7 @@ def measure(
 
 
 def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
+    values: list[Any] = [None for _ in range(dist.get_world_size())]
     dist.all_gather_object(values, value)
     return values
 

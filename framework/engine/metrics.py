@@ -228,13 +228,12 @@ def _seconds_of_pass(layer: Layer, module: torch.nn.Module, value: Any) -> float
     begin = time.perf_counter()
     output = layer.apply(module, fresh)
     tensors = output if isinstance(output, tuple) else (output,)
-    parts = [
-        tensor.float().sum()
-        for tensor in tensors
-        if tensor.is_floating_point() and tensor.requires_grad
-    ]
-    if parts:
-        torch.autograd.backward(parts)
+    sums = []
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.requires_grad:
+            sums.append(tensor.float().sum())
+    if sums:
+        torch.autograd.backward(sums)
     get_accelerator().synchronize()
     return time.perf_counter() - begin
 

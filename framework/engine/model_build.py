@@ -133,8 +133,8 @@ def build_model(
 def _ways(*, is_cut: bool, draws_in_pieces: bool, groups: RankGroups | None) -> list[_Way]:
     """Return the ways to build a model, in the order in which they are tried.
 
-    Whole models at stages 0 to 2 are not built in pieces; nor are those of a tensor group, as parts
-    are cut from whole weights. The last way is then tried however large the model is.
+    At stages 0 to 2 models are not built in pieces; nor are models of a tensor group, as parts are
+    cut from whole weights. The last way is then tried however large the model is.
     """
     data_group = None
     if groups is not None:

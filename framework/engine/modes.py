@@ -11,7 +11,7 @@ import deepspeed
 import torch
 import torch.distributed
 
-from framework.engine.distributed import rank
+from framework.engine.distributed import gather, rank
 from framework.errors import counted
 from framework.system.log import print_line
 
@@ -48,7 +48,7 @@ class Modes:
         parts = dict(module.named_modules())
         changed = [plain_name(name) for name in in_evaluation if parts[name].training]
         if stages is not None:
-            changed = _of_all_stages(changed, stages)
+            changed = list(chain.from_iterable(gather(changed, stages)))
         if changed and rank() == 0:
             _report(changed)
 
@@ -80,12 +80,6 @@ class Modes:
         self._engine.train()
         # as `train()` has set them
         self._modes = {part: part.training for part in self._engine.module.modules()}
-
-
-def _of_all_stages(names: list[str], stages: Any) -> list[str]:
-    all_names: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size(stages))]
-    torch.distributed.all_gather_object(all_names, names, group=stages)
-    return list(chain.from_iterable(all_names))
 
 
 def _report(names: list[str]) -> None:

@@ -87,7 +87,7 @@ def _divide_by_freeze_entry(
 ) -> list[dict[str, Any]]:
     """Divide groups so that weights that are frozen in some steps have groups of their own.
 
-    Groups whose weights are trained in all steps come first.
+    Groups with weights that are trained in all steps come first.
     """
     entry_of_parameter = {
         parameter: entry_of(name, freeze) for name, parameter in named_parameters.items()

@@ -305,7 +305,7 @@ class PipelineEngine(BaseEngine):
         is_at_end = self.engine.is_first_stage() or self.engine.is_last_stage()
         if isinstance(batches, Sized) and not is_at_end:
             # a stage between others needs their number only
-            batches = [(None, True)] * len(batches)
+            batches = [(None, True) for _ in range(len(batches))]
         try:
             with self.modes.evaluating(), self._explaining(), self._average.in_evaluation():
                 for chunk in _with_last_alone(batches, size=_EVAL_CHUNK * self.engine.num_stages):

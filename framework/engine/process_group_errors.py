@@ -118,7 +118,8 @@ class _KeptStore:
 
 
 with suppress(RuntimeError):  # it is registered already, where this module is imported again
-    register_rendezvous_handler(INIT_METHOD.partition(":")[0], _KeptStore().meet)  # type: ignore[no-untyped-call]
+    scheme = INIT_METHOD.partition(":")[0]
+    register_rendezvous_handler(scheme, _KeptStore().meet)  # type: ignore[no-untyped-call]
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -526,9 +526,7 @@ class ModuleWatch:
         if self._phases.current != "forward":  # it runs again, for the backward pass
             return
         if not self._seconds:
-            self._seen = {
-                weight.untyped_storage().data_ptr() for weight in self._module.parameters()
-            }
+            self._seen = _addresses(self._module.parameters())
             self._first.enter_context(
                 torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
             )
@@ -551,9 +549,7 @@ class ModuleWatch:
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         modules = [module for module, _, _ in self._running]
-        gathered = {
-            weight.untyped_storage().data_ptr() for weight in modules[-1].parameters(recurse=False)
-        }
+        gathered = _addresses(modules[-1].parameters(recurse=False))
         if storage.data_ptr() not in self._seen | gathered:
             self._seen.add(storage.data_ptr())
             self._kept.update(dict.fromkeys(modules, storage.nbytes()))
@@ -586,6 +582,10 @@ class ModuleWatch:
                 }
             )
         return rows[:_MOST_MODULES]
+
+
+def _addresses(weights: Iterable[torch.Tensor]) -> set[int]:
+    return {weight.untyped_storage().data_ptr() for weight in weights}
 
 
 class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -155,8 +155,8 @@ class PositionCheck:
         return self._part.of(mask.bool(), fill=0)
 
     def _compare_losses(self, expected: Tensor, shared: Tensor, *, is_mean: bool) -> None:
-        """Compare sums and counts (parts, 2) of a loss over whole sequences with those of all ranks
-        of the group together.
+        """Compare sums and counts (parts, 2) of a loss over whole sequences with the sums and
+        counts of all ranks of the group together.
         """
         torch.distributed.all_reduce(shared, group=self._group.group)
         count = float(expected[0, 1])

@@ -113,8 +113,8 @@ class SpreadWeights:
         self._gather_small()
 
     def lost_and_differing(self) -> tuple[list[str], list[str]]:
-        """Name the weights of which a write was lost on this rank, and those that differ between
-        ranks. Collective; waits for the device.
+        """Return the names of weights with a write that was lost on this rank, and of weights that
+        differ between ranks. Collective; waits for the device.
         """
         lost = [self._names[number] for number in self._lost.nonzero().flatten().tolist()]
         positions = differing_positions(self._ends.flatten(), self._optimizer.dp_process_group)
@@ -323,7 +323,7 @@ def written_while_spread(error: BaseException, *, place: str = "") -> str:
 
 
 def _names_in(value: Any) -> list[str]:
-    """Name the spread weights that a value is, or that are in it if it is a list or a tuple."""
+    """Return the names of the spread weights in a value: a tensor, or a list or tuple of them."""
     if isinstance(value, (list, tuple)):
         values = value
     else:

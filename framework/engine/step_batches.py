@@ -70,7 +70,8 @@ class DeviceBatches:
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, _TENSORS):
-            return value.to(self.device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence's knows one overload
+            # PackedSequence's `to` is typed with one overload only.
+            return value.to(self.device, non_blocking=True)  # type: ignore[arg-type]
         if callable(getattr(value, "to", None)):
             return value.to(self.device)
         return value

@@ -47,11 +47,10 @@ class GradientCheck:
         self._group = group
         self._every = every
         self._is_own_plan = is_own_plan
-        self._weights = {
-            names[weight]: weight
-            for weight in engine.module.parameters()
-            if weight.requires_grad and "split" not in vars(weight)
-        }
+        self._weights: dict[str, Any] = {}
+        for weight in engine.module.parameters():
+            if weight.requires_grad and "split" not in vars(weight):
+                self._weights[names[weight]] = weight
         is_half = any(
             weight.dtype.itemsize < torch.float32.itemsize for weight in self._weights.values()
         )

@@ -131,11 +131,10 @@ class TensorCut:
         share = divided / max(1, sum(sizes.values()))
         if share >= _LEAST_DIVIDED:
             return
-        names = [
-            name
-            for name, weight in model.named_parameters()
-            if "split" in vars(weight) and weight.ndim > 1
-        ]
+        names = []
+        for name, weight in model.named_parameters():
+            if "split" in vars(weight) and weight.ndim > 1:
+                names.append(name)
         example = names[0] if names else "none"
         reason = (
             f"the plan of {type(model).__name__} divides {share:.1%} of the numbers in its "
@@ -279,9 +278,13 @@ class TensorCut:
         self._task.vocabulary = VocabularyPart(self.part, self._widths(size), joins=False)
 
     def _widths(self, width: int) -> list[int]:
+        """Return the number of rows, or columns, of each rank."""
         split = Split(0, (width,))
-        size = self.part.size
-        return [end - begin for rank in range(size) for begin, end in split.bounds(rank, size)]
+        widths = []
+        for rank in range(self.part.size):
+            for begin, end in split.bounds(rank, self.part.size):
+                widths.append(end - begin)
+        return widths
 
     def _divide(self, name: str, weight: torch.Tensor, split: Split) -> None:
         known = vars(weight).get("split")

@@ -187,7 +187,7 @@ def describe_base(model: torch.nn.Module, source: str | None) -> dict[str, Any]:
 
 
 def refuse_other_base(checkpoint: SavedCheckpoint, base: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose adapters were trained on other frozen weights.
+    """Refuse a checkpoint with adapters that were trained on other frozen weights.
 
     Raises:
         ConfigError: kind ``base-differs``.

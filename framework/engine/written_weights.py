@@ -65,8 +65,8 @@ class WrittenWeights:
         self._first_step = engine.global_steps
         self._last_look = engine.global_steps
         self._groups = flat_groups(self._optimizer)
-        # By group: sums of bits that all ranks of the group should have alike.
-        self._group_sums: list[Tensor | None] = [None] * len(self._groups)
+        # By number of the group: sums of bits that all ranks of the group should have alike.
+        self._group_sums: dict[int, Tensor] = {}
         # By number of the pair, for shares with the copy on another device or in a file: sums
         # after the last step, and in which blocks the share was written since the last look.
         self._share_sums: dict[int, Tensor] = {}
@@ -186,8 +186,8 @@ class WrittenWeights:
             _take_over(pairs)
 
     def _sort_pairs(self) -> None:
-        """Sort the pairs into those of one type and batches of the others, if any tensor has moved
-        since the last time.
+        """Sort the pairs by whether both tensors have one type, if any tensor has moved since the
+        last time. Pairs of different types are cut into batches.
         """
         addresses = [tensor.data_ptr() for tensor in self._compared_tensors()]
         if addresses == self._addresses:
@@ -235,15 +235,14 @@ class WrittenWeights:
         for number, group in enumerate(self._groups):
             if group.ranks > 1:
                 sums = block_sums(group.flat())
-                sums_before = self._group_sums[number]
-                if sums_before is not None:
-                    sums = sums_before.add_(sums)
-                self._group_sums[number] = sums
+                if number in self._group_sums:
+                    self._group_sums[number].add_(sums)
+                else:
+                    self._group_sums[number] = sums
         for number, low in self._shares_apart():
             written = block_sums(low) != self._share_sums[number]
-            written_before = self._written_blocks.get(number)
-            if written_before is not None:
-                written = written_before | written
+            if number in self._written_blocks:
+                written = self._written_blocks[number] | written
             self._written_blocks[number] = written
 
     def _shares_apart(self) -> list[tuple[int, Tensor]]:
@@ -254,8 +253,8 @@ class WrittenWeights:
         return [(number, pairs[number][0]) for number in self._share_sums]
 
     def _lost_and_differing(self) -> tuple[list[str], list[str]]:
-        """Name the weights of which a write is lost, and those that differ between ranks, on all
-        ranks.
+        """Return the names of weights with a lost write, and of weights that differ between ranks.
+        All ranks return the same names. Collective; waits for the device.
         """
         lost = list[str]()
         differing = list[str]()
@@ -267,11 +266,11 @@ class WrittenWeights:
             has_compared = True
             blocks: list[int] = written.nonzero().flatten().tolist()
             lost += self._names_of(self._weights_in_share(number, blocks))
-        for group, sums in zip(self._groups, self._group_sums, strict=True):
-            if sums is not None:
-                has_compared = True
-                blocks = differing_positions(sums, group.process_group)
-                differing += self._names_of(group.members_in(blocks, group.flat()))
+        for number, sums in self._group_sums.items():
+            has_compared = True
+            group = self._groups[number]
+            blocks = differing_positions(sums, group.process_group)
+            differing += self._names_of(group.members_in(blocks, group.flat()))
         if not has_compared or torch.distributed.get_world_size() == 1:
             return lost, differing
         count = torch.tensor(len(lost) + len(differing), device=self._engine.device)
@@ -300,7 +299,7 @@ class WrittenWeights:
         return weights_in_blocks(members, blocks, low)
 
     def _forget(self) -> None:
-        self._group_sums = [None] * len(self._groups)
+        self._group_sums = {}
         self._written_blocks.clear()
         self._last_look = self._engine.global_steps
         if self._spread is not None:

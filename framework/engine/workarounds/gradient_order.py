@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed
 
+from framework.engine.distributed import gather
 from framework.errors import TrainingError
 
 
@@ -277,8 +278,7 @@ class _FetchOrder:
     def _see(self, entry: int) -> None:
         """Compare an entry; collective in the first pass."""
         if not self._known:
-            entries: list[Any] = [None] * torch.distributed.get_world_size(self._group)
-            torch.distributed.all_gather_object(entries, entry, group=self._group)
+            entries = gather(entry, self._group)
             first = self._text(entries[0])
             for rank, other in enumerate(entries):
                 if other != entries[0]:

@@ -2,7 +2,7 @@
 ranks.
 
 DeepSpeed up to 0.19.8 broadcasts parameters only (runtime/engine.py `_broadcast_model`). Each
-rank's own micro-batches move buffers apart, and a checkpoint holds those of the first rank. Here
+rank's own micro-batches move buffers apart, and a checkpoint holds the first rank's buffers. Here
 they are made equal before they are measured or saved, as torch's DistributedDataParallel does
 before every step: the checkpoint has the buffers that were measured.
 """

@@ -35,9 +35,9 @@ def complete_nvme_state(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: st
     optimizer.dynamic_loss_scale = saved["dynamic_loss_scale"]
     inner = saved["optimizer_state_dict"]
     optimizer._set_fp32_optimizer_param_groups()
-    flat_tensors = [
-        parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]
-    ]
+    flat_tensors: list[torch.Tensor] = []
+    for group in optimizer.optimizer.param_groups:
+        flat_tensors += group["params"]
     optimizer._clear_fp32_optimizer_param_groups()
     for group, saved_group in zip(
         optimizer.optimizer.param_groups, inner["param_groups"], strict=True

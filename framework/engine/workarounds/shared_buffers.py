@@ -88,11 +88,9 @@ def remove_dead_buffers(
     """
     if now is None:
         now = time.time()
-    paths = [
-        path
-        for path in folder.glob(f"{_NAME}_{os.getuid()}_*")
-        if _is_own_and_older(path, now - _YOUNG_SECONDS)
-    ]
+    latest = now - _YOUNG_SECONDS
+    paths = list(folder.glob(f"{_NAME}_{os.getuid()}_*"))
+    paths = [path for path in paths if _is_own_and_older(path, latest)]
     if not paths:
         return []
     mapped = _mapped(processes)
