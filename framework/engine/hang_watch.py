@@ -20,21 +20,34 @@ import json
 import math
 import os
 import sys
-import sysconfig
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any, Final
 
 import torch.distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from framework.engine.protocol import EVALUATING, SAVING, STARTING, STEPS
-from framework.errors import EXIT_NO_PROGRESS, EXIT_TRAINING, counted
+from framework.engine.rank_states import (
+    COMPILE_SECONDS,
+    HANG,
+    IN_FIRST_STEPS,
+    SHORT_PHASES,
+    SLOW,
+    State,
+    collectives,
+    compiles,
+    describe_stall,
+    is_compiling,
+    kind_of,
+    place_of,
+    sentence,
+)
+from framework.errors import EXIT_NO_PROGRESS, EXIT_TRAINING
 from framework.system.debugger import is_at_prompt as is_at_prompt_of
 from framework.system.frames import current_frames
 from framework.system.log import report_event
@@ -46,41 +59,18 @@ _LEAST_SECONDS: Final = 10.0
 _TIMES_USUAL: Final = 3.0
 _USUAL: Final = 0.99  # of the gaps of a phase
 _GAPS_OF_LATE: Final = 500
-# For a phase without known gaps. Operators and kernels are compiled in the first steps, and in an
-# evaluation.
-_UNKNOWN_SECONDS: Final = 600.0
 # Kernels are compiled in these: they do not show how long later ones take.
 _FIRST_STEPS: Final = 2
 _NUM_FIRST_GAPS: Final = {EVALUATING: 2}  # the first one ends before the first batch
-# Only steps and evaluations end after `supervision.hang_seconds`. Other phases may rightly take as
-# long as ranks wait for each other in a save.
-_SHORT: Final = (STEPS, EVALUATING)
+# Only short phases end after `supervision.hang_seconds`. Others may rightly take as long as ranks
+# wait for each other in a save.
 _LONG_SECONDS: Final = 7200.0
 _SETTLE_SECONDS: Final = 2.0  # in which every rank has noticed the stall, and posted
 # A phase that may be slow, other than a save, is ended this long after a stop was requested.
 _STOP_SECONDS: Final = 60.0
-# Functions of torch in which a graph or an extension is compiled, by module; a graph's backward in
-# a thread of its own.
-_COMPILERS: Final = (
-    "torch._dynamo.convert_frame",
-    "torch._inductor.compile_fx",
-    "torch.utils.cpp_extension",
-)
 _MOST_COMPARING: Final = 8  # ranks that may compare: it takes two requests for each rank
-_LIBRARIES: Final = ("site-packages", "dist-packages", sysconfig.get_paths()["stdlib"])
-_PACKAGE: Final = str(Path(__file__).resolve().parents[1])
-_RECORDERS: Final = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
-_IN_FIRST_STEPS: Final = "the first steps"
-_MOST_NAMED: Final = 4
 _AT_PROMPT: Final = "at-prompt"
-_HANG: Final = "hang"
-_SLOW: Final = "slow"
 _numbers = itertools.count()
-
-State = Mapping[str, Any]
-"""What a rank posts: seconds without a sign of life, phase, step, place of its main thread, last
-collective of each group.
-"""
 
 
 @contextmanager
@@ -182,7 +172,7 @@ class Gaps:
         if not gaps and phase == STEPS:
             gaps = sorted(self._compiling[phase])[:1]
         if not gaps:
-            return max(least, _UNKNOWN_SECONDS)
+            return max(least, COMPILE_SECONDS)
         usual = gaps[math.ceil(_USUAL * len(gaps)) - 1]
         return max(least, _TIMES_USUAL * usual)
 
@@ -302,7 +292,7 @@ class HangWatch:
     def _limit(self, phase: str) -> float:
         limit = self._gaps.limit(phase, least=self._least)
         if self._is_first(phase):
-            limit = max(limit, _UNKNOWN_SECONDS)
+            limit = max(limit, COMPILE_SECONDS)
         if self._end_seconds:
             limit = min(limit, self._end_seconds / 2)
         return limit
@@ -360,10 +350,10 @@ class HangWatch:
         now = time.monotonic()
         self._asked_at = min(self._asked_at, now)
         kind = self._reported_kind()
-        is_too_slow = kind == _SLOW and phase != SAVING and now - self._asked_at > _STOP_SECONDS
-        if kind == _HANG or is_too_slow:
+        is_too_slow = kind == SLOW and phase != SAVING and now - self._asked_at > _STOP_SECONDS
+        if kind == HANG or is_too_slow:
             line = (
-                f"{request}: {_begin(phase, seconds)}, so no step comes after which to save; the "
+                f"{request}: {describe_stall(phase, seconds)}, so no step comes after which to save; the "
                 "end [hang]"
             )
             self._end(line, EXIT_NO_PROGRESS, until=now)
@@ -374,9 +364,9 @@ class HangWatch:
         """
         if not self._end_seconds or seconds <= self._end_seconds:
             return
-        if phase in _SHORT or seconds > _LONG_SECONDS:
+        if phase in SHORT_PHASES or seconds > _LONG_SECONDS:
             line = (
-                f"{_begin(self.phase, seconds)} (supervision.hang_seconds); the warning before "
+                f"{describe_stall(self.phase, seconds)} (supervision.hang_seconds); the warning before "
                 "says where [hang]"
             )
             self._end(line, EXIT_TRAINING, until=time.monotonic())
@@ -388,7 +378,7 @@ class HangWatch:
         os._exit(exit_code)
 
     def _reported_kind(self) -> str:
-        """Return what the rank that compares has reported of this stall: `_HANG`, `_SLOW`, or
+        """Return what the rank that compares has reported of this stall: `HANG`, `SLOW`, or
         nothing yet.
         """
         if self._store is None:
@@ -399,7 +389,7 @@ class HangWatch:
                 if self._store.check([key]):
                     return self._store.get(key).decode()
             return ""
-        return self._kind or _HANG  # the store has gone with rank 0, which has ended
+        return self._kind or HANG  # the store has gone with rank 0, which has ended
 
     def _guard(self, seconds: float) -> None:
         """Have a thread of C write the stacks, in case this thread cannot run again because some
@@ -440,7 +430,7 @@ class HangWatch:
         place = place_of(current_frames().get(self._main))
         phase = self.phase
         if self._is_first(phase):
-            phase = _IN_FIRST_STEPS
+            phase = IN_FIRST_STEPS
         return {
             "seconds": round(seconds, 1),
             "phase": phase,
@@ -487,7 +477,7 @@ class HangWatch:
         return {rank: json.loads(store.get(f"state/{rank}")) for rank in answering}
 
     def _report(self, states: Mapping[int, State]) -> None:
-        if self._is_reported or _compiles(states):
+        if self._is_reported or compiles(states):
             return
         self._is_reported = True
         self._kind = kind_of(states, world_size=self._world_size)
@@ -501,42 +491,6 @@ class HangWatch:
         )
 
 
-def place_of(frame: FrameType | None) -> str:
-    """Describe where a thread is: the innermost line of the user's code, and the function that it
-    is in now.
-    """
-    if frame is None:
-        return "an unknown place"
-    user_frame = _innermost_of_user(frame)
-    shown = user_frame or frame
-    line = f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} in {shown.f_code.co_name}"
-    if frame is user_frame:
-        return line
-    return f"{line} ({frame.f_code.co_name} of {frame.f_globals.get('__name__', '?')})"
-
-
-def _innermost_of_user(innermost: FrameType) -> FrameType | None:
-    frame: FrameType | None = innermost
-    while frame is not None:
-        file = frame.f_code.co_filename
-        is_library = any(folder in file for folder in _LIBRARIES)
-        if not is_library and not file.startswith((_PACKAGE, "<")):
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def is_compiling() -> bool:
-    """Check whether torch compiles a graph or an extension, in any thread."""
-    for innermost in current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_globals.get("__name__") in _COMPILERS:
-                return True
-            frame = frame.f_back
-    return False
-
-
 def _num_compiled() -> int:
     """Count the frames that torch.compile has looked at in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
@@ -547,124 +501,3 @@ def _num_compiled() -> int:
 
 def _kind_key(step: int) -> str:
     return f"verdict/{step}"
-
-
-def _compiles(states: Mapping[int, State]) -> bool:
-    """Check whether a rank compiles something, and not for too long."""
-    return any(
-        state.get("compiles") and state["seconds"] < _UNKNOWN_SECONDS for state in states.values()
-    )
-
-
-def kind_of(states: Mapping[int, State], *, world_size: int) -> str:
-    """Return the kind of a stall: a hang if a rank does not answer, or the ranks that do not wait
-    in a collective are in a step or an evaluation; else slow, as a save or a callback may rightly
-    be.
-    """
-    outside = [state for state in states.values() if _waits_in(state) is None]
-    if len(states) < world_size or not outside:
-        return _HANG
-    if all(state["phase"] in (*_SHORT, _IN_FIRST_STEPS) for state in outside):
-        return _HANG
-    return _SLOW
-
-
-def collectives() -> dict[str, dict[str, Any]]:
-    """Return the last collective that this rank began in each process group, from torch's flight
-    recorder.
-    """
-    from torch._C import _distributed_c10d as c10d
-
-    calls: dict[str, dict[str, Any]] = {}
-    for backend in _RECORDERS:
-        with suppress(Exception):  # a recorder of another release, or none
-            dump: Callable[[], str] = getattr(c10d, _RECORDERS[backend])
-            for entry in json.loads(dump()).get("entries", ()):
-                sizes = entry.get("input_sizes") or [[]]
-                calls[f"{backend} {entry['process_group'][0]}"] = {
-                    "number": entry["collective_seq_id"],
-                    "name": str(entry["profiling_name"]).rpartition(":")[2],
-                    "elements": sum(math.prod(size) for size in sizes),
-                    "waits": not entry.get("retired") and entry.get("state") != "completed",
-                }
-    return calls
-
-
-def sentence(states: Mapping[int, State], *, world_size: int) -> str:
-    """Describe which ranks keep the others waiting.
-
-    Args:
-        states: by rank, of the ranks that answered.
-        world_size: of the run.
-    """
-    silent = [rank for rank in range(world_size) if rank not in states]
-    waiting: dict[int, Mapping[str, Any]] = {}
-    outside: dict[int, State] = {}
-    for rank, state in states.items():
-        call = _waits_in(state)
-        if call:
-            waiting[rank] = call
-        else:
-            outside[rank] = state
-    phase = states[next(iter(outside or states))]["phase"]
-    seconds = max(state["seconds"] for state in states.values())
-    step = max(state["step"] for state in states.values())
-    begin = f"{_begin(phase, seconds)} after step {step}: "
-    if silent:
-        do = "does" if len(silent) == 1 else "do"
-        reason = "(stopped, or Python's lock is held)"
-        return f"{begin}{_ranks(silent)} {do} not answer {reason}{_where(waiting, states)}"
-    if outside:
-        return f"{begin}{_where_outside(outside, waiting)}{_where(waiting, states)}"
-    calls = {rank: _shown(call) for rank, call in waiting.items()}
-    if len(set(calls.values())) == 1:
-        place = states[min(states)]["place"]
-        return f"{begin}all ranks are in {next(iter(calls.values()))} at {place}"
-    parts = [
-        f"rank {rank} waits in {call} at {states[rank]['place']}" for rank, call in calls.items()
-    ]
-    return begin + "; ".join(parts)
-
-
-def _where_outside(outside: Mapping[int, State], waiting: Mapping[int, Mapping[str, Any]]) -> str:
-    """Describe the ranks that do not wait in a collective."""
-    ranks = _ranks(outside)
-    be = "is" if len(outside) == 1 else "are"
-    place = next(iter(outside.values()))["place"]
-    if not waiting:
-        return f"{ranks} {be} at {place}"
-    call = _shown(next(iter(waiting.values())))
-    return f"{ranks} did not enter {call}, and {be} at {place}"
-
-
-def _begin(phase: str, seconds: float) -> str:
-    if phase == STEPS:
-        return f"no step for {seconds:.0f} s"
-    return f"no progress in {phase} for {seconds:.0f} s"
-
-
-def _waits_in(state: State) -> dict[str, Any] | None:
-    return next((call for call in state["calls"].values() if call["waits"]), None)
-
-
-def _shown(call: Mapping[str, Any]) -> str:
-    return f"{call['name']} #{call['number']} of {call['elements']:,} elements"
-
-
-def _where(waiting: Mapping[int, Mapping[str, Any]], states: Mapping[int, State]) -> str:
-    if not waiting:
-        return ""
-    rank = next(iter(waiting))
-    others = counted(len(waiting), "other")
-    wait = "waits" if len(waiting) == 1 else "wait"
-    return f"; {others} {wait} in {_shown(waiting[rank])} at {states[rank]['place']}"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    numbers = sorted(ranks)
-    text = ", ".join(map(str, numbers[:_MOST_NAMED]))
-    if len(numbers) > _MOST_NAMED:
-        text += f" and {len(numbers) - _MOST_NAMED} more"
-    if len(numbers) == 1:
-        return f"rank {text}"
-    return f"ranks {text}"

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from framework.engine import hang_watch
-from framework.engine.hang_watch import Gaps, HangWatch, Watched, place_of, sentence
+from framework.engine.hang_watch import Gaps, HangWatch, Watched
 from framework.engine.protocol import EVALUATING, SAVING, STEPS
+from framework.engine.rank_states import compiles, place_of, sentence
 from tests.launched import ROOT
 from tests.warm_ranks import WarmRanks
 
@@ -261,9 +262,9 @@ def test_whoever_is_in_a_debugger_is_left_alone(
 
 def test_a_rank_that_compiles_is_not_named() -> None:
     compiling = state(40, "model.py:3 in forward") | {"compiles": True}
-    assert hang_watch._compiles({0: WAITS, 1: compiling})
-    assert not hang_watch._compiles({0: WAITS, 1: compiling | {"seconds": 700.0}})
-    assert not hang_watch._compiles({0: WAITS, 1: state(40, "model.py:3 in forward")})
+    assert compiles({0: WAITS, 1: compiling})
+    assert not compiles({0: WAITS, 1: compiling | {"seconds": 700.0}})
+    assert not compiles({0: WAITS, 1: state(40, "model.py:3 in forward")})
 
 
 def test_the_place_is_the_users_line() -> None:

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from framework.engine import hang_watch
+from framework.engine import rank_states
 from framework.system.debugger import is_at_prompt
 from framework.system.frames import current_frames
 
@@ -26,7 +26,7 @@ def test_nothing_is_collected_while_frames_are_taken(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "_current_frames", watched)
     assert threading.get_ident() in current_frames()
     is_at_prompt(threading.get_ident())
-    hang_watch.is_compiling()
+    rank_states.is_compiling()
     assert collects == [False, False, False]
     assert gc.isenabled()
 
