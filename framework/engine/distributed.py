@@ -263,10 +263,15 @@ def barrier() -> None:
     torch.distributed.barrier()
 
 
-def gather(value: Any, group: Any = None) -> list[Any]:
-    """Return the value of every rank, or every rank of a group, in the order of ranks.
-    Collective.
-    """
+def gather(value: Any) -> list[Any]:
+    """Return every rank's value, in the order of ranks. Collective."""
+    values: list[Any] = [None for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def gather_in(group: Any, value: Any) -> list[Any]:
+    """Return the value of every rank of a group, in the order of its ranks. Collective."""
     values: list[Any] = [None for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather_object(values, value, group=group)
     return values

@@ -11,7 +11,7 @@ import deepspeed
 import torch
 import torch.distributed
 
-from framework.engine.distributed import gather, rank
+from framework.engine.distributed import gather_in, rank
 from framework.errors import counted
 from framework.system.log import print_line
 
@@ -48,7 +48,7 @@ class Modes:
         parts = dict(module.named_modules())
         changed = [plain_name(name) for name in in_evaluation if parts[name].training]
         if stages is not None:
-            changed = list(chain.from_iterable(gather(changed, stages)))
+            changed = list(chain.from_iterable(gather_in(stages, changed)))
         if changed and rank() == 0:
             _report(changed)
 

@@ -228,10 +228,11 @@ def put_layer_weights(
 ) -> torch.nn.Module:
     """Load the weights of one layer, which `refuse_other_layers` let pass, into its module."""
     with torch.no_grad():
-        held = shapes_of(weights)
+        shapes = shapes_of(weights)
         for name, tensor in module.state_dict().items():
-            if f"{layer}.{name}" in held:
-                tensor.copy_(weights[f"{layer}.{name}"])
+            full_name = f"{layer}.{name}"
+            if full_name in shapes:
+                tensor.copy_(weights[full_name])
     return module
 
 

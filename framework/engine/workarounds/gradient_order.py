@@ -17,7 +17,7 @@ import deepspeed
 import torch
 import torch.distributed
 
-from framework.engine.distributed import gather
+from framework.engine.distributed import gather_in
 from framework.errors import TrainingError
 
 
@@ -278,7 +278,7 @@ class _FetchOrder:
     def _see(self, entry: int) -> None:
         """Compare an entry; collective in the first pass."""
         if not self._known:
-            entries = gather(entry, self._group)
+            entries = gather_in(self._group, entry)
             first = self._text(entries[0])
             for rank, other in enumerate(entries):
                 if other != entries[0]:
