@@ -46,7 +46,7 @@ _SPECIAL: Final[Mapping[str, Any]] = {
     "-.inf": float("-inf"),
     ".nan": float("nan"),
 }
-# What libyaml (or PyYAML) says -> what to do about it; anything else gets the general advice.
+# Part of libyaml's (or PyYAML's) message -> reason and fix; any other gets the general advice.
 _ADVICE: Final[Mapping[str, tuple[str, str]]] = {
     "mapping values are not allowed": (
         "a colon that no key can have here",
@@ -72,7 +72,7 @@ class Span(NamedTuple):
         key: the key as it is written, with its quotes; None for an element of a list and for the
             whole document.
         value: the value as it is written, without the blanks around it.
-        comma: offset of the comma that follows; None where there is none.
+        comma: offset of the comma that follows; None if no comma does.
     """
 
     key: tuple[int, int] | None
@@ -81,8 +81,10 @@ class Span(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Of its key, or of its value where it has none."""
-        return self.value[0] if self.key is None else self.key[0]
+        """Offset of its key, or of its value if it has none."""
+        if self.key is None:
+            return self.value[0]
+        return self.key[0]
 
 
 @dataclass
@@ -131,11 +133,11 @@ def is_setting(word: str) -> bool:
 
 
 def read_text(path: Path, *, name: str) -> str:
-    """The text of a config file, character for character: a byte order mark and carriage returns
-    are in it.
+    """Read the text of a config file, character for character: a byte order mark and carriage
+    returns are in it.
 
-    Whatever stands at the path, at most a megabyte is read, for a few seconds. A pipe is read,
-    because shells hand over the output of a command as one (``check <(envsubst < x.json)``).
+    Of any file at most a megabyte is read, for a few seconds. A pipe is read, because shells hand
+    over the output of a command as one (``check <(envsubst < x.json)``).
 
     Raises:
         ConfigError: it is not there, not text, too large, or nothing that can be read to an end.
@@ -145,24 +147,7 @@ def read_text(path: Path, *, name: str) -> str:
         return ConfigError.of(kind, reason, fix, file=name)
 
     try:
-        mode = path.stat().st_mode
-        # not even opened: some devices act on that
-        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-            if stat.S_ISDIR(mode):
-                reason = "this is a folder"
-            else:
-                reason = "it is a device or a socket, and no file"
-            raise refuse(
-                "config-unreadable",
-                reason,
-                "name a .yaml or .json file" + " in it" * stat.S_ISDIR(mode),
-            )
-        # Without O_NONBLOCK, opening a pipe waits for its writer, perhaps for ever.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
-            if stat.S_ISFIFO(mode):
-                data = _read_pipe(stream.fileno(), refuse)
-            else:
-                data = stream.read(MAX_BYTES + 1)
+        data = _read_bytes(path, refuse)
     except FileNotFoundError:
         if path.is_symlink():
             raise refuse(
@@ -192,8 +177,26 @@ def read_text(path: Path, *, name: str) -> str:
     return text
 
 
+def _read_bytes(path: Path, refuse: Callable[[str, str, str], ConfigError]) -> bytes:
+    """Read a file or a pipe, one byte more than is allowed at most."""
+    mode = path.stat().st_mode
+    # Nothing else is even opened: some devices act on that.
+    if stat.S_ISDIR(mode):
+        reason = "this is a folder"
+        raise refuse("config-unreadable", reason, "name a .yaml or .json file in it")
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        reason = "it is a device or a socket, and no file"
+        raise refuse("config-unreadable", reason, "name a .yaml or .json file")
+    # Without O_NONBLOCK, opening a pipe waits for its writer, perhaps for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as stream:
+        if stat.S_ISFIFO(mode):
+            return _read_pipe(stream.fileno(), refuse)
+        return stream.read(MAX_BYTES + 1)
+
+
 def _read_pipe(descriptor: int, refuse: Callable[[str, str, str], ConfigError]) -> bytes:
-    """All that comes; a writer may open a named pipe a moment after its reader."""
+    """Read a pipe to its end; a writer may open a named pipe a moment after its reader."""
     data = b""
     begin = time.monotonic()
     fix = "write the text to a file"
@@ -224,7 +227,7 @@ def read_document(path: Path, *, name: str) -> Document:
 
 
 def document_of(text: str, path: Path, *, name: str) -> Document:
-    """The document of a text that was read from a path, whose ending says YAML or JSON."""
+    """Parse a text that was read from a path, as JSON if the path ends so, else as YAML."""
     return parse_document(text, name=name, is_json=path.suffix == ".json")
 
 
@@ -238,7 +241,7 @@ def parse_document(text: str, *, name: str, is_json: bool = False) -> Document:
 
 
 def parse_scalar(text: str, *, name: str = "") -> Any:
-    """The value of one ``key=value`` override: any YAML value on one line."""
+    """Return the value of one ``key=value`` override: any YAML value on one line."""
     return parse_document(text, name=name).value
 
 
@@ -257,11 +260,15 @@ class Builder:
         return Problem(kind, reason, fix, file=self.document.name, line=place[0], column=place[1])
 
     def stop(self, kind: str, place: tuple[int, int], reason: str, fix: str) -> NoReturn:
-        """Raise what was found so far, and this."""
+        """Raise the problems so far, and this one.
+
+        Raises:
+            ConfigError: always.
+        """
         raise ConfigError([*self.problems, self.problem(kind, place, reason, fix)])
 
     def count(self, depth: int, place: tuple[int, int]) -> None:
-        """Hold the bounds of size and depth at one more value."""
+        """Count one more value, and stop beyond the bounds of size and depth."""
         self.num_values += 1
         if self.num_values > MAX_VALUES:
             self.stop("config-too-large", place, self.too_many, "make it smaller")
@@ -271,7 +278,7 @@ class Builder:
             )
 
     def add_duplicate(self, path: KeyPath, place: tuple[int, int]) -> None:
-        """Remember a key that is there already."""
+        """Add the problem of a key that is there already."""
         reason = f"the key is already set in line {self.document.places[path][0]}"
         problem = self.problem("duplicate-key", place, reason, "keep one of the two")
         self.problems.append(replace(problem, key=".".join(map(str, path))))
@@ -289,17 +296,17 @@ class _NodeReader(Builder):
         text = document.text.removeprefix(BYTE_ORDER_MARK)
         self.offset = len(document.text) - len(text)
         is_json = document.syntax == "json"
+        json_value = None
         if is_json:
-            value = self._json_value(text)
-        else:
-            value = None
-        if is_json:  # what PyYAML reads with the same places: no tabs, no halves of UTF-16 pairs
+            json_value = self._json_value(text)
+            # What PyYAML reads with the same places: no tabs, no halves of UTF-16 pairs.
             text = _SURROGATE.sub(r"\\u003f", text.replace("\t", " "))
         try:
-            self._walk(text)
+            self._check_bounds(text)
             root = yaml.compose(text, Loader=_LOADER)
         except yaml.YAMLError as error:
-            self.stop("config-syntax", *_syntax_error(error, text, is_json=is_json))
+            place, reason, fix = _syntax_error(error, text, is_json=is_json)
+            self.stop("config-syntax", place, reason, fix)
         if root is not None:
             document.places[()] = _place(root.start_mark)
             document.spans[()] = Span(None, self._extent(root))
@@ -307,12 +314,12 @@ class _NodeReader(Builder):
             if self.problems:
                 raise ConfigError(self.problems)
         if is_json:
-            document.value = value
+            document.value = json_value
         return document
 
     def _json_value(self, text: str) -> Any:
-        """YAML finds the places, JSON decides the values: escapes such as \\ud83d\\ude00 differ
-        between the two.
+        """Parse the values as JSON: escapes such as \\ud83d\\ude00 differ in YAML, which finds the
+        places.
         """
         if not text.strip():
             self.stop("config-syntax", (0, 0), "the file is empty", "write at least {}")
@@ -334,26 +341,32 @@ class _NodeReader(Builder):
                 "config-syntax", (0, 0), "a number of thousands of digits", "write a smaller one"
             )
         if _SURROGATE.search(text):
-            try:
-                json.dumps(value, ensure_ascii=False).encode()
-            except UnicodeEncodeError:
-                self.stop(
-                    "config-syntax",
-                    (0, 0),
-                    "half of a UTF-16 pair is no text",
-                    "write the character itself",
-                )
+            self._check_surrogates(value)
         return value
 
-    def _walk(self, text: str) -> None:
-        """Hold the bounds before composing, which is recursive, in C."""
-        depth = num_nodes = 0
+    def _check_surrogates(self, value: Any) -> None:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            self.stop(
+                "config-syntax",
+                (0, 0),
+                "half of a UTF-16 pair is no text",
+                "write the character itself",
+            )
+
+    def _check_bounds(self, text: str) -> None:
+        """Check size, depth and tags before composing, which is recursive, in C."""
+        depth = 0
+        num_nodes = 0
         event: Any  # PyYAML's types allow for events without a place; the parser makes none
         for event in yaml.parse(text, Loader=_LOADER):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-                event, yaml.CollectionEndEvent
-            )
-            num_nodes += isinstance(event, yaml.NodeEvent)
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            if isinstance(event, yaml.NodeEvent):
+                num_nodes += 1
             self.num_values = num_nodes // 2  # a value has at most one key
             self.count(depth, (event.start_mark.line + 1, 0))
             tag = getattr(event, "tag", None)
@@ -368,9 +381,7 @@ class _NodeReader(Builder):
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
-            elements = [((*path, index), child) for index, child in enumerate(node.value)]
-            self.document.places |= {here: _place(child.start_mark) for here, child in elements}
-            return [self._value(child, here) for here, child in elements]
+            return self._elements(node, path)
         assert isinstance(node, yaml.ScalarNode)
         text: str = node.value
         if node.style in ("'", '"', "|", ">"):
@@ -382,6 +393,12 @@ class _NodeReader(Builder):
         if isinstance(value, (bool, int, float)):
             self.document.texts[path] = text
         return value
+
+    def _elements(self, node: yaml.SequenceNode, path: KeyPath) -> list[Any]:
+        elements = [((*path, index), child) for index, child in enumerate(node.value)]
+        for here, child in elements:
+            self.document.places[here] = _place(child.start_mark)
+        return [self._value(child, here) for here, child in elements]
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -402,17 +419,22 @@ class _NodeReader(Builder):
                 self.add_duplicate(here, place)
                 continue
             self.document.places[here] = place
-            written = self._extent(key_node)
-            value = self._extent(value_node)
+            key_extent = self._extent(key_node)
+            value_extent = self._extent(value_node)
             # the value of an alias stands before its key
-            if path in self.document.spans and value >= written:
+            if path in self.document.spans and value_extent >= key_extent:
+                comma = None
                 if node.flow_style:
-                    comma = _COMMA.match(self.document.text, value[1])
-                else:
-                    comma = None
-                self.document.spans[here] = Span(written, value, comma.end() - 1 if comma else None)
+                    comma = self._comma_after(value_extent[1])
+                self.document.spans[here] = Span(key_extent, value_extent, comma)
             values[key] = self._value(value_node, here)
         return values
+
+    def _comma_after(self, end: int) -> int | None:
+        match = _COMMA.match(self.document.text, end)
+        if match is None:
+            return None
+        return match.end() - 1
 
     def _extent(self, node: yaml.Node) -> tuple[int, int]:
         return node.start_mark.index + self.offset, node.end_mark.index + self.offset
@@ -425,34 +447,42 @@ def _place(mark: Any) -> tuple[int, int]:
 def _syntax_error(
     error: yaml.YAMLError, text: str, *, is_json: bool
 ) -> tuple[tuple[int, int], str, str]:
+    """Return place, reason and fix."""
     mark = getattr(error, "problem_mark", None)
-    began = getattr(error, "context_mark", None)
-    stated = getattr(error, "problem", None)
+    context_mark = getattr(error, "context_mark", None)
+    message = getattr(error, "problem", None)
     if mark:
         place = _place(mark)
     else:
         place = (0, 0)
     # valid JSON that PyYAML cannot walk, for example a key of more than 1,024 characters
     if is_json:
-        reason = f"a layout that cannot be read: {stated or 'an odd character'}"
+        reason = f"a layout that cannot be read: {message or 'an odd character'}"
         return place, reason, "lay it out as `python -m json.tool` does"
-    stated = str(stated or getattr(error, "reason", None) or "not YAML")
-    reason, fix = next(
-        (advice for words, advice in _ADVICE.items() if words in stated),
-        (f"not valid YAML: {stated}", "check indentation, colons and quotes"),
-    )
+    message = str(message or getattr(error, "reason", None) or "not YAML")
+    reason, fix = _advice(message)
     if mark is not None:
-        line = dict(enumerate(text.split("\n"))).get(mark.line, "")
+        lines = text.split("\n")
+        line = lines[mark.line] if mark.line < len(lines) else ""
         if "\t" in line[: mark.column + 1]:
             reason = "a tab stands where only spaces may"
             fix = "indent with spaces"
-        elif began is not None and began.line != mark.line:
-            reason += f" (in what began in line {began.line + 1})"
+        elif context_mark is not None and context_mark.line != mark.line:
+            reason += f" (in what began in line {context_mark.line + 1})"
     return place, reason, fix
 
 
+def _advice(message: str) -> tuple[str, str]:
+    for words, advice in _ADVICE.items():
+        if words in message:
+            return advice
+    return f"not valid YAML: {message}", "check indentation, colons and quotes"
+
+
 def _plain(text: str) -> Any:
-    """An unquoted scalar: null, a boolean, a number as YAML 1.2 and JSON read it, or a string."""
+    """Return the value of an unquoted scalar: null, a boolean, a number as YAML 1.2 and JSON read
+    it, or a string.
+    """
     if text in _SPECIAL:
         return _SPECIAL[text]
     if _INT.match(text):

@@ -3,7 +3,7 @@ they are.
 
 An edit names its place by the path in the original document, also when several are made at once.
 Each result is read again and compared with the value that was meant, so that no layout, however
-odd, can lead to a file that says something else.
+odd, can lead to a file with another meaning.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class InsertMember(Edit):
 
 
 def apply_edits(document: Document, edits: Sequence[Edit]) -> str:
-    """The text of a document with all edits made, of which none may `clash` with another.
+    """Return the text of a document with all edits made; none may `clash` with another.
 
     Raises:
         EditError: they do not fit the document, or, in YAML, its layout.
@@ -129,7 +129,7 @@ def apply_edits(document: Document, edits: Sequence[Edit]) -> str:
 
 
 def edited(document: Document, edits: Sequence[Edit]) -> str | None:
-    """The text with all edits made, None where they cannot be made for sure."""
+    """Return the text with all edits made, None where they cannot be made for sure."""
     try:
         return apply_edits(document, edits)
     except (EditError, ConfigError):
@@ -176,11 +176,7 @@ def clash(first: Edit, second: Edit) -> bool:
         return False
     if first.touched is not None and first.touched == second.touched:
         return True
-    if (
-        first.made
-        and second.made
-        and (_is_in(first.made, second.made) or _is_in(second.made, first.made))
-    ):
+    if first.made and second.made and _overlap(first.made, second.made):
         return True
     return _disturbs(first, second) or _disturbs(second, first)
 
@@ -193,41 +189,49 @@ def unified_diff(before: str, after: str, name: str) -> str:
     if before.endswith("\n") and after.endswith("\n"):
         before = before[:-1]
         after = after[:-1]
-    old, new = (
-        [visible(line.removesuffix("\r"), keeps="\t") for line in text.split("\n")]
-        for text in (before, after)
-    )
-    return "\n".join(difflib.unified_diff(old, new, name, name, lineterm=""))
+    old_lines = _visible_lines(before)
+    new_lines = _visible_lines(after)
+    return "\n".join(difflib.unified_diff(old_lines, new_lines, name, name, lineterm=""))
+
+
+def _visible_lines(text: str) -> list[str]:
+    return [visible(line.removesuffix("\r"), keeps="\t") for line in text.split("\n")]
 
 
 def _reads_as(document: Document, text: str, expected: Any) -> bool:
+    """Check whether an edited text has the expected value."""
     if document.syntax == "hjson":
-        found = parse_hjson(text, name=document.name).value
+        value = parse_hjson(text, name=document.name).value
     else:
-        found = parse_document(text, name=document.name, is_json=document.syntax == "json").value
-    return bool(found == expected or repr(found) == repr(expected))  # NaN is not equal to itself
+        value = parse_document(text, name=document.name, is_json=document.syntax == "json").value
+    return bool(value == expected or repr(value) == repr(expected))  # NaN is not equal to itself
 
 
 def _check_fits(document: Document, edit: Edit) -> None:
-    touched = edit.touched
-    made = edit.made
-    spans = document.spans
-    fits = touched is None or (
-        touched != ()
-        and touched in spans
-        and (isinstance(edit, ReplaceValue) or spans[touched].key is not None)
-    )
-    if made is not None:
-        home = next(made[:depth] for depth in range(len(made) - 1, -1, -1) if made[:depth] in spans)
-        is_into_itself = touched is not None and _is_in(made, touched)
-        fits = (
-            fits
-            and made not in spans
-            and not is_into_itself
-            and isinstance(at(document.value, home), dict)
-        )
-    if not fits:
+    if not _is_makeable(document, edit) or not _is_touchable(document, edit):
         raise EditError(f"{edit} does not fit")
+
+
+def _is_touchable(document: Document, edit: Edit) -> bool:
+    """Check whether what an edit changes is there; only a value may be an element of a list."""
+    touched = edit.touched
+    if touched is None:
+        return True
+    if touched == () or touched not in document.spans:
+        return False
+    return isinstance(edit, ReplaceValue) or document.spans[touched].key is not None
+
+
+def _is_makeable(document: Document, edit: Edit) -> bool:
+    """Check whether what an edit makes has a section to go to, and is not there yet."""
+    made = edit.made
+    if made is None:
+        return True
+    sections = (made[:depth] for depth in range(len(made) - 1, -1, -1))
+    home = next(section for section in sections if section in document.spans)
+    if made in document.spans or (edit.touched is not None and _is_in(made, edit.touched)):
+        return False
+    return isinstance(at(document.value, home), dict)
 
 
 def _disturbs(first: Edit, second: Edit) -> bool:
@@ -238,9 +242,12 @@ def _disturbs(first: Edit, second: Edit) -> bool:
         if isinstance(second, RenameKey):
             return second.made == first.path
         return second.made is not None and _is_in(second.made, first.path)
-    return any(
-        path is not None and _is_in(path, first.path) for path in (second.touched, second.made)
-    )
+    touches_it = second.touched is not None and _is_in(second.touched, first.path)
+    return touches_it or (second.made is not None and _is_in(second.made, first.path))
+
+
+def _overlap(first: KeyPath, second: KeyPath) -> bool:
+    return _is_in(first, second) or _is_in(second, first)
 
 
 def _is_in(path: KeyPath, outer: KeyPath) -> bool:

@@ -54,7 +54,7 @@ _ESCAPES: Final = {
     "r": "\r",
     "t": "\t",
 }
-# First character where a key belongs -> what to say.
+# First character where a key belongs -> reason and fix.
 _NO_KEY: Final = {
     ":": ("a colon without a key", "write the key before it (an empty key needs quotes)"),
     ",": ("a comma where a key belongs", "remove it"),
@@ -96,17 +96,36 @@ class _Reader(Builder):
     """
 
     def read(self) -> Document:
-        self.text = text = self.document.text
-        self._line_starts = [0, *(match.end() for match in _LINE_END.finditer(text))]
-        self._has_lone_return = bool(re.search(r"\r(?!\n)", text))
+        self.text = self.document.text
+        self._line_starts = [0] + [match.end() for match in _LINE_END.finditer(self.text)]
+        self._has_lone_return = bool(re.search(r"\r(?!\n)", self.text))
         self._has_member = False
         # the last text without quotes that holds what looks like Hjson
         self._misleading: int | None = None
+        self._check_text()
+        has_mark = self.text.startswith(BYTE_ORDER_MARK)
+        begin = self._skip(len(BYTE_ORDER_MARK) if has_mark else 0)
+        self.document.places[()] = self._place(begin)
+        if begin == len(self.text):
+            if has_mark:  # the hjson package refuses this one
+                self._refuse(begin, "the file is empty", "write at least {}")
+            value: Any = {}
+            end = begin
+        elif self.text[begin] in "{[":
+            value, end = self._value(begin, ())
+            self._refuse_rest(end)
+        else:
+            value, end = self._without_braces(begin)
+            self._refuse_rest(end)
+        self.document.value = value
+        self.document.spans[()] = Span(None, (begin, end))
+        if self.problems:
+            raise ConfigError(self.problems)
+        return self.document
+
+    def _check_text(self) -> None:
         try:
-            if len(text.encode()) > MAX_BYTES:
-                reason = f"more than {MAX_BYTES:,} bytes"
-                fix = "a DeepSpeed config is a few kilobytes of text"
-                self.stop("config-too-large", (0, 0), reason, fix)
+            num_bytes = len(self.text.encode())
         except UnicodeEncodeError:
             self.stop(
                 "config-not-text",
@@ -114,29 +133,20 @@ class _Reader(Builder):
                 "half of a UTF-16 pair is no text",
                 "save the text as UTF-8",
             )
-        if "\0" in text:
+        if num_bytes > MAX_BYTES:
+            reason = f"more than {MAX_BYTES:,} bytes"
+            fix = "a DeepSpeed config is a few kilobytes of text"
+            self.stop("config-too-large", (0, 0), reason, fix)
+        if "\0" in self.text:
             self.stop("config-not-text", (0, 0), "it holds zero bytes", "name a text file")
-        begin = self._skip(len(BYTE_ORDER_MARK) * text.startswith(BYTE_ORDER_MARK))
-        self.document.places[()] = self._place(begin)
-        if begin < len(text):
-            self.document.value, end = (
-                self._value(begin, ()) if text[begin] in "{[" else self._without_braces(begin)
-            )
-            self._refuse_rest(end)
-        elif text.startswith(BYTE_ORDER_MARK):  # the hjson package refuses this one
-            self._refuse(begin, "the file is empty", "write at least {}")
-        else:
-            self.document.value, end = {}, begin
-        self.document.spans[()] = Span(None, (begin, end))
-        if self.problems:
-            raise ConfigError(self.problems)
-        return self.document
 
     def _place(self, at: int) -> tuple[int, int]:
-        """Line and column, both 1-based; a byte order mark counts as nothing."""
+        """Return line and column, both 1-based; a byte order mark counts as nothing."""
         line = bisect_right(self._line_starts, at)
         column = at - self._line_starts[line - 1] + 1
-        return line, column - (line == 1 and column > 1 and self.text.startswith(BYTE_ORDER_MARK))
+        if line == 1 and column > 1 and self.text.startswith(BYTE_ORDER_MARK):
+            column -= 1
+        return line, column
 
     def _refuse(self, at: int, reason: str, fix: str) -> NoReturn:
         self.stop("config-syntax", self._place(at), reason, fix)
@@ -188,36 +198,40 @@ class _Reader(Builder):
         while at < len(self.text):
             if closing and self.text.startswith(closing, at):
                 return values, at + 1
-            key_at = at
-            key, key_end = self._key(at)
-            at = self._skip(key_end)
-            if not self.text.startswith(":", at):
-                self._refuse(at, "no colon after the key", "write key: value, or check the quotes")
-            self._has_member = True
-            at = self._skip(at + 1)
-            if len(key) > MAX_KEY:
-                self._refuse(
-                    key_at,
-                    f"a key of {len(key):,} characters",
-                    "check the quotes and the colons before it",
-                )
-            here = (*path, key)
-            place = self._place(key_at)
-            if key not in values:
-                self.document.places[here] = place
-            if at == len(self.text):
-                self._refuse(at, "the file ends where a value belongs", "write the value")
-            value_at = at
-            value, end = self._value(at, here)
-            at, comma = self._past_comma(end)
-            if key in values:
-                self.add_duplicate(here, place)
-                continue
-            values[key] = value
-            self.document.spans[here] = Span((key_at, key_end), (value_at, end), comma)
+            at = self._member(at, path, values)
         if closing:
             self._refuse_open(begin - 1, closing)
         return values, at
+
+    def _member(self, at: int, path: KeyPath, values: dict[str, Any]) -> int:
+        """Read one member into the values; return the offset of the next one."""
+        key_at = at
+        key, key_end = self._key(at)
+        at = self._skip(key_end)
+        if not self.text.startswith(":", at):
+            self._refuse(at, "no colon after the key", "write key: value, or check the quotes")
+        self._has_member = True
+        value_at = self._skip(at + 1)
+        if len(key) > MAX_KEY:
+            self._refuse(
+                key_at,
+                f"a key of {len(key):,} characters",
+                "check the quotes and the colons before it",
+            )
+        here = (*path, key)
+        place = self._place(key_at)
+        if key not in values:
+            self.document.places[here] = place
+        if value_at == len(self.text):
+            self._refuse(value_at, "the file ends where a value belongs", "write the value")
+        value, end = self._value(value_at, here)
+        next_at, comma = self._past_comma(end)
+        if key in values:
+            self.add_duplicate(here, place)
+        else:
+            values[key] = value
+            self.document.spans[here] = Span((key_at, key_end), (value_at, end), comma)
+        return next_at
 
     def _elements(self, at: int, path: KeyPath) -> tuple[list[Any], int]:
         values: list[Any] = []
@@ -236,10 +250,11 @@ class _Reader(Builder):
         return values, at + 1
 
     def _past_comma(self, end: int) -> tuple[int, int | None]:
+        """Return the offset of what follows, and the offset of the comma before it, or None."""
         at = self._skip(end)
         if self.text.startswith(",", at):
-            return (self._skip(at + 1), at)
-        return (at, None)
+            return self._skip(at + 1), at
+        return at, None
 
     def _refuse_open(self, opening: int, closing: str) -> NoReturn:
         reason = f"the {self.text[opening]} that opens here is never closed"
@@ -262,7 +277,7 @@ class _Reader(Builder):
     # ---- words
 
     def _skip(self, at: int) -> int:
-        """Past blanks and comments."""
+        """Return the offset behind blanks and comments."""
         text = self.text
         while True:
             at = _match(_SPACE, text, at).end()
@@ -279,30 +294,28 @@ class _Reader(Builder):
                 return at
 
     def _key(self, at: int) -> tuple[str, int]:
-        """The name of a key and the end of how it is written."""
+        """Return the name of a key, and the offset behind it as it is written."""
         if self.text.startswith(('"', "'"), at):
             return self._quoted(at)
         match = _match(_KEY, self.text, at)
         written = match[0]
         stop = self.text[match.end() : match.end() + 1]
         if not written:
-            self._refuse(
-                at,
-                *_NO_KEY.get(
-                    stop, (f"a {stop} where a key belongs", "check the brackets before it")
-                ),
-            )
+            unexpected = (f"a {stop} where a key belongs", "check the brackets before it")
+            reason, fix = _NO_KEY.get(stop, unexpected)
+            self._refuse(at, reason, fix)
         if stop != ":":
-            if written.strip():
-                name = written.split(maxsplit=1)[0]
-            else:
-                name = written
-            self._refuse(at, f"no colon after {show_value(name)}", "write key: value")
+            words = written.split(maxsplit=1)
+            first_word = words[0] if words else written
+            self._refuse(at, f"no colon after {show_value(first_word)}", "write key: value")
         bare = written.rstrip(_BLANKS)
         if any(blank in bare for blank in _BLANKS):
             fix = "add the missing colon or comma, or quote the key"
             self._refuse(at, f"the key {show_value(written)} has a blank in it", fix)
-        return bare if bare == written else written.rstrip(), at + len(bare)
+        name = bare
+        if bare != written:
+            name = written.rstrip()
+        return name, at + len(bare)
 
     def _scalar(self, at: int) -> tuple[Any, int]:
         text = self.text
@@ -341,7 +354,9 @@ class _Reader(Builder):
         return number
 
     def _quoted(self, begin: int) -> tuple[str, int]:
-        text, quote, at = self.text, self.text[begin], begin + 1
+        text = self.text
+        quote = text[begin]
+        at = begin + 1
         parts: list[str] = []
         while True:
             match = _match(_CHUNK, text, at)
@@ -354,7 +369,7 @@ class _Reader(Builder):
                 part, at = self._escape(at)
             elif mark and mark in "\"'":
                 part = mark
-                at = at + 1
+                at += 1
             elif mark in ("", "\r", "\n"):
                 self._refuse(
                     begin,
@@ -391,7 +406,7 @@ class _Reader(Builder):
         return int(match[0], 16)
 
     def _many_lines(self, at: int) -> tuple[str, int]:
-        """Text between three single quotes; its lines lose as many blanks as stand left of the
+        """Read text between three single quotes; its lines lose as many blanks as stand left of the
         opening quotes.
         """
         text = self.text
@@ -404,23 +419,28 @@ class _Reader(Builder):
                 "a ''' text in a file with carriage returns alone",
                 "save the file with other line ends",
             )
-        first, *rest = text[at + 3 : end].replace("\r\n", "\n").lstrip(" \t").split("\n")
-        line = bisect_right(self._line_starts, at)
         if len(self._line_starts) == 1:
             self._refuse(at, "DeepSpeed cannot read ''' in a file of one line", "use double quotes")
-        # In the first line the hjson package counts on from the end of the text.
-        indent = (
-            at - self._line_starts[line - 1] + (line == 1) * (len(text) - self._line_starts[-1])
-        )
-        lines = [
-            first,
-            *(line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in rest),
-        ]
-        return "\n".join(lines[bool(rest and not first) :]).removesuffix("\n"), end + 3
+        indent = self._many_lines_indent(at)
+        written = text[at + 3 : end].replace("\r\n", "\n").lstrip(" \t").split("\n")
+        lines = written[:1]
+        for line in written[1:]:
+            num_blanks = len(line) - len(line.lstrip(" \t"))
+            lines.append(line[min(indent, num_blanks) :])
+        if len(lines) > 1 and not lines[0]:
+            del lines[0]
+        return "\n".join(lines).removesuffix("\n"), end + 3
+
+    def _many_lines_indent(self, at: int) -> int:
+        line = bisect_right(self._line_starts, at)
+        indent = at - self._line_starts[line - 1]
+        if line == 1:  # there the hjson package counts on from the end of the text
+            indent += len(self.text) - self._line_starts[-1]
+        return indent
 
 
 def _match(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
-    """A match of what matches everywhere."""
+    """Match a pattern that matches everywhere."""
     match = pattern.match(text, at)
     assert match
     return match

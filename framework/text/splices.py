@@ -1,8 +1,8 @@
 """Positions where edits cut a text, and the text that they insert: commas, indentation, and lines
 that become empty.
 
-All offsets are those of the original text, so that any number of edits is cut in one pass. Hjson,
-JSON and the flow style of YAML have commas and braces; in YAML's block style a member is a line.
+All offsets count in the original text, so that any number of edits is cut in one pass. Hjson, JSON
+and the flow style of YAML have commas and braces; in YAML's block style a member is a line.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _PLAIN: Final = "a"  # a key without quotes
 _NEEDS_DOUBLE_QUOTES: Final = re.compile(r"['\\\x00-\x1f]")
 
 Splice = tuple[int, int, str]  # text[start:end] becomes the third
+_Extent = tuple[int, int]  # text[start:end]
 
 
 class EditError(Exception):
@@ -56,7 +57,7 @@ class _Section:
 
 
 def spliced(text: str, splices: Iterable[Splice]) -> str:
-    """The text with all splices made.
+    """Return the text with all splices made.
 
     Raises:
         EditError: they overlap.
@@ -66,16 +67,18 @@ def spliced(text: str, splices: Iterable[Splice]) -> str:
     for start, end, written in sorted(splices, key=lambda splice: splice[:2]):
         if start < done:
             raise EditError("splices overlap")
-        parts += text[done:start], written
+        parts.append(text[done:start])
+        parts.append(written)
         done = end
-    return "".join([*parts, text[done:]])
+    parts.append(text[done:])
+    return "".join(parts)
 
 
 class TextEditor:
-    """Collects edits of a document and turns them into splices; offsets and paths are those of the
-    document.
+    """Collects edits of a document and turns them into splices.
 
-    What a layout does not allow is an EditError.
+    Offsets and paths count in the document as it was read. What a layout does not allow is an
+    EditError.
     """
 
     def __init__(self, document: Document) -> None:
@@ -95,43 +98,44 @@ class TextEditor:
     # ---- edits
 
     def rename(self, path: KeyPath, name: str) -> None:
-        """Another key, quoted as the old one."""
+        """Write another key, quoted as the old one."""
         start, end = self._key(path)
         self._splices.append((start, end, _written_key(name, like=self.text[start:end])))
 
     def replace(self, path: KeyPath, value: Any) -> None:
-        """Another value; what needs a comma behind it, where text in quotes needed none, gets
-        one.
+        """Write another value.
+
+        A number or word that needs a comma behind it, where text in quotes needed none, gets one.
         """
         start, end = self.spans[path].value
         if self.syntax == "yaml":
-            old = self.value_at(path)
-            if start == end or self.text[start] in "|>" or isinstance(old, (dict, list)):
-                raise EditError("a value that has no place of its own")
-            keeps = (
-                _is_number(value) and isinstance(old, str) and parse_scalar(old.strip()) == value
-            )
-            # keeps its digits: 1e-3, not 0.001
-            if keeps:
-                written = old.strip()
-            else:
-                written = self._json(value, None)
+            written = self._yaml_value(path, value)
         else:
             written = self._json(value, self._own_indent(path))
         if written[-1] not in '"]}' and self.syntax == "hjson" and not self._ends_number(end):
             written += ","
         self._splices.append((start, end, written))
 
+    def _yaml_value(self, path: KeyPath, value: Any) -> str:
+        start, end = self.spans[path].value
+        old = self.value_at(path)
+        if start == end or self.text[start] in "|>" or isinstance(old, (dict, list)):
+            raise EditError("a value that has no place of its own")
+        # A number that was text keeps its digits: 1e-3, not 0.001.
+        if _is_number(value) and isinstance(old, str) and parse_scalar(old.strip()) == value:
+            return old.strip()
+        return self._json(value, None)
+
     def remove(self, path: KeyPath) -> None:
-        """No member here."""
+        """Take a member out."""
         self._section(path[:-1]).removed.add(path)
 
     def insert(self, path: KeyPath, value: Any) -> None:
-        """A new member."""
+        """Write a new member."""
         self._add(path, _Value(value))
 
     def move(self, path: KeyPath, to: KeyPath) -> None:
-        """The text of a member, from behind its key, at another place."""
+        """Put the text of a member, from behind its key, at another place."""
         self.remove(path)
         span = self.spans[path]
         begin = self._key(path)[1]
@@ -139,11 +143,9 @@ class TextEditor:
             end = self._line(path)[1]
         else:
             end = span.value[1]
-        has_many_lines = "'''" in self.text[begin:end]
-        if has_many_lines:
+        inside = [path]
+        if "'''" in self.text[begin:end]:
             inside = [inner for inner in self.spans if inner[: len(path)] == path]
-        else:
-            inside = [path]
         quoted = [
             (start - begin, stop - begin, text)
             for start, stop, text in self._quoted(inside, also_plain=path)
@@ -152,9 +154,9 @@ class TextEditor:
         self._add(to, _Value(tail=tail, indent=self._line_indent(span.start)[0]))
 
     def splices(self) -> list[Splice]:
-        """Everything collected, as non-overlapping splices."""
+        """Return everything collected, as non-overlapping splices."""
         splices = list(self._splices)
-        cuts: list[tuple[int, int]] = []
+        cuts: list[_Extent] = []
         for path, section in self._sections.items():
             members = [(*path, key) for key in self.value_at(path)]
             if members and members[-1] not in self.spans:
@@ -162,27 +164,28 @@ class TextEditor:
             if self._is_block(path):
                 splices += self._changed_lines(path, members, section)
                 continue
-            if section.new and members and members[-1] in section.removed:
-                cuts += self._cuts(section.removed - {members[-1]})
+            removed = section.removed
+            if section.new and members and members[-1] in removed:
+                cuts += self._cuts(removed - {members[-1]})
                 splices.append(self._instead(members, section.new))
                 continue
-            cuts += self._cuts(section.removed)
+            cuts += self._cuts(removed)
             if not members:
                 splices.append(self._fill(path, section.new))
             elif section.new:
                 splices += self._append(members, section.new)
             else:
-                cuts += self._last_comma(members, section.removed)
-                if section.removed.issuperset(members) and not self._has_braces(path):
+                cuts += self._last_comma(members, removed)
+                if removed.issuperset(members) and not self._has_braces(path):
                     splices.append(self._at_end("{}"))
         return splices + self._deletions(sorted(cuts))
 
     def requoted(self, splices: Sequence[Splice]) -> list[Splice]:
-        """Splices that write every ''' text outside the given ones in double quotes."""
+        """Return splices that write every ''' text outside the given ones in double quotes."""
         return [
-            new
-            for new in self._quoted(self.spans)
-            if not any(old[0] < new[1] and new[0] < old[1] for old in splices)
+            quoted
+            for quoted in self._quoted(self.spans)
+            if not any(_overlap(quoted, other) for other in splices)
         ]
 
     def _section(self, path: KeyPath) -> _Section:
@@ -200,25 +203,24 @@ class TextEditor:
     def _quoted(
         self, paths: Iterable[KeyPath], *, also_plain: KeyPath | None = None
     ) -> list[Splice]:
-        """The ''' texts among the values, and the text without quotes at one path, in double
-        quotes.
+        """Return splices that write the ''' texts among the values, and the text without quotes at
+        one path, in double quotes.
         """
         if self.syntax != "hjson":
             return []
         quoted = []
         for path in paths:
             start, end = self.spans[path].value
-            is_many_lines = self.text.startswith("'''", start) and isinstance(
-                self.value_at(path), str
-            )
+            value = self.value_at(path)
+            is_many_lines = self.text.startswith("'''", start) and isinstance(value, str)
             if is_many_lines or (path == also_plain and self._is_plain(path)):
-                quoted.append((start, end, json.dumps(self.value_at(path), ensure_ascii=False)))
+                quoted.append((start, end, json.dumps(value, ensure_ascii=False)))
         return quoted
 
     # ---- the layout
 
     def value_at(self, path: KeyPath) -> Any:
-        """The value at a path."""
+        """Return the value at a path."""
         return at(self.root, path)
 
     def _key(self, path: KeyPath) -> tuple[int, int]:
@@ -241,12 +243,14 @@ class TextEditor:
         return self.syntax == "yaml" and not self._has_braces(path)
 
     def _own_indent(self, path: KeyPath) -> str | None:
-        """The indentation of a member that is the first of its line; None for any other."""
+        """Return the indentation of a member that is the first of its line; None for any other."""
         indent, is_first = self._line_indent(self.spans[path].start)
-        return indent if is_first else None
+        if is_first:
+            return indent
+        return None
 
     def _line_indent(self, at: int) -> tuple[str, bool]:
-        """The blanks that begin the line of an offset, and whether nothing else stands before
+        """Return the blanks at the begin of an offset's line, and whether only they stand before
         it.
         """
         begin = max(self.text.rfind("\n", 0, at), self.text.rfind("\r", 0, at)) + 1
@@ -273,30 +277,27 @@ class TextEditor:
     # ---- block style
 
     def _line(self, path: KeyPath) -> tuple[int, int]:
-        """Start and end of the line that is a member, with the comment in it, without the blanks at
-        its end.
+        """Return start and end of the line that is a member, with the comment in it, without the
+        blanks at its end.
         """
         span = self.spans[path]
         indent, is_first = self._line_indent(span.start)
         end = _match_end(_REST_OF_LINE, self.text, span.value[1])
-        if (
-            not is_first
-            or end < 0
-            or _LINE_END.search(self.text, span.start, end)
-            or span.value[0] == span.value[1]
-        ):
+        is_line = is_first and end >= 0 and not _LINE_END.search(self.text, span.start, end)
+        if not is_line or span.value[0] == span.value[1]:
             raise EditError("a member that is no line")
         return span.start - len(indent), len(self.text[:end].rstrip(" \t"))
 
     def _changed_lines(
         self, path: KeyPath, members: Sequence[KeyPath], section: _Section
     ) -> Iterator[Splice]:
+        """Yield the splices of a section in block style."""
         if section.removed.issuperset(members):
             raise EditError("without its members the section is null")
         for member in section.removed:
             start, end = self._line(member)
-            behind = _LINE_END.search(self.text, end)
-            yield start, behind.end() if behind else len(self.text), ""
+            line_end = _LINE_END.search(self.text, end)
+            yield start, line_end.end() if line_end else len(self.text), ""
         for name, body in section.new.items():
             if not isinstance(body, dict):
                 start, end = self._line(members[-1])
@@ -310,37 +311,40 @@ class TextEditor:
 
     # ---- what goes
 
-    def _cuts(self, removed: Iterable[KeyPath]) -> list[tuple[int, int]]:
-        """Removed members and their commas."""
-        cuts: list[tuple[int, int]] = []
+    def _cuts(self, removed: Iterable[KeyPath]) -> list[_Extent]:
+        """Return the extents of removed members and of their commas."""
+        cuts: list[_Extent] = []
         for path in removed:
             span = self.spans[path]
-            cuts += [(span.start, span.value[1]), *_comma(span)]
+            cuts.append((span.start, span.value[1]))
+            cuts += _comma(span)
         return cuts
 
-    def _last_comma(
-        self, members: Sequence[KeyPath], removed: set[KeyPath]
-    ) -> list[tuple[int, int]]:
-        """The comma that would stand before the closing brace, where none stood before."""
+    def _last_comma(self, members: Sequence[KeyPath], removed: set[KeyPath]) -> list[_Extent]:
+        """Return the comma that is left before the closing brace, if none stood there before."""
         kept = [path for path in members if path not in removed]
-        stays = not kept or members[-1] not in removed or self.spans[members[-1]].comma is not None
-        if stays:
+        last = members[-1]
+        if not kept or last not in removed or self.spans[last].comma is not None:
             return []
         return _comma(self.spans[kept[-1]])
 
-    def _deletions(self, cuts: Sequence[tuple[int, int]]) -> list[Splice]:
-        """The cuts, joined over the blanks between them, with the line and the blanks that nobody
-        needs afterwards.
+    def _deletions(self, cuts: Sequence[_Extent]) -> list[Splice]:
+        """Join the cuts over the blanks between them, and widen them by what becomes empty: blanks,
+        or the whole line.
         """
-        blocks: list[tuple[int, int]] = []
+        blocks: list[_Extent] = []
         for start, end in cuts:
             if blocks and not self.text[blocks[-1][1] : start].strip(" \t"):
                 blocks[-1] = (blocks[-1][0], end)
             else:
                 blocks.append((start, end))
-        return [(*self._widened(start, end), "") for start, end in blocks]
+        deletions = []
+        for start, end in blocks:
+            wide_start, wide_end = self._widened(start, end)
+            deletions.append((wide_start, wide_end, ""))
+        return deletions
 
-    def _widened(self, start: int, end: int) -> tuple[int, int]:
+    def _widened(self, start: int, end: int) -> _Extent:
         blanks, is_first = self._line_indent(start)
         behind = _match_end(_BLANKS, self.text, end)
         is_last = self.text[behind : behind + 1] in ("", "\r", "\n")
@@ -351,19 +355,20 @@ class TextEditor:
             return start, end
         if is_first or not (is_last or self.text[behind] == "}"):
             return start, behind
-        return len(self.text[:start].rstrip(" \t")), behind if is_last else end
+        blanks_start = len(self.text[:start].rstrip(" \t"))
+        return blanks_start, behind if is_last else end
 
     # ---- what comes
 
     def _fill(self, path: KeyPath, new: _New) -> Splice:
-        """The first members of an empty object."""
+        """Write the first members of an empty object."""
         begin, end = self.spans[path].value
         indent = self._line_indent(self.spans[path].start)[0]
         if not self._has_braces(path):  # an empty document
-            return self._at_end(self._written(new, indent=""))
+            return self._at_end(self._object(new, indent=""))
         if not self.text[begin + 1 : end - 1].strip(" \t\r\n"):
             is_laid_out = self._own_indent(path) is not None and _LINE_END.search(self.text)
-            return begin, end, self._written(new, indent=indent if is_laid_out else None)
+            return begin, end, self._object(new, indent=indent if is_laid_out else None)
         line_end = _match_end(_REST_OF_LINE, self.text, begin + 1)
         if begin < line_end < end:
             inner = indent + self.indent_unit
@@ -371,50 +376,66 @@ class TextEditor:
         return begin + 1, begin + 1, self._members(new)
 
     def _instead(self, members: Sequence[KeyPath], new: _New) -> Splice:
-        """New members in the place of the last one."""
+        """Write new members in the place of the last one."""
         last = self.spans[members[-1]]
         indent = self._own_indent(members[-1])
         written = self._members(new, indent=indent, like=last, comma=self._separator(members))
         return last.start, last.value[1], written
 
     def _append(self, members: Sequence[KeyPath], new: _New) -> list[Splice]:
-        """New members behind the last one: on lines of their own where it has one."""
+        """Write new members behind the last one: on lines of their own where it has one."""
         last = self.spans[members[-1]]
-        comma = self._separator(members)
         is_plain = self._is_plain(members[-1])
         indent = self._own_indent(members[-1])
         if indent is None and is_plain:  # its text goes to the end of the line
             indent = self._line_indent(last.start)[0]
-        trailing = "," if last.comma is not None else ""
-        end = last.value[1] if last.comma is None else last.comma + 1
+        if last.comma is None:
+            end = last.value[1]
+            trailing = ""
+        else:
+            end = last.comma + 1
+            trailing = ","
         if indent is None:
             written = self._members(new, like=last)
-            return [(end, end, f" {written}," if trailing else f", {written}")]
-        written = (
-            self.newline
-            + indent
-            + self._members(new, indent=indent, like=last, comma=comma)
-            + trailing
-        )
-        line_end = _match_end(_REST_OF_LINE, self.text, end)
-        place = end if line_end < 0 else line_end
+            if trailing:
+                return [(end, end, f" {written},")]
+            return [(end, end, f", {written}")]
+        comma = self._separator(members)
+        lines = self._members(new, indent=indent, like=last, comma=comma)
+        written = self.newline + indent + lines + trailing
         separator = "" if trailing or is_plain else comma
-        if place == end:
+        line_end = _match_end(_REST_OF_LINE, self.text, end)
+        if line_end < 0 or line_end == end:
             return [(end, end, separator + written)]
-        return [*([(end, end, separator)] if separator else []), (place, place, written)]
+        splices = [(line_end, line_end, written)]
+        if separator:
+            splices.insert(0, (end, end, separator))
+        return splices
 
     def _members(
         self, new: _New, *, indent: str | None = None, like: Span | None = None, comma: str = ","
     ) -> str:
-        key = like.key if like else None
-        if key:
-            quoting = self.text[slice(*key)]
+        """Return the text of new members.
+
+        Args:
+            new: the members.
+            indent: of the line of each; None for all on one line.
+            like: the member that their keys are quoted as.
+            comma: what stands between two.
+        """
+        if like is not None and like.key:
+            start, end = like.key
+            quoting = self.text[start:end]
         elif self.syntax == "yaml":
             quoting = _PLAIN
         else:
             quoting = '"'
-        between = comma + (" " if indent is None else self.newline + indent)
-        return between.join(self._member(name, body, indent, quoting) for name, body in new.items())
+        if indent is None:
+            separator = f"{comma} "
+        else:
+            separator = comma + self.newline + indent
+        members = [self._member(name, body, indent, quoting) for name, body in new.items()]
+        return separator.join(members)
 
     def _member(self, name: str, body: _Value | _New, indent: str | None, quoting: str) -> str:
         behind = self._behind_key(body, indent)
@@ -425,7 +446,7 @@ class TextEditor:
 
     def _behind_key(self, body: _Value | _New, indent: str | None) -> str:
         if isinstance(body, dict):
-            return ": " + self._written(body, indent=indent)
+            return ": " + self._object(body, indent=indent)
         if not body.tail:
             return ": " + self._json(body.value, indent)
         if indent is None or indent == body.indent or "/*" in body.tail:
@@ -433,45 +454,33 @@ class TextEditor:
         lines = re.compile(f"({_LINE_END.pattern}){re.escape(body.indent)}")
         return lines.sub(lambda match: match[1] + indent, body.tail)
 
-    def _written(self, new: _New, *, indent: str | None) -> str:
-        """An object of new members."""
+    def _object(self, new: _New, *, indent: str | None) -> str:
+        """Return the text of an object of new members."""
         if indent is None:
             return "{" + self._members(new) + "}"
-        inner = self.newline + indent + self.indent_unit
-        return (
-            "{"
-            + inner
-            + self._members(new, indent=indent + self.indent_unit)
-            + self.newline
-            + indent
-            + "}"
-        )
+        inner_indent = indent + self.indent_unit
+        members = self._members(new, indent=inner_indent)
+        return "{" + self.newline + inner_indent + members + self.newline + indent + "}"
 
     def _json(self, value: Any, indent: str | None) -> str:
+        """Return the text of a value, as JSON; in YAML without quotes where none are needed."""
         if self.syntax == "yaml":
             if isinstance(value, dict):
-                return (
-                    "{"
-                    + ", ".join(f"{key}: {self._json(item, None)}" for key, item in value.items())
-                    + "}"
-                )
-            if (
-                isinstance(value, str)
-                and _PLAIN_TEXT.fullmatch(value)
-                and isinstance(parse_scalar(value), str)
-            ):
+                members = [f"{key}: {self._json(item, None)}" for key, item in value.items()]
+                return "{" + ", ".join(members) + "}"
+            if isinstance(value, str) and _is_plain_text(value):
                 return value
         unit = None if indent is None else self.indent_unit
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=unit)
         return text.replace("\n", f"{self.newline}{indent}")
 
     def _at_end(self, written: str) -> Splice:
+        """Write a line at the end of the document."""
+        end = len(self.text)
         is_new_line = self.text.removeprefix(BYTE_ORDER_MARK)[-1:] in ("", "\r", "\n")
-        return (
-            len(self.text),
-            len(self.text),
-            ("" if is_new_line else self.newline) + written + self.newline,
-        )
+        if not is_new_line:
+            written = self.newline + written
+        return end, end, written + self.newline
 
 
 def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
@@ -481,8 +490,20 @@ def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
     return -1
 
 
-def _comma(span: Span) -> list[tuple[int, int]]:
-    return [] if span.comma is None else [(span.comma, span.comma + 1)]
+def _comma(span: Span) -> list[_Extent]:
+    """Return the extent of the comma behind a member; nothing if it has none."""
+    if span.comma is None:
+        return []
+    return [(span.comma, span.comma + 1)]
+
+
+def _overlap(first: Splice, second: Splice) -> bool:
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def _is_plain_text(text: str) -> bool:
+    """Check whether YAML reads a text without quotes as the same text."""
+    return _PLAIN_TEXT.fullmatch(text) is not None and isinstance(parse_scalar(text), str)
 
 
 def _is_number(value: Any) -> bool:
@@ -490,7 +511,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _written_key(name: str, *, like: str) -> str:
-    """A key, quoted as another one is."""
+    """Return a key, quoted as another one is."""
     if like[0] == "'" and not _NEEDS_DOUBLE_QUOTES.search(name):
         return f"'{name}'"
     if like[0] not in "\"'" and _PLAIN_KEY.fullmatch(name):

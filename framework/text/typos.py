@@ -22,15 +22,19 @@ _AHEAD: Final = 0.25  # ...unless the nearest one is nearer by this much
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that a misspelt one most likely means."""
+    """Return the known word that a misspelt one most likely means, or None."""
     words = {_plain(name): name for name in known}
     matches = difflib.get_close_matches(_plain(word[:100]), words, n=1, cutoff=0.6)
-    return words[matches[0]] if matches else None
+    if not matches:
+        return None
+    return words[matches[0]]
 
 
 def unmatched_pattern(pattern: str, names: Sequence[str]) -> str:
-    """What to write for a regular expression that matches no name from beginning to end: around a
-    name that contains it, for those who expect a search, or the nearest one.
+    """Return what to write for a regular expression that matches no name from beginning to end.
+
+    It is either the pattern around a name that contains it, for users who expect a search, or the
+    nearest name.
     """
     containing = [name for name in names if pattern and re.search(pattern, name)]
     if containing:
@@ -45,58 +49,73 @@ def unmatched_pattern(pattern: str, names: Sequence[str]) -> str:
 
 
 def only_alike(word: str, known: Iterable[str], *, least: float) -> str | None:
-    """The one known word that is like a misspelt one, if no other comes near."""
+    """Return the one known word that is like a misspelt one, if no other comes near."""
     written = _plain(word[:100])
-    ratios = (
-        (difflib.SequenceMatcher(None, written, _plain(name)).ratio(), name) for name in known
-    )
-    (best, name), (second, _) = sorted([*ratios, (0.0, ""), (0.0, "")], reverse=True)[:2]
+    # Two empty names, so that there are a nearest and a second one.
+    ratios = [(0.0, ""), (0.0, "")]
+    for name in known:
+        ratios.append((difflib.SequenceMatcher(None, written, _plain(name)).ratio(), name))
+    ratios.sort(reverse=True)
+    best, nearest_name = ratios[0]
+    second, _ = ratios[1]
     if best >= least and (second < _SECOND or best - second >= _AHEAD):
-        return name
+        return nearest_name
     return None
 
 
 def means(written: str, known: str) -> bool:
     """Check whether the written name can only be a slip for the known one."""
-    one = _plain(written).replace(" ", "")
-    two = _plain(known)
-    if one == two:
+    plain_written = _plain(written).replace(" ", "")
+    plain_known = _plain(known)
+    if plain_written == plain_known:
         return True
-    digits = [sorted(letter for letter in name if letter.isdigit()) for name in (one, two)]
-    shortest, longest = sorted((len(one), len(two)))
-    # fp8 is no slip for fp16
-    if shortest < _SHORTEST or longest > _LONGEST or digits[0] != digits[1]:
+    shortest, longest = sorted((len(plain_written), len(plain_known)))
+    if shortest < _SHORTEST or longest > _LONGEST:
         return False
-    return distance(one, two) <= (2 if shortest >= _LONG else 1)
+    if _digits(plain_written) != _digits(plain_known):  # fp8 is no slip for fp16
+        return False
+    most_wrong = 2 if shortest >= _LONG else 1
+    return distance(plain_written, plain_known) <= most_wrong
+
+
+def _digits(name: str) -> list[str]:
+    return sorted(letter for letter in name if letter.isdigit())
 
 
 @cache
-def distance(one: str, two: str) -> int:
-    """Letters to add, take away, change or swap with their neighbour to get from one word to the
-    other.
+def distance(first: str, second: str) -> int:
+    """Count the letters to add, take away, change or swap with their neighbour to get from one word
+    to the other.
     """
-    before: list[int] = []
-    row = list(range(len(two) + 1))
-    for i, letter in enumerate(one, start=1):
-        row, before, older = [i], row, before
-        for j, other in enumerate(two, start=1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
-            if i > 1 and j > 1 and letter == two[j - 2] and one[i - 2] == other:
-                cost = min(cost, older[j - 2] + 1)
+    # Row i has the distances of the first i letters of one word to each beginning of the other.
+    row_before_last: list[int] = []
+    last_row: list[int] = []
+    row = list(range(len(second) + 1))
+    for i, letter in enumerate(first, start=1):
+        row_before_last = last_row
+        last_row = row
+        row = [i]
+        for j, other in enumerate(second, start=1):
+            cost = min(last_row[j] + 1, row[j - 1] + 1, last_row[j - 1] + (letter != other))
+            is_swap = i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other
+            if is_swap:
+                cost = min(cost, row_before_last[j - 2] + 1)
             row.append(cost)
     return row[-1]
 
 
 @cache
 def likeness(word: str, other: str) -> float:
-    """From 0 to 1; a name that holds the other one whole is a good guess as well."""
-    one = _plain(word[:100])
-    two = _plain(other[:100])
-    if (len(one) >= _LONG_ENOUGH and one in two) or (
-        len(one) >= _BEGINNING and one == other.partition("_")[0]
-    ):
+    """Return a number from 0 to 1; a name that holds the other one whole is a good guess as
+    well.
+    """
+    plain_word = _plain(word[:100])
+    plain_other = _plain(other[:100])
+    is_long_part = len(plain_word) >= _LONG_ENOUGH and plain_word in plain_other
+    is_beginning = len(plain_word) >= _BEGINNING and plain_word == plain_other.partition("_")[0]
+    if is_long_part or is_beginning:
         return 0.8
-    matcher = difflib.SequenceMatcher(None, one, two)
+    matcher = difflib.SequenceMatcher(None, plain_word, plain_other)
     if matcher.real_quick_ratio() >= ALIKE and matcher.quick_ratio() >= ALIKE:
         return matcher.ratio()
     return 0.0
