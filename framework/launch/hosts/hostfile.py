@@ -1,10 +1,9 @@
-"""Hostfiles, read as the `deepspeed` command takes them, but strictly, and the choice among their
-hosts.
+"""Hostfiles, read strictly, and the choice among their hosts.
 
 DeepSpeed 0.19.8 goes on with this machine alone when the file is missing, reads ``slots=2x`` as 2,
 starts no rank where ``slots=0``, and takes a byte-order mark as part of the first name
 (launcher/runner.py `fetch_hostfile`). Each of these costs a cluster its time, so here each is a
-problem with its line. Whatever this reader accepts means the same to DeepSpeed, but for the
+problem with its line. A file that this reader accepts means the same to DeepSpeed, except for the
 brackets of an IPv6 address, which ssh and pdsh cannot read.
 """
 
@@ -50,16 +49,18 @@ _MIXED: Final = "DeepSpeed numbers local ranks wrongly when hosts differ"
 
 
 def bare(name: str) -> str:
-    """``me@[fd00::1]`` without its brackets, which ssh, sockets and torch would take for a part of
-    the address.
+    """Return ``me@[fd00::1]`` without its brackets, and other names unchanged.
+
+    For ssh, sockets and torch the brackets would be a part of the address.
     """
     user, at, host = name.rpartition("@")
-    is_bracketed = host.startswith("[") and host.endswith("]") and ":" in host
-    return user + at + (host[1:-1] if is_bracketed else host)
+    if host.startswith("[") and host.endswith("]") and ":" in host:
+        host = host[1:-1]
+    return user + at + host
 
 
 def bracketed(name: str) -> str:
-    """The other spelling of an IPv6 address; other names as they are."""
+    """Return an IPv6 address in brackets, after its user; other names unchanged."""
     user, at, host = name.rpartition("@")
     if ":" in host:
         return f"{user}{at}[{host}]"
@@ -67,7 +68,7 @@ def bracketed(name: str) -> str:
 
 
 def is_host(name: str) -> bool:
-    """Check whether a host can have it: a name, or an address without brackets."""
+    """Check whether this can be a host's name, or its address without brackets."""
     if ":" not in name:
         return bool(_NAME.fullmatch(name))
     try:
@@ -78,22 +79,18 @@ def is_host(name: str) -> bool:
 
 
 def one_spelling(host: str) -> str:
-    """Return a name or address as all its spellings have it in common: ``N1.`` and ``n1``,
-    ``fd00:0::1`` and ``fd00::1``.
-    """
+    """Return the common spelling of a host: ``n1`` for ``N1.``, ``fd00::1`` for ``fd00:0::1``."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return host.lower().removesuffix(".")
-    if isinstance(address, ipaddress.IPv6Address):
-        mapped = address.ipv4_mapped
-    else:
-        mapped = None
-    return str(mapped or address)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(address)
 
 
 def _shortened(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Names of a file that stand there with a domain and without one, the short one first."""
+    """Yield pairs of a name without a domain, and the same name with one."""
     for host, name in names.items():
         label, dot, _ = host.partition(".")
         if dot and ":" not in host and not host.replace(".", "").isdigit() and label in names:
@@ -101,20 +98,21 @@ def _shortened(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def is_loopback_name(name: str) -> bool:
-    """Every machine takes it for itself."""
+    """Check whether every machine takes this name for itself."""
     return bool(_LOOPBACK.fullmatch(name))
 
 
 def first_few(names: Sequence[str]) -> str:
-    """``a, b, c and 997 more``; one more than that is named as well."""
+    """Return ``a, b, c and 997 more``; four names are all there."""
     if len(names) <= _REPORTED + 1:
         return ", ".join(names)
     return f"{', '.join(names[:_REPORTED])} and {len(names) - _REPORTED} more"
 
 
 def node_names(names: Sequence[str]) -> str:
-    """``nodes a, b, c and 7 more``."""
-    return f"node{'s' if len(names) > 1 else ''} {first_few(names)}"
+    """Return ``node a`` or ``nodes a, b, c and 7 more``."""
+    noun = "nodes" if len(names) > 1 else "node"
+    return f"{noun} {first_few(names)}"
 
 
 def most_common(values: Iterable[Any]) -> Any:
@@ -123,24 +121,25 @@ def most_common(values: Iterable[Any]) -> Any:
 
 
 def odd_ones(counts: Mapping[str, int]) -> str:
-    """``a 8, b 4``: hosts with their counts; of many, one of the usual kind and those that are
-    not.
+    """Return ``a 8, b 4``: hosts with their counts.
+
+    Of many hosts there is one with the most common count, and all that have another.
     """
-    if counts:
-        usual = most_common(counts.values())
-    else:
-        usual = 0
     names = list(counts)
     if len(names) > _REPORTED + 1:
-        first = next(name for name in names if counts[name] == usual)
-        names = [first, *(name for name in names if counts[name] != usual)]
+        usual = most_common(counts.values())
+        usual_names = [name for name in names if counts[name] == usual]
+        names = usual_names[:1] + [name for name in names if counts[name] != usual]
     return first_few([f"{name} {counts[name]}" for name in names])
 
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a hostfile: what ssh is told (name or address, perhaps with ``user@``; IPv6
-    without brackets), and the number of devices, and so of ranks, on it.
+    """One line of a hostfile.
+
+    Attributes:
+        name: name or address as ssh takes it, perhaps with ``user@``; IPv6 without brackets.
+        slots: number of devices, and so of ranks, on it.
     """
 
     name: str
@@ -148,104 +147,109 @@ class Host:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """The hosts in the order of the file, which is that of their ranks; a ConfigError has all that
-    is wrong.
+    """Read the hosts, in the order of the file, which is that of their ranks.
+
+    Raises:
+        ConfigError: every problem of the file.
     """
-    hosts: list[Host] = []
-    problems: list[Problem] = []
-    lines: dict[str, int] = {}  # first line of each name
-    names: dict[str, str] = {}  # first spelling of each host
-
-    def refuse(kind: str, key: str, value: object, reason: str, fix: str, line: int) -> None:
-        problems.append(
-            Problem(
-                f"hostfile-{kind}", reason, fix, file=str(path), line=line, key=key, value=value
-            )
-        )
-
-    for number, line in enumerate(
-        re.split(r"\r\n|\r|\n", _read_text(Path(path), name=str(path))), start=1
-    ):
+    reader = _Reader(str(path))
+    lines = re.split(r"\r\n|\r|\n", _read_text(Path(path), name=str(path)))
+    for number, line in enumerate(lines, start=1):
         entry = line.partition("#")[0].strip()
-        if not entry:
-            continue
+        if entry:
+            reader.read_line(entry, number)
+    reader.compare_names()
+    if not reader.hosts and not reader.problems:
+        reader.problems.append(Problem("hostfile-empty", "it names no host", _HOW, file=str(path)))
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return tuple(reader.hosts)
+
+
+class _Reader:
+    """Hosts of a file and its problems, as far as it has been read."""
+
+    def __init__(self, path: str) -> None:
+        self.hosts: list[Host] = []
+        self.problems: list[Problem] = []
+        self._path = path
+        self._lines: dict[str, int] = {}  # first line of each name
+        self._names: dict[str, str] = {}  # first spelling of each host
+
+    def read_line(self, entry: str, line: int) -> None:
+        """Read a line, without its comment and the space around it."""
         match = _LINE.fullmatch(entry)
-        name, slots = (bare(match[1]), int(match[2])) if match else ("", 0)
         if not match:
-            why = next(reason for pattern, reason in _MISTAKES.items() if re.match(pattern, entry))
-            refuse("malformed", "line", entry, why, _HOW, number)
-        elif slots == 0:
+            mistakes = _MISTAKES.items()
+            reason = next(reason for pattern, reason in mistakes if re.match(pattern, entry))
+            self._refuse("hostfile-malformed", reason, _HOW, line, key="line", value=entry)
+            return
+        slots = int(match[2])
+        if slots == 0:
+            reason = f"{match[1]} would train nothing"
             fix = "write its number of devices, or remove the line"
-            refuse("zero-slots", "slots", 0, f"{match[1]} would train nothing", fix, number)
+            self._refuse("hostfile-zero-slots", reason, fix, line, key="slots", value=0)
         elif slots > _MOST_SLOTS:
             reason = f"no machine has more than {_MOST_SLOTS} devices"
-            refuse("many-slots", "slots", slots, reason, "write its number of devices", number)
+            fix = "write its number of devices"
+            self._refuse("hostfile-many-slots", reason, fix, line, key="slots", value=slots)
         else:
-            user, at, host = name.rpartition("@")
-            if not is_host(host) or (at and not _USER.fullmatch(user)):
-                if ":" in host:
-                    reason = "it is not an IPv6 address"
-                else:
-                    reason = "no host can have this name"
-                fix = (
-                    "letters, digits, - _ . and user@, or an address such as 10.0.0.2 or [fd00::2]"
-                )
-                refuse("bad-name", "host", name, reason, fix, number)
-            first = names.setdefault(one_spelling(host), name)
-            if name in lines:
-                reason = f"the host is already in line {lines[name]}"
-                refuse(
-                    "duplicate-host",
-                    "host",
-                    name,
-                    reason,
-                    "keep one line with all its slots",
-                    number,
-                )
-            elif first != name:
-                reason = f"it is the host of line {lines[first]}, which is {first} there"
-                refuse(
-                    "duplicate-host",
-                    "host",
-                    name,
-                    reason,
-                    "keep one line with all its slots",
-                    number,
-                )
-            lines.setdefault(name, number)
-            hosts.append(Host(name, slots))
-    for short, name in _shortened(names):
-        reason = (
-            f"{short} in line {lines[short]} may be the same host, and its devices would be "
-            "taken twice"
-        )
-        fix = (
-            "keep one line with all its slots; if they are two hosts, write both names with "
-            "their domain"
-        )
-        refuse("duplicate-host", "host", name, reason, fix, lines[name])
-    for each in hosts if len(hosts) > 1 else ():  # alone in a file such a name is this machine
-        if is_loopback_name(each.name.rpartition("@")[2]):
-            fix = "write the name that the others know it by"
-            refuse(
-                "loopback",
-                "host",
-                each.name,
-                "every host takes this name for itself",
-                fix,
-                lines[each.name],
+            self._add_host(bare(match[1]), slots, line)
+
+    def _add_host(self, name: str, slots: int, line: int) -> None:
+        user, at, host = name.rpartition("@")
+        if not is_host(host) or (at and not _USER.fullmatch(user)):
+            if ":" in host:
+                reason = "it is not an IPv6 address"
+            else:
+                reason = "no host can have this name"
+            fix = "letters, digits, - _ . and user@, or an address such as 10.0.0.2 or [fd00::2]"
+            self._refuse("hostfile-bad-name", reason, fix, line, key="host", value=name)
+        first = self._names.setdefault(one_spelling(host), name)
+        if name in self._lines:
+            reason = f"the host is already in line {self._lines[name]}"
+            fix = "keep one line with all its slots"
+            self._refuse("hostfile-duplicate-host", reason, fix, line, key="host", value=name)
+        elif first != name:
+            reason = f"it is the host of line {self._lines[first]}, which is {first} there"
+            fix = "keep one line with all its slots"
+            self._refuse("hostfile-duplicate-host", reason, fix, line, key="host", value=name)
+        self._lines.setdefault(name, line)
+        self.hosts.append(Host(name, slots))
+
+    def compare_names(self) -> None:
+        """Note names that may mean one host, or mean another one on each host."""
+        lines = self._lines
+        for short, name in _shortened(self._names):
+            reason = (
+                f"{short} in line {lines[short]} may be the same host, and its devices would be "
+                "taken twice"
             )
-    if not hosts and not problems:
-        problems.append(Problem("hostfile-empty", "it names no host", _HOW, file=str(path)))
-    if problems:
-        raise ConfigError(problems)
-    return tuple(hosts)
+            fix = (
+                "keep one line with all its slots; if they are two hosts, write both names with "
+                "their domain"
+            )
+            line = lines[name]
+            self._refuse("hostfile-duplicate-host", reason, fix, line, key="host", value=name)
+        if len(self.hosts) < 2:  # alone in a file a loopback name is this machine
+            return
+        for host in self.hosts:
+            if is_loopback_name(host.name.rpartition("@")[2]):
+                reason = "every host takes this name for itself"
+                fix = "write the name that the others know it by"
+                line = lines[host.name]
+                self._refuse("hostfile-loopback", reason, fix, line, key="host", value=host.name)
+
+    def _refuse(
+        self, kind: str, reason: str, fix: str, line: int, *, key: str, value: object
+    ) -> None:
+        self.problems.append(
+            Problem(kind, reason, fix, file=self._path, line=line, key=key, value=value)
+        )
 
 
 def cluster_of(hosts: Sequence[Host], *, path: str | Path = "") -> Cluster:
-    """The cluster that these hosts make; a ConfigError where they have different numbers of
-    slots.
-    """
+    """Return the cluster of these hosts; a ConfigError if their numbers of slots differ."""
     counts = sorted({host.slots for host in hosts})
     if len(counts) > 1:
         listed = odd_ones({host.name: host.slots for host in hosts})
@@ -284,7 +288,8 @@ def _read_text(path: Path, *, name: str) -> str:
         reason = "it begins with a byte-order mark, which would become part of the first name"
         raise refuse("bom", reason, "save it as UTF-8 without a byte-order mark")
     with suppress(UnicodeDecodeError):
-        if "\0" not in (text := content.decode("utf-8")):
+        text = content.decode("utf-8")
+        if "\0" not in text:
             return text
     raise refuse("malformed", "it is not a text file", "name the right file")
 
@@ -298,7 +303,7 @@ class Chosen:
 
     @property
     def is_first(self) -> bool:
-        """They are what the host would take anyway."""
+        """True if these are the devices that the host would take without a choice."""
         return self.devices == tuple(range(len(self.devices)))
 
 
@@ -311,41 +316,47 @@ def choose_hosts(
     num_gpus: int | None = None,
     num_gpus_flag: str = "--num_gpus",
 ) -> tuple[Chosen, ...]:
-    """The hosts in the order of the file with what is left of each; `num_gpus_flag` is the word
-    that gave `num_gpus`. A ConfigError where the file or the choice is wrong, or leaves nothing or
-    different numbers of devices.
+    """Choose hosts and devices of a hostfile, as DeepSpeed's options do.
+
+    Args:
+        path: of the hostfile.
+        include, exclude: hosts and devices, as ``host1@host2:0,2``.
+        num_nodes: takes the first hosts.
+        num_gpus: takes the first devices of each.
+        num_gpus_flag: name of the option that gave `num_gpus`.
+
+    Returns:
+        The hosts that are left, in the order of the file.
+
+    Raises:
+        ConfigError: the file or the choice is wrong, or leaves nothing or different numbers of
+            devices.
     """
     hosts = read_hostfile(path)
     problems: list[Problem] = []
     chosen = {host.name: tuple(range(host.slots)) for host in hosts}
-    if include or exclude:
-        named = _parse(
-            include or exclude,
-            hosts,
-            option="--include" if include else "--exclude",
-            problems=problems,
-        )
-        chosen = {
-            name: tuple(
-                number for number in numbers if (number in named.get(name, ())) == bool(include)
-            )
-            for name, numbers in chosen.items()
-        }
+    if include:
+        named = _parse(include, hosts, option="--include", problems=problems)
+        for host in hosts:
+            included = named.get(host.name, set())
+            numbers = range(host.slots)
+            chosen[host.name] = tuple(number for number in numbers if number in included)
+    elif exclude:
+        named = _parse(exclude, hosts, option="--exclude", problems=problems)
+        for host in hosts:
+            excluded = named.get(host.name, set())
+            numbers = range(host.slots)
+            chosen[host.name] = tuple(number for number in numbers if number not in excluded)
     left = [Chosen(host, chosen[host.name]) for host in hosts if chosen[host.name]][:num_nodes]
     if num_nodes and num_nodes > len(hosts):
-        problems.append(
-            _wrong(
-                "--num_nodes", num_nodes, f"{path} has {len(hosts)} hosts", "name more hosts there"
-            )
-        )
+        reason = f"{path} has {len(hosts)} hosts"
+        problems.append(_wrong("--num_nodes", num_nodes, reason, "name more hosts there"))
     if num_gpus:
-        few = [item.host for item in left if item.host.slots < num_gpus]
-        if few:
-            if few[1:]:
-                more = f", and {len(few) - 1} more hosts have too few"
-            else:
-                more = ""
-            reason = f"{few[0].name} has slots={few[0].slots}{more}"
+        too_small = [item.host for item in left if item.host.slots < num_gpus]
+        if too_small:
+            reason = f"{too_small[0].name} has slots={too_small[0].slots}"
+            if len(too_small) > 1:
+                reason += f", and {len(too_small) - 1} more hosts have too few"
             problems.append(_wrong(num_gpus_flag, num_gpus, reason, "take as many"))
         left = [Chosen(item.host, item.devices[:num_gpus]) for item in left]
     counts = {len(item.devices) for item in left}
@@ -362,20 +373,20 @@ def choose_hosts(
 
 
 def is_this_machine(chosen: Sequence[Chosen], *, ssh_args: str = "") -> bool:
-    """They are one host, and nobody has to go there; with options of ssh, localhost may be the near
-    end of a tunnel.
+    """Check whether these are one host, which is this machine, so that ssh is not needed.
+
+    With options of ssh, localhost may be the near end of a tunnel.
     """
-    names = [item.host.name for item in chosen]
-    here = len(names) == 1 and (
-        is_loopback_name(names[0]) or names[0].lower() == socket.gethostname().lower()
-    )
-    return here and not ssh_args
+    if ssh_args or len(chosen) != 1:
+        return False
+    name = chosen[0].host.name
+    return is_loopback_name(name) or name.lower() == socket.gethostname().lower()
 
 
 def _parse(
     text: str, hosts: Sequence[Host], *, option: str, problems: list[Problem]
 ) -> dict[str, set[int]]:
-    """Host -> devices: ``host1@host2:0,2``."""
+    """Return the devices by host of a text such as ``host1@host2:0,2``, and add its problems."""
     slots = {host.name: host.slots for host in hosts}
     named: dict[str, set[int]] = {}
     for part, name, numbers in _parts(text, slots):
@@ -387,40 +398,42 @@ def _parse(
         else:
             devices = set(range(slots[name]))
         if max(devices) >= slots[name]:
-            problems.append(
-                _wrong(option, part, f"{name} has devices 0 to {slots[name] - 1}", "name those")
-            )
+            reason = f"{name} has devices 0 to {slots[name] - 1}"
+            problems.append(_wrong(option, part, reason, "name those"))
         named.setdefault(name, set()).update(devices)
     return named
 
 
 def _parts(text: str, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Each part with its host, empty if there is none, and its devices. Names are looked for first,
-    the longest before the others: with `@` and `:` in them no rule could tell where they end.
+    """Yield each part of a text with its host, empty if there is no such host, and its devices.
+
+    The text is matched with the names, the longest ones first: with `@` and `:` in names no rule
+    finds where they end.
     """
-    spelled = {spelling: name for name in names for spelling in (name, bracketed(name))}
-    longest_first = "|".join(re.escape(name) for name in sorted(spelled, key=len, reverse=True))
+    spellings: dict[str, str] = {}
+    for name in names:
+        spellings[name] = name
+        spellings[bracketed(name)] = name
+    longest_first = "|".join(re.escape(name) for name in sorted(spellings, key=len, reverse=True))
     known = re.compile(rf"({longest_first})(?::(\d{{1,4}}(?:,\d{{1,4}})*))?(?=@|$)", re.ASCII)
     is_more = True
     while is_more:
         match = known.match(text)
         if match:
             part = match[0]
+            yield part, spellings[match[1]], match[2] or ""
         else:
             part = text.partition("@")[0]
-        yield part, spelled[match[1]] if match else "", (match[2] or "") if match else ""
+            yield part, "", ""
         is_more = len(part) < len(text)
         text = text[len(part) + 1 :]
 
 
 def _unknown(option: str, part: str, names: Sequence[str]) -> Problem:
-    if not re.fullmatch(r"[^:]+(:\d{1,4}(,\d{1,4})*)?", part, re.ASCII) and not is_host(bare(part)):
-        return _wrong(
-            option,
-            part,
-            "it is not HOST or HOST:DEVICE,DEVICE",
-            "for example worker-0@worker-1:0,2",
-        )
+    has_form = re.fullmatch(r"[^:]+(:\d{1,4}(,\d{1,4})*)?", part, re.ASCII)
+    if not has_form and not is_host(bare(part)):
+        reason = "it is not HOST or HOST:DEVICE,DEVICE"
+        return _wrong(option, part, reason, "for example worker-0@worker-1:0,2")
     if is_host(bare(part)):
         name = part
     else:

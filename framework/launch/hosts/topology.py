@@ -1,10 +1,9 @@
-"""Identity of this node, number of nodes, and the address where they meet: every value with the
-place it came from.
+"""Identity of this node, number of nodes, and the address where they meet, each with its source.
 
-A flag wins over the environment. Within the environment the first of `_READERS` that knows a value
-gives it; two that know different values are an error that names both, because either could be the
-stale one. What a platform only lets us infer (the first name of a host list, a number of devices)
-is taken when nobody says it, and contradicts nobody.
+A flag wins over the environment. Within the environment the first of `_READERS` that has a value
+gives it. Two that have different values are an error that names both, because either could be the
+stale one. A guess (the first name of a host list, a number of devices) counts only where no other
+source has the value, and contradicts none.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ _MEANING: Final = {
 
 @dataclass(frozen=True)
 class HostTopology:
-    """A place for every rank: `nnodes` members with `slots` ranks each; ranks node_rank * slots
-    onwards run here.
+    """Nodes and ranks of a job, as one of its nodes sees them.
+
+    There are `nnodes` nodes with `slots` ranks each. Ranks `node_rank * slots` onwards run here.
 
     Attributes:
         master_addr, master_port: where the ranks meet, on node 0; port 0: a single host elsewhere
@@ -60,7 +60,7 @@ class HostTopology:
 
 @dataclass(frozen=True)
 class Setting:
-    """One value that somebody gives; a guess is inferred, and gives way without a word."""
+    """One value with its source; a guess is inferred, and gives way to any other source."""
 
     name: str
     value: str
@@ -76,13 +76,15 @@ def resolve_topology(
     default_slots: Setting | None = None,
     spelled: Mapping[str, str] | None = None,
 ) -> HostTopology:
-    """This node's place.
+    """Return the topology that flags, hosts and environment describe.
 
     Args:
-        flags: what the command line gives, by the names of `Topology`; None where it gives nothing.
-        default_slots: number of ranks where nobody gives one.
+        flags: values of the command line, by the names of `HostTopology`; None: not given.
+        environment: variables of this process.
+        hosts: of the hostfile, if there is one.
+        default_slots: number of ranks if no other source has one.
         spelled: flags that the command line has under another name than ours, by the names of
-            `Topology`.
+            `HostTopology`.
 
     Raises:
         UsageError: the process is one of many that a launcher such as torchrun has already started.
@@ -94,39 +96,42 @@ def resolve_topology(
             "device (torchrun, srun); let it start train.py: python train.py --config CONFIG "
             "[per-process-environment]"
         )
-    words = _FLAGS | dict(spelled or {})
-    stated = [
-        Setting(name, bare(str(value)), words[name])
-        for name, value in flags.items()
-        if value is not None
-    ]
-    given = {item.name for item in stated}
+    names_of_flags = _FLAGS | dict(spelled or {})
+    settings: list[Setting] = []
+    for name, value in flags.items():
+        if value is not None:
+            settings.append(Setting(name, bare(str(value)), names_of_flags[name]))
+    decided = {item.name for item in settings}
     offered = [*_from_hosts(hosts), *described(environment)]
-    problems = list(
-        _contradictions([item for item in offered if item.name not in given and not item.is_guess])
-    )
-    if not {"nnodes", "node_rank"} <= given:
+    explicit = [item for item in offered if item.name not in decided and not item.is_guess]
+    problems = list(_contradictions(explicit))
+    if not {"nnodes", "node_rank"} <= decided:
         problems += _slurm_problems(environment)
-    stated += sorted(offered, key=lambda item: item.is_guess)
-    stated += [default_slots] if default_slots else []
+    settings += sorted(offered, key=lambda item: item.is_guess)
+    if default_slots:
+        settings.append(default_slots)
     chosen: dict[str, Setting] = {}
-    for item in stated:
+    for item in settings:
         chosen.setdefault(item.name, item)
-    problems += [problem for item in chosen.values() if (problem := _wrong(item))]
+    for item in chosen.values():
+        problem = _wrong(item)
+        if problem:
+            problems.append(problem)
     if problems:
         raise ConfigError(problems)
     return _complete(chosen)
 
 
 def slots_here(devices: LocalDevices) -> Setting | None:
-    """Ranks that this machine is good for, one to a device; None where devices are of a kind that
-    nobody counts.
+    """Return the number of ranks for this machine, one to a device.
+
+    It is None for devices that are not counted.
     """
     if devices.count:
-        among = "" if devices.chosen is None else ", of those that are visible"
-        return Setting(
-            "slots", str(devices.count), f"{devices.kind} devices here{among}", is_guess=True
-        )
+        source = f"{devices.kind} devices here"
+        if devices.chosen is not None:
+            source += ", of those that are visible"
+        return Setting("slots", str(devices.count), source, is_guess=True)
     if devices.kind == "cpu":
         return Setting("slots", str(RANKS_ON_CPU), "default on CPU", is_guess=True)
     return None
@@ -134,32 +139,36 @@ def slots_here(devices: LocalDevices) -> Setting | None:
 
 def described(environment: Mapping[str, str]) -> list[Setting]:
     """Read what the environment defines about nodes, the most explicit first."""
-    stated = (item for read in _READERS for item in read(environment) if item.value)
-    return [
-        replace(item, value=bare(item.value)) if item.name == "master_addr" else item
-        for item in stated
-    ]
+    settings = []
+    for read in _READERS:
+        for item in read(environment):
+            if item.value and item.name == "master_addr":
+                settings.append(replace(item, value=bare(item.value)))
+            elif item.value:
+                settings.append(item)
+    return settings
 
 
 def _complete(chosen: dict[str, Setting]) -> HostTopology:
-    """Fill in what may be left out: all of it for a single node, nothing but the port for
-    several.
+    """Fill in the defaults: the port, and for a single node also its rank and address.
+
+    Raises:
+        ConfigError: a value is missing, or the rank is too large.
     """
     nnodes = chosen.get("nnodes")
-    single = nnodes is not None and int(nnodes.value) == 1
-    defaults = {"master_port": str(DEFAULT_PORT)} | (
-        {"node_rank": "0", "master_addr": "127.0.0.1"} if single else {}
-    )
+    defaults = {"master_port": str(DEFAULT_PORT)}
+    if nnodes is not None and int(nnodes.value) == 1:
+        defaults |= {"node_rank": "0", "master_addr": "127.0.0.1"}
     for name, value in defaults.items():
         chosen.setdefault(name, Setting(name, value, "default"))
-    missing = [name for name in _FLAGS if name not in chosen]
-    if missing:
-        reasons = {name: f"nothing says {_MEANING[name]}" for name in missing}
-        fixes = {name: f"give {_FLAGS[name]}, or set {_VARIABLES[name]}" for name in missing}
-        raise ConfigError(
-            Problem("topology-unknown", reasons[name], fixes[name], _FLAGS[name])
-            for name in missing
-        )
+    problems = []
+    for name, flag in _FLAGS.items():
+        if name not in chosen:
+            reason = f"nothing says {_MEANING[name]}"
+            fix = f"give {flag}, or set {_VARIABLES[name]}"
+            problems.append(Problem("topology-unknown", reason, fix, flag))
+    if problems:
+        raise ConfigError(problems)
     numbers = {name: int(chosen[name].value) for name in _LARGEST}
     if numbers["node_rank"] >= numbers["nnodes"]:
         rank = chosen["node_rank"]
@@ -186,25 +195,22 @@ def _wrong(item: Setting) -> Problem | None:
         return _problem(_VALUE, item, reason, "write one number")
     least = 1 if item.name in ("nnodes", "slots", "master_port") else 0
     most = _LARGEST[item.name]
-    if not (
-        item.value.isascii()
-        and item.value.isdigit()
-        and len(item.value) < 9
-        and least <= int(item.value) <= most
-    ):
-        fix = f"write a whole number from {least} to {most}"
-        return _problem(_VALUE, item, "it is not a number that can be meant here", fix)
-    return None
+    is_number = item.value.isascii() and item.value.isdigit() and len(item.value) < 9
+    if is_number and least <= int(item.value) <= most:
+        return None
+    fix = f"write a whole number from {least} to {most}"
+    return _problem(_VALUE, item, "it is not a number that can be meant here", fix)
 
 
-def _contradictions(stated: Sequence[Setting]) -> Iterator[Problem]:
-    for name in _FLAGS:
-        values = [item for item in stated if item.name == name]
-        other = next((item for item in values if item.value != values[0].value), None)
-        if other:
-            reason = f"{other.source} says {other.value}"
-            fix = f"unset the one that is wrong, or give {_FLAGS[name]}"
-            yield _problem("topology-conflict", values[0], reason, fix)
+def _contradictions(settings: Sequence[Setting]) -> Iterator[Problem]:
+    for name, flag in _FLAGS.items():
+        items = [item for item in settings if item.name == name]
+        for other in items:
+            if other.value != items[0].value:
+                reason = f"{other.source} says {other.value}"
+                fix = f"unset the one that is wrong, or give {flag}"
+                yield _problem("topology-conflict", items[0], reason, fix)
+                break
 
 
 def _problem(kind: str, item: Setting, reason: str, fix: str, *, value: object = None) -> Problem:
@@ -216,12 +222,12 @@ def _problem(kind: str, item: Setting, reason: str, fix: str, *, value: object =
         file = ""
     else:
         file = "environment"
-    return Problem(
-        kind, reason, fix, key=source, value=item.value if value is None else value, file=file
-    )
+    if value is None:
+        value = item.value
+    return Problem(kind, reason, fix, key=source, value=value, file=file)
 
 
-# Who says what, in this order.
+# Sources of values, in the order of `_READERS`.
 
 
 def _from_hosts(hosts: Sequence[Host]) -> Iterator[Setting]:
@@ -234,12 +240,12 @@ def _from_hosts(hosts: Sequence[Host]) -> Iterator[Setting]:
 def _plain(
     prefix: str, names: Mapping[str, str], guesses: Mapping[str, str] | None = None
 ) -> Callable[[Mapping[str, str]], Iterator[Setting]]:
-    """A reader of variables that hold one value each; of a guess the first word counts."""
+    """Return a reader of variables that hold one value each; of a guess the first word counts."""
 
     def read(environment: Mapping[str, str]) -> Iterator[Setting]:
         for name, variable in names.items():
             value = environment.get(prefix + variable, "").strip()
-            # as torchrun: count the devices
+            # these values mean a count of the devices, as for torchrun
             if not (name == "slots" and value in ("auto", "gpu", "cpu")):
                 yield Setting(name, value, prefix + variable)
         for name, variable in (guesses or {}).items():
@@ -250,58 +256,61 @@ def _plain(
 
 
 def _slurm(environment: Mapping[str, str]) -> Iterator[Setting]:
-    """Only inside a step of `srun`: in an interactive allocation the same variables describe nodes
-    that run nothing.
+    """Read Slurm's variables, inside a step of `srun` only.
+
+    In an interactive allocation the same variables describe nodes that run nothing.
     """
     if not {"SLURM_STEP_ID", "SLURM_NODEID"} <= environment.keys():
         return
-    for variable in [
-        name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if name in environment
-    ][:1]:
-        yield Setting("nnodes", environment[variable], variable)
+    for variable in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
+        if variable in environment:
+            yield Setting("nnodes", environment[variable], variable)
+            break
     yield Setting("node_rank", environment["SLURM_NODEID"], "SLURM_NODEID")
-    for variable in [
-        name for name in ("SLURM_STEP_NODELIST", "SLURM_NODELIST") if name in environment
-    ][:1]:
-        yield Setting(
-            "master_addr", first_of_nodelist(environment[variable]), variable, is_guess=True
-        )
+    for variable in ("SLURM_STEP_NODELIST", "SLURM_NODELIST"):
+        if variable in environment:
+            host = first_of_nodelist(environment[variable])
+            yield Setting("master_addr", host, variable, is_guess=True)
+            break
     for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
-        yield Setting(
-            "slots", environment.get(variable, "").rpartition(":")[2], variable, is_guess=True
-        )
+        count = environment.get(variable, "").rpartition(":")[2]
+        yield Setting("slots", count, variable, is_guess=True)
 
 
 def _slurm_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     in_step = {"SLURM_STEP_ID", "SLURM_NODEID"} <= environment.keys()
     if in_step and any(int(count) > 1 for count in re.findall(r"(?:^|,)(\d+)", tasks)):
-        stated = Setting("slots", tasks, "SLURM_STEP_TASKS_PER_NODE")
+        setting = Setting("slots", tasks, "SLURM_STEP_TASKS_PER_NODE")
         reason = "one launcher per node starts all ranks of it"
-        yield _problem("slurm-tasks", stated, reason, "srun --ntasks-per-node=1")
+        yield _problem("slurm-tasks", setting, reason, "srun --ntasks-per-node=1")
 
 
 def _volcano(environment: Mapping[str, str]) -> Iterator[Setting]:
-    """A job of one task kind; with several, which of them trains is not written anywhere."""
+    """Read Volcano's variables of a job with one kind of tasks.
+
+    With several kinds, no variable shows which of them trains.
+    """
     lists = [name for name in environment if re.fullmatch(r"VC_[A-Z0-9_]+_HOSTS", name)]
-    if len(lists) == 1:
-        hosts = [host for host in re.split(r"[,\s]+", environment[lists[0]]) if host]
-        counted = lists[0].replace("_HOSTS", "_NUM")
-        number = environment.get(counted)
-        yield (
-            Setting("nnodes", number, counted)
-            if number
-            else Setting("nnodes", str(len(hosts)), lists[0])
-        )
-        yield Setting("node_rank", environment.get("VC_TASK_INDEX", ""), "VC_TASK_INDEX")
-        yield Setting("master_addr", hosts[0] if hosts else "", lists[0], is_guess=True)
+    if len(lists) != 1:
+        return
+    list_variable = lists[0]
+    hosts = [host for host in re.split(r"[,\s]+", environment[list_variable]) if host]
+    count_variable = list_variable.replace("_HOSTS", "_NUM")
+    number = environment.get(count_variable)
+    if number:
+        yield Setting("nnodes", number, count_variable)
+    else:
+        yield Setting("nnodes", str(len(hosts)), list_variable)
+    yield Setting("node_rank", environment.get("VC_TASK_INDEX", ""), "VC_TASK_INDEX")
+    yield Setting("master_addr", hosts[0] if hosts else "", list_variable, is_guess=True)
 
 
 def _pytorchjob(environment: Mapping[str, str]) -> Iterator[Setting]:
-    """Kubeflow's operator before 1.7 counts pods, later ones ranks, and then PET_NNODES counts the
-    pods.
+    """Read the variables of Kubeflow's PyTorchJob.
 
-    A launcher's processes have LOCAL_RANK, and never come here.
+    WORLD_SIZE is the number of pods before operator 1.7. Later it is the number of ranks, and
+    PET_NNODES that of the pods. Processes of a launcher have LOCAL_RANK, and never come here.
     """
     if not environment.get("PET_NNODES"):
         yield Setting("nnodes", environment.get("WORLD_SIZE", ""), "WORLD_SIZE")
