@@ -1,13 +1,13 @@
 """Contents of a Python environment, compared with pyproject.toml.
 
-    environment.py stamp EXTRA...           one line that changes when the environment must be installed again
-    environment.py missing EXTRA...         requirements that are not installed, one per line
-    environment.py installed                everything that is installed, as constraints
-    environment.py requirements EXTRA...    everything that is needed, whatever is installed, one per line
+    environment.py stamp EXTRA...         one line that changes when packages must be installed again
+    environment.py missing EXTRA...       requirements that are not installed, one per line
+    environment.py installed              everything that is installed, as constraints
+    environment.py requirements EXTRA...  everything that is needed, installed or not, one per line
 
 It stands alone: it must run before anything is installed, on Python 3.10 without a TOML reader, and
-never imports the package. `missing` ends with 1, and says why, when something installed is too old:
-launch.sh changes nothing that is there.
+never imports the package. `missing` ends with 1, and the reason on stderr, if an installed package
+is too old: launch.sh does not change installed packages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def requirements(extras: Sequence[str], *, pyproject: str | None = None) -> list[str]:
-    """Requirements of the base and of these extras, such as ``torch>=2.10``, as pyproject.toml
-    writes them.
+    """Return the requirements of the base and of these extras, such as ``torch>=2.10``.
+
+    Args:
+        extras: names of optional dependencies.
+        pyproject: text to read them from; None: that of pyproject.toml.
     """
     if pyproject is not None:
         text = pyproject
@@ -33,8 +36,8 @@ def requirements(extras: Sequence[str], *, pyproject: str | None = None) -> list
         text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     found: list[str] = []
     for name in ("dependencies", *extras):
-        # Good for this project's own file, one quoted requirement to a line; a test holds it
-        # against a TOML reader.
+        # Enough for this project's own file, one quoted requirement to a line; a test compares it
+        # with a TOML reader.
         block = re.search(rf"^{re.escape(name)} = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
         if block is None:
             raise SystemExit(f"pyproject.toml has no extra {name}")
@@ -43,9 +46,7 @@ def requirements(extras: Sequence[str], *, pyproject: str | None = None) -> list
 
 
 def missing(wanted: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Requirements that are not installed, and sentences about those that are installed but too
-    old.
-    """
+    """Return the requirements that are not installed, and sentences about those that are too old."""
     absent: list[str] = []
     too_old: list[str] = []
     for requirement in wanted:
@@ -61,7 +62,7 @@ def missing(wanted: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def stamp(extras: Sequence[str]) -> str:
-    """Hash of everything that decides what would be installed."""
+    """Return a hash of everything that decides which packages would be installed."""
     digest = hashlib.sha256()
     for file in ("pyproject.toml", "constraints.txt"):
         digest.update((ROOT / file).read_bytes())
@@ -70,17 +71,22 @@ def stamp(extras: Sequence[str]) -> str:
 
 
 def installed() -> list[str]:
-    """``name==version`` of every installed distribution: installing under these changes none of
-    them.
+    """Return ``name==version`` of every installed distribution.
+
+    As constraints they keep an installation from changing any of them.
     """
-    versions = {
-        (each.metadata["Name"] or "").lower(): each.version for each in metadata.distributions()
-    }
+    versions: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower()
+        versions[name] = distribution.version
     return [f"{name}=={version}" for name, version in sorted(versions.items()) if name and version]
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Leading numbers: 2.10.0a0+git, as vendors build it, counts as 2.10.0. Enough for floors."""
+    """Return the leading numbers, which are enough for floors.
+
+    2.10.0a0+git, as vendors build it, counts as 2.10.0.
+    """
     numbers = re.match(r"\d+(\.[1-9]\d*|\.0+(?=\.[1-9]))*", version)
     if numbers:
         return tuple(int(number) for number in numbers[0].split("."))
@@ -88,7 +94,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what was asked for."""
+    """Run a command of this file, and return the exit code."""
     command = arguments[0]
     extras = arguments[1:]
     if command == "stamp":

@@ -17,30 +17,27 @@ from framework.system.output import write
 
 
 def print_line(text: str) -> None:
-    """One line of the launcher, on stderr."""
+    """Print a line of the launcher, on stderr."""
     write(sys.stderr, f"launch: {text}\n")
 
 
 def write_termination_log(text: str) -> None:
-    """Write the last line where DSF_TERMINATION_LOG points, or where Kubernetes looks for it, if
-    that is there.
-    """
-    asked = os.environ.get("DSF_TERMINATION_LOG")
-    path = Path(asked or "/dev/termination-log")
-    if asked or path.exists():
+    """Write the last line to the file of DSF_TERMINATION_LOG, or to that of Kubernetes if there."""
+    variable = os.environ.get("DSF_TERMINATION_LOG")
+    path = Path(variable or "/dev/termination-log")
+    if variable or path.exists():
         with suppress(OSError):
             path.write_text(text[:4000] + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def show_settings(topology: HostTopology, plain: str, *further: str) -> None:
-    """Print every value that was decided with its source, the command that could be pasted, and
-    what else there is.
-    """
+    """Print every value of the topology with its source, the plain command, and further lines."""
     for name in ("nnodes", "node_rank", "slots", "master_addr", "master_port"):
         if name in topology.sources:
             value = getattr(topology, name)
-            stated = "free" if name == "master_port" and not value else value
-            write(sys.stdout, f"launch: {name:<12}{stated} ({topology.sources[name]})\n")
+            if name == "master_port" and not value:
+                value = "free"
+            write(sys.stdout, f"launch: {name:<12}{value} ({topology.sources[name]})\n")
     size = (
         f"{topology.world_size} = {counted(topology.nnodes, 'node')} x "
         f"{counted(topology.slots, 'rank')}"
@@ -56,7 +53,7 @@ def refuse_too_few(
     ordinal".
 
     Args:
-        stated_by: who asks for so many: an option, a key of the run config, a variable.
+        stated_by: source of `num_ranks`: an option, a key of the run config, a variable.
         where: for the fix, such as `` on every node``.
     """
     if not devices.count or num_ranks <= devices.count:
@@ -68,15 +65,19 @@ def refuse_too_few(
     else:
         file = ""
     problem = Problem("too-few-devices", reason, fix, key=stated_by, value=num_ranks, file=file)
-    raise ConfigError(job.source.locate(problem) if stated_by.startswith("run.") else problem)
+    if stated_by.startswith("run."):
+        problem = job.source.locate(problem)
+    raise ConfigError(problem)
 
 
 def refuse_one_start(config: RunConfig, *, place: str, once: str) -> None:
-    """Raise a UsageError where `checkpoint.resume` names a checkpoint: each start of the job would
-    go back there.
+    """Raise a UsageError if `checkpoint.resume` names a checkpoint.
+
+    Each start of the job would go back there.
 
     Args:
-        place: what was asked for, such as ``launch slurm --requeue``.
+        config: of the run.
+        place: command and option that restart the job, such as ``launch slurm --requeue``.
         once: the option with which the job does not start again.
     """
     if config.checkpoint.resume not in ("auto", "never"):
@@ -88,8 +89,12 @@ def refuse_one_start(config: RunConfig, *, place: str, once: str) -> None:
 
 
 def hand_out(text: str, *, to: str | None, mark: bytes) -> None:
-    """Print a manifest or a script, or write it to a file, which if it is there has the mark of
-    another one.
+    """Print a manifest or a script, or write it to a file.
+
+    Args:
+        text: of the manifest or script.
+        to: path of the file; None: print.
+        mark: a file that is replaced has to contain it.
 
     Raises:
         StorageError: it cannot be written, or is a file of another origin.
@@ -98,11 +103,11 @@ def hand_out(text: str, *, to: str | None, mark: bytes) -> None:
         print(text, end="")
         return
     try:
-        place = Path(to)
-        if place.is_char_device() or place.is_fifo():  # /dev/stdout
-            place.write_text(text, encoding="utf-8")
+        path = Path(to)
+        if path.is_char_device() or path.is_fifo():  # /dev/stdout
+            path.write_text(text, encoding="utf-8")
         else:
-            refuse_foreign(place, marks=[mark])
-            replace_text(place, text)
+            refuse_foreign(path, marks=[mark])
+            replace_text(path, text)
     except OSError as error:
         raise StorageError(f"{to}: cannot be written ({error.strerror}) [not-written]") from None

@@ -1,8 +1,7 @@
-"""Starts a run on this machine: ``python -m framework launch CONFIG [key=value ...] [--num_gpus N]
-[--master_port P]``.
+"""Start of a run on this machine, by ``python -m framework launch CONFIG [key=value ...]``.
 
-The `deepspeed` command that it prints, pasted into a shell, trains the same run. What would be one
-of several nodes is refused.
+The `deepspeed` command that it prints, pasted into a shell, trains the same run. A machine that
+would be one of several nodes is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from framework.errors import EXIT_OK, ConfigError, UsageError
@@ -38,27 +36,28 @@ from framework.system.output import write
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Check, say what is started, start it, and return the exit code of the run; after a UsageError
-    or ConfigError nothing has been started.
+    """Check the run, print what is started, start it, and return its exit code.
+
+    After a UsageError or ConfigError nothing has been started.
     """
     if argv[:1] == ["node"]:
         return be_a_node(argv[1:])
     options = parse(argv)
-    if options.hostfile is None:
-        alone = None
-    else:
+    alone = None
+    if options.hostfile is not None:
         alone = _alone_in_hostfile(options)
-    if options.hostfile is not None and alone is None:
-        from framework.launch.ssh import launch_over_ssh
+        if alone is None:
+            from framework.launch.ssh import launch_over_ssh
 
-        return launch_over_ssh(options)
+            return launch_over_ssh(options)
     with StopRequests().handling_signals() as requests:
         return _launch_here(options, requests, alone=alone)
 
 
 def _alone_in_hostfile(options: LaunchOptions) -> Chosen | None:
-    """This machine with its devices, where the hostfile leaves no other host: then nobody needs
-    ssh.
+    """Return this machine with its devices if the hostfile leaves no other host, else None.
+
+    Then ssh is not needed.
     """
     if options.remote_python or options.remote_folder:
         return None
@@ -77,14 +76,14 @@ def _launch_here(
         sources = options.sources
         options = replace(options, num_gpus=len(alone.devices), num_gpus_flag=sources["slots"])
         sources["nnodes"] += ": this machine, without ssh"
-        # Numbers that somebody wrote are those of the machine, whatever the environment leaves
-        # visible.
+        # Numbers of a user's choice are numbers of the machine, even if the environment does not
+        # leave these devices visible.
         is_named = options.include or options.exclude or not alone.is_first
         devices = devices.only(alone.devices if is_named else None)
         from framework.launch.ssh import passed_on
 
-        # A variable that is not set, a token file that is not there: not needed here, and a mistake
-        # all the same.
+        # A variable that is not set, or a missing token file, is a mistake, although neither is
+        # needed here.
         passed_on(os.environ, exports=options.exports)
         read_token(options.token_file)
     refuse_lone_start(os.environ, options)
@@ -105,21 +104,19 @@ def _launch_here(
         script=script,
     )
     added = added_environment(os.environ, device=devices.kind, num_ranks=num_ranks)
-    sources |= {
-        "slots": ranks.source,
-        "master_port": "--master_port" if options.master_port else "a free one",
-    }
-    sources |= {"master_addr": "--master_addr"} if options.master_addr else {}
+    sources["slots"] = ranks.source
+    sources["master_port"] = "--master_port" if options.master_port else "a free one"
+    if options.master_addr:
+        sources["master_addr"] = "--master_addr"
     topology = HostTopology(1, num_ranks, 0, address or "127.0.0.1", port, sources)
     show_settings(topology, as_shell_line(command, added))
     if options.dry_run:
         return EXIT_OK
     require_deepspeed()
     if not options.no_preflight:
-        _look_at_ops(
-            job, Cluster(devices_per_host=num_ranks, device=devices.kind), {**os.environ, **added}
-        )
-    os.environ.pop("DSF_TOKEN", None)  # no rank has it, and one node has nobody to show it to
+        cluster = Cluster(devices_per_host=num_ranks, device=devices.kind)
+        _look_at_ops(job, cluster, {**os.environ, **added})
+    os.environ.pop("DSF_TOKEN", None)  # ranks do not get it, and a single node does not need it
     return run_node(
         topology,
         [str(script), *job.arguments],
@@ -132,18 +129,17 @@ def _launch_here(
 
 
 def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str]) -> None:
-    """Refuse what the first rank could not compile, and announce what it will, which may be taken
-    for a hang.
+    """Announce the ops that the first rank will compile, which may look like a hang.
+
+    Raises:
+        ConfigError: an op cannot be compiled here.
     """
     from framework.doctor.node.requirements import requirements_of
     from framework.doctor.node.software import check_ops, ops_to_compile
 
     requirements = requirements_of(job.plan(cluster))
-    errors = [
-        problem
-        for problem in check_ops(requirements, environment).problems
-        if problem.severity == "error"
-    ]
+    problems = check_ops(requirements, environment).problems
+    errors = [problem for problem in problems if problem.severity == "error"]
     if errors:
         raise ConfigError(errors)
     names = ops_to_compile(requirements, environment)
@@ -156,11 +152,13 @@ def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str
 
 
 def check(options: LaunchOptions, devices: LocalDevices) -> tuple[LoadedRun, Setting]:
-    """The job, and its number of ranks with who decided it, after all checks that are possible
-    beforehand.
+    """Load the job, and do all checks that are possible beforehand.
+
+    Returns:
+        The job, and its number of ranks with the source of that number.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: every problem that was found.
         UsageError: the number of ranks must be given.
     """
     job = load_run(options.config, options.overrides, deepspeed_config=options.deepspeed_config)
@@ -175,7 +173,7 @@ def check(options: LaunchOptions, devices: LocalDevices) -> tuple[LoadedRun, Set
 
 
 def _ranks(options: LaunchOptions, job: LoadedRun, devices: LocalDevices) -> Setting:
-    """As many as the flag says, else the config, else the devices."""
+    """Return the number of ranks of the flag, else of the config, else of the devices."""
     if options.num_gpus:
         return Setting("slots", str(options.num_gpus), options.num_gpus_flag)
     if job.config.run.world_size:
@@ -196,39 +194,42 @@ def _ranks(options: LaunchOptions, job: LoadedRun, devices: LocalDevices) -> Set
 
 
 def _fitting(here: Setting, job: LoadedRun, devices: LocalDevices) -> Setting:
-    """The most ranks that the run can be split over; all where it can over none, so that the plan
-    says why.
+    """Return the largest number of ranks that the run can be split over.
+
+    If there is no such number, it is the number of devices, for which the plan has the reason.
     """
     for count in range(int(here.value), 0, -1):
-        with suppress(ConfigError):
-            cluster = Cluster(devices_per_host=count, device=devices.kind)
+        cluster = Cluster(devices_per_host=count, device=devices.kind)
+        try:
             job.chosen(cluster).plan(cluster)
-            why = f"of {here.value} {here.source}: the most that divide batch.global_size"
-            if count == int(here.value):
-                return here
-            return Setting("slots", str(count), why)
+        except ConfigError:
+            continue
+        if count == int(here.value):
+            return here
+        source = f"of {here.value} {here.source}: the most that divide batch.global_size"
+        return Setting("slots", str(count), source)
     return here
 
 
 def refuse_lone_start(environment: Mapping[str, str], options: LaunchOptions) -> None:
-    """Raise a ConfigError where the environment describes several nodes, or several tasks of this
-    one: each would train alone and end well.
+    """Raise a ConfigError if the environment describes several nodes, or several tasks of this one.
+
+    Each of them would train alone and end well.
     """
     several = [
         item
         for item in described(environment)
         if item.name == "nnodes" and item.value not in ("", "1")
     ]
-    if several and "LOCAL_RANK" not in environment and options.num_gpus is None:
+    if "LOCAL_RANK" in environment:
+        return
+    if several and options.num_gpus is None:
         reason = "this is one of several nodes, and would train alone"
         fix = "start `launch node CONFIG`, or say --num_gpus N for this machine alone"
         key = several[0].source
         value = several[0].value
         raise ConfigError.of("several-nodes", reason, fix, key=key, value=value, file="environment")
-    if "LOCAL_RANK" in environment:
-        task = None
-    else:
-        task = launched_rank(environment)
+    task = launched_rank(environment)
     if task is not None and task.values.get("LOCAL_WORLD_SIZE", task.size) > 1:
         reason = (
             f"this is one of {task.size} processes that {task.launcher} started, and each "

@@ -1,5 +1,5 @@
-"""The command lines of `launch` and `launch node`: options in both spellings, settings anywhere
-between them.
+"""Command lines of `launch` and `launch node`: options in both spellings, and settings of the run,
+which may stand between them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from framework.system.arguments import (
     whole,
 )
 
-# A pod or a scheduler may give less; what starts us can say so with --grace_seconds or
+# A pod or a scheduler may give less time: its manifest or script then sets --grace_seconds or
 # DSF_GRACE_SECONDS.
 GRACE_SECONDS: Final = 600.0
 KILL_SECONDS: Final = 60.0
-"""Wait for a rank after SIGKILL: some take this long to give back hundreds of GB of locked memory.
-One that sleeps in the kernel, for a dead mount or a GPU driver, ends only when that answers.
+"""Wait for a rank after SIGKILL.
+
+Some ranks take this long to give back hundreds of GB of locked memory. A rank that sleeps in the
+kernel, for a dead mount or a GPU driver, ends only when that answers.
 """
 WAIT_SECONDS: Final = 1800.0
 _Options = TypeVar("_Options", bound="SharedOptions")
@@ -39,16 +41,14 @@ seconds = like(r"\d{1,7}(\.\d+)?", float, "{} is not a number of seconds")
 
 
 def address(text: str) -> str:
-    """A name or address of a host; IPv6 also in brackets, which it loses."""
+    """Read a name or address of a host; the brackets of an IPv6 address are removed."""
     if not is_host(bare(text)):
         raise argparse.ArgumentTypeError(f"{text} is not a name or address of a host")
     return bare(text)
 
 
 class AsSpelled(argparse.Action):
-    """Stores a value, and as ``NAME_flag`` the name under which it was given: errors blame no other
-    word.
-    """
+    """Stores a value, and as ``NAME_flag`` the spelling of its option, for error messages."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -69,7 +69,7 @@ class SharedOptions:
     """Options of `launch` and `launch node`; None: to be chosen.
 
     Attributes:
-        num_gpus_flag: the word that gave `num_gpus`.
+        num_gpus_flag: spelling of the option that gave `num_gpus`.
     """
 
     config: str = option("the run config, as train.py takes it", "FILE")
@@ -128,7 +128,11 @@ class SharedOptions:
 
 @dataclass(frozen=True)
 class LaunchOptions(SharedOptions):
-    """Command line of `launch`; `exports` are names of further variables that go to the hosts."""
+    """Command line of `launch`.
+
+    Attributes:
+        exports: names of further variables that go to the hosts.
+    """
 
     fit_batch: bool = option("take the most devices here that divide the batch")
     include: str = option("hosts and devices, as DeepSpeed writes it: host1@host2:0,2", "WHICH")
@@ -152,16 +156,19 @@ class LaunchOptions(SharedOptions):
 
     @property
     def choice(self) -> dict[str, Any]:
-        """Of hosts and their devices, for `choose_hosts`."""
+        """Options that choose hosts and devices, for `choose_hosts`."""
         names = ("include", "exclude", "num_nodes", "num_gpus", "num_gpus_flag")
         return {name: getattr(self, name) for name in names}
 
     @property
     def sources(self) -> dict[str, str]:
-        """Name who decided the number of nodes and that of slots, where there is a hostfile."""
-        choice = ("--include" if self.include else "--exclude" if self.exclude else "") or str(
-            self.hostfile
-        )
+        """Sources of the numbers of nodes and slots, if there is a hostfile."""
+        if self.include:
+            choice = "--include"
+        elif self.exclude:
+            choice = "--exclude"
+        else:
+            choice = str(self.hostfile)
         return {
             "nnodes": "--num_nodes" if self.num_nodes else choice,
             "slots": self.num_gpus_flag if self.num_gpus else choice,
@@ -170,8 +177,10 @@ class LaunchOptions(SharedOptions):
 
 @dataclass(frozen=True)
 class NodeOptions(SharedOptions):
-    """Command line of `launch node`; `from_stdin` is for an ssh launcher: what it sends, and its
-    life line.
+    """Command line of `launch node`.
+
+    Attributes:
+        from_stdin: whether stdin is from `launch -H`, which sends an order and keeps it open.
     """
 
     nnodes: str | None = option(
@@ -218,7 +227,7 @@ _WITHOUT_HOSTS: Final = frozenset(
 
 
 def parse(argv: Sequence[str]) -> LaunchOptions:
-    """Read the command line of `launch`; a UsageError where it is wrong."""
+    """Read the command line of `launch`; a UsageError if it is wrong."""
     options = _parsed(
         LaunchOptions,
         argv,
@@ -229,14 +238,14 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
         "[--deepspeed_config FILE] [--dry_run]",
         grouped="with -H, on the hosts of a hostfile",
     )
-    # An option that would do nothing here is a mistake in the thought, not a detail.
-    given = [
-        each
-        for each in fields(options)
-        if getattr(options, each.name) != each.default and each.metadata
-    ]
-    idle = [flags_of(each)[0] for each in given if each.name not in _WITHOUT_HOSTS]
-    refuse_idle("launch", idle if options.hostfile is None else ())
+    # An option that would do nothing here is refused: its user expects something else.
+    if options.hostfile is None:
+        idle = []
+        for field_ in fields(options):
+            is_given = field_.metadata and getattr(options, field_.name) != field_.default
+            if is_given and field_.name not in _WITHOUT_HOSTS:
+                idle.append(flags_of(field_)[0])
+        refuse_idle("launch", idle)
     if options.fit_batch and (options.hostfile is not None or options.num_gpus):
         raise UsageError(
             "launch: --fit_batch chooses a number of devices of this machine; leave -H and "
@@ -247,7 +256,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
 
 
 def refuse_idle(command: str, flags: Sequence[str]) -> None:
-    """Refuse options of hosts, with a UsageError, where no hosts are named."""
+    """Raise a UsageError for options of hosts without a hostfile."""
     if flags:
         if len(flags) == 1:
             verb = "goes"
@@ -256,20 +265,18 @@ def refuse_idle(command: str, flags: Sequence[str]) -> None:
         raise UsageError(f"{command}: {', '.join(flags)} {verb} with a hostfile; give -H HOSTFILE")
 
 
-def refuse_choice(command: str, asked: LaunchOptions | argparse.Namespace) -> None:
-    """Refuse, with a UsageError, more than one way to choose: by name or by number, and some or all
-    but some.
-    """
-    if asked.include and asked.exclude:
+def refuse_choice(command: str, options: LaunchOptions | argparse.Namespace) -> None:
+    """Raise a UsageError for more than one way to choose hosts."""
+    if options.include and options.exclude:
         raise UsageError(f"{command}: --include and --exclude exclude each other")
-    if (asked.include or asked.exclude) and (asked.num_nodes or asked.num_gpus):
+    if (options.include or options.exclude) and (options.num_nodes or options.num_gpus):
         raise UsageError(
             f"{command}: --include and --exclude do not go with --num_nodes and --num_gpus"
         )
 
 
 def parse_node(argv: Sequence[str]) -> NodeOptions:
-    """Read the command line of `launch node`; a UsageError where it is wrong."""
+    """Read the command line of `launch node`; a UsageError if it is wrong."""
     return _parsed(
         NodeOptions,
         argv,
@@ -296,15 +303,17 @@ def _parsed(
         usage=f"%(prog)s {usage}",
         allow_abbrev=False,
     )
-    words = "the run config, and settings that win over it"
-    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=words)
+    help_text = "the run config, and settings that win over it"
+    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=help_text)
     add_options(parser, kind, grouped=grouped, apart=_WITHOUT_HOSTS)
     add_log_level(parser)
-    given = vars(parser.parse_intermixed_args(list(argv)))
-    settings: list[str] = given.pop("words")
-    config = given.pop("config") or (settings.pop(0) if settings else None)
-    if config is None:
+    arguments = vars(parser.parse_intermixed_args(list(argv)))
+    settings: list[str] = arguments.pop("words")
+    config = arguments.pop("config")
+    if not config and settings:
+        config = settings.pop(0)
+    elif not config:
         raise UsageError(f"{command}: name a run config, for example ds_configs/quickstart.yaml")
     if "=" in config and not Path(config).exists():
         raise UsageError(f"{command}: {config} is a setting; name the run config before it")
-    return kind(config, tuple(settings), **given)
+    return kind(config, tuple(settings), **arguments)

@@ -1,6 +1,4 @@
-"""Hosts before another start of a job over ssh: waits for those that were lost, or goes on without
-them.
-"""
+"""Hosts before another start of a job over ssh: lost ones come back, or the job goes on without."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from framework.launch.job import print_line
 from framework.launch.stop_requests import StopRequests
 
 ENOUGH_SECONDS: Final = 60.0
-"""Wait for hosts that answered before, where fewer would do."""
+"""Wait for hosts that took part before, if the job can go on with fewer."""
 _PROBE_SECONDS: Final = 30.0
 _PAUSE_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.1
@@ -31,13 +29,16 @@ def answering(
     longest_seconds: float,
     enough_seconds: float = ENOUGH_SECONDS,
 ) -> list[int]:
-    """Return the hosts of the next start: all that are expected; after a while, as many that answer
-    as the job fits.
+    """Wait for the hosts of the next start, and return their numbers.
+
+    They are all that are expected. After a while they are as many of those that answer as the job
+    can be split over.
 
     Args:
-        commands: each host's name, and an `ssh` that does nothing there.
+        commands: each host's name, and an `ssh` that ends with 0 if the host can take part.
         expected: numbers of the hosts that took part in the last start.
-        fits: whether a job of so many hosts, fewer than expected, is allowed and has a plan.
+        requests: to stop.
+        fits: whether a job of this number of hosts, fewer than expected, is allowed and has a plan.
         longest_seconds, enough_seconds: to wait for enough of them, and for all.
 
     Raises:
@@ -76,7 +77,7 @@ def answering(
 
 
 def _probe(commands: Sequence[tuple[str, Sequence[str]]], requests: StopRequests) -> list[int]:
-    """Numbers of the hosts that ssh enters now, all asked at once."""
+    """Return the numbers of the hosts that answer now; all are probed at the same time."""
     quiet = subprocess.DEVNULL
     probes = {
         number: subprocess.Popen(

@@ -1,6 +1,4 @@
-"""Requests to stop, wherever they come from: signals, and the input that an ssh launcher holds
-open.
-"""
+"""Requests to stop: signals, and messages of `launch -H`, which holds the standard input open."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from framework.system.stopping import NOTICES, Insistence, handled, put_back
 
 _LOOK_SECONDS: Final = 0.2
 _LAUNCHER_GONE: Final = "the launcher is gone"
-# A lost connection is one, too: the request proper may follow.
-_NOTICES: Final = (*(each.name for each in NOTICES), _LAUNCHER_GONE)
+# A lost connection is a notice, too: the request proper may follow.
+_NOTICES: Final = (*(notice.name for notice in NOTICES), _LAUNCHER_GONE)
 
 
 class StopRequests:
@@ -28,9 +26,9 @@ class StopRequests:
 
     Attributes:
         asked: how the first request came, such as ``SIGTERM``; empty before it.
-        insists: a second one came that was no notice: no time for a checkpoint.
-        cut_off: the one who started us is gone, so the time to save is short.
-        lost: another host never came to be a node, or is one no more.
+        insists: a second request came that was no notice: there is no time for a checkpoint.
+        cut_off: the launcher is gone, so the time to save is short.
+        lost: another host never became a node, or has ended.
     """
 
     def __init__(self) -> None:
@@ -44,12 +42,11 @@ class StopRequests:
     def ask(self, how: str) -> None:
         """Count a request, as `Insistence` has it."""
         self.asked = self.asked or how
-        self.insists = (
-            self._insistence.again(time.monotonic(), is_notice=how in _NOTICES) or self.insists
-        )
+        if self._insistence.again(time.monotonic(), is_notice=how in _NOTICES):
+            self.insists = True
 
     def hold(self, life_line: int) -> None:
-        """Hear from now on what an ssh launcher says, and that it is gone."""
+        """Read the messages of `launch -H` from now on, and the end of its input."""
         self._life_line = life_line
 
     def look(self) -> None:
@@ -69,7 +66,7 @@ class StopRequests:
             self.insists = True
 
     def refuse_start(self) -> None:
-        """Raise RunStopped if somebody has asked before there was anything to stop."""
+        """Raise RunStopped if there was a request before any rank was started."""
         self.look()
         if self.asked:
             raise RunStopped(
@@ -77,16 +74,18 @@ class StopRequests:
             )
 
     def wait(self, seconds: float) -> None:
-        """Wait so long before a start, or raise RunStopped on request."""
+        """Wait before a start; raises RunStopped on request."""
         until = time.monotonic() + seconds
-        self.refuse_start()
-        while (left := until - time.monotonic()) > 0:
-            time.sleep(min(_LOOK_SECONDS, left))
+        while True:
             self.refuse_start()
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(_LOOK_SECONDS, left))
 
     @contextmanager
     def handling_signals(self) -> Iterator[StopRequests]:
-        """Count signals meanwhile."""
+        """Count signals as requests during the block."""
         before = {number: signal.getsignal(number) for number in handled()}
         for number in before:
             signal.signal(number, self._receive)
@@ -100,29 +99,26 @@ class StopRequests:
 
 
 def read_order(descriptor: int, requests: StopRequests) -> dict[str, str]:
-    """The first line of an ssh launcher: the environment that it sends.
+    """Read the first line of `launch -H`, and return the environment that it sends.
 
     Raises:
         RunStopped: a signal came before it.
-        UsageError: it is something else.
+        UsageError: the line is something else.
     """
     line = bytearray()
     while not line.endswith(b"\n") and len(line) < 1 << 20:
         while not select.select([descriptor], [], [], _LOOK_SECONDS)[0]:
             requests.refuse_start()
-        # One by one: what comes behind the line is for `StopRequests`.
+        # One by one, because the messages behind the line are for `StopRequests`.
         character = os.read(descriptor, 1)
         if not character:
             break
         line += character
     with suppress(ValueError):
         order = json.loads(line)
-        if isinstance(order, dict):
-            environment = order.get("environment")
-        else:
-            environment = None
-        if isinstance(environment, dict) and all(
-            isinstance(value, str) for value in environment.values()
-        ):
-            return environment
+        environment = order.get("environment") if isinstance(order, dict) else None
+        if isinstance(environment, dict):
+            has_only_texts = all(isinstance(value, str) for value in environment.values())
+            if has_only_texts:
+                return environment
     raise UsageError("launch node: --from_stdin is for `launch -H`, which sends what belongs there")

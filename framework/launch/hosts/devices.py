@@ -1,6 +1,4 @@
-"""Devices of this machine and installed packages, found without importing torch, which would take
-seconds.
-"""
+"""Devices of this machine and its packages, without an import of torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -20,18 +18,16 @@ from framework.plan.cluster import Device
 
 
 def torch_text(name: str) -> str | None:
-    """A line of torch's version.py, such as ``cuda``; None where it says None or there is no
-    torch.
-    """
+    """Return a text of torch's version.py, such as ``cuda``; None if it is not one, or no torch."""
     folder = package_folder("torch")
-    found = None
-    with suppress(OSError):
-        if folder:
-            text = (folder / "version.py").read_text(encoding="utf-8")
-        else:
-            text = ""
-        found = re.search(rf"^{re.escape(name)}\b[^=\n]*= *'([^']*)'", text, re.MULTILINE)
-    return found[1] if found else None
+    if folder is None:
+        return None
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.search(rf"^{re.escape(name)}\b[^=\n]*= *'([^']*)'", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 def package_folder(name: str) -> Path | None:
@@ -45,7 +41,7 @@ def package_folder(name: str) -> Path | None:
     return None
 
 
-# What hides other devices from a process, for each kind that DeepSpeed drives (its accelerators'
+# Variables that hide devices from a process, by the kinds that DeepSpeed drives (its accelerators'
 # visible_devices_envs).
 _VISIBLE: Final[Mapping[str, str]] = {
     "cuda": "CUDA_VISIBLE_DEVICES",
@@ -53,13 +49,13 @@ _VISIBLE: Final[Mapping[str, str]] = {
     "xpu": "ZE_AFFINITY_MASK",
     "hpu": "HABANA_VISIBLE_MODULES",
 }
-# The same for AMD's, numbered before that variable.
+# For AMD's GPUs these come first: CUDA_VISIBLE_DEVICES numbers the devices that they leave.
 _VISIBLE_ON_AMD: Final = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _DEV: Final = Path("/dev")
 _KFD_NODES: Final = Path("/sys/class/kfd/kfd/topology/nodes")
-# Of GPUs that torch may reach and that are in no list: under WSL, on Jetson, or AMD's in a
-# container without /sys.
-_SIGNS: Final = ("kfd", "dxg", "nvmap", "nvhost-gpu")
+# Device files of GPUs that torch may reach although no list has them: under WSL, on Jetson, or AMD's
+# in a container without /sys.
+_GPU_FILES: Final = ("kfd", "dxg", "nvmap", "nvhost-gpu")
 # A driver that hangs must not hang us; on hosts with eight GPUs and no persistence daemon a second
 # or two is normal.
 _PROBE_TIMEOUT_SECONDS: Final = 20
@@ -70,8 +66,9 @@ class LocalDevices:
     """Devices that training can use here.
 
     Attributes:
-        kind: ``cuda``, ``npu``, or ``cpu`` where there is nothing else.
-        count: how many; 0 on a machine with processors only, and where nobody counts (``xpu``).
+        kind: ``cuda``, ``npu``, or ``cpu`` if there is no accelerator.
+        count: number of devices; 0 on a machine with processors only, and for kinds that are not
+            counted (``xpu``).
         chosen: the device numbers that the user's ``*_VISIBLE_DEVICES`` names, in that order; None:
             all of them.
     """
@@ -81,91 +78,102 @@ class LocalDevices:
     chosen: tuple[int, ...] | None = None
 
     def only(self, numbers: tuple[int, ...] | None) -> LocalDevices:
-        """The devices that a hostfile or an option names, whatever the environment leaves visible;
-        None: as before.
+        """Return the devices that a hostfile or an option names; None: these unchanged.
+
+        They need not be visible by the environment.
         """
         if numbers is None:
             return self
-        return replace(self, chosen=numbers, count=len(numbers) if self.count else 0)
+        count = len(numbers) if self.count else 0
+        return replace(self, chosen=numbers, count=count)
 
 
 def find_devices(environment: Mapping[str, str]) -> LocalDevices:
-    """Devices of the kind that DeepSpeed will choose: DS_ACCELERATOR if set, else Ascend, CUDA
-    (ROCm's, too), XPU, HPU, else CPU.
+    """Return the devices of the kind that DeepSpeed will choose.
+
+    That is DS_ACCELERATOR if set, else Ascend, CUDA (ROCm's, too), XPU, HPU, else CPU.
 
     Raises:
-        ConfigError: the environment asks for devices that are not here, or in a way that DeepSpeed
-            cannot follow.
+        ConfigError: the environment requests devices that are not here, or in a way that DeepSpeed
+            does not support.
     """
-    asked = environment.get("DS_ACCELERATOR", "")
-    if not asked:
-        found = _visible("npu", count_npus(), environment) or _visible(
-            "cuda", count_gpus(), environment
+    requested = environment.get("DS_ACCELERATOR", "")
+    if not requested:
+        return (
+            _visible("npu", count_npus(), environment)
+            or _visible("cuda", count_gpus(), environment)
+            or _other_gpus(environment)
+            or LocalDevices("cpu", 0)
         )
-        return found or _other_gpus(environment) or LocalDevices("cpu", 0)
-    if asked not in ("cuda", "npu"):
-        return LocalDevices(asked if asked in get_args(Device) else "unknown", 0)  # type: ignore[arg-type]
-    if asked == "npu":
-        found = _visible("npu", count_npus(), environment)
+    if requested not in ("cuda", "npu"):
+        kind = requested if requested in get_args(Device) else "unknown"
+        return LocalDevices(kind, 0)  # type: ignore[arg-type]
+    if requested == "npu":
+        devices = _visible("npu", count_npus(), environment)
     else:
         count = count_gpus() or count_amd_gpus(environment)
-        found = _visible("cuda", count, environment)
-        if not count and any((_DEV / name).exists() for name in _SIGNS):
-            found = LocalDevices("cuda", 0)
-    if found is None:
-        reason = f"this process sees no {asked} device"
+        devices = _visible("cuda", count, environment)
+        if not count and any((_DEV / name).exists() for name in _GPU_FILES):
+            devices = LocalDevices("cuda", 0)
+    if devices is None:
+        reason = f"this process sees no {requested} device"
         fix = "unset it, or DS_ACCELERATOR=cpu to train on processors"
         raise ConfigError.of(
-            "no-device", reason, fix, key="DS_ACCELERATOR", value=asked, file="environment"
+            "no-device", reason, fix, key="DS_ACCELERATOR", value=requested, file="environment"
         )
-    return found
+    return devices
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that this process may use."""
+    """Count the NVIDIA GPUs that this process may use."""
     program = shutil.which("nvidia-smi")
-    # Under cgroups (Slurm, containers) it lists what is allowed; /dev may show more.
-    with suppress(OSError, subprocess.TimeoutExpired):
-        if program:
-            command = [program, "-L"]
-            limit = _PROBE_TIMEOUT_SECONDS
-            listed = subprocess.run(
-                command, capture_output=True, text=True, timeout=limit, check=False
-            )
-            return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
-    return _count_nodes("nvidia")
+    if program is None:
+        return _count_nodes("nvidia")
+    try:
+        # Under cgroups (Slurm, containers) it lists the GPUs that are allowed; /dev may have more.
+        listed = subprocess.run(
+            [program, "-L"],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return _count_nodes("nvidia")
+    return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
 
 
 def count_amd_gpus(environment: Mapping[str, str]) -> int:
-    """AMD's, which ROCm's torch calls cuda: of the driver's list those whose files this process has
-    (`rocm-smi`).
+    """Count AMD's GPUs, which ROCm's torch calls cuda.
+
+    They are in the driver's list, and this process may open their files (as `rocm-smi` counts).
     """
-    found = 0
-    for file in _KFD_NODES.glob("*/properties") if (_DEV / "kfd").exists() else ():
-        with suppress(OSError):  # of a device that the container was not given
-            values = dict(
+    if not (_DEV / "kfd").exists():
+        return 0
+    count = 0
+    for file in _KFD_NODES.glob("*/properties"):
+        with suppress(OSError):  # for a device that the container was not given
+            properties = dict(
                 re.findall(r"^(simd_count|drm_render_minor) (\d+)$", file.read_text(), re.MULTILINE)
             )
-            is_gpu = values.get("simd_count", "0") != "0"
-            found += is_gpu and os.access(
-                _DEV / f"dri/renderD{values.get('drm_render_minor', 0)}", os.R_OK | os.W_OK
-            )
-    for name in _VISIBLE_ON_AMD:  # these leave what CUDA_VISIBLE_DEVICES then counts from 0
+            device = _DEV / f"dri/renderD{properties.get('drm_render_minor', 0)}"
+            is_gpu = properties.get("simd_count", "0") != "0"
+            if is_gpu and os.access(device, os.R_OK | os.W_OK):
+                count += 1
+    for name in _VISIBLE_ON_AMD:  # CUDA_VISIBLE_DEVICES counts what these leave from 0
         words = environment.get(name, "").split(",")
-        if words == [""]:
-            found = found
-        else:
-            found = min(found, len(words) if words != ["-1"] else 0)
-    return found
+        if words == ["-1"]:
+            count = 0
+        elif words != [""]:
+            count = min(count, len(words))
+    return count
 
 
 def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Problem | None:
-    """AMD's GPUs that stay idle because this torch is none of ROCm's."""
-    asked = devices.kind != "cpu" or environment.get("DS_ACCELERATOR")
-    if asked:
-        count = 0
-    else:
-        count = count_amd_gpus(environment)
+    """Return a warning of AMD's GPUs that stay idle because this torch is not built for ROCm."""
+    if devices.kind != "cpu" or environment.get("DS_ACCELERATOR"):
+        return None
+    count = count_amd_gpus(environment)
     if not count or torch_text("hip"):
         return None
     if count == 1:
@@ -178,9 +186,7 @@ def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Proble
 
 
 def _other_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
-    """Find the devices that DeepSpeed takes where there is neither Ascend nor NVIDIA, by the build
-    of this torch.
-    """
+    """Return the devices that DeepSpeed takes without Ascend and NVIDIA, by the build of torch."""
     if (_DEV / "kfd").exists() and torch_text("hip"):
         return _visible("cuda", count_amd_gpus(environment), environment)
     if any(_DEV.glob("dri/renderD*")) and torch_text("xpu"):
@@ -191,19 +197,17 @@ def _other_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
 
 
 def count_npus() -> int:
-    """Ascend devices."""
+    """Count the Ascend devices."""
     return _count_nodes("davinci")
 
 
 def visible_variable(kind: str) -> str:
-    """The variable that names the devices of this kind that a process may use; DeepSpeed's other
-    kinds go by CUDA's.
-    """
+    """Return the variable that makes devices of this kind visible; DeepSpeed's default is CUDA's."""
     return _VISIBLE.get(kind, _VISIBLE["cuda"])
 
 
 def usable_cores() -> int:
-    """Processor cores that this process may use."""
+    """Count the processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -214,15 +218,13 @@ def _count_nodes(prefix: str) -> int:
 
 
 def _visible(kind: Device, count: int, environment: Mapping[str, str]) -> LocalDevices | None:
-    """Return the devices that the environment leaves visible; None: there are none, or all are
-    hidden.
-    """
+    """Return the devices that the environment leaves visible; None if there are none."""
     name = visible_variable(kind)
     text = environment.get(name)
-    if not count or text is None:
-        if count:
-            return LocalDevices(kind, count)
+    if not count:
         return None
+    if text is None:
+        return LocalDevices(kind, count)
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or words == ["-1"]:  # the usual ways to hide all of them
         return None
