@@ -1,10 +1,10 @@
 """A job on one node: the ranks are started, watched beside the other nodes, and ended together.
 
-a rank fails, or a node is lost   -> every node: SIGTERM to all its ranks, 2 s, SIGKILL
-a stop is requested of an agent   -> every node: SIGTERM to all its ranks; they save, and end with 75
-a stop is requested of one rank   -> the ranks agree on it; the agents know, and there is no restart
-SIGKILL does not end a rank       -> its node reports it after a minute, and is lost to the job
-every rank of every node ended    -> the agents exchange their codes and leave; 0 only if all are 0
+a rank fails, or a node is lost  -> every node: SIGTERM to all its ranks, 2 s, SIGKILL
+an agent is requested to stop    -> every node: SIGTERM to all its ranks; they save, end with 75
+a rank is requested to stop      -> the ranks agree on it; the agents know, and there is no restart
+SIGKILL does not end a rank      -> its node reports it after a minute, and is lost to the job
+every rank of every node ended   -> the agents exchange their codes and leave; 0 only if all are 0
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ class _NodeAttempt:
             self.ranks.signal(signal.SIGINT)
         else:
             self.ranks.signal(signal.SIGTERM)
-        asked = f"asking {self.ranks.num_running} ranks to stop, with {self._grace():.0f} s to save"
-        print_line(f"{why}: {asked}; once more kills them")
+        action = f"asking {self.ranks.num_running} ranks to stop"
+        print_line(f"{why}: {action}, with {self._grace():.0f} s to save; once more kills them")
 
     def _give_up(self, what: str) -> None:
         self._fail(f": {what}", 128 + signal.SIGKILL)

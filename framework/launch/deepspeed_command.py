@@ -21,7 +21,7 @@ from framework.launch.options import LaunchOptions
 from framework.system.ports import free_port
 
 _DEFAULT_HOSTFILE: Final = Path("/job/hostfile")
-# Up to so many nodes are written out in a command; of more there is a `seq`.
+# Up to this number, nodes are written out in a command; for more there is a `seq`.
 _FEW: Final = 4
 _INCLUDE: Final = "--include=${include#@}"
 

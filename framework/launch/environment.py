@@ -1,6 +1,6 @@
 """Contents of a Python environment, compared with pyproject.toml.
 
-    environment.py stamp EXTRA...         one line that changes when packages must be installed again
+    environment.py stamp EXTRA...         one line that changes when packages must be reinstalled
     environment.py missing EXTRA...       requirements that are not installed, one per line
     environment.py installed              everything that is installed, as constraints
     environment.py requirements EXTRA...  everything that is needed, installed or not, one per line
@@ -34,19 +34,19 @@ def requirements(extras: Sequence[str], *, pyproject: str | None = None) -> list
         text = pyproject
     else:
         text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    found: list[str] = []
+    lines: list[str] = []
     for name in ("dependencies", *extras):
         # Enough for this project's own file, one quoted requirement to a line; a test compares it
         # with a TOML reader.
         block = re.search(rf"^{re.escape(name)} = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
         if block is None:
             raise SystemExit(f"pyproject.toml has no extra {name}")
-        found += re.findall(r'^\s*"([^"]+)"', block[1], re.MULTILINE)
-    return found
+        lines += re.findall(r'^\s*"([^"]+)"', block[1], re.MULTILINE)
+    return lines
 
 
 def missing(wanted: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the requirements that are not installed, and sentences about those that are too old."""
+    """Return the requirements that are not installed, and sentences about too old ones."""
     absent: list[str] = []
     too_old: list[str] = []
     for requirement in wanted:

@@ -122,15 +122,46 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         require_token(options)
     if options.dry_run:
         return EXIT_OK
+    return _start(
+        options,
+        job,
+        topology,
+        devices,
+        script=script,
+        added=added,
+        names=[host.name for host in hosts],
+        requests=requests,
+    )
+
+
+def _start(
+    options: NodeOptions,
+    job: LoadedRun,
+    topology: HostTopology,
+    devices: LocalDevices,
+    *,
+    script: Path,
+    added: Mapping[str, str],
+    names: Sequence[str],
+    requests: StopRequests,
+) -> int:
+    """Take part in a job that has been checked, and return its exit code.
+
+    Args:
+        script: train.py.
+        added: environment variables of the ranks, beside those of this process.
+        names: of the hosts, if there is a hostfile.
+    """
+    from framework.launch.rendezvous.handshake import node_facts
+
     require_deepspeed()
+    is_alone = topology.nnodes + options.spares == 1
     token = read_token(options.token_file)
     if not (token or is_alone):
         print_line(
             "no token: whoever reaches this port can end the job or take a place in it [no-token]"
         )
-    environment = {**os.environ, **added}
-    from framework.launch.rendezvous.handshake import node_facts
-
+    environment = {**os.environ, **added}  # without the token, which `read_token` has removed
     save_seconds = grace_seconds(options.grace_seconds)
     facts: Mapping[str, str] = {}
     look = None
@@ -151,7 +182,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         grace_seconds=save_seconds,
         facts=facts,
         look=look,
-        names=[host.name for host in hosts],
+        names=names,
         port=options.control_port or topology.master_port + 1,
         token=token,
         deadline_seconds=WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds,
@@ -340,7 +371,7 @@ def run_node(
 
 
 def _with_gloo_interface(environment: Mapping[str, str], address: str) -> Mapping[str, str]:
-    """Name the interface of an address to gloo, unless the user has.
+    """Set gloo's interface to the one that has an address, unless the user has set it.
 
     By itself gloo takes the address to which the host's own name resolves, which is often loopback.
     NCCL finds its interfaces better without a name.

@@ -153,7 +153,7 @@ class Ranks:
     def clear(self) -> None:
         """End all ranks, and all processes that they have started and left.
 
-        Such a process has this agent's id in its environment, in whatever session it is.
+        Such a process has this agent's id in its environment, in any session.
         """
         self.signal(signal.SIGKILL)
         for process in self._running.values():

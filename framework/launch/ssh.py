@@ -2,8 +2,8 @@
 standard input.
 
 The command line there holds a folder, a Python and fixed words, quoted. Everything else travels
-over stdin, which stays open as a life line: when this process ends, in whatever way, the agents see
-it close and stop their ranks. No process of another machine is ever killed by name.
+over stdin, which stays open as a life line: when this process ends, even if it is killed, the
+agents see it close and stop their ranks. No process of another machine is ever killed by name.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ _WAIT_SECONDS: Final = 30.0 + KILL_SECONDS
 _DRAIN_SECONDS: Final = 2.0
 _LEAVE_SECONDS: Final = 5.0
 _ELSEWHERE: Final = LocalDevices("unknown", 0)  # only what holds on any machine is checked here
-# hosts whose address `ssh -G` is asked for: each call takes some milliseconds
+# more hosts are not looked up by `ssh -G`: each call takes some milliseconds
 _MOST_LOOKED_UP: Final = 128
 _LOOKED_UP_AT_ONCE: Final = 8
-_ENDS_REPORTED: Final = 4  # up to so many hosts are named one by one at the end of the job
+_ENDS_REPORTED: Final = 4  # up to this number, hosts are named one by one at the end of the job
 
 
 def launch_over_ssh(options: LaunchOptions) -> int:

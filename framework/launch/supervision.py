@@ -154,7 +154,7 @@ class Restarts:
         self._number += 1
 
     def _note_saved(self) -> int:
-        """Count a start that saved nothing, note whether there is a checkpoint; returns its step."""
+        """Count a start that saved nothing, note whether there is a checkpoint; return its step."""
         newest = self._folder.newest_step()
         if newest > self._step:
             self._idle = 0

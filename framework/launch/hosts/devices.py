@@ -53,8 +53,8 @@ _VISIBLE: Final[Mapping[str, str]] = {
 _VISIBLE_ON_AMD: Final = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _DEV: Final = Path("/dev")
 _KFD_NODES: Final = Path("/sys/class/kfd/kfd/topology/nodes")
-# Device files of GPUs that torch may reach although no list has them: under WSL, on Jetson, or AMD's
-# in a container without /sys.
+# Device files of GPUs that torch may reach although no list has them: under WSL, on Jetson, or of
+# AMD's GPUs in a container without /sys.
 _GPU_FILES: Final = ("kfd", "dxg", "nvmap", "nvhost-gpu")
 # A driver that hangs must not hang us; on hosts with eight GPUs and no persistence daemon a second
 # or two is normal.
@@ -202,7 +202,7 @@ def count_npus() -> int:
 
 
 def visible_variable(kind: str) -> str:
-    """Return the variable that makes devices of this kind visible; DeepSpeed's default is CUDA's."""
+    """Return the variable that makes devices of this kind visible; CUDA's for unknown kinds."""
     return _VISIBLE.get(kind, _VISIBLE["cuda"])
 
 

@@ -303,7 +303,7 @@ class Round:
         )
 
     def _called(self, node: int) -> list[int]:
-        """Return the numbers of the nodes that a node calls, and -1 for the endpoint of the ranks."""
+        """Return the numbers of the nodes that a node calls; -1 is the endpoint of the ranks."""
         return [*neighbours(node, len(self._endpoints)), -1]
 
     def _targets(self, node: int) -> list[Target]:

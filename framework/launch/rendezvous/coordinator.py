@@ -511,7 +511,7 @@ class Coordinator:
         await self._until_alone(list(self._clients.present), _SEE_OFF_SECONDS)
 
     async def _until_alone(self, clients: Sequence[Client], seconds: float) -> None:
-        """Wait until none of these clients is connected, for at most so many seconds."""
+        """Wait, for at most `seconds`, until none of these clients is connected."""
         until = time.monotonic() + seconds
         while any(client in self._clients.present for client in clients):
             if time.monotonic() >= until:

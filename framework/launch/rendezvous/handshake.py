@@ -212,7 +212,7 @@ def _differences(
 def _first_difference(hosts: str, usual: str) -> tuple[str, str]:
     """Describe two lists of hosts by the first entries that differ.
 
-    Lists of which one is empty, or only counted, are described by their lengths.
+    If one of them is empty, or only a number and a hash, both are described by their lengths.
     """
     if not hosts or not usual or _COUNTED.fullmatch(hosts) or _COUNTED.fullmatch(usual):
         return _length_text(hosts), _length_text(usual)

@@ -613,7 +613,7 @@ def _problems(message: Message) -> list[Problem]:
 
 
 def elsewhere_problem(session: Session) -> Problem:
-    """Return the problem that node 0 does not have master_addr, as node 0 or another node has it."""
+    """Return the problem that master_addr is not node 0's, as seen from node 0 or another node."""
     rank = session.topology.node_rank
     value = session.topology.master_addr
     if rank:

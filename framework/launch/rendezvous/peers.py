@@ -113,7 +113,7 @@ class Peers:
         self._apply(self._node, kind, content)
 
     async def wait(self, seconds: float) -> None:
-        """Wait for news, for at most so many seconds."""
+        """Wait for news, for at most `seconds`."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
         self._changed.clear()

@@ -73,7 +73,7 @@ class Session:
         problems: returns what keeps node 0 from training at this moment; it is reported to all.
         restarts: decides about further starts, on node 0; None: there are none here.
         spares: nodes beyond those that train, which take the place of one that is lost.
-        fits: whether the job can train on so many nodes, fewer than it began with.
+        fits: whether the job can train on a number of nodes, fewer than it began with.
         state: of the restarts, as node 0 sent it last.
         is_idle: the others train, and this node waits for its turn.
         local_address: on which this node and the others reach each other, once they have met.
