@@ -134,28 +134,19 @@ def hosts_command(
     Returns:
         None if the launcher has no options for these hosts, devices, folder or Python.
     """
-    names = [item.host.name for item in chosen]
+    before = ""
+    path = options.hostfile
     filters = []
     for name in ("include", "exclude", "num_nodes", "num_gpus"):
         value = options.choice[name]
         if value:
             filters.append(f"--{name}={value}")
-    before = ""
-    path = options.hostfile
-    if options.include or options.exclude:
-        names_in_file = [host.name for host in read_hostfile(options.hostfile or "")]
-    else:
-        names_in_file = []
-    has_ipv6 = any(":" in name for name in names)
-    if has_ipv6 or any("@" in name or ":" in name for name in names_in_file):
-        # pdsh reads brackets as a range, and --include has a meaning of its own for both signs.
+    if _needs_plain_hostfile(options, chosen):
         for item in chosen:
             if not item.is_first or (":" in item.host.name and "@" in item.host.name):
                 return None
-        before = (
-            f"hosts=$(mktemp) && printf '%s slots={topology.slots}\\n' {shlex.join(names)} > "
-            "$hosts && "
-        )
+        names = shlex.join(item.host.name for item in chosen)
+        before = f"hosts=$(mktemp) && printf '%s slots={topology.slots}\\n' {names} > $hosts && "
         path = "$hosts"
         filters = []
     if options.remote_python or options.remote_folder:
@@ -174,6 +165,19 @@ def hosts_command(
     words += arguments
     variables = {"PDSH_SSH_ARGS_APPEND": options.ssh_args} if options.ssh_args else {}
     return PlainCommand(words, before, variables)
+
+
+def _needs_plain_hostfile(options: LaunchOptions, chosen: Sequence[Chosen]) -> bool:
+    """Check whether the launcher would read the user's hostfile or options in another way.
+
+    pdsh reads brackets as a range, and --include has a meaning of its own for `@` and `:`.
+    """
+    if any(":" in item.host.name for item in chosen):
+        return True
+    if not options.include and not options.exclude:
+        return False
+    hosts = read_hostfile(options.hostfile or "")
+    return any("@" in host.name or ":" in host.name for host in hosts)
 
 
 def added_environment(

@@ -334,30 +334,13 @@ def choose_hosts(
     """
     hosts = read_hostfile(path)
     problems: list[Problem] = []
-    chosen = {host.name: tuple(range(host.slots)) for host in hosts}
-    if include:
-        named = _parse(include, hosts, option="--include", problems=problems)
-        for host in hosts:
-            included = named.get(host.name, set())
-            numbers = range(host.slots)
-            chosen[host.name] = tuple(number for number in numbers if number in included)
-    elif exclude:
-        named = _parse(exclude, hosts, option="--exclude", problems=problems)
-        for host in hosts:
-            excluded = named.get(host.name, set())
-            numbers = range(host.slots)
-            chosen[host.name] = tuple(number for number in numbers if number not in excluded)
-    left = [Chosen(host, chosen[host.name]) for host in hosts if chosen[host.name]][:num_nodes]
+    chosen = _filtered(hosts, include=include, exclude=exclude, problems=problems)
+    left = [item for item in chosen if item.devices][:num_nodes]
     if num_nodes and num_nodes > len(hosts):
         reason = f"{path} has {len(hosts)} hosts"
         problems.append(_wrong("--num_nodes", num_nodes, reason, "name more hosts there"))
     if num_gpus:
-        too_small = [item.host for item in left if item.host.slots < num_gpus]
-        if too_small:
-            reason = f"{too_small[0].name} has slots={too_small[0].slots}"
-            if len(too_small) > 1:
-                reason += f", and {len(too_small) - 1} more hosts have too few"
-            problems.append(_wrong(num_gpus_flag, num_gpus, reason, "take as many"))
+        problems += _too_few_slots(left, num_gpus, num_gpus_flag)
         left = [Chosen(item.host, item.devices[:num_gpus]) for item in left]
     counts = {len(item.devices) for item in left}
     if not problems and len(counts) != 1:
@@ -370,6 +353,34 @@ def choose_hosts(
     if problems:
         raise ConfigError(problems)
     return tuple(left)
+
+
+def _filtered(
+    hosts: Sequence[Host], *, include: str, exclude: str, problems: list[Problem]
+) -> list[Chosen]:
+    """Return all hosts with the devices that are included, or not excluded; add the problems."""
+    if include:
+        included = _parse(include, hosts, option="--include", problems=problems)
+    else:
+        included = {host.name: set(range(host.slots)) for host in hosts}
+    excluded: dict[str, set[int]] = {}
+    if exclude and not include:
+        excluded = _parse(exclude, hosts, option="--exclude", problems=problems)
+    chosen = []
+    for host in hosts:
+        devices = included.get(host.name, set()) - excluded.get(host.name, set())
+        chosen.append(Chosen(host, tuple(sorted(devices & set(range(host.slots))))))
+    return chosen
+
+
+def _too_few_slots(chosen: Sequence[Chosen], num_gpus: int, flag: str) -> list[Problem]:
+    too_small = [item.host for item in chosen if item.host.slots < num_gpus]
+    if not too_small:
+        return []
+    reason = f"{too_small[0].name} has slots={too_small[0].slots}"
+    if len(too_small) > 1:
+        reason += f", and {len(too_small) - 1} more hosts have too few"
+    return [_wrong(flag, num_gpus, reason, "take as many")]
 
 
 def is_this_machine(chosen: Sequence[Chosen], *, ssh_args: str = "") -> bool:

@@ -114,9 +114,7 @@ def resolve_topology(
     for item in settings:
         chosen.setdefault(item.name, item)
     for item in chosen.values():
-        problem = _wrong(item)
-        if problem:
-            problems.append(problem)
+        problems += _value_problems(item)
     if problems:
         raise ConfigError(problems)
     return _complete(chosen)
@@ -181,25 +179,25 @@ def _complete(chosen: dict[str, Setting]) -> HostTopology:
     return HostTopology(**numbers, master_addr=chosen["master_addr"].value, sources=sources)
 
 
-def _wrong(item: Setting) -> Problem | None:
+def _value_problems(item: Setting) -> Iterator[Problem]:
     if item.name == "master_addr":
-        fix = (
-            "write a name, or an address such as 10.0.0.2 or fd00::2; the port has a flag of "
-            "its own"
-        )
-        if is_host(item.value):
-            return None
-        return _problem(_VALUE, item, "no host has this name or address", fix)
+        if not is_host(item.value):
+            fix = (
+                "write a name, or an address such as 10.0.0.2 or fd00::2; the port has a flag of "
+                "its own"
+            )
+            yield _problem(_VALUE, item, "no host has this name or address", fix)
+        return
     if item.name == "nnodes" and ":" in item.value:
         reason = "a range of nodes is elastic training, which DeepSpeed 0.19.8 does not have"
-        return _problem(_VALUE, item, reason, "write one number")
+        yield _problem(_VALUE, item, reason, "write one number")
+        return
     least = 1 if item.name in ("nnodes", "slots", "master_port") else 0
     most = _LARGEST[item.name]
     is_number = item.value.isascii() and item.value.isdigit() and len(item.value) < 9
-    if is_number and least <= int(item.value) <= most:
-        return None
-    fix = f"write a whole number from {least} to {most}"
-    return _problem(_VALUE, item, "it is not a number that can be meant here", fix)
+    if not is_number or not least <= int(item.value) <= most:
+        fix = f"write a whole number from {least} to {most}"
+        yield _problem(_VALUE, item, "it is not a number that can be meant here", fix)
 
 
 def _contradictions(settings: Sequence[Setting]) -> Iterator[Problem]:

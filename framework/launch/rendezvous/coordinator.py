@@ -220,24 +220,30 @@ class Coordinator:
         channels = {client.node: client.channel for client in chosen}
         self._peers = LeadPeers(hosts, channels, epoch=self._epoch)
         start = Start(self._peers, topology, session.resumes)
-        body = body_of(
-            "go",
-            epoch=self._epoch,
-            port=topology.master_port,
-            resumes=start.resumes,
-            nodes=list(hosts),
-            state={} if session.restarts is None else session.restarts.state,
-            **_names(hosts),
-        )
-        for client in chosen:
-            self._send(client, body)
-        idle = [client for client in self._clients.present if client not in chosen]
-        for client in idle:
-            self._send(client, body_of("idle"))
+        self._send_go(start, hosts)
         self._clients.close_unknown()
         if session.restarts is None and self._server is not None:
             self._server.close()
         return start
+
+    def _send_go(self, start: Start, hosts: Mapping[int, str]) -> None:
+        """Send GO to the nodes of a start, and ``idle`` to the others."""
+        restarts = self._session.restarts
+        body = body_of(
+            "go",
+            epoch=self._epoch,
+            port=start.topology.master_port,
+            resumes=start.resumes,
+            nodes=list(hosts),
+            state={} if restarts is None else restarts.state,
+            **_names(hosts),
+        )
+        running = list(self._running.values())
+        for client in running:
+            self._send(client, body)
+        idle = [client for client in self._clients.present if client not in running]
+        for client in idle:
+            self._send(client, body_of("idle"))
 
     @property
     def _is_later(self) -> bool:
@@ -254,15 +260,14 @@ class Coordinator:
         present = sorted(set(self._clients.present) - self._ending, key=lambda client: client.node)
         if self._epoch:
             return self._enough(present)
-        hellos = [self._session.hello] + [client.hello for client in present]
-        is_full = len(hellos) >= self._session.num_nodes
+        is_full = len(present) + 1 >= self._session.num_nodes
         if self._round_version != self._clients.version:
             self._round = None
         now = time.monotonic()
         has_changed = self._compared_version != self._clients.version
         # Compared again when a node has gone, so that no other is refused because of it.
         if now > self._compare_at or (has_changed and (is_full or self._differences)):
-            self._compare(hellos)
+            self._compare([self._session.hello, *(client.hello for client in present)])
         # A rank of this job that lost its agent holds the port for a moment.
         waits_for_port = bool(self._port_problems) and (
             now - self._session.started_at < _PORT_SECONDS

@@ -254,19 +254,21 @@ class MemberPeers(Peers):
         ended = message.get("ended", {})
         if not isinstance(failures, list) or not isinstance(ended, dict):
             raise foreign()
-        if message.get("stop"):
-            self.stop = self.stop or str(message["stop"])[:_LONGEST_TEXT]
-        if message.get("asked"):
-            self.asked = self.asked or str(message["asked"])[:_LONGEST_TEXT]
+        self.stop = self.stop or _text_of(message.get("stop"))
+        self.asked = self.asked or _text_of(message.get("asked"))
         self.killed = self.killed or bool(message.get("kill"))
         self.failures += [self._failure(record) for record in failures[:MOST_FAILURES]]
-        nodes = {str(node): node for node in self._hosts}
-        if not nodes.keys() >= ended.keys():
-            raise foreign()
-        if any(type(code) is not int for code in ended.values()):
-            raise foreign()
-        self.ended |= {nodes[node]: code for node, code in ended.items()}
+        self.ended |= self._codes(ended)
         self._changed.set()
+
+    def _codes(self, ended: Mapping[str, Any]) -> dict[int, int]:
+        nodes = {str(node): node for node in self._hosts}
+        codes = {}
+        for name, code in ended.items():
+            if name not in nodes or type(code) is not int:
+                raise foreign()
+            codes[nodes[name]] = code
+        return codes
 
     def lose(self, how: ConnectionLost) -> None:
         """Note that node 0 is gone; it may be, once all nodes have ended."""
@@ -283,3 +285,7 @@ class MemberPeers(Peers):
                 if {type(node), type(code)} == {int} and node in self._hosts and not more:
                     return Failure(node, what[:_LONGEST_TEXT], code, at)
         raise foreign()
+
+
+def _text_of(reported: object) -> str:
+    return str(reported)[:_LONGEST_TEXT] if reported else ""
