@@ -1,8 +1,10 @@
-"""Looks at every host of a hostfile, and at what is between them: a `member` on each through ssh,
-asked from here. `doctor --bench` measures them: `framework.engine.link_bench` on every rank.
+"""Preflight of all hosts of a hostfile, and of the connections between them.
 
-Whatever a host does not do within its time is a finding about that host; no host is waited for
-longer than a minute.
+A `member` runs on each host through ssh, and carries out orders from here. `doctor --bench` measures
+the hosts, by `framework.engine.link_bench` on every rank.
+
+An answer that does not come in time is a finding about its host; no host is waited for longer than
+a minute.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from framework.launch.hosts.hostfile import Chosen, Host, first_few
 from framework.launch.ssh import address_of, passed_on, ssh_command
 from framework.system.ports import free_port
 
-_ASK_SECONDS: Final = 40.0
+_ANSWER_SECONDS: Final = 40.0
 _CONNECT_SECONDS: Final = 10
 _EXAMINE_SECONDS: Final = 60.0
 _BENCH_SECONDS: Final = 180.0
-# A host whose best partner gets less than this share of what others get is slow; links of equal
-# hosts differ by a few percent.
+# A host is slow if its best link has less than this share of the usual speed; links of equal hosts
+# differ by a few percent.
 _SLOW_SHARE: Final = 0.6
 _GB: Final = 1e9
 _MEMBER: Final = (sys.executable, "-m", "framework.doctor.member")
@@ -49,9 +51,11 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Parsed command line; `config` None: any run. Without `chosen` hosts it is about this machine.
+    """Parsed command line.
 
     Attributes:
+        config: path of the run config; None: any run.
+        chosen: hosts and devices; empty: this machine.
         num_ranks: on each host; None: one to a device.
         master_addr: of the first host, as the others know it; empty: as `launch -H` finds it.
     """
@@ -66,35 +70,42 @@ class DoctorOptions:
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """With the devices that were chosen for slots."""
+        """The hosts, with the number of chosen devices as slots."""
         return tuple(Host(item.host.name, len(item.devices)) for item in self.chosen)
 
     @property
     def addresses(self) -> list[str]:
         """Address of each host as the others call it."""
-        found = [address_of(item.host.name, ssh_args=self.ssh_args) for item in self.chosen]
-        return [self.master_addr, *found[1:]] if self.master_addr else found
+        addresses = [address_of(item.host.name, ssh_args=self.ssh_args) for item in self.chosen]
+        if self.master_addr:
+            addresses[:1] = [self.master_addr]
+        return addresses
 
     @property
     def own_variables(self) -> dict[str, dict[str, str]]:
-        """Of single hosts: devices that are not the first, of whichever kind, as their agents will
-        have them.
+        """Variables of single hosts, by name: those that make the chosen devices visible.
+
+        Agents set the same ones. Hosts with the first devices have none.
         """
-        return {
-            item.host.name: {
-                visible_variable(kind): ",".join(map(str, item.devices)) for kind in ("cuda", "npu")
-            }
-            for item in self.chosen
-            if not item.is_first
-        }
+        variables = {}
+        for item in self.chosen:
+            if not item.is_first:
+                numbers = ",".join(map(str, item.devices))
+                names = (visible_variable("cuda"), visible_variable("npu"))
+                variables[item.host.name] = dict.fromkeys(names, numbers)
+        return variables
 
 
-class HostFailed(Exception):  # noqa: N818 - it is told, and never leaves this module
-    """A host did not answer; the text says why."""
+class HostFailed(Exception):  # noqa: N818 - it becomes a finding, and never leaves this module
+    """Error: a host did not answer; the text is the reason."""
 
 
 class Remote:
-    """The member on one host, asked in lines of JSON; `number` is its place among all hosts."""
+    """The member on one host, which takes orders as lines of JSON.
+
+    Attributes:
+        number: place of the host among all hosts.
+    """
 
     def __init__(
         self, host: Host, command: Sequence[str], *, number: int, address: str = ""
@@ -106,7 +117,7 @@ class Remote:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see `close`
         pipe = subprocess.PIPE
         errors = self._stderr
-        # A session of its own: Ctrl-C ends them by their stdin, after they have cleaned up.
+        # A session of its own: Ctrl-C ends members by their stdin, after they have cleaned up.
         self._process = subprocess.Popen(
             command,
             stdin=pipe,
@@ -119,8 +130,8 @@ class Remote:
         self._answers: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._keep_answers, daemon=True).start()
 
-    def ask(self, order: Mapping[str, Any], *, seconds: float = _ASK_SECONDS) -> dict[str, Any]:
-        """Send an order and return its answer; raises HostFailed where there is none."""
+    def ask(self, order: Mapping[str, Any], *, seconds: float = _ANSWER_SECONDS) -> dict[str, Any]:
+        """Send an order and return its answer; raises HostFailed if none comes in time."""
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order) + "\n")
@@ -138,7 +149,7 @@ class Remote:
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """Let it clean up, and end it where it does not."""
+        """Let the member clean up, and kill its `ssh` if that takes too long."""
         with suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -158,14 +169,14 @@ class Remote:
 
 
 def member_command(host: Host, *, ssh_args: str = "") -> list[str]:
-    """The `ssh` that starts the member: same Python, same folder, as DeepSpeed's launcher
-    expects.
+    """Return the `ssh` that starts the member, with the same Python in the same folder.
+
+    DeepSpeed's launcher expects both at the same paths, too.
     """
+    words = ["cd", os.getcwd(), "&&", "exec", "env"]
     if (ROOT / "pyproject.toml").is_file():
-        path = [f"PYTHONPATH={ROOT}"]
-    else:
-        path = []
-    words = ["cd", os.getcwd(), "&&", "exec", "env", *path, *_MEMBER]
+        words.append(f"PYTHONPATH={ROOT}")
+    words += _MEMBER
     return ssh_command(host, words, ssh_args=f"{ssh_args} -o ConnectTimeout={_CONNECT_SECONDS}")
 
 
@@ -173,74 +184,74 @@ def ask_all(
     remotes: Sequence[Remote],
     order: Callable[[Remote], Mapping[str, Any]],
     *,
-    seconds: float = _ASK_SECONDS,
+    seconds: float = _ANSWER_SECONDS,
 ) -> list[dict[str, Any]]:
-    """Answers of all hosts, asked at the same time; raises HostFailed of the first that has none,
-    at the end.
+    """Send an order to all hosts at the same time, and return their answers.
+
+    Raises:
+        HostFailed: a host has not answered; raised when all others are done.
     """
     return each_of(remotes, lambda remote: remote.ask(order(remote), seconds=seconds))
 
 
 def each_of(remotes: Sequence[Remote], do: Callable[[Remote], _Result]) -> list[_Result]:
-    """Do something with all hosts at the same time."""
+    """Call a function with each host, at the same time, and return the results."""
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(remotes)))) as pool:
         return list(pool.map(do, remotes))
 
 
 def look_at_hosts(
-    asked: DoctorOptions, requirements: Requirements
+    options: DoctorOptions, requirements: Requirements
 ) -> tuple[list[Node], list[Check]]:
-    """Every host, in the order of the hostfile, and what is between them."""
+    """Examine every host, in the order of the hostfile, and the connections between them."""
     with ExitStack() as stack:
         remotes = []
-        for number, (host, address) in enumerate(zip(asked.hosts, asked.addresses, strict=True)):
-            command = member_command(host, ssh_args=asked.ssh_args)
-            remotes.append(
-                stack.enter_context(closing(Remote(host, command, number=number, address=address)))
-            )
-        nodes = each_of(remotes, lambda remote: _examined(remote, asked, requirements))
+        pairs = zip(options.hosts, options.addresses, strict=True)
+        for number, (host, address) in enumerate(pairs):
+            command = member_command(host, ssh_args=options.ssh_args)
+            remote = Remote(host, command, number=number, address=address)
+            remotes.append(stack.enter_context(closing(remote)))
+        nodes = each_of(remotes, lambda remote: _examined(remote, options, requirements))
         alive = [remote for remote, node in zip(remotes, nodes, strict=True) if node.facts]
         if len(alive) < 2:
             return nodes, []
-        return nodes, [
-            *compare({node.name: node.facts for node in nodes if node.facts}),
-            *_between(alive, asked, requirements),
-        ]
+        checks = compare({node.name: node.facts for node in nodes if node.facts})
+        checks += _between(alive, options, requirements)
+        return nodes, checks
 
 
-def _examined(remote: Remote, asked: DoctorOptions, requirements: Requirements) -> Node:
+def _examined(remote: Remote, options: DoctorOptions, requirements: Requirements) -> Node:
     started = time.perf_counter()
+    variables = passed_on(os.environ, exports=())
+    variables |= options.own_variables.get(remote.host.name, {})
     order = {
         "do": "examine",
         "name": remote.name,
-        "variables": passed_on(os.environ, exports=())
-        | asked.own_variables.get(remote.host.name, {}),
+        "variables": variables,
         "cluster": asdict(requirements.cluster),
-        "config": asked.config,
-        "overrides": list(asked.overrides),
+        "config": options.config,
+        "overrides": list(options.overrides),
     }
     try:
         answer = remote.ask(order, seconds=_EXAMINE_SECONDS)
     except HostFailed as error:
         fix = f"try: ssh {remote.host.name} {sys.executable} -V"
         problem = Problem("host-unreachable", str(error), fix, key="ssh")
-        return Node(
-            remote.name,
-            [Check("ssh", "cannot be looked at", [problem])],
-            time.perf_counter() - started,
-        )
-    return Node(remote.name, list(map(Check.from_dict, answer["checks"])), answer["seconds"])
+        check = Check("ssh", "cannot be looked at", [problem])
+        return Node(remote.name, [check], time.perf_counter() - started)
+    checks = [Check.from_dict(values) for values in answer["checks"]]
+    return Node(remote.name, checks, answer["seconds"])
 
 
 def _between(
-    remotes: Sequence[Remote], asked: DoctorOptions, requirements: Requirements
+    remotes: Sequence[Remote], options: DoctorOptions, requirements: Requirements
 ) -> Iterator[Check]:
+    """Compare clocks, and test connections and the shared folder, until a host fails."""
     token = secrets.token_hex(8)
     try:
-        yield compare_clocks(
-            dict(zip([each.name for each in remotes], each_of(remotes, _ahead), strict=True))
-        )
-        yield _network(remotes, asked.master_port, token)
+        names = [remote.name for remote in remotes]
+        yield compare_clocks(dict(zip(names, each_of(remotes, _ahead), strict=True)))
+        yield _network(remotes, options.master_port, token)
         if requirements.checkpoints is not None and requirements.saves:
             yield _shared_folder(remotes, str(requirements.checkpoints), token)
     except HostFailed as error:
@@ -251,7 +262,10 @@ def _between(
 
 
 def _ahead(remote: Remote) -> float:
-    """Half of the way there and back is taken off; the shortest of three ways is the truest."""
+    """Return the seconds by which a host's clock is ahead, by the fastest of three answers.
+
+    Half of the time that an answer takes is subtracted.
+    """
     measured: list[tuple[float, float]] = []
     for _ in range(3):
         sent = time.time()
@@ -262,39 +276,37 @@ def _ahead(remote: Remote) -> float:
 
 
 def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
-    """Every host reaches the port of node 0, and each other at a port that the system chose, as
-    NCCL and gloo do.
+    """Test whether every host reaches the ports of node 0, and a free port of other hosts.
+
+    NCCL and gloo listen at such a port, which the system chooses.
     """
-    of_node_0 = [port, port + 1]  # of ranks, and of the agents that `launch` starts
-    wanted = {remote: [0, *of_node_0] if remote is remotes[0] else [0] for remote in remotes}
-    opened = [
-        each["ports"]
-        for each in ask_all(remotes, lambda each: {"do": "listen", "ports": wanted[each]})
-    ]
+    ports_of_node_0 = [port, port + 1]  # of ranks, and of the agents that `launch` starts
+    wanted = {remote: [0] for remote in remotes}
+    wanted[remotes[0]] = [0, *ports_of_node_0]
+    answers = ask_all(remotes, lambda remote: {"do": "listen", "ports": wanted[remote]})
+    opened = [answer["ports"] for answer in answers]
     problems = []
-    for port_of_0, found in zip(of_node_0, opened[0][1:], strict=True):
-        if isinstance(found, str):
-            about: dict[str, Any] = {
-                "key": "--master_port",
-                "value": port_of_0,
-                "file": f"node {remotes[0].name}",
-            }
-            reason = f"nobody can meet there: {found}"
+    for port_of_0, failure in zip(ports_of_node_0, opened[0][1:], strict=True):
+        if isinstance(failure, str):  # else it is the port, which is open
+            reason = f"nobody can meet there: {failure}"
             fix = "choose another --master_port"
-            problems.append(Problem("port-not-usable", reason, fix, **about))
-    plan: dict[Remote, list[tuple[Remote, int]]] = {}
-    for index, remote in enumerate(remotes):
-        targets = [(to, opened[to][0]) for to in neighbours(index, len(remotes))]
-        targets += [(0, port) for port in opened[0][1:] if index]
-        plan[remote] = [(remotes[to], port) for to, port in targets if isinstance(port, int)]
-    called = {
-        remote: [(to.address, port) for to, port in targets] for remote, targets in plan.items()
-    }
-    answers = ask_all(remotes, lambda each: {"do": "call", "token": token, "targets": called[each]})
+            file = f"node {remotes[0].name}"
+            problems.append(
+                Problem(
+                    "port-not-usable",
+                    reason,
+                    fix,
+                    key="--master_port",
+                    value=port_of_0,
+                    file=file,
+                )
+            )
+    targets = _call_targets(remotes, opened)
+    answers = ask_all(remotes, lambda remote: _call_order(targets[remote], token))
     for caller, answer in zip(remotes, answers, strict=True):
-        for (to, port_there), values in zip(plan[caller], answer["reached"], strict=True):
-            problems += _about_call(caller.name, to.name, port_there, Reached(**values))
-    count = sum(map(len, plan.values()))
+        for (called, port_there), values in zip(targets[caller], answer["reached"], strict=True):
+            problems += _about_call(caller.name, called.name, port_there, Reached(**values))
+    count = sum(len(calls) for calls in targets.values())
     if problems:
         stated = f"{len(problems)} of {count} connections fail"
     else:
@@ -302,13 +314,38 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
     return Check("network", stated, problems)
 
 
+def _call_targets(
+    remotes: Sequence[Remote], opened: Sequence[Sequence[int | str]]
+) -> dict[Remote, list[tuple[Remote, int]]]:
+    """Return the hosts and ports that each host calls.
+
+    Args:
+        remotes: all hosts.
+        opened: by host, the ports at which it listens; a text is the reason why it does not.
+    """
+    targets: dict[Remote, list[tuple[Remote, int]]] = {}
+    for index, caller in enumerate(remotes):
+        calls = [(called, opened[called][0]) for called in neighbours(index, len(remotes))]
+        if index:
+            calls += [(0, port) for port in opened[0][1:]]
+        targets[caller] = [
+            (remotes[called], port) for called, port in calls if isinstance(port, int)
+        ]
+    return targets
+
+
+def _call_order(targets: Sequence[tuple[Remote, int]], token: str) -> dict[str, Any]:
+    addresses = [(remote.address, port) for remote, port in targets]
+    return {"do": "call", "token": token, "targets": addresses}
+
+
 def _about_call(caller: str, called: str, port: int, reached: Reached) -> Iterator[Problem]:
-    place = f"node {caller}"
+    file = f"node {caller}"
     if reached.is_loopback:
         reason = "the name of another host leads back to this one"
         value = reached.address
         yield Problem(
-            "name-loopback", reason, "mend /etc/hosts there", key=called, value=value, file=place
+            "name-loopback", reason, "mend /etc/hosts there", key=called, value=value, file=file
         )
     elif reached.reason:
         there = f"{called} ({reached.address or 'no address'})"
@@ -316,32 +353,29 @@ def _about_call(caller: str, called: str, port: int, reached: Reached) -> Iterat
             f"let {caller} connect to {there} at every port: firewall, security group, network "
             "policy, service mesh"
         )
-        yield Problem("port-not-reached", reached.reason, fix, key=f"{called}:{port}", file=place)
+        yield Problem("port-not-reached", reached.reason, fix, key=f"{called}:{port}", file=file)
 
 
 def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> Check:
-    """Each host leaves a mark where node 0 would save; each must see all of them."""
+    """Test whether each host sees the marks of all hosts where node 0 would save."""
     folder = remotes[0].ask({"do": "place", "folder": checkpoints})["folder"]
     names = {remote.number: remote.name for remote in remotes}
     common = {"folder": folder, "token": token}
-    marks = ask_all(remotes, lambda each: {"do": "mark", "node": each.number, **common})
-    marked = [
-        remote.number for remote, answer in zip(remotes, marks, strict=True) if not answer["reason"]
-    ]
+    marks = ask_all(remotes, lambda remote: {"do": "mark", "node": remote.number, **common})
+    pairs = zip(remotes, marks, strict=True)
+    marked = [remote.number for remote, mark in pairs if not mark["reason"]]
     views = ask_all(remotes, lambda _: {"do": "see", "nodes": marked, **common})
-    written = [
-        f"nothing can be written there: {mark['reason']}" if mark["reason"] else ""
-        for mark in marks
-    ]
-    unseen = [first_few([names[number] for number in view["unseen"]]) for view in views]
-    seen = [f"what {others} wrote is not seen here" if others else "" for others in unseen]
     fix = f"set run.output_dir to a folder that all hosts share: {WHY_SHARED}"
-    reasons = zip([*remotes, *remotes], [*written, *seen], strict=True)
-    problems = [
-        Problem(NOT_SHARED, reason, fix, folder, file=f"node {each.name}")
-        for each, reason in reasons
-        if reason
-    ]
+    problems = []
+    for remote, mark in zip(remotes, marks, strict=True):
+        if mark["reason"]:
+            reason = f"nothing can be written there: {mark['reason']}"
+            problems.append(Problem(NOT_SHARED, reason, fix, folder, file=f"node {remote.name}"))
+    for remote, view in zip(remotes, views, strict=True):
+        if view["unseen"]:
+            others = first_few([names[number] for number in view["unseen"]])
+            reason = f"what {others} wrote is not seen here"
+            problems.append(Problem(NOT_SHARED, reason, fix, folder, file=f"node {remote.name}"))
     if not problems:
         stated = f"{folder} is seen by all"
     else:
@@ -349,52 +383,56 @@ def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> C
     return Check("run folder", stated, problems)
 
 
-def bench(asked: DoctorOptions, requirements: Requirements) -> list[Check]:
-    """Run the job on every rank of the run, here or on all hosts; a few seconds, three minutes at
-    most.
+def bench(options: DoctorOptions, requirements: Requirements) -> list[Check]:
+    """Measure links and storage with every rank of the run, here or on all hosts.
+
+    It takes a few seconds, and three minutes at most.
     """
+    if options.hosts:
+        master = [options.addresses[0], options.master_port]
+    else:
+        master = ["127.0.0.1", free_port()]
     order = {
         "do": "bench",
         "variables": passed_on(os.environ, exports=()),
         "cluster": asdict(requirements.cluster),
-        "master": [asked.addresses[0], asked.master_port]
-        if asked.hosts
-        else ["127.0.0.1", free_port()],
+        "master": master,
         "folder": str(requirements.checkpoints) if requirements.checkpoints else None,
         "seconds": _BENCH_SECONDS,
     }
+    hosts = options.hosts or (Host("localhost", requirements.cluster.devices_per_host),)
     with ExitStack() as stack:
         remotes = []
-        for number, host in enumerate(
-            asked.hosts or [Host("localhost", requirements.cluster.devices_per_host)]
-        ):
-            command = member_command(host, ssh_args=asked.ssh_args) if asked.hosts else _MEMBER
+        for number, host in enumerate(hosts):
+            command: Sequence[str] = _MEMBER
+            if options.hosts:
+                command = member_command(host, ssh_args=options.ssh_args)
             remotes.append(stack.enter_context(closing(Remote(host, command, number=number))))
         try:
             answers = ask_all(
-                remotes, lambda each: order | {"node": each.number}, seconds=_BENCH_SECONDS + 30
+                remotes, lambda remote: order | {"node": remote.number}, seconds=_BENCH_SECONDS + 30
             )
-            reasons = zip(
-                [each.name for each in remotes],
-                [answer["reason"] for answer in answers],
-                strict=True,
-            )
-            failed = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason)
         except HostFailed as error:
-            answers = []
-            failed = str(error)
-    result = next((answer["result"] for answer in answers if answer["result"]), None)
-    if failed or result is None:
-        reason = failed or "no rank told its result"
-        fix = "run doctor without --bench first: it names what is wrong"
-        return [
-            Check("bench", "not finished", [Problem("bench-failed", reason, fix, key="--bench")])
-        ]
-    return list(judge(result))
+            return [_bench_failed(str(error))]
+    reasons = []
+    for remote, answer in zip(remotes, answers, strict=True):
+        if answer["reason"]:
+            reasons.append(f"{remote.name}: {answer['reason']}")
+    if reasons:
+        return [_bench_failed("; ".join(reasons))]
+    for answer in answers:
+        if answer["result"]:
+            return list(judge(answer["result"]))
+    return [_bench_failed("no rank told its result")]
+
+
+def _bench_failed(reason: str) -> Check:
+    fix = "run doctor without --bench first: it names what is wrong"
+    return Check("bench", "not finished", [Problem("bench-failed", reason, fix, key="--bench")])
 
 
 def judge(result: Mapping[str, Any]) -> Iterator[Check]:
-    """Rows for a person, and who is slow."""
+    """Yield the measurements as rows of a table, with slow hosts and links as warnings."""
     for row in result["all_reduce"]:
         took = f"{row['bytes'] >> 20} MiB in {row['seconds'] * 1e3:.2f} ms"
         stated = f"{took}: algorithm {_speed(row['algorithm'])}, bus {_speed(row['bus'])}"
@@ -416,16 +454,16 @@ def judge(result: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
-    """A slow host is slow with everybody, a slow link with one."""
+    """Find slow hosts, which are slow with all others, and slow links, which are one pair each."""
     best: dict[str, float] = {}
     for row in rows:
         for name in (row["a"], row["b"]):
             best[name] = max(best.get(name, 0.0), row["bytes_per_second"])
     usual = median(best.values())
     typical = median(row["bytes_per_second"] for row in rows)
-    slow = [name for name, speed in best.items() if speed < _SLOW_SHARE * usual]
+    slow_hosts = [name for name, speed in best.items() if speed < _SLOW_SHARE * usual]
     problems = []
-    for name in slow:
+    for name in slow_hosts:
         reason = f"with none of the others it gets more, and they get {_speed(usual)}"
         fix = "look at its cable, its switch port and its driver, or leave it out"
         problems.append(
@@ -433,19 +471,19 @@ def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
         )
     for row in rows:
         speed = row["bytes_per_second"]
-        ends = (row["a"], row["b"])
-        if speed < _SLOW_SHARE * typical and not {*ends} & {*slow}:
+        host = row["a"]
+        other = row["b"]
+        if speed < _SLOW_SHARE * typical and host not in slow_hosts and other not in slow_hosts:
             reason = f"pairs usually get {_speed(typical)}"
             fix = "look at the way between the two"
             problems.append(
-                warning("slow-link", reason, fix, f"to {ends[1]}", _speed(speed), f"node {ends[0]}")
+                warning("slow-link", reason, fix, f"to {other}", _speed(speed), f"node {host}")
             )
-    last = min(rows, key=lambda row: float(row["bytes_per_second"]))
+    stated = f"{len(rows)} measured, {_speed(typical)} each way"
     if len(rows) > 1:
-        slowest = f"; slowest {last['a']} and {last['b']}: {_speed(last['bytes_per_second'])}"
-    else:
-        slowest = ""
-    stated = f"{len(rows)} measured, {_speed(typical)} each way{slowest}"
+        slowest = min(rows, key=lambda row: float(row["bytes_per_second"]))
+        speed = _speed(slowest["bytes_per_second"])
+        stated += f"; slowest {slowest['a']} and {slowest['b']}: {speed}"
     return Check("pairs", stated, problems, {"pairs": [dict(row) for row in rows]})
 
 

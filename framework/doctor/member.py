@@ -1,5 +1,5 @@
-"""One host under examination: started by `hosts` through ssh, asked in lines of JSON, gone when its
-stdin closes.
+"""One host under examination: `hosts` starts this process through ssh, sends it orders as lines of
+JSON, and closes its stdin at the end.
 """
 
 from __future__ import annotations
@@ -35,15 +35,20 @@ from framework.load_run import load_run
 from framework.plan.cluster import Cluster, Device
 
 _MODULE: Final = "framework.engine.link_bench"
-# As the module prints it; it stands beyond the torch line, and this half does not import it.
+# As that module prints it. It imports torch, so it is not imported here.
 RESULT: Final = "@link_bench "
 
 
 def judge_config(
     path: str | None, overrides: Sequence[str], cluster: Cluster, *, is_chosen: bool = True
 ) -> tuple[list[Check], Requirements]:
-    """Judge a run config and return its requirements on each host; without a path, or a plan, those
-    of any run. Unless the number of ranks `is_chosen`, that of the config wins.
+    """Check a run config, and return the checks with its requirements on each host.
+
+    Args:
+        path: of the run config; None, or one without a plan: the requirements are those of any run.
+        overrides: further settings of the run.
+        cluster: that the run is planned for.
+        is_chosen: whether the user has chosen the number of ranks; else that of the config wins.
     """
     if path is None:
         return [], requirements_without_config(cluster)
@@ -53,86 +58,106 @@ def judge_config(
             cluster = replace(cluster, devices_per_host=run.config.run.world_size)
         plan = run.chosen(cluster, is_proposal=True).plan(cluster)
     except ConfigError as error:
-        return [
-            Check("config", f"{path}: refused on {cluster}", error.problems)
-        ], requirements_without_config(cluster)
+        check = Check("config", f"{path}: refused on {cluster}", error.problems)
+        return [check], requirements_without_config(cluster)
     problems = (*run.source.notes, *plan.findings)
     return [Check("config", f"{path} on {cluster}: {plan.layout}", problems)], requirements_of(plan)
 
 
 def local_devices() -> tuple[Device, int]:
-    """Kind and number of devices here; what is wrong with them is said by the check of devices."""
+    """Return the kind and number of devices here; their problems are left to `check_devices`."""
     try:
-        found = find_devices(os.environ)
+        devices = find_devices(os.environ)
     except ConfigError:
-        asked = os.environ.get("DS_ACCELERATOR")
-        return ("cuda" if asked == "cuda" else "npu" if asked == "npu" else "cpu"), 0
-    return found.kind, found.count
+        requested = os.environ.get("DS_ACCELERATOR")
+        if requested == "cuda":
+            return "cuda", 0
+        if requested == "npu":
+            return "npu", 0
+        return "cpu", 0
+    return devices.kind, devices.count
 
 
-def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, reported: IO[str]) -> dict[str, Any]:
-    """Run this host's ranks of the measuring job: the result where rank 0 is here, and why it did
-    not go well. When `reported`, where orders come from, closes, nobody waits for the result any
-    more.
+def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, orders: IO[str]) -> dict[str, Any]:
+    """Run this host's ranks of the measuring job.
+
+    Args:
+        order: that of `do_bench`.
+        cluster: all hosts and ranks.
+        orders: stream of the orders; when it closes, the result is no longer needed.
+
+    Returns:
+        The ``result`` if rank 0 is here, else None, and the ``reason`` of a failure, else empty.
     """
     from framework.launch.ranks import rank_environment  # psutil comes with the train extra only
 
     num_ranks = cluster.devices_per_host
     topology = HostTopology(cluster.num_hosts, num_ranks, order["node"], *order["master"])
-    common = {
-        **os.environ,
-        **added_environment(os.environ, device=cluster.device, num_ranks=num_ranks),
-    }
-    command = [
-        sys.executable,
-        "-m",
-        _MODULE,
-        *(["--folder", order["folder"]] if order["folder"] else []),
-    ]
-    opened = partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace")
-    none = subprocess.DEVNULL
+    environment = dict(os.environ)
+    environment |= added_environment(os.environ, device=cluster.device, num_ranks=num_ranks)
+    command = [sys.executable, "-m", _MODULE]
+    if order["folder"]:
+        command += ["--folder", order["folder"]]
+    make_file = partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace")
     with ExitStack() as stack:
-        outputs = [stack.enter_context(opened()) for _ in range(num_ranks)]
-        started = []
-        for local, output in enumerate(outputs):
-            own = common | rank_environment(topology, local)
-            started.append(
-                subprocess.Popen(command, env=own, stdin=none, stdout=output, stderr=output)
+        outputs = [stack.enter_context(make_file()) for _ in range(num_ranks)]
+        ranks: list[subprocess.Popen[bytes]] = []
+        for local_rank, output in enumerate(outputs):
+            rank = subprocess.Popen(
+                command,
+                env=environment | rank_environment(topology, local_rank),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
-            stack.callback(started[-1].wait)
-            stack.callback(started[-1].kill)
-        reason = _wait(started, seconds=float(order["seconds"]), reported=reported)
+            ranks.append(rank)
+            stack.callback(rank.wait)
+            stack.callback(rank.kill)
+        reason = _wait(ranks, seconds=float(order["seconds"]), orders=orders)
         for output in outputs:
             output.seek(0)
         texts = [output.read() for output in outputs]
     if reason.isdecimal():
-        last = texts[int(reason)].strip().rpartition("\n")[2]
-        reason = (
-            f"rank {reason} of this host ended with {started[int(reason)].returncode}: {last[:300]}"
-        )
-    lines = [
-        line.removeprefix(RESULT)
-        for text in texts
-        for line in text.splitlines()
-        if line.startswith(RESULT)
-    ]
-    return {"reason": reason, "result": json.loads(lines[0]) if lines else None}
+        last_line = texts[int(reason)].strip().rpartition("\n")[2]
+        code = ranks[int(reason)].returncode
+        reason = f"rank {reason} of this host ended with {code}: {last_line[:300]}"
+    return {"reason": reason, "result": _result(texts)}
 
 
-def _wait(started: list[subprocess.Popen[bytes]], *, seconds: float, reported: IO[str]) -> str:
-    """Empty when all ended well; the number of the first that did not; or why nobody waits any
-    longer.
+def _result(texts: Sequence[str]) -> Any:
+    """Return the result in the ranks' outputs, or None."""
+    for text in texts:
+        for line in text.splitlines():
+            if line.startswith(RESULT):
+                return json.loads(line.removeprefix(RESULT))
+    return None
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], *, seconds: float, orders: IO[str]) -> str:
+    """Wait for the ranks.
+
+    Returns:
+        The number of the first rank that failed, the reason why this waits no longer, or an empty
+        text if all have ended well.
     """
     deadline = time.monotonic() + seconds
-    while None in [process.poll() for process in started]:
-        failed = [number for number, process in enumerate(started) if process.returncode]
+    while None in [rank.poll() for rank in ranks]:
+        failed = _first_failed(ranks)
         if failed:
-            return str(failed[0])
+            return failed
         if time.monotonic() > deadline:
             return f"not finished after {seconds:.0f} s"
-        if select.select([reported], [], [], 0.1)[0]:  # no order comes in between, so it is the end
+        # no order comes meanwhile, so this is the end of the stream
+        if select.select([orders], [], [], 0.1)[0]:
             return "nobody waits for the result"
-    return next((str(number) for number, process in enumerate(started) if process.returncode), "")
+    return _first_failed(ranks)
+
+
+def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> str:
+    for number, rank in enumerate(ranks):
+        if rank.returncode:
+            return str(number)
+    return ""
 
 
 # A login shell may print greetings on the same stream.
@@ -142,49 +167,51 @@ Order = Mapping[str, Any]
 
 
 class Examiner:
-    """Carries out orders; what it opened or wrote is closed and removed at its end."""
+    """Carries out orders; ports that it opened, and files that it wrote, are gone at its end."""
 
     def __init__(self) -> None:
         self.stack = ExitStack()
 
     def answer(self, order: Order) -> dict[str, Any]:
-        """Do what an order names: one of the methods `do_...`."""
+        """Carry out an order, by the method `do_...` that it names."""
         answer: dict[str, Any] = getattr(self, f"do_{order['do']}")(order)
         return answer
 
     def do_examine(self, order: Order) -> dict[str, Any]:
-        """Look at everything here."""
+        """Examine this host, for a run config."""
         os.environ.update(order["variables"])
         cluster = _here(order)
         before, requirements = judge_config(order["config"], order["overrides"], cluster)
         node = examine(requirements, os.environ, name=order["name"], counts_replaced=True)
-        checks = [*(check for check in before if check.status == "error"), *node.checks]
+        checks = [check for check in before if check.status == "error"]
+        checks += node.checks
         return {"checks": [check.to_dict() for check in checks], "seconds": node.seconds}
 
     def do_listen(self, order: Order) -> dict[str, Any]:
-        """Answer at ports; returns their numbers, or why not."""
-        found: list[int | str] = []
+        """Answer at ports, and return their numbers, or texts with the reasons of failures."""
+        ports: list[int | str] = []
         # hosts may call each other by either kind of address
         if socket.has_dualstack_ipv6():
-            both = "::"
+            address = "::"
         else:
-            both = ""
+            address = ""
         for port in order["ports"]:
             try:
-                echo = Echo(port, address=both)
+                echo = Echo(port, address=address)
                 self.stack.callback(echo.close)
-                found.append(echo.port)
+                ports.append(echo.port)
             except OSError as error:
-                found.append((error.strerror or str(error)).lower())
-        return {"ports": found}
+                ports.append((error.strerror or str(error)).lower())
+        return {"ports": ports}
 
     def do_call(self, order: Order) -> dict[str, Any]:
-        """Call others."""
+        """Call other hosts."""
         targets = [(str(host), int(port)) for host, port in order["targets"]]
-        return {"reached": [asdict(each) for each in call_all(targets, token=order["token"])]}
+        calls = call_all(targets, token=order["token"])
+        return {"reached": [asdict(reached) for reached in calls]}
 
     def do_clock(self, order: Order) -> dict[str, Any]:
-        """Tell the time."""
+        """Return the time of this host."""
         return {"clock": time.time()}
 
     def do_place(self, order: Order) -> dict[str, Any]:
@@ -200,13 +227,13 @@ class Examiner:
         return {"reason": ""}
 
     def do_see(self, order: Order) -> dict[str, Any]:
-        """Look for the marks of others."""
+        """Return the hosts that have left no visible mark."""
         return {"unseen": unseen(Path(order["folder"]), order["token"], order["nodes"])}
 
     def do_bench(self, order: Order) -> dict[str, Any]:
         """Run the ranks of the measuring job."""
         os.environ.update(order["variables"])
-        return run_ranks(order, _here(order), reported=sys.stdin)
+        return run_ranks(order, _here(order), orders=sys.stdin)
 
 
 def _here(order: Order) -> Cluster:
@@ -214,11 +241,11 @@ def _here(order: Order) -> Cluster:
 
 
 def main() -> int:
-    """Answer each line with one line."""
-    member = Examiner()
-    with member.stack:
+    """Answer each line of stdin with one line."""
+    examiner = Examiner()
+    with examiner.stack:
         for line in sys.stdin:
-            print(ANSWER + json.dumps(member.answer(json.loads(line))), flush=True)
+            print(ANSWER + json.dumps(examiner.answer(json.loads(line))), flush=True)
     return 0
 
 

@@ -1,7 +1,8 @@
-"""Comparison of nodes, which `doctor` and the node agents share, and the preflight before a start
-on several: each node looks at itself (`look_before_start`), says in its HELLO what it found, and
-node 0 compares (`differences`). What another node said is not trusted to have any shape: `is_look`
-says whether it can be compared.
+"""Comparison of nodes, and the preflight before a start on several nodes.
+
+`doctor` and the node agents share the comparison. Before a start each node examines itself
+(`look_before_start`) and sends its facts in its HELLO, and node 0 compares them (`differences`).
+Facts of another node may have any shape: `is_look` checks whether they can be compared.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.config.run_config import RunConfig
-from framework.doctor.node.findings import Check, warning
+from framework.doctor.node.findings import Check
 from framework.doctor.node.links import absent, existing, mark, mark_path
 from framework.doctor.node.machine import examine
 from framework.doctor.node.requirements import requirements_of
@@ -25,14 +26,14 @@ from framework.plan.plan import make_plan
 from framework.system.log import print_problem
 
 Facts = Mapping[str, Any]
-# Beyond the first, logs of nodes cannot be read together; beyond the second, tokens and file times
-# break.
+# Beyond the first limit, logs of nodes cannot be read together; beyond the second, tokens and file
+# times break.
 _CLOCK_WARN_SECONDS: Final = 2.0
 _CLOCK_REFUSE_SECONDS: Final = 60.0
 NOT_SHARED: Final = "run-folder-not-shared"
 WHY_SHARED: Final = "every rank saves its part of a checkpoint there"
 _MUST_BE_EQUAL: Final = frozenset({"torch", "deepspeed", "dsf-trainer", "nccl"})
-# Name -> what it holds; the facts that are compared, and where this node left its mark.
+# Types by name: the facts that are compared, and the path of this node's mark.
 _REPORTED: Final[Mapping[str, type]] = {
     "versions": dict,
     "code": dict,
@@ -45,17 +46,19 @@ _REPORTED: Final[Mapping[str, type]] = {
     "mark": str,
     "refused": list,
 }
-# The HELLO itself holds these, and they are compared without a preflight as well.
+# The HELLO itself has these facts, so that they are compared without a preflight as well.
 _IN_HELLO: Final = (
-    *(("versions-differ", name) for name in ("python", "torch", "deepspeed")),
+    ("versions-differ", "python"),
+    ("versions-differ", "torch"),
+    ("versions-differ", "deepspeed"),
     ("config-differs", "run config"),
     ("code-differs", "framework"),
     ("slots-differ", "slots"),
 )
-# The launcher tells gloo its interface, once it knows which way leads to node 0.
+# The launcher sets gloo's interface, once it knows the one that leads to node 0.
 _SETTLED_LATER: Final = "hostname-loopback"
-# A store may be there again a minute later: training ends with 74 then, which platforms try again,
-# and not with 78.
+# Storage may be there again a minute later: if not, training ends with 74, after which platforms
+# try again, and not with 78.
 _LEFT_TO_TRAINING: Final = frozenset({"run-folder-unwritable", "disk-full"})
 _MOST_ENTRIES: Final = 200
 _MOST_ERRORS: Final = 20
@@ -71,117 +74,132 @@ def look_before_start(
     rank: int,
     warn: Callable[[Problem], None] = print_problem,
 ) -> Iterator[dict[str, Any]]:
-    """Run the preflight of this node and yield its facts for the handshake; its mark in the run
-    folder is there so long. What is wrong is told as well: node 0 then refuses, and every node
-    knows why.
+    """Run the preflight of this node, and yield its facts for the handshake.
+
+    They contain the errors: node 0 then refuses the start, and every node gets the reason. This
+    node's mark is in the run folder until the end of the block.
 
     Args:
+        config: of the run.
+        cluster: all nodes.
         environment: that of the ranks.
-        warn: told of whatever does not stand in the way.
+        rank: of this node.
+        warn: takes every problem that was found.
     """
     requirements = requirements_of(make_plan(config, cluster))
     node = examine(requirements, environment)
-    found = [
-        replace(problem, severity="warning") if problem.kind in _LEFT_TO_TRAINING else problem
-        for problem in node.problems
-        if problem.kind != _SETTLED_LATER
-    ]
-    for problem in found:
+    errors: list[list[str]] = []
+    for problem in node.problems:
+        if problem.kind == _SETTLED_LATER:
+            continue
+        if problem.kind in _LEFT_TO_TRAINING:
+            problem = replace(problem, severity="warning")
         warn(problem)
-    reported = {name: kind() for name, kind in _REPORTED.items()} | {
-        name: node.facts[name] for name in _REPORTED if name in node.facts
-    }
-    reported["refused"] = [
-        [each.kind, str(replace(each, file="", fix="")).removesuffix(f" [{each.kind}]"), each.fix]
-        for each in found
-        if each.severity == "error"
-    ][:_MOST_ERRORS]
+        if problem.severity == "error":
+            sentence = str(replace(problem, file="", fix="")).removesuffix(f" [{problem.kind}]")
+            errors.append([problem.kind, sentence, problem.fix])
+    reported = {name: kind() for name, kind in _REPORTED.items()}
+    reported |= {name: node.facts[name] for name in _REPORTED if name in node.facts}
+    reported["refused"] = errors[:_MOST_ERRORS]
     folder = existing(requirements.checkpoints or Path.cwd())
     token = secrets.token_hex(8)
     with ExitStack() as stack:
         if requirements.saves:
-            with suppress(OSError):  # that it cannot be written to has been told above
+            # a folder that cannot be written to has been reported above
+            with suppress(OSError):
                 stack.enter_context(mark(folder, token, rank))
                 reported["mark"] = str(mark_path(folder, token, rank))
         yield reported
 
 
 def is_look(reported: object) -> bool:
-    """Check whether this is what `look_before_start` yields, and no larger than one of those is."""
-    if not isinstance(reported, dict) or any(
-        type(reported.get(name)) is not kind for name, kind in _REPORTED.items()
-    ):
+    """Check whether `look_before_start` can have yielded this, by its shape and its size."""
+    if not isinstance(reported, dict):
+        return False
+    if any(type(reported.get(name)) is not kind for name, kind in _REPORTED.items()):
         return False
     texts: list[object] = [reported["config"], reported["device"], reported["mark"]]
     for name in ("versions", "code", "variables"):
-        texts += [*reported[name].keys(), *reported[name].values()]
-    texts += [*reported["gpus"], *reported["gpu_names"]]
-    for each in reported["refused"]:
-        if type(each) is not list or len(each) != 3:
+        texts += reported[name].keys()
+        texts += reported[name].values()
+    texts += reported["gpus"]
+    texts += reported["gpu_names"]
+    for error in reported["refused"]:
+        if type(error) is not list or len(error) != 3:
             return False
-        texts += each
-    return len(texts) <= _MOST_ENTRIES and all(
-        isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts
-    )
+        texts += error
+    if len(texts) > _MOST_ENTRIES:
+        return False
+    return all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts)
 
 
 def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
     """Compare the nodes, look for the marks of the others, and return errors and warnings.
 
     Args:
-        nodes: ``RANK (HOST)`` -> what it told, node 0 first.
-        seen: marks that are not looked for again; those found now are added.
+        nodes: facts by ``RANK (HOST)``, node 0 first.
+        seen: marks that are not looked for again; marks that are found now are added.
     """
-    found = [problem for check in compare(nodes) for problem in check.problems]
-    problems = [
-        each for each in found if each.severity != "error" or (each.kind, each.key) not in _IN_HELLO
-    ]
+    problems = []
+    for check in compare(nodes):
+        for problem in check.problems:
+            if problem.severity != "error" or (problem.kind, problem.key) not in _IN_HELLO:
+                problems.append(problem)
     for name, reported in nodes.items():
-        problems += [
-            Problem(kind, stated, fix, file=f"node {name}")
-            for kind, stated, fix in reported["refused"]
-        ]
-    here, *others = nodes.items()
-    own_folder = Path(here[1]["mark"]).parent
-    marks = {reported["mark"] for _, reported in others if reported["mark"] and here[1]["mark"]}
-    near = {path for path in marks if _is_near(Path(path).parent, own_folder)}
-    unseen = (marks - near) | absent(near, seen)
-    for name, reported in others:
-        if reported["mark"] in unseen:
-            reason = f"what it wrote there is not seen by node {here[0]}"
-            value = str(Path(reported["mark"]).parent)
+        for kind, sentence, fix in reported["refused"]:
+            problems.append(Problem(kind, sentence, fix, file=f"node {name}"))
+    name_of_0, *names = nodes
+    unseen = _unseen_marks(nodes[name_of_0]["mark"], [nodes[name]["mark"] for name in names], seen)
+    for name in names:
+        path = nodes[name]["mark"]
+        if path in unseen:
+            reason = f"what it wrote there is not seen by node {name_of_0}"
+            value = str(Path(path).parent)
             fix = f"set run.output_dir to a folder that all nodes share: {WHY_SHARED}"
-            about = f"node {name}"
+            file = f"node {name}"
             problems.append(
-                Problem(NOT_SHARED, reason, fix, key="run.output_dir", value=value, file=about)
+                Problem(NOT_SHARED, reason, fix, key="run.output_dir", value=value, file=file)
             )
     return problems
 
 
+def _unseen_marks(own_mark: str, marks: Sequence[str], seen: set[str]) -> set[str]:
+    """Return the marks of other nodes that node 0 does not see; none if it left no mark itself."""
+    if not own_mark:
+        return set()
+    own_folder = Path(own_mark).parent
+    others = {path for path in marks if path}
+    near = {path for path in others if _is_near(Path(path).parent, own_folder)}
+    return (others - near) | absent(near, seen)
+
+
 def _is_near(folder: Path, own: Path) -> bool:
-    """Check whether a node may be shown this folder: its own run folder, or one above or below,
-    which may be missing elsewhere. What another node names is listed nowhere else.
+    """Check whether this is the node's own run folder, or one above or below it.
+
+    Such a folder may be missing on other nodes. No other folder that another node names is listed.
     """
     return folder == own or folder in own.parents or own in folder.parents
 
 
 def compare(nodes: Mapping[str, Facts]) -> list[Check]:
-    """All comparisons of facts, by the name of each node, node 0 first; at least one."""
+    """Compare the facts of at least one node, by name, node 0 first."""
     owner: dict[str, str] = {}
-    found = {
+    comparisons = {
         "versions": list(_versions(nodes)),
         "config and code": list(_code(nodes)),
         "devices": list(_devices(nodes, owner)),
         "variables": list(_variables(nodes)),
     }
-    if owner:
-        equal = {"devices": f"{len(owner)} different GPUs"}
-    else:
-        equal = {}
-    return [
-        Check(name, "differ" if each else equal.get(name, "equal"), each)
-        for name, each in found.items()
-    ]
+    checks = []
+    for name, problems in comparisons.items():
+        if problems:
+            stated = "differ"
+        elif name == "devices" and owner:
+            stated = f"{len(owner)} different GPUs"
+        else:
+            stated = "equal"
+        checks.append(Check(name, stated, problems))
+    return checks
 
 
 def python_release(version: str) -> str:
@@ -190,8 +208,10 @@ def python_release(version: str) -> str:
 
 
 def compare_clocks(offsets: Mapping[str, float]) -> Check:
-    """Clocks, as seconds by which each is ahead of whoever measured. The middle one is right;
-    between two, node 0.
+    """Compare clocks with the median one, and two clocks with node 0's.
+
+    Args:
+        offsets: by node, the seconds by which its clock is ahead of the clock of the measurement.
     """
     if len(offsets) > 2:
         middle = sorted(offsets.values())[len(offsets) // 2]
@@ -202,33 +222,29 @@ def compare_clocks(offsets: Mapping[str, float]) -> Check:
     fix = "start chrony or ntpd there"
     for name, seconds in apart.items():
         if abs(seconds) >= _CLOCK_WARN_SECONDS:
-            problem = Problem if abs(seconds) >= _CLOCK_REFUSE_SECONDS else warning
-            reason = (
-                f"it is {abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} the "
-                "other nodes"
+            severity: Severity = "error" if abs(seconds) >= _CLOCK_REFUSE_SECONDS else "warning"
+            direction = "ahead of" if seconds > 0 else "behind"
+            reason = f"it is {abs(seconds):.0f} s {direction} the other nodes"
+            file = f"node {name}"
+            problems.append(
+                Problem("clock-differs", reason, fix, file=file, key="clock", severity=severity)
             )
-            problems.append(problem("clock-differs", reason, fix, file=f"node {name}", key="clock"))
     return Check("clocks", f"{max(apart.values()) - min(apart.values()):.1f} s apart", problems)
 
 
 def _versions(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
     fix = "install the same everywhere, best from one image or constraints.txt"
     for package, values in _tables(nodes, "versions", absent="none"):
-        releases = (
-            {python_release(str(value)) for _, value in values} if package == "python" else ()
-        )
-        must_be_equal = package in _MUST_BE_EQUAL or len(releases) > 1
-        yield from outliers(
-            values,
-            "versions-differ",
-            package,
-            fix,
-            severity="error" if must_be_equal else "warning",
-        )
+        severity: Severity = "error" if package in _MUST_BE_EQUAL else "warning"
+        if package == "python":
+            releases = {python_release(str(value)) for _, value in values}
+            if len(releases) > 1:
+                severity = "error"
+        yield from outliers(values, "versions-differ", package, fix, severity=severity)
 
 
 def _code(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
-    """The run config, the framework and the user's own modules."""
+    """Compare the run config, the framework and the user's own modules."""
     configs = [(name, facts.get("config", "")) for name, facts in nodes.items()]
     yield from outliers(
         configs, "config-differs", "run config", "give every node the same file and settings"
@@ -238,7 +254,7 @@ def _code(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
 
 
 def _devices(nodes: Mapping[str, Facts], owner: dict[str, str]) -> Iterator[Problem]:
-    """`owner`: GPU -> the first node that has it, filled here."""
+    """Compare devices; `owner` is filled with the first node of each GPU."""
     for key, kind in (("device", "devices-differ"), ("slots", "slots-differ")):
         values = [(name, facts.get(key)) for name, facts in nodes.items()]
         yield from outliers(
@@ -265,9 +281,12 @@ def _variables(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
 def _tables(
     nodes: Mapping[str, Facts], fact: str, *, absent: str
 ) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """Each entry of a fact that is a table, with the value that each node has for it."""
+    """Yield each entry of a fact that is a table, with the value that each node has for it."""
     tables = {name: facts.get(fact, {}) for name, facts in nodes.items()}
-    for entry in sorted({entry for table in tables.values() for entry in table}):
+    entries: set[str] = set()
+    for table in tables.values():
+        entries.update(table)
+    for entry in sorted(entries):
         yield entry, [(name, table.get(entry, absent)) for name, table in tables.items()]
 
 
@@ -280,15 +299,21 @@ def outliers(
     severity: Severity = "error",
     shown: Callable[[Any, Any], tuple[Any, ...]] = lambda *pair: pair,
 ) -> Iterator[Problem]:
-    """A problem for each node that is not like most of them, or node 0; `shown` makes words for a
-    value and the usual one.
+    """Yield a problem for each node that has not the most common value.
+
+    Args:
+        values: (node, value), node 0 first.
+        kind, key, fix, severity: of the problems.
+        shown: takes a value and the most common one, and returns both as they are shown.
     """
     usual = most_common(value for _, value in values)
     alike = [name for name, value in values if value == usual]
+    verb = "has" if len(alike) == 1 else "have"
     for name, value in values:
         if value != usual:
-            its, theirs = shown(value, usual)
-            reason = f"{node_names(alike)} {'has' if len(alike) == 1 else 'have'} {theirs}"
+            shown_value, shown_usual = shown(value, usual)
+            reason = f"{node_names(alike)} {verb} {shown_usual}"
+            file = f"node {name}"
             yield Problem(
-                kind, reason, fix, key=key, value=its, file=f"node {name}", severity=severity
+                kind, reason, fix, key=key, value=shown_value, file=file, severity=severity
             )
