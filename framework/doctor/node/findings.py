@@ -1,6 +1,4 @@
-"""Findings of the preflight: a `Check` for each thing that was examined on one node, with its
-`Problem`s.
-"""
+"""Findings of the preflight: a `Check` for each thing examined on a node, with its `Problem`s."""
 
 from __future__ import annotations
 
@@ -23,8 +21,11 @@ warning = partial(Problem, severity="warning")
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: `stated` for a person, `facts` in plain values to compare with
-    other nodes'.
+    """One thing that was examined.
+
+    Attributes:
+        stated: the result, for a user.
+        facts: the result in plain values, for a comparison with other nodes.
     """
 
     name: str
@@ -35,31 +36,32 @@ class Check:
     @property
     def status(self) -> Status:
         """Status of the worst problem."""
-        return min((each.severity for each in self.problems), key=_WORST_FIRST.index, default="ok")
+        severities = [problem.severity for problem in self.problems]
+        return min(severities, key=_WORST_FIRST.index, default="ok")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `from_dict` reads them."""
-        problems = [each.to_dict() for each in self.problems]
+        """Return plain values for JSON; `from_dict` reads them."""
+        problems = [problem.to_dict() for problem in self.problems]
         return self.summary() | {"facts": dict(self.facts), "problems": problems}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Check:
-        """Build a check from what `to_dict` wrote on another node."""
-        problems = tuple(map(Problem.from_dict, values["problems"]))
+        """Build a check from the values that `to_dict` returned on another node."""
+        problems = tuple(Problem.from_dict(problem) for problem in values["problems"])
         return Check(str(values["name"]), str(values["found"]), problems, dict(values["facts"]))
 
     def summary(self) -> dict[str, Any]:
-        """Return what was looked at, and how it is."""
+        """Return name, status and result in plain values."""
         return {"name": self.name, "status": self.status, "found": self.stated}
 
     def as_row(self, *, indent: str = "  ") -> str:
-        """The same as a line of a table."""
+        """Return the same as a line of a table."""
         return f"{indent}{self.status:<8} {self.name:<{_WIDTH}} {self.stated}"
 
 
 @dataclass(frozen=True)
 class Node:
-    """One host, and everything that was looked at there; `seconds`: how long that took."""
+    """One host with its checks; `seconds`: how long they took."""
 
     name: str
     checks: Sequence[Check]
@@ -67,33 +69,40 @@ class Node:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of all checks together."""
-        return {name: value for check in self.checks for name, value in check.facts.items()}
+        """Facts of all checks."""
+        facts: dict[str, Any] = {}
+        for check in self.checks:
+            facts |= check.facts
+        return facts
 
     @property
     def problems(self) -> list[Problem]:
-        """Of all checks, each naming this node as its place."""
-        return [
-            replace(each, file=f"node {self.name}")
-            for check in self.checks
-            for each in check.problems
-        ]
+        """Problems of all checks; each names this node as its place."""
+        problems = []
+        for check in self.checks:
+            for problem in check.problems:
+                problems.append(replace(problem, file=f"node {self.name}"))
+        return problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        checks = list(map(Check.summary, self.checks))
+        """Return plain values for JSON."""
         return {
             "node": self.name,
             "seconds": round(self.seconds, 3),
-            "checks": checks,
+            "checks": _summaries(self.checks),
             "facts": self.facts,
         }
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that one preflight found: config and hostfile; the machines; what they are
-    together; their speed.
+    """Everything that one preflight found.
+
+    Attributes:
+        before: checks of the config and the hostfile.
+        nodes: the machines.
+        across: comparisons of the machines, and their connections.
+        measured: their speed.
     """
 
     before: Sequence[Check] = ()
@@ -103,62 +112,77 @@ class Report:
 
     @property
     def problems(self) -> list[Problem]:
-        """All of them, in the order in which they are shown."""
-        parts: tuple[Check | Node, ...] = (*self.before, *self.nodes, *self.across, *self.measured)
-        return [each for part in parts for each in part.problems]
+        """All problems, in the order in which they are shown."""
+        parts: list[Check | Node] = list(self.before)
+        parts += self.nodes
+        parts += self.across
+        parts += self.measured
+        problems: list[Problem] = []
+        for part in parts:
+            problems += part.problems
+        return problems
 
     @property
     def is_fine(self) -> bool:
-        """Check whether nothing stands in the way of a start."""
-        return not any(each.severity == "error" for each in self.problems)
+        """True if there is no error, so that a run can start."""
+        return not any(problem.severity == "error" for problem in self.problems)
 
     def as_text(self) -> str:
-        """Tables for a person: what was looked at (of several nodes: what is not fine), problems
-        with fixes, the verdict.
+        """Format the report as tables for a user.
+
+        They contain the checks (of several nodes only those that are not fine), the problems with
+        their fixes, and the verdict.
         """
         lines = [check.as_row(indent="") for check in self.before]
         for node in self.nodes:
-            if len(self.nodes) == 1:
-                shown = node.checks
-            else:
-                shown = [each for each in node.checks if each.status != "ok"]
-            if len(self.nodes) > 1:
-                fine = f", {len(node.checks) - len(shown)} of {len(node.checks)} fine"
-            else:
-                fine = ""
-            lines += [
-                f"node {node.name}, looked at in {node.seconds:.1f} s{fine}",
-                *map(Check.as_row, shown),
-            ]
+            lines += self._node_lines(node)
         for title, checks in (("across nodes", self.across), ("measured", self.measured)):
-            lines += [title, *map(Check.as_row, checks)] if checks else []
-        problems = sorted(self.problems, key=lambda each: _WORST_FIRST.index(each.severity))
+            if checks:
+                lines.append(title)
+                lines += [check.as_row() for check in checks]
+        problems = sorted(self.problems, key=lambda problem: _WORST_FIRST.index(problem.severity))
         if problems:
-            lines += ["", *(f"{each.severity}: {each}" for each in problems)]
-        severities = [each.severity for each in problems]
+            lines.append("")
+            lines += [f"{problem.severity}: {problem}" for problem in problems]
+        verdict = "fit to train" if self.is_fine else "not fit to train"
+        severities = [problem.severity for problem in problems]
         counts = [
             counted(severities.count(name), name) for name in _WORST_FIRST if name in severities
         ]
-        verdict = "fit to train" if self.is_fine else "not fit to train"
-        return "\n".join([*lines, "", f"{verdict}{': ' if counts else ''}{', '.join(counts)}"])
+        if counts:
+            verdict += f": {', '.join(counts)}"
+        lines += ["", verdict]
+        return "\n".join(lines)
+
+    def _node_lines(self, node: Node) -> list[str]:
+        title = f"node {node.name}, looked at in {node.seconds:.1f} s"
+        shown = node.checks
+        if len(self.nodes) > 1:
+            shown = [check for check in node.checks if check.status != "ok"]
+            title += f", {len(node.checks) - len(shown)} of {len(node.checks)} fine"
+        return [title, *(check.as_row() for check in shown)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "ok": self.is_fine,
-            "findings": list(map(_finding, self.problems)),
-            "before": list(map(Check.summary, self.before)),
-            "nodes": list(map(Node.to_dict, self.nodes)),
-            "across": list(map(Check.summary, self.across)),
-            "measured": [each.summary() | dict(each.facts) for each in self.measured],
+            "findings": [_finding(problem) for problem in self.problems],
+            "before": _summaries(self.before),
+            "nodes": [node.to_dict() for node in self.nodes],
+            "across": _summaries(self.across),
+            "measured": [check.summary() | dict(check.facts) for check in self.measured],
         }
 
 
+def _summaries(checks: Sequence[Check]) -> list[dict[str, Any]]:
+    return [check.summary() for check in checks]
+
+
 def _finding(problem: Problem) -> dict[str, Any]:
-    """Build the record for tools; `node` is empty where it is about none in particular."""
-    found = problem.to_dict()
-    if "value" in found:
-        subject = f"{problem.key} = {found['value']}: "
+    """Return the record for tools; `node` is empty if the problem is not about a single one."""
+    values = problem.to_dict()
+    if "value" in values:
+        subject = f"{problem.key} = {values['value']}: "
     elif problem.key:
         subject = f"{problem.key}: "
     else:
@@ -178,11 +202,11 @@ def _finding(problem: Problem) -> dict[str, Any]:
 
 
 def size_text(num_bytes: float) -> str:
-    """``512 MiB``, ``1.5 GiB``: two or three digits, in powers of 1024."""
+    """Return a size as ``512 MiB`` or ``1.5 GiB``: two or three digits, in powers of 1024."""
     unit = 0
     while num_bytes >= 1000 and unit < len(_UNITS) - 1:
-        num_bytes = num_bytes / 1024
-        unit = unit + 1
+        num_bytes /= 1024
+        unit += 1
     if num_bytes >= 100 or num_bytes == int(num_bytes):
         digits = 0
     else:

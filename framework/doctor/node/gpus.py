@@ -7,12 +7,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from framework.doctor.node.findings import GIB, MIB, Check, size_text, warning
 from framework.doctor.node.requirements import Requirements
 from framework.errors import ConfigError, Problem, counted
-from framework.launch.hosts.devices import find_devices, torch_text, unused_gpus
+from framework.launch.hosts.devices import LocalDevices, find_devices, torch_text, unused_gpus
 
 _SECONDS: Final = 10
 _PER_GPU: Final = (
@@ -34,54 +34,54 @@ Row = Mapping[str, str]
 
 
 def check_devices(requirements: Requirements, environment: Mapping[str, str]) -> Check:
-    """Devices against ranks, and what `nvidia-smi` says of them where it is there."""
-    ranks = requirements.cluster.devices_per_host
+    """Compare devices with ranks, and check the state of GPUs if `nvidia-smi` is there."""
+    cluster = requirements.cluster
+    ranks = cluster.devices_per_host
     try:
-        found = find_devices(environment)
+        devices = find_devices(environment)
     except ConfigError as error:
         return Check("devices", "cannot be used as they are asked for", error.problems)
-    facts = {"device": found.kind, "slots": ranks}
-    if found.kind == "cpu" or not found.count:
-        unused = unused_gpus(found, environment)
-        if found.kind == "cpu" and requirements.cluster.device in ("cuda", "npu"):
-            unused = _too_few(0, ranks, requirements.cluster.device)
-        if found.kind == "cpu":
-            on = "processors"
-        else:
-            on = f"{found.kind} devices, which nobody counts"
-        stated = (
-            f"{'no accelerator, ' if found.kind == 'cpu' else ''}{counted(ranks, 'rank')} on {on}"
-        )
-        return Check("devices", stated, (unused,) if unused else (), facts)
-    if found.kind == "cuda":
-        seen = _ask_nvidia_smi("gpu", _PER_GPU, environment)
-    else:
-        seen = []
-    by_index = {row["index"]: row for row in seen}
-    # by the ranks, in their order
-    taken = by_index if found.chosen is None else map(str, found.chosen)
-    used = [by_index[index] for index in taken if index in by_index][:ranks]
-    if found.count < ranks:
-        problems = [_too_few(found.count, ranks, found.kind)]
-    else:
-        problems = []
-    if used:
-        problems += _about(used, _ask_nvidia_smi("compute-apps", _PER_PROCESS, environment))
-    names = sorted({row["name"] for row in used})
-    stated = f"{ranks} of {found.count} {found.kind}{f': {chr(32).join(names)}' if names else ''}"
-    return Check(
-        "devices",
-        stated,
-        problems,
-        facts | {"gpus": [row["uuid"] for row in used], "gpu_names": names},
-    )
+    facts: dict[str, Any] = {"device": devices.kind, "slots": ranks}
+    if devices.kind == "cpu":
+        problem = unused_gpus(devices, environment)
+        if cluster.device in ("cuda", "npu"):
+            problem = _too_few(0, ranks, cluster.device)
+        stated = f"no accelerator, {counted(ranks, 'rank')} on processors"
+        return Check("devices", stated, (problem,) if problem else (), facts)
+    if not devices.count:
+        stated = f"{counted(ranks, 'rank')} on {devices.kind} devices, which nobody counts"
+        return Check("devices", stated, (), facts)
+    problems = []
+    if devices.count < ranks:
+        problems.append(_too_few(devices.count, ranks, devices.kind))
+    gpus = _gpus_of_ranks(devices, environment)[:ranks]
+    if gpus:
+        problems += _about(gpus, _ask_nvidia_smi("compute-apps", _PER_PROCESS, environment))
+    names = sorted({row["name"] for row in gpus})
+    facts |= {"gpus": [row["uuid"] for row in gpus], "gpu_names": names}
+    stated = f"{ranks} of {devices.count} {devices.kind}"
+    if names:
+        stated += f": {' '.join(names)}"
+    return Check("devices", stated, problems, facts)
+
+
+def _gpus_of_ranks(devices: LocalDevices, environment: Mapping[str, str]) -> list[Row]:
+    """Return the rows of `nvidia-smi` for the chosen devices, in the order of the ranks."""
+    if devices.kind != "cuda":
+        return []
+    by_index = {row["index"]: row for row in _ask_nvidia_smi("gpu", _PER_GPU, environment)}
+    if devices.chosen is None:
+        return list(by_index.values())
+    indices = [str(number) for number in devices.chosen]
+    return [by_index[index] for index in indices if index in by_index]
 
 
 def _ask_nvidia_smi(
     about: str, columns: Sequence[str], environment: Mapping[str, str]
 ) -> list[Row]:
-    """Rows of ``nvidia-smi --query-...``; none where it is missing, fails or takes longer than ten
-    seconds.
+    """Return the rows of ``nvidia-smi --query-...``.
+
+    There are none if it is missing, fails or takes longer than ten seconds.
     """
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if program is None:
@@ -91,47 +91,54 @@ def _ask_nvidia_smi(
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = ([word.strip() for word in row] for row in csv.reader(done.stdout.splitlines()))
-    return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
+    rows: list[Row] = []
+    for values in csv.reader(done.stdout.splitlines()):
+        if len(values) == len(columns):
+            rows.append({name: value.strip() for name, value in zip(columns, values, strict=True)})
+    return rows
 
 
 def _about(gpus: Sequence[Row], processes: Sequence[Row]) -> Iterator[Problem]:
-    own = {os.getpid(), os.getppid()}
     for gpu in gpus:
-        label = f"GPU {gpu['index']}"
-        others = [
-            each
-            for each in processes
-            if each["gpu_uuid"] == gpu["uuid"] and _number(each["pid"]) not in own
-        ]
-        used = _number(gpu["memory.used"]) * MIB
-        stated = f"{size_text(used)} used"
-        if others:
-            listed = ", ".join(f"{each['process_name']} (pid {each['pid']})" for each in others[:3])
-            fix = "end it, or choose others with CUDA_VISIBLE_DEVICES"
-            yield warning(
-                "gpu-busy", f"somebody else computes there: {listed}", fix, key=label, value=stated
-            )
-        elif used > GIB:
-            reason = (
-                "no process is seen there, it may run in another container or have left it behind"
-            )
-            yield warning(
-                "gpu-memory-used",
-                reason,
-                "look with nvidia-smi on the host",
-                key=label,
-                value=stated,
-            )
-        errors = _number(gpu["ecc.errors.uncorrected.volatile.total"])
-        if errors or gpu["retired_pages.pending"].lower() == "yes":
-            if errors:
-                found = f"{errors} uncorrected memory errors"
-            else:
-                found = "memory pages that wait for their retirement"
-            reason = f"it has {found} since the driver was loaded"
-            fix = "reset the GPU, or take the host out of service"
-            yield warning("gpu-memory-errors", reason, fix, key=label, value=gpu["uuid"])
+        yield from _about_use(gpu, processes)
+        yield from _about_memory(gpu)
+    yield from _about_driver(gpus)
+
+
+def _about_use(gpu: Row, processes: Sequence[Row]) -> Iterator[Problem]:
+    label = f"GPU {gpu['index']}"
+    own = {os.getpid(), os.getppid()}
+    others = []
+    for process in processes:
+        if process["gpu_uuid"] == gpu["uuid"] and _number(process["pid"]) not in own:
+            others.append(f"{process['process_name']} (pid {process['pid']})")
+    used = _number(gpu["memory.used"]) * MIB
+    value = f"{size_text(used)} used"
+    if others:
+        listed = ", ".join(others[:3])
+        reason = f"somebody else computes there: {listed}"
+        fix = "end it, or choose others with CUDA_VISIBLE_DEVICES"
+        yield warning("gpu-busy", reason, fix, key=label, value=value)
+    elif used > GIB:
+        reason = "no process is seen there, it may run in another container or have left it behind"
+        fix = "look with nvidia-smi on the host"
+        yield warning("gpu-memory-used", reason, fix, key=label, value=value)
+
+
+def _about_memory(gpu: Row) -> Iterator[Problem]:
+    errors = _number(gpu["ecc.errors.uncorrected.volatile.total"])
+    if errors:
+        found = f"{errors} uncorrected memory errors"
+    elif gpu["retired_pages.pending"].lower() == "yes":
+        found = "memory pages that wait for their retirement"
+    else:
+        return
+    reason = f"it has {found} since the driver was loaded"
+    fix = "reset the GPU, or take the host out of service"
+    yield warning("gpu-memory-errors", reason, fix, key=f"GPU {gpu['index']}", value=gpu["uuid"])
+
+
+def _about_driver(gpus: Sequence[Row]) -> Iterator[Problem]:
     cuda = torch_text("cuda")
     oldest = _OLDEST_DRIVER.get((cuda or "").partition(".")[0])
     for driver in sorted({row["driver_version"] for row in gpus}):
@@ -146,17 +153,12 @@ def _too_few(count: int, ranks: int, kind: str) -> Problem:
         fix = f"at most {count} ranks on this host"
     else:
         fix = "DS_ACCELERATOR=cpu to try it on processors"
-    return Problem(
-        "too-few-devices",
-        f"{ranks} ranks want a {kind} device each",
-        fix,
-        key="devices",
-        value=count,
-    )
+    reason = f"{ranks} ranks want a {kind} device each"
+    return Problem("too-few-devices", reason, fix, key="devices", value=count)
 
 
 def _number(text: str) -> int:
-    """0 for what a GPU does not count, such as ``[N/A]``."""
+    """Read a number; texts such as ``[N/A]``, for values that a GPU does not count, are 0."""
     if text.isdecimal():
         return int(text)
     return 0

@@ -1,6 +1,4 @@
-"""Connections for the comparison with other nodes: answers at a port, calls, marks in a shared
-folder.
-"""
+"""Connections to other nodes, for tests: answers at a port, calls, marks in a shared folder."""
 
 from __future__ import annotations
 
@@ -34,8 +32,11 @@ AT_ONCE: Final = _ALL_PAIRS + 1  # one silent host must not keep the calls to ot
 
 @dataclass(frozen=True)
 class Reached:
-    """Result of a call: the address that the name stands for here, if any, and why it was not
-    reached, if so.
+    """Result of a call.
+
+    Attributes:
+        address: to which the name resolves here; empty if it does not.
+        reason: why the call failed; empty if it did not.
     """
 
     address: str
@@ -48,8 +49,9 @@ class Reached:
 
 
 class Echo:
-    """Returns to every caller the first 64 bytes that it sends, in one thread; of many silent ones
-    the oldest ends.
+    """Server that returns to every caller the first 64 bytes that it sends, in one thread.
+
+    Of too many silent callers the oldest one is closed.
     """
 
     def __init__(self, port: int, *, address: str = "") -> None:
@@ -65,27 +67,27 @@ class Echo:
         self._thread.start()
 
     def _serve(self) -> None:
-        # in the order in which they came, with the time when they are over
+        # in the order of their calls, with the time at which they are closed
         peers: dict[socket.socket, float] = {}
         with self._server, selectors.DefaultSelector() as selector:
             selector.register(self._server, selectors.EVENT_READ)
             while not self._is_closed.is_set():
                 ready = [key.fileobj for key, _ in selector.select(_LOOK_SECONDS)]
-                over = [peer for peer, until in peers.items() if until < time.monotonic()]
-                for peer in [
-                    one for one in ready if isinstance(one, socket.socket) and one in peers
-                ]:
-                    over += [] if _answered(peer) else [peer]
+                over = {peer for peer, until in peers.items() if until < time.monotonic()}
+                sockets = [stream for stream in ready if isinstance(stream, socket.socket)]
+                for peer in sockets:
+                    if peer in peers and not _answered(peer):
+                        over.add(peer)
                 if self._server in ready:
                     try:
                         peer, _ = self._server.accept()
                         peer.setblocking(False)
                         peers[peer] = time.monotonic() + _CALL_SECONDS
                         selector.register(peer, selectors.EVENT_READ)
-                    except OSError:  # whoever called is gone again; or too many files are open
+                    except OSError:  # the caller is gone again, or too many files are open
                         time.sleep(0.01)
-                over += list(peers)[: max(0, len(peers) - _MOST_PEERS)]
-                for peer in {*over}:
+                over.update(list(peers)[: max(0, len(peers) - _MOST_PEERS)])
+                for peer in over:
                     selector.unregister(peer)
                     del peers[peer]
                     peer.close()
@@ -101,8 +103,9 @@ class Echo:
 
 
 def _answered(peer: socket.socket) -> bool:
-    """Answer what has come; false where the caller has closed: who closes first keeps the port for
-    a minute.
+    """Return the bytes that have come; False if the caller has closed the connection.
+
+    The end that closes first keeps the port for a minute, so that is left to the caller.
     """
     try:
         content = peer.recv(_LONGEST_TOKEN)
@@ -112,8 +115,9 @@ def _answered(peer: socket.socket) -> bool:
 
 
 def connect(host: str, port: int, *, seconds: float) -> socket.socket:
-    """As `socket.create_connection`, except to itself: a call to a port where nobody listens may be
-    given that port.
+    """Connect as `socket.create_connection` does, but never to this connection itself.
+
+    The system may give a call to a free port of this machine that same port.
     """
     connection = socket.create_connection((host, port), timeout=seconds)
     if connection.getsockname() == connection.getpeername():
@@ -123,32 +127,33 @@ def connect(host: str, port: int, *, seconds: float) -> socket.socket:
 
 
 def call(host: str, port: int, *, token: str, seconds: float = _CALL_SECONDS) -> Reached:
-    """Ask an `Echo`: a proxy that takes every connection does not answer with the token."""
+    """Call an `Echo` with a token: a proxy that takes every connection does not return it."""
     try:
-        found = socket.getaddrinfo(host, port, socket.AF_UNSPEC, socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, port, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except OSError as error:
         return Reached("", f"its name is not known: {error.strerror or error}")
     except ValueError as error:
         return Reached("", f"it cannot be a name: {error}")
     reached: list[Reached] = []
-    for address in dict.fromkeys(str(entry[4][0]) for entry in found):  # as ranks do
-        reached.append(Reached(address, _asked(address, port, token=token, seconds=seconds)))
-        if not reached[-1].reason:
-            return reached[-1]
+    for address in dict.fromkeys(str(entry[4][0]) for entry in entries):  # as ranks do
+        reason = _reason_of_failure(address, port, token=token, seconds=seconds)
+        if not reason:
+            return Reached(address)
+        reached.append(Reached(address, reason))
     return reached[0]
 
 
-def _asked(address: str, port: int, *, token: str, seconds: float) -> str:
+def _reason_of_failure(address: str, port: int, *, token: str, seconds: float) -> str:
     try:
         with connect(address, port, seconds=seconds) as peer:
             peer.settimeout(seconds)
             peer.sendall(token.encode())
-            stated = peer.recv(_LONGEST_TOKEN).decode(errors="replace")
+            answer = peer.recv(_LONGEST_TOKEN).decode(errors="replace")
     except TimeoutError:
         return f"no answer within {seconds:.0f} s"
     except OSError as error:
         return (error.strerror or str(error)).lower()
-    return "" if stated == token else "something else answers there"
+    return "" if answer == token else "something else answers there"
 
 
 def call_all(
@@ -160,26 +165,31 @@ def call_all(
 
 
 def neighbours(node: int, count: int) -> list[int]:
-    """The nodes that one of so many calls: all others, or of very many the next ones, as NCCL's
-    rings mix nodes.
+    """Return the nodes that a node calls, of `count` nodes.
+
+    They are all others, or if there are many, the next ones: NCCL's rings connect nodes in any
+    order.
     """
     near = count if count <= _ALL_PAIRS else _NEIGHBOURS + 1
     return [(node + step) % count for step in range(1, near)]
 
 
 def existing(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
-    return next((each for each in (folder, *folder.parents) if each.is_dir()), Path("/"))
+    """Return the folder itself, or the nearest one above it that exists."""
+    for candidate in (folder, *folder.parents):
+        if candidate.is_dir():
+            return candidate
+    return Path("/")
 
 
 def mark_path(folder: Path, token: str, node: int) -> Path:
-    """The mark of a node."""
+    """Return the path of a node's mark."""
     return folder / f".preflight-{token}-{node}"
 
 
 @contextmanager
 def mark(folder: Path, token: str, node: int) -> Iterator[None]:
-    """Leave a mark for the time of the block; an OSError where it cannot be written."""
+    """Leave a mark during the block; raises OSError if it cannot be written."""
     path = mark_path(folder, token, node)
     path.touch()
     try:
@@ -192,31 +202,35 @@ def mark(folder: Path, token: str, node: int) -> Iterator[None]:
 def unseen(
     folder: Path, token: str, nodes: Iterable[int], *, seconds: float = _SEE_SECONDS
 ) -> list[int]:
-    """Nodes whose marks are not seen here, after waiting for them."""
+    """Return the nodes that have no visible mark here, after a wait for the marks."""
     marks = {str(mark_path(folder, token, node)): node for node in nodes}
-    seen = set[str]()
+    seen: set[str] = set()
     deadline = time.monotonic() + seconds
-    while (missing := absent({*marks}, seen)) and time.monotonic() < deadline:
+    missing = absent(set(marks), seen)
+    while missing and time.monotonic() < deadline:
         time.sleep(0.1)
+        missing = absent(set(marks), seen)
     return [node for path, node in marks.items() if path in missing]
 
 
 def absent(marks: set[str], seen: set[str]) -> set[str]:
-    """Return the marks that are absent; a folder, which a thousand nodes may share, is listed once
-    at most.
+    """Return the marks that are absent, and add the others to `seen`.
+
+    A folder, which a thousand nodes may share, is listed once at most.
     """
-    # Paths come from other nodes: nothing but marks is looked at.
-    places = {
-        path
-        for path in marks - seen
-        if Path(path).is_absolute() and _MARK.fullmatch(Path(path).name)
-    }
-    for folder in {Path(path).parent for path in places if not _is_file(path)}:
+    new = marks - seen
+    # Paths come from other nodes: only paths of marks are opened.
+    valid = {path for path in new if _is_mark(Path(path))}
+    for folder in {Path(path).parent for path in valid if not _is_file(path)}:
         with suppress(OSError, ValueError):
-            list(folder.iterdir())  # makes NFS look again
-    missing = marks - seen - {path for path in places if _is_file(path)}
+            list(folder.iterdir())  # makes NFS ask its server again
+    missing = new - {path for path in valid if _is_file(path)}
     seen |= marks - missing
     return missing
+
+
+def _is_mark(path: Path) -> bool:
+    return path.is_absolute() and _MARK.fullmatch(path.name) is not None
 
 
 def _is_file(path: str) -> bool:

@@ -1,6 +1,4 @@
-"""`examine`: everything that can be known of one node without the others, in a second or two; and
-its limits.
-"""
+"""`examine`: everything that can be known of one node without the others, in a second or two."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from framework.doctor.node.storage import (
     check_run_folder,
     check_temporary,
 )
-from framework.errors import Problem, counted
+from framework.errors import Problem, Severity, counted
 from framework.launch.deepspeed_command import added_environment
 from framework.launch.hosts.devices import usable_cores
 
@@ -37,7 +35,7 @@ RDMA_DEVICES: Final = Path("/dev/infiniband")
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 _CONTAINER_DEFAULT_BYTES: Final = 64 * MIB
-# Below it DeepSpeed's ds_report warns.
+# DeepSpeed's ds_report warns of less.
 _COMFORTABLE_BYTES: Final = 512 * MIB
 _LOCKED_BYTES: Final = 64 * MIB
 _FIRST_TIME: Final = 1_700_000_000
@@ -50,20 +48,22 @@ def examine(
     name: str = "",
     counts_replaced: bool = False,
 ) -> Node:
-    """Look at this machine.
+    """Examine this machine.
 
     Args:
-        environment: that of the launcher; what it adds for its ranks is added here as well.
-        name: what others call this node, if not what it calls itself.
-        counts_replaced: look at every file that a resume has set aside: for a person, not for a
-            start.
+        requirements: of a run.
+        environment: that of the launcher; the variables that the launcher adds for its ranks are
+            added here as well.
+        name: by which the other nodes call this one; empty: its own host name.
+        counts_replaced: whether to look at every file that a resume has set aside, which is for a
+            user, and not for a start.
     """
     started = time.perf_counter()
-    ranks = requirements.cluster.devices_per_host
-    of_ranks = {
-        **environment,
-        **added_environment(environment, device=requirements.cluster.device, num_ranks=ranks),
-    }
+    cluster = requirements.cluster
+    of_ranks = dict(environment)
+    of_ranks |= added_environment(
+        environment, device=cluster.device, num_ranks=cluster.devices_per_host
+    )
     looks: dict[str, tuple[Any, ...]] = {
         "versions": (check_versions, requirements),
         "code": (check_code, requirements),
@@ -86,31 +86,26 @@ def examine(
     for label, (look, *facts) in looks.items():
         try:
             checks.append(look(*facts))
-        except OSError as error:  # not allowed here; it stops none of the others
-            problem = Problem(
-                "not-looked-at",
-                str(error),
-                "run doctor where it is allowed",
-                label,
-                severity="note",
-            )
+        except OSError as error:  # not allowed here; the other checks go on
+            fix = "run doctor where it is allowed"
+            problem = Problem("not-looked-at", str(error), fix, label, severity="note")
             checks.append(Check(label, "could not be looked at", [problem]))
     return Node(name or socket.gethostname(), checks, time.perf_counter() - started)
 
 
 def check_shared_memory(requirements: Requirements, folder: Path = SHARED_MEMORY) -> Check:
-    """/dev/shm against what ranks of one host and data workers pass through it."""
+    """Check /dev/shm, through which ranks of one host and data workers pass data."""
     try:
-        found = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError as error:
         reason = "ranks of one host cannot share memory"
         problem = Problem("shm-missing", reason, "mount a tmpfs there", key=str(folder))
         return Check("shared memory", f"{folder}: {error.strerror}", [problem])
-    total = found.f_blocks * found.f_frsize
-    free = found.f_bavail * found.f_frsize
+    total = status.f_blocks * status.f_frsize
+    free = status.f_bavail * status.f_frsize
     stated = f"{size_text(free)} free of {size_text(total)}"
     problems = []
-    # What DeepSpeed's own op maps for ranks on processors is not touched by training.
+    # The memory that DeepSpeed's own op maps for ranks on processors is not touched by training.
     wanted_by = ""
     if requirements.num_workers:
         wanted_by = f"{requirements.num_workers} data workers of each rank pass batches through it"
@@ -129,8 +124,9 @@ def check_shared_memory(requirements: Requirements, folder: Path = SHARED_MEMORY
 
 
 def check_locked_memory(folder: Path = RDMA_DEVICES) -> Check:
-    """Lock 64 MiB for real where there are RDMA devices: a capability in the manifest may not be
-    effective.
+    """Lock 64 MiB of memory, if there are RDMA devices.
+
+    A capability in the manifest of a pod may not be effective, so that the limit is not enough.
     """
     if not any(folder.glob("uverbs*")):
         return Check("locked memory", "no RDMA device here, not needed")
@@ -156,43 +152,39 @@ def _can_lock(num_bytes: int) -> bool:
     libc = ctypes.CDLL(None)
     with contextlib.closing(mmap.mmap(-1, num_bytes)) as memory:
         start = ctypes.c_char.from_buffer(memory)
-        place = (ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(num_bytes))
-        is_locked = bool(libc.mlock(*place) == 0)
-        libc.munlock(*place)
+        address = ctypes.c_void_p(ctypes.addressof(start))
+        size = ctypes.c_size_t(num_bytes)
+        is_locked = bool(libc.mlock(address, size) == 0)
+        libc.munlock(address, size)
         del start  # a mapping with a pointer into it cannot be closed
     return is_locked
 
 
 def check_open_files(requirements: Requirements) -> Check:
-    """Check ``ulimit -n`` by a rule of thumb: libraries and logs, sockets to every rank, a few for
-    a worker's batch.
+    """Check ``ulimit -n`` by a rule of thumb.
+
+    Files are open for libraries and logs, for sockets to every rank, and for batches of workers.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = (
-        512
-        + 32 * requirements.cluster.world_size
-        + 32 * requirements.num_workers * requirements.prefetch_batches
-    )
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return Check(
-            "open files", f"up to {'unlimited' if soft == resource.RLIM_INFINITY else soft}"
-        )
-    may_raise = hard == resource.RLIM_INFINITY or hard >= wanted
-    if may_raise:
+    num_ranks = requirements.cluster.world_size
+    num_batches = requirements.num_workers * requirements.prefetch_batches
+    wanted = 512 + 32 * num_ranks + 32 * num_batches
+    if soft == resource.RLIM_INFINITY:
+        return Check("open files", "up to unlimited")
+    if soft >= wanted:
+        return Check("open files", f"up to {soft}")
+    if hard == resource.RLIM_INFINITY or hard >= wanted:
         fix = f"ulimit -n {wanted}"
     else:
         fix = "raise LimitNOFILE, or limits.conf"
-    reason = f"{requirements.cluster.world_size} ranks may need about {wanted}"
-    kind = warning if soft >= 256 else Problem
-    return Check(
-        "open files",
-        f"up to {soft}",
-        [kind("nofile-low", reason, fix, key="ulimit -n", value=soft)],
-    )
+    reason = f"{num_ranks} ranks may need about {wanted}"
+    severity: Severity = "warning" if soft >= 256 else "error"
+    problem = Problem("nofile-low", reason, fix, key="ulimit -n", value=soft, severity=severity)
+    return Check("open files", f"up to {soft}", [problem])
 
 
 def check_cores(requirements: Requirements, environment: Mapping[str, str]) -> Check:
-    """Threads of all ranks against the cores that this process may use."""
+    """Compare the threads of all ranks with the cores that this process may use."""
     ranks = requirements.cluster.devices_per_host
     cores = min(usable_cores(), _quota())
     text = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
@@ -200,9 +192,9 @@ def check_cores(requirements: Requirements, environment: Mapping[str, str]) -> C
         threads = int(text)
     else:
         threads = 0
-    stated = (
-        f"{cores} for {counted(ranks, 'rank')}{f' x OMP_NUM_THREADS={threads}' if threads else ''}"
-    )
+    stated = f"{cores} for {counted(ranks, 'rank')}"
+    if threads:
+        stated += f" x OMP_NUM_THREADS={threads}"
     problems = []
     if requirements.cluster.device == "cpu" and ranks * threads > cores and threads > 1:
         reason = (
@@ -217,9 +209,7 @@ def check_cores(requirements: Requirements, environment: Mapping[str, str]) -> C
 
 
 def _quota() -> int:
-    """Whole cores that the container may use, as cgroups version 2 limit it; many where there is no
-    limit.
-    """
+    """Return the whole cores that cgroups version 2 leave to the container; many without a limit."""
     try:
         used, period = _CPU_QUOTA.read_text(encoding="ascii").split()
         return max(1, int(used) // int(period))
@@ -228,22 +218,21 @@ def _quota() -> int:
 
 
 def check_name(requirements: Requirements, environment: Mapping[str, str]) -> Check:
-    """Check whether this host's own name leads other hosts to it: gloo tells them the address that
-    it stands for.
+    """Check whether this host's own name leads other hosts to it.
+
+    gloo sends them the address to which the name resolves.
     """
     name = socket.gethostname()
     try:
-        addresses = sorted(
-            {str(each[4][0]) for each in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)}
-        )
+        entries = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
     except OSError:
-        addresses = []
+        entries = []
+    addresses = sorted({str(entry[4][0]) for entry in entries})
+    is_loopback = [ip_address(address.partition("%")[0]).is_loopback for address in addresses]
+    leads_away = bool(addresses) and not any(is_loopback)
     problems: list[Problem] = []
     chosen = environment.get("GLOO_SOCKET_IFNAME", "")
-    leads_away = addresses and not any(
-        ip_address(each.partition("%")[0]).is_loopback for each in addresses
-    )
-    known = [each for _, each in socket.if_nameindex()]
+    known = [interface for _, interface in socket.if_nameindex()]
     if requirements.cluster.num_hosts > 1 and chosen and chosen not in known:
         reason = "gloo wants the name of one interface of this host, without ^ or commas"
         fix = f"one of {', '.join(known)}"
@@ -267,21 +256,24 @@ def check_name(requirements: Requirements, environment: Mapping[str, str]) -> Ch
 
 
 def check_user(environment: Mapping[str, str]) -> Check:
-    """Check the user who trains: one without a name, as random ids in containers are, breaks
-    torch's compiler.
+    """Check the user who trains: torch's compiler does not work for a user without a name.
+
+    Random user ids in containers have none.
     """
     uid = os.getuid()
     try:
         return Check("user", pwd.getpwuid(uid).pw_name)
     except KeyError:
-        named = environment.get("USER") or environment.get("LOGNAME")
+        name = environment.get("USER") or environment.get("LOGNAME")
+    if name:
+        return Check("user", f"{name} ({uid})")
     reason = "the system has no name for this user, and torch.compile and Triton ask for it"
     problem = warning("user-unknown", reason, "set USER and HOME", key="uid", value=uid)
-    return Check("user", f"{named or 'without a name'} ({uid})", [] if named else [problem])
+    return Check("user", f"without a name ({uid})", [problem])
 
 
 def _check_clock(environment: Mapping[str, str]) -> Check:
-    """The time is compared between nodes; alone it says whether there is a clock at all."""
+    """Check whether the clock was ever set, and add the time to the facts for a comparison."""
     now = time.time()
     boot = ""
     problems = []

@@ -30,11 +30,11 @@ class Requirements:
 
     Attributes:
         num_workers, prefetch_batches: processes for each rank that fetch batches, and micro-batches
-            that each keeps ready.
+            that each process keeps ready.
         run_folder: where the run writes; None without a run config.
-        num_kept, kept_by: checkpoints that are there at the same time, at most, and the keys that
-            keep them.
-        inputs: what is read, as key of the run config and path.
+        num_kept, kept_by: most checkpoints that are there at the same time, and the keys that keep
+            them.
+        inputs: files and folders that are read, as key of the run config and path.
         targets: modules of the user's own that the config names.
         compiles: whether torch.compile's inductor makes kernels.
         config_hash: of the resolved config; hosts must agree. Empty without a run config.
@@ -56,8 +56,10 @@ class Requirements:
 
     @property
     def checkpoints(self) -> Path | None:
-        """Folder of checkpoints."""
-        return self.run_folder and self.run_folder / CHECKPOINTS
+        """Folder of checkpoints; None without a run config."""
+        if self.run_folder is None:
+            return None
+        return self.run_folder / CHECKPOINTS
 
 
 def requirements_of(plan: Plan) -> Requirements:
@@ -67,11 +69,16 @@ def requirements_of(plan: Plan) -> Requirements:
     try:
         rendered = render(plan)
     except ConfigError:  # only the length of a schedule is missing, which comes with the data
-        rendered = render(replace(plan, config=config.model_copy(update={"scheduler": Constant()})))
+        unscheduled = config.model_copy(update={"scheduler": Constant()})
+        rendered = render(replace(plan, config=unscheduled))
     offloads = (config.zero.offload_optimizer, config.zero.offload_param)
     kept = _kept(plan)
     checkpoint = config.checkpoint
-    sections = [getattr(config, name) for name in type(config).model_fields]
+    modules: set[str] = set()
+    for name in type(config).model_fields:
+        section = getattr(config, name)
+        if isinstance(section, Target):
+            modules.add(section.target.partition(":")[0])
     return Requirements(
         cluster=cluster,
         ops=needed_ops(rendered, device=cluster.device),
@@ -83,9 +90,7 @@ def requirements_of(plan: Plan) -> Requirements:
         saves=checkpoint.at_end or checkpoint.is_often,
         nvme_folders=tuple(Path(each.nvme_path) for each in offloads if each.device == "nvme"),
         inputs=tuple(_inputs(config)),
-        targets=tuple(
-            sorted({each.target.partition(":")[0] for each in sections if isinstance(each, Target)})
-        ),
+        targets=tuple(sorted(modules)),
         compiles=getattr(config.training.compile, "backend", "") == "inductor",
         config_hash=config_hash(config),
     )
@@ -97,21 +102,22 @@ def requirements_without_config(cluster: Cluster) -> Requirements:
 
 
 def config_hash(config: RunConfig) -> str:
-    """Of everything that was decided, however it was written down."""
+    """Return a hash of the resolved config, which does not depend on its spelling."""
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _kept(plan: Plan) -> dict[str, int]:
-    """Count the checkpoints that each rule keeps at the end of the run, at most: several may keep
-    the same one.
+    """Return the most checkpoints that each rule keeps at the end of the run, by the rule.
+
+    Several rules may keep the same checkpoint.
     """
     checkpoint = plan.config.checkpoint
     total_steps = plan.length.total_steps
     kept = {f"checkpoint.keep_last: {checkpoint.keep_last}": checkpoint.keep_last}
     if checkpoint.keep_every is not None and total_steps is not None:
-        saved = checkpoint.every_steps if checkpoint.every_epochs is None else None
-        every = math.lcm(checkpoint.keep_every, saved or 1)  # what is not saved is not kept
+        every_steps = checkpoint.every_steps if checkpoint.every_epochs is None else None
+        every = math.lcm(checkpoint.keep_every, every_steps or 1)  # only saved steps are kept
         kept[f"checkpoint.keep_every: {checkpoint.keep_every}"] = total_steps // every
     if checkpoint.keep_best is not None:
         kept[f"checkpoint.keep_best: {checkpoint.keep_best}"] = 1
@@ -120,9 +126,9 @@ def _kept(plan: Plan) -> dict[str, int]:
 
 def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
     for name in ("root", "path"):
-        place = getattr(config.data, name, None)
-        if isinstance(place, str) and not getattr(config.data, "download", False):
-            yield f"data.{name}", Path(place).absolute()
+        path = getattr(config.data, name, None)
+        if isinstance(path, str) and not getattr(config.data, "download", False):
+            yield f"data.{name}", Path(path).absolute()
     if config.checkpoint.init_weights is not None:
         yield "checkpoint.init_weights", Path(config.checkpoint.init_weights).absolute()
     if config.checkpoint.resume not in ("auto", "never"):
@@ -130,10 +136,11 @@ def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
 
 
 def check_inputs(requirements: Requirements) -> Check:
-    """Files and folders that the config names; what is in them is for training to judge."""
+    """Check the files and folders that the config names, but not their content."""
     problems = []
     for key, path in requirements.inputs:
-        if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+        access = os.R_OK | os.X_OK if path.is_dir() else os.R_OK
+        if not os.access(path, access):
             if os.path.lexists(path):
                 reason = "it cannot be read"
             else:

@@ -1,5 +1,6 @@
-"""Software of a node: versions and hashes of what it would run, and ops, found compiled or compiled
-with what is here. Nothing of it is imported: torch alone would take seconds.
+"""Software of a node: versions and hashes of its code, and the compiled ops or their compilers.
+
+Nothing of it is imported: torch alone would take seconds.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import framework
 from framework.doctor.node.findings import Check, warning
@@ -41,92 +41,115 @@ from framework.plan.compiled_ops import (
 _NO_TRAINING_WITHOUT: Final = frozenset(
     {"torch", "deepspeed", "psutil", "filelock", "setuptools", "numpy"}
 )
-# A package with more Python than this is no project of somebody's own; its version says what it is.
+# A package with more files of Python is no user's own project, and its version identifies it.
 _MOST_FILES: Final = 5000
 _INSTALL: Final = "in the checkout: ./launch.sh setup train, or pip install -e '.[train]'"
 _SECONDS: Final = 20
-# The one library that an op is linked with; as DeepSpeed asks (op_builder/async_io.py
+# The only library that an op is linked with is tested as DeepSpeed does (op_builder/async_io.py
 # `is_compatible`).
 _LIBAIO: Final = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 _OLD_LOCK_SECONDS: Final = 60
+_TRAIN_EXTRA: Final = re.compile(r"extra == ['\"]train['\"]")
+_NCCL: Final = re.compile(
+    r"(NCCL|TORCH_NCCL)_"
+    r"(ALGO|PROTO|NET|NET_PLUGIN|IB_DISABLE|P2P_DISABLE|SHM_DISABLE|CUMEM_ENABLE|"
+    r"BLOCKING_WAIT|MIN_NCHANNELS|MAX_NCHANNELS|NVLS_ENABLE)"
+)
 
 
 def check_versions(requirements: Requirements) -> Check:
-    """Python and the packages that training needs."""
+    """Check Python and the packages that training needs."""
     wanted = _wanted()
-    absent, too_old = missing(wanted)
-    problems: list[Problem] = []
-    for name in (re.split("[<>=]", each)[0] for each in absent):
-        is_needed = name in _NO_TRAINING_WITHOUT
-        reason = (
-            f"{sys.executable} has no {name}; "
-            f"{'training' if is_needed else 'a part of training'} needs it"
-        )
-        problems.append(
-            (Problem if is_needed else warning)("package-missing", reason, _INSTALL, key=name)
-        )
-    for sentence in too_old:
-        is_needed = sentence.split()[0] in ("torch", "deepspeed")
-        problems.append((Problem if is_needed else warning)("package-too-old", sentence, _INSTALL))
+    problems = _package_problems(wanted)
     cuda = torch_text("cuda")
-    if (
-        requirements.cluster.device == "cuda"
-        and torch_text("__version__")
-        and not (cuda or torch_text("hip"))
-    ):
+    torch = torch_text("__version__")
+    if requirements.cluster.device == "cuda" and torch and not (cuda or torch_text("hip")):
         reason = "this build computes on processors only, and GPUs are to be used"
         fix = "install a CUDA build of torch, or DS_ACCELERATOR=cpu"
-        problems.append(
-            Problem("torch-without-cuda", reason, fix, key="torch", value=torch_text("__version__"))
-        )
+        problems.append(Problem("torch-without-cuda", reason, fix, key="torch", value=torch))
     versions = {"python": platform.python_version(), "dsf-trainer": framework.__version__}
-    versions |= {name: found for name in ("torch", "deepspeed") if (found := version_of(name))}
-    others = sorted(re.split("[<>=]", each)[0] for each in wanted)
-    all_of_them = versions | {
-        name: found for name in others if name not in versions and (found := version_of(name))
-    }
+    _add_versions(versions, ["torch", "deepspeed"])
+    facts = dict(versions)
+    _add_versions(facts, sorted(_package_name(requirement) for requirement in wanted))
     versions.setdefault("torch", "none")
-    stated = ", ".join(f"{name} {version}" for name, version in versions.items())
-    # torch's wheels bring NCCL as a package of its own, named after the release of CUDA.
+    facts.setdefault("torch", "none")
     if cuda:
+        # torch's wheels bring NCCL as a package of its own, named after the release of CUDA.
         nccl = version_of(f"nvidia-nccl-cu{cuda.partition('.')[0]}")
-    else:
-        nccl = None
-    facts = all_of_them | versions | ({"nccl": nccl} if nccl else {})
+        if nccl:
+            facts["nccl"] = nccl
+    stated = ", ".join(f"{name} {version}" for name, version in versions.items())
     return Check("versions", stated, problems, {"versions": facts})
 
 
+def _package_problems(wanted: Sequence[str]) -> list[Problem]:
+    """Return errors for missing or old packages, and warnings where training works without them."""
+    absent, too_old = missing(wanted)
+    problems: list[Problem] = []
+    for requirement in absent:
+        name = _package_name(requirement)
+        if name in _NO_TRAINING_WITHOUT:
+            reason = f"{sys.executable} has no {name}; training needs it"
+            problems.append(Problem("package-missing", reason, _INSTALL, key=name))
+        else:
+            reason = f"{sys.executable} has no {name}; a part of training needs it"
+            problems.append(warning("package-missing", reason, _INSTALL, key=name))
+    for sentence in too_old:
+        if sentence.split()[0] in ("torch", "deepspeed"):
+            problems.append(Problem("package-too-old", sentence, _INSTALL))
+        else:
+            problems.append(warning("package-too-old", sentence, _INSTALL))
+    return problems
+
+
+def _package_name(requirement: str) -> str:
+    return re.split("[<>=]", requirement)[0]
+
+
+def _add_versions(versions: dict[str, str], packages: Sequence[str]) -> None:
+    """Add the versions of installed packages that are not there yet."""
+    for name in packages:
+        if name not in versions:
+            version = version_of(name)
+            if version:
+                versions[name] = version
+
+
 def check_code(requirements: Requirements) -> Check:
-    """Hashes of the framework's code, of the run config and of the modules that it names."""
+    """Hash the framework's code, and the modules that the run config names."""
     hashes = {"framework": hash_of_framework()}
-    hashes |= {
-        module: hash_of_files(place)
-        for module in requirements.targets
-        if (place := _place_of(module)) is not None
-    }
+    for module in requirements.targets:
+        path = _path_of(module)
+        if path is not None:
+            hashes[module] = hash_of_files(path)
     stated = ", ".join(f"{name} {value}" for name, value in hashes.items())
     if requirements.config_hash:
-        config = f"config {requirements.config_hash}, "
-    else:
-        config = ""
-    return Check(
-        "code", f"{config}{stated}", (), {"code": hashes, "config": requirements.config_hash}
-    )
+        stated = f"config {requirements.config_hash}, {stated}"
+    return Check("code", stated, (), {"code": hashes, "config": requirements.config_hash})
 
 
 def hash_of_framework() -> str:
-    """Of the framework's code, and of the tables and scripts beside it."""
+    """Return a hash of the framework's code, and of the tables and scripts beside it."""
     return hash_of_files(Path(framework.__file__).parent, ".py", ".json", ".sh")
 
 
 def hash_of_files(place: Path, *endings: str) -> str:
-    """Of the names and contents of a folder's files, by default those of Python, or of one file;
-    wherever it lies.
+    """Return a hash of the names and contents of files; their folder's own path does not count.
+
+    Args:
+        place: a folder, or a single file.
+        endings: of the files in the folder; none: those of Python.
     """
     digest = hashlib.sha256()
-    endings = endings or (".py",)
-    found = sorted(file for ending in endings for file in place.rglob(f"*{ending}"))
-    folder, files = (place, found[:_MOST_FILES]) if place.is_dir() else (place.parent, [place])
+    if place.is_dir():
+        folder = place
+        files: list[Path] = []
+        for ending in endings or (".py",):
+            files += place.rglob(f"*{ending}")
+        files = sorted(files)[:_MOST_FILES]
+    else:
+        folder = place.parent
+        files = [place]
     for file in files:
         digest.update(str(file.relative_to(folder)).encode() + b"\0")
         try:
@@ -137,11 +160,14 @@ def hash_of_files(place: Path, *endings: str) -> str:
 
 
 def version_of(package: str) -> str | None:
-    """Of what is installed; None where it is not. torch itself tells for which CUDA it is, its
-    metadata may not.
+    """Return the version of an installed package, or None.
+
+    torch's is the one in its own files, which has the release of CUDA: its metadata may not.
     """
-    if package == "torch" and (own := torch_text("__version__")):
-        return own
+    if package == "torch":
+        version = torch_text("__version__")
+        if version:
+            return version
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -149,61 +175,60 @@ def version_of(package: str) -> str | None:
 
 
 def environment_facts(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of NCCL and its kind that hang a run when hosts differ in them; names of interfaces
-    may differ.
+    """Return the variables of NCCL that hang a run when hosts differ in them.
+
+    Names of interfaces are not among them: they may differ.
     """
-    chosen = re.compile(
-        r"(NCCL|TORCH_NCCL)_(ALGO|PROTO|NET|NET_PLUGIN|IB_DISABLE|P2P_DISABLE|SHM_DISABLE|CUMEM_ENABLE|"
-        r"BLOCKING_WAIT|MIN_NCHANNELS|MAX_NCHANNELS|NVLS_ENABLE)"
-    )
-    return {name: value for name, value in sorted(environment.items()) if chosen.fullmatch(name)}
+    return {name: value for name, value in sorted(environment.items()) if _NCCL.fullmatch(name)}
 
 
 def _wanted() -> list[str]:
-    """Requirements of the train extra: of the checkout, or as the installed copy states them."""
+    """Return the requirements of the train extra, of the checkout or of the installed copy."""
     if (ROOT / "pyproject.toml").is_file():
         return pip_requirements(["train"])
-    stated = (line.partition(";") for line in metadata.requires("dsf-trainer") or ())
-    extra = re.compile(r"extra == ['\"]train['\"]")
-    return [
-        requirement.strip()
-        for requirement, _, marker in stated
-        if not marker or extra.search(marker)
-    ]
+    wanted = []
+    for line in metadata.requires("dsf-trainer") or ():
+        requirement, _, marker = line.partition(";")
+        if not marker or _TRAIN_EXTRA.search(marker):
+            wanted.append(requirement.strip())
+    return wanted
 
 
-def _place_of(module: str) -> Path | None:
-    """The folder or file of the first part of a dotted name, as train.py would look for it; None if
-    it is installed.
+def _path_of(module: str) -> Path | None:
+    """Return the folder or file of the first part of a dotted name, as train.py would find it.
+
+    It is None for installed packages.
     """
-    spec = importlib.machinery.PathFinder.find_spec(
-        module.partition(".")[0], [os.getcwd(), str(ROOT)]
-    )
-    folders = (spec and spec.submodule_search_locations) or []
-    place = next(iter(folders), spec.origin if spec else None)
-    if place:
-        return Path(place)
-    return None
+    name = module.partition(".")[0]
+    spec = importlib.machinery.PathFinder.find_spec(name, [os.getcwd(), str(ROOT)])
+    if spec is None:
+        return None
+    path = spec.origin
+    for folder in spec.submodule_search_locations or ():
+        path = folder
+        break
+    return Path(path) if path else None
 
 
 def check_ops(requirements: Requirements, environment: Mapping[str, str]) -> Check:
-    """The ops of this run. `environment` is that of the ranks: PATH finds the compiler there."""
+    """Check the ops of this run; `environment` is that of the ranks, with the compiler on PATH."""
     environment = {**environment, "PATH": path_of_compilers(environment)}
-    problems = []
+    problems: list[Problem] = []
     if requirements.compiles:
-        of_compiler = (
-            missing_compiler(requirements.cluster.device, environment),
-            lost_gradients(version_of("torch") or ""),
-        )
-        problems += [problem for problem in of_compiler if problem]
+        without_compiler = missing_compiler(requirements.cluster.device, environment)
+        if without_compiler:
+            problems.append(without_compiler)
+        wrong_release = lost_gradients(version_of("torch") or "")
+        if wrong_release:
+            problems.append(wrong_release)
     if not requirements.ops:
         return Check("compiled ops", "none is loaded", problems)
     folder, ready = _cached(requirements, environment)
-    problems += list(_problems(requirements, environment, folder=folder, ready=ready))
-    states = [
-        f"{op.name} ({'compiled' if op.name in ready else 'to be compiled'})"
-        for op in requirements.ops
-    ]
+    problems += _problems(requirements, environment, folder=folder, ready=ready)
+    states = []
+    for op in requirements.ops:
+        state = "compiled" if op.name in ready else "to be compiled"
+        states.append(f"{op.name} ({state})")
     return Check("compiled ops", f"{', '.join(states)} in {folder}", problems)
 
 
@@ -214,46 +239,41 @@ def ops_to_compile(requirements: Requirements, environment: Mapping[str, str]) -
 
 
 def _cached(requirements: Requirements, environment: Mapping[str, str]) -> tuple[Path, set[str]]:
-    """The folder of compiled ops, and those that are in it or came with DeepSpeed."""
+    """Return the folder of compiled ops, and the names of ops that need no compilation."""
     folder = extensions_folder(environment, torch_version=torch_text("__version__") or "")
-    return folder, {
-        op.name
-        for op in requirements.ops
-        if _is_built_in(op) or (folder / op.name / f"{op.name}.so").is_file()
-    }
+    ready = set()
+    for op in requirements.ops:
+        if _is_built_in(op) or (folder / op.name / f"{op.name}.so").is_file():
+            ready.add(op.name)
+    return folder, ready
 
 
 def _problems(
     requirements: Requirements, environment: Mapping[str, str], *, folder: Path, ready: set[str]
 ) -> Iterator[Problem]:
     loaded = [op for op in requirements.ops if not _is_built_in(op)]
-    missing = [op for op in loaded if op.name not in ready]
-    path = environment.get("PATH")
-    if loaded and shutil.which("ninja", path=path) is None:
-        yield _lacking(
-            "ninja",
-            loaded,
-            "pip install ninja; torch asks for it, also for ops that are compiled already",
-        )
-    compiler = environment.get("CXX") or "c++"
-    if missing and shutil.which(compiler.split()[0], path=path) is None:
-        yield _lacking(
-            compiler,
-            missing,
-            "install g++ (Debian, Ubuntu: apt install g++), or build DeepSpeed's ops beforehand",
-        )
-    elif missing:
-        yield from _libraries(missing, compiler, environment)
-    if missing and not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        yield _lacking(
-            "Python.h",
-            missing,
-            "install Python's headers (Debian, Ubuntu: apt install python3-dev)",
-        )
+    uncompiled = [op for op in loaded if op.name not in ready]
+    if loaded and shutil.which("ninja", path=environment.get("PATH")) is None:
+        fix = "pip install ninja; torch asks for it, also for ops that are compiled already"
+        yield _lacking("ninja", loaded, fix)
+    if uncompiled:
+        yield from _about_compiler(uncompiled, environment)
     yield from _about_nvcc([op for op in loaded if op.needs_nvcc], environment)
-    yield from _about_cache(folder, missing)
+    yield from _about_cache(folder, uncompiled)
     for op in loaded:
         yield from _about_lock(folder / op.name / "lock")
+
+
+def _about_compiler(ops: list[Op], environment: Mapping[str, str]) -> Iterator[Problem]:
+    compiler = environment.get("CXX") or "c++"
+    if shutil.which(compiler.split()[0], path=environment.get("PATH")) is None:
+        fix = "install g++ (Debian, Ubuntu: apt install g++), or build DeepSpeed's ops beforehand"
+        yield _lacking(compiler, ops, fix)
+    else:
+        yield from _libraries(ops, compiler, environment)
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        fix = "install Python's headers (Debian, Ubuntu: apt install python3-dev)"
+        yield _lacking("Python.h", ops, fix)
 
 
 def _lacking(what: str, ops: list[Op], fix: str) -> Problem:
@@ -261,46 +281,38 @@ def _lacking(what: str, ops: list[Op], fix: str) -> Problem:
     return Problem("op-not-loadable", f"it is not here, and needed for {named}", fix, key=what)
 
 
-def _libraries(
-    missing: list[Op], compiler: str, environment: Mapping[str, str]
-) -> Iterator[Problem]:
-    before, after = (environment.get(name, "").split() for name in ("CFLAGS", "LDFLAGS"))
-    run = partial(
-        subprocess.run,
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        env=dict(environment),
-        check=True,
-    )
-    for op in (op for op in missing if op.library):
-        command = [
-            *compiler.split(),
-            *before,
-            "-x",
-            "c++",
-            "-",
-            *after,
-            f"-l{op.library}",
-            "-o",
-            os.devnull,
-        ]
+def _libraries(ops: list[Op], compiler: str, environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Compile and link a program with the library of each op."""
+    for op in ops:
+        if not op.library:
+            continue
+        command = compiler.split()
+        command += environment.get("CFLAGS", "").split()
+        command += ["-x", "c++", "-"]
+        command += environment.get("LDFLAGS", "").split()
+        command += [f"-l{op.library}", "-o", os.devnull]
         try:
-            run(command, input=_LIBAIO)
+            subprocess.run(
+                command,
+                input=_LIBAIO,
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS,
+                env=dict(environment),
+                check=True,
+            )
         except subprocess.CalledProcessError:
             package = "libaio-dev (Debian, Ubuntu) or libaio-devel (Red Hat)"
-            yield _lacking(
-                f"lib{op.library}",
-                [op],
-                f"install {package}, or name its place in CFLAGS and LDFLAGS",
-            )
+            fix = f"install {package}, or name its place in CFLAGS and LDFLAGS"
+            yield _lacking(f"lib{op.library}", [op], fix)
         except (OSError, subprocess.TimeoutExpired):
             continue
 
 
 def _about_nvcc(ops: list[Op], environment: Mapping[str, str]) -> Iterator[Problem]:
-    """DeepSpeed asks nvcc for its release whenever it loads an op, and refuses another major
-    release than torch's.
+    """Check nvcc's release, as DeepSpeed does whenever it loads an op.
+
+    DeepSpeed refuses another major release than torch's.
     """
     cuda = torch_text("cuda")
     if not ops or cuda is None:
@@ -310,61 +322,54 @@ def _about_nvcc(ops: list[Op], environment: Mapping[str, str]) -> Iterator[Probl
         f"install the CUDA {cuda} toolkit and set CUDA_HOME, or set optimizer.implementation: torch"
     )
     try:
-        reported = subprocess.run(
+        output = subprocess.run(
             [nvcc, "-V"], capture_output=True, text=True, timeout=_SECONDS, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         yield _lacking(str(nvcc), ops, fix)
         return
-    release = re.search(r"release (\d+)\.(\d+)", reported)
-    if (
-        release
-        and release[1] != cuda.partition(".")[0]
-        and environment.get("DS_SKIP_CUDA_CHECK") != "1"
-    ):
+    release = re.search(r"release (\d+)\.(\d+)", output)
+    if release is None or environment.get("DS_SKIP_CUDA_CHECK") == "1":
+        return
+    if release[1] != cuda.partition(".")[0]:
         reason = f"torch is built for CUDA {cuda}, and DeepSpeed refuses to mix them"
-        yield Problem(
-            "nvcc-release", reason, fix, key=str(nvcc), value=f"{release[1]}.{release[2]}"
-        )
+        value = f"{release[1]}.{release[2]}"
+        yield Problem("nvcc-release", reason, fix, key=str(nvcc), value=value)
 
 
 def _cuda_home(environment: Mapping[str, str]) -> Path:
-    """As torch finds it (utils/cpp_extension.py `_find_cuda_home`)."""
+    """Return CUDA's folder, as torch finds it (utils/cpp_extension.py `_find_cuda_home`)."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
-    found = shutil.which("nvcc", path=environment.get("PATH"))
+    nvcc = shutil.which("nvcc", path=environment.get("PATH"))
     if home:
         return Path(home)
-    if found:
-        return Path(found).parent.parent
+    if nvcc:
+        return Path(nvcc).parent.parent
     return Path("/usr/local/cuda")
 
 
-def _about_cache(folder: Path, missing: list[Op]) -> Iterator[Problem]:
-    place = next(each for each in (folder, *folder.parents) if each.exists())
-    about: dict[str, Any] = {"key": "TORCH_EXTENSIONS_DIR", "value": str(folder)}
-    if missing and not os.access(place, os.W_OK | os.X_OK):
-        reason = (
-            f"{', '.join(op.name for op in missing)} would be compiled there, and {place} is "
-            "not writable"
-        )
+def _about_cache(folder: Path, uncompiled: list[Op]) -> Iterator[Problem]:
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    key = "TORCH_EXTENSIONS_DIR"
+    value = str(folder)
+    if uncompiled and not os.access(place, os.W_OK | os.X_OK):
+        names = ", ".join(op.name for op in uncompiled)
+        reason = f"{names} would be compiled there, and {place} is not writable"
         fix = "set TORCH_EXTENSIONS_DIR to a folder of this host that you can write to"
-        yield Problem("cache-unwritable", reason, fix, **about)
-    elif missing and is_remote(place):
+        yield Problem("cache-unwritable", reason, fix, key=key, value=value)
+    elif uncompiled and is_remote(place):
         reason = (
             f"it lies on {file_system(place)}: hosts would compile there at the same time, "
             "and locks may stay"
         )
-        yield warning(
-            "cache-remote",
-            reason,
-            "set TORCH_EXTENSIONS_DIR to a folder on a disk of this host",
-            **about,
-        )
+        fix = "set TORCH_EXTENSIONS_DIR to a folder on a disk of this host"
+        yield warning("cache-remote", reason, fix, key=key, value=value)
 
 
 def _about_lock(lock: Path) -> Iterator[Problem]:
-    """A lock that nobody will release: older torch waits while the file is there, newer asks who
-    holds it.
+    """Warn of a lock that no process will release.
+
+    Older releases of torch wait as long as the file exists, newer ones until it is not held.
     """
     try:
         age = time.time() - lock.stat().st_mtime
@@ -373,10 +378,8 @@ def _about_lock(lock: Path) -> Iterator[Problem]:
     torch = package_folder("torch")
     if torch and (torch / "utils/_filelock.py").is_file():  # 2.15 takes locks by flock
         text = (torch / "utils/cpp_extension.py").read_text(encoding="utf-8", errors="replace")
-        if "FileBaton" in text or _is_held(lock):
-            age = age
-        else:
-            age = 0
+        if "FileBaton" not in text and not _is_held(lock):
+            return
     if age >= _OLD_LOCK_SECONDS:
         reason = "ranks wait for it before they load the op, for ever if whoever took it is gone"
         fix = f"rm {lock} if nothing compiles there now"
@@ -394,12 +397,12 @@ def _is_held(lock: Path) -> bool:
 
 
 def _is_built_in(op: Op) -> bool:
-    """Check whether DeepSpeed was installed with it (DS_BUILD_...=1)."""
+    """Check whether DeepSpeed was installed with this op (DS_BUILD_...=1)."""
     folder = package_folder("deepspeed")
-    with suppress(OSError):
-        if folder:
-            text = (folder / "git_version_info_installed.py").read_text(encoding="utf-8")
-        else:
-            text = ""
-        return re.search(rf"['\"]{op.name}['\"]: True", text) is not None
-    return False
+    if folder is None:
+        return False
+    try:
+        text = (folder / "git_version_info_installed.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return re.search(rf"['\"]{op.name}['\"]: True", text) is not None

@@ -1,5 +1,5 @@
-"""Storage that a node writes to: run folder, temporary files, caches. Each is written to, and left
-as it was.
+"""Storage that a node writes to: run folder, temporary files, caches. A test file is written to each
+of them, and removed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ _REMOTE: Final = re.compile(
 
 
 def check_run_folder(requirements: Requirements, counts_replaced: bool = False) -> Check:
-    """Check whether checkpoints can be written, and fit, by the size of the largest so far;
-    `counts_replaced`: and look at every file that a resume has set aside.
+    """Check whether checkpoints can be written, and fit, by the size of the largest so far.
+
+    Args:
+        requirements: of the run.
+        counts_replaced: whether to look at every file that a resume has set aside.
     """
     if requirements.checkpoints is None:
         return Check("run folder", "no run config given")
@@ -38,7 +41,7 @@ def check_run_folder(requirements: Requirements, counts_replaced: bool = False) 
     free = _free(place)
     sizes = []
     with contextlib.suppress(OSError):
-        sizes = [size_of(each) for _, each in named_folders(requirements.checkpoints)]
+        sizes = [size_of(folder) for _, folder in named_folders(requirements.checkpoints)]
     stated = f"{requirements.run_folder}: {size_text(free)} free"
     if sizes:
         stated += f", a checkpoint takes {size_text(max(sizes))}"
@@ -50,7 +53,7 @@ def check_run_folder(requirements: Requirements, counts_replaced: bool = False) 
 
 
 def _about_room(requirements: Requirements, free: int, sizes: Sequence[int]) -> Iterator[Problem]:
-    """A save is written whole before the oldest one goes."""
+    """Check the free space: a checkpoint is written completely before the oldest one is removed."""
     largest = max(sizes, default=0)
     wanted = largest * max(1, requirements.num_kept + 1 - len(sizes))
     severity: Severity = "error" if free < largest else "warning"
@@ -85,7 +88,7 @@ def check_temporary(environment: Mapping[str, str]) -> Check:
 
 
 def check_home(requirements: Requirements, environment: Mapping[str, str]) -> Check:
-    """HOME and the caches in it that torch and Triton write to."""
+    """Check HOME, and the caches in it that torch and Triton write to."""
     home = environment.get("HOME", "")
     if not home:
         reason = "caches of torch and Triton are kept there"
@@ -99,9 +102,9 @@ def check_home(requirements: Requirements, environment: Mapping[str, str]) -> Ch
         if not folder:
             continue
         fix = f"set {name} to a folder of this host that you can write to"
-        place, found = _probed(Path(folder), "cache", fix, severity="warning", num_bytes=1)
-        problems += found
-        if not found and name == "TRITON_CACHE_DIR" and is_remote(place):
+        place, failures = _probed(Path(folder), "cache", fix, severity="warning", num_bytes=1)
+        problems += failures
+        if not failures and name == "TRITON_CACHE_DIR" and is_remote(place):
             reason = f"it lies on {file_system(place)}, where ranks wait for each other's files"
             fix = f"set {name} to a folder on a disk of this host"
             problems.append(warning("cache-remote", reason, fix, key=name, value=str(Path(folder))))
@@ -109,16 +112,16 @@ def check_home(requirements: Requirements, environment: Mapping[str, str]) -> Ch
 
 
 def check_offload(requirements: Requirements) -> Check:
-    """Folders that state is offloaded to."""
+    """Check the folders to which state is offloaded."""
     if not requirements.nvme_folders:
         return Check("offload", "nothing is offloaded to disk")
     problems: list[Problem] = []
     stated = []
     for folder in requirements.nvme_folders:
-        place, found = _probed(folder, "nvme-path", "set nvme_path to a folder on a local drive")
+        place, failures = _probed(folder, "nvme-path", "set nvme_path to a folder on a local drive")
         stated.append(f"{folder}: {size_text(_free(place))} free")
-        problems += found
-        if not found and is_remote(place):
+        problems += failures
+        if not failures and is_remote(place):
             reason = "every step would wait for the network"
             fix = "set nvme_path to a local drive"
             problems.append(
@@ -128,25 +131,25 @@ def check_offload(requirements: Requirements) -> Check:
 
 
 def file_system(folder: Path) -> str:
-    """Its type as the system mounts it, such as ``ext4`` or ``nfs4``; ``unknown`` where nobody
-    says.
-    """
+    """Return the type of a folder's file system, such as ``ext4`` or ``nfs4``, or ``unknown``."""
     try:
-        mounts = [
-            line.split()
-            for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
-        ]
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
         real = folder.resolve()
-        named = (
-            (re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), words[1]), words[2])
-            for words in mounts
-        )
-        above = [
-            (len(Path(point).parts), kind) for point, kind in named if real.is_relative_to(point)
-        ]
-        return max(above, key=lambda pair: pair[0])[1]
+        longest = -1
+        kind = "unknown"
+        for line in lines:
+            words = line.split()
+            point = Path(re.sub(r"\\([0-7]{3})", _character, words[1]))
+            if real.is_relative_to(point) and len(point.parts) > longest:
+                longest = len(point.parts)
+                kind = words[2]
+        return kind
     except (OSError, ValueError, IndexError):
         return "unknown"
+
+
+def _character(octal: re.Match[str]) -> str:
+    return chr(int(octal[1], 8))
 
 
 def is_remote(folder: Path) -> bool:
@@ -162,8 +165,12 @@ def _probed(
     severity: Severity = "error",
     num_bytes: int = _PROBE_BYTES,
 ) -> tuple[Path, list[Problem]]:
-    """The folder, or the nearest one above it, and what stands in the way of writing to it."""
-    place = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+    """Write a test file to a folder, or to the nearest one above it that exists.
+
+    Returns:
+        The folder that was written to, and the problem if that failed.
+    """
+    place = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
     try:
         with tempfile.NamedTemporaryFile(prefix=".preflight-", dir=place) as file:
             file.write(b"\0" * num_bytes)
@@ -178,5 +185,5 @@ def _probed(
 
 
 def _free(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
