@@ -1,7 +1,7 @@
 """Preflight of all hosts of a hostfile, and of the connections between them.
 
-A `member` runs on each host through ssh, and carries out orders from here. `doctor --bench` measures
-the hosts, by `framework.engine.link_bench` on every rank.
+A `member` runs on each host through ssh, and carries out orders from here. `doctor --bench`
+measures the hosts, by `framework.engine.link_bench` on every rank.
 
 An answer that does not come in time is a finding about its host; no host is waited for longer than
 a minute.

@@ -45,7 +45,7 @@ def judge_config(
     """Check a run config, and return the checks with its requirements on each host.
 
     Args:
-        path: of the run config; None, or one without a plan: the requirements are those of any run.
+        path: of the run config; None, or without a plan: the requirements are the same for any run.
         overrides: further settings of the run.
         cluster: that the run is planned for.
         is_chosen: whether the user has chosen the number of ranks; else that of the config wins.

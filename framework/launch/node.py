@@ -149,7 +149,7 @@ def _start(
 
     Args:
         script: train.py.
-        added: environment variables of the ranks, beside those of this process.
+        added: further environment variables of the ranks.
         names: of the hosts, if there is a hostfile.
     """
     from framework.launch.rendezvous.handshake import node_facts

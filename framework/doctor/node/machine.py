@@ -209,7 +209,7 @@ def check_cores(requirements: Requirements, environment: Mapping[str, str]) -> C
 
 
 def _quota() -> int:
-    """Return the whole cores that cgroups version 2 leave to the container; many without a limit."""
+    """Return the whole cores that cgroups version 2 leave to the container; many if unlimited."""
     try:
         used, period = _CPU_QUOTA.read_text(encoding="ascii").split()
         return max(1, int(used) // int(period))

@@ -138,7 +138,7 @@ def hash_of_files(place: Path, *endings: str) -> str:
 
     Args:
         place: a folder, or a single file.
-        endings: of the files in the folder; none: those of Python.
+        endings: of the files in the folder; none: ``.py``.
     """
     digest = hashlib.sha256()
     if place.is_dir():

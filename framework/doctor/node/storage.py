@@ -1,5 +1,6 @@
-"""Storage that a node writes to: run folder, temporary files, caches. A test file is written to each
-of them, and removed.
+"""Storage that a node writes to: run folder, temporary files, caches.
+
+A test file is written to each of them, and removed.
 """
 
 from __future__ import annotations
