@@ -16,42 +16,42 @@ _T = TypeVar("_T")
 
 
 class HelpShown(SystemExit):
-    """A help text or a release that was asked for has been printed: a good end."""
+    """End of a command that has printed its help or its release, as requested."""
 
 
 class CommandParser(argparse.ArgumentParser):
     """argparse with one line for a mistake, and options in both spellings."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises UsageError: what is wrong, and where the help is."""
+        """Raise UsageError with argparse's message, and where the help is."""
         flag = re.match(r"argument (--\w+).*: expected one argument$", message)
-        if flag:  # argparse takes what follows for an option of its own
+        if flag:  # argparse takes the next word for another option
             message += f" (if it begins with a dash, write {flag[1]}=-...)"
-        raise UsageError(
-            f"{self.prog.removeprefix('python -m framework ')}: {message}; see {self.prog} --help"
-        )
+        command = self.prog.removeprefix("python -m framework ")
+        raise UsageError(f"{command}: {message}; see {self.prog} --help")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Raises HelpShown."""
+        """Raise HelpShown."""
         if message:
             self._print_message(message, sys.stderr)
         raise HelpShown(status)
 
     def option(self, *names: str, **kwargs: Any) -> None:
-        """As `add_option`."""
+        """Add an option, see `add_option`."""
         add_option(self, *names, **kwargs)
 
 
 def add_option(
     target: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, **kwargs: Any
 ) -> None:
-    """An option in both spellings, --a_b and --a-b, of a parser or of a group in its help."""
-    both = [
-        spelled
-        for name in names
-        for spelled in dict.fromkeys((name, name[:2] + name[2:].replace("_", "-")))
-    ]
-    target.add_argument(*both, **kwargs)
+    """Add an option in both spellings, --a_b and --a-b, to a parser or to a group in its help."""
+    spellings = []
+    for name in names:
+        spellings.append(name)
+        hyphenated = name[:2] + name[2:].replace("_", "-")
+        if hyphenated != name:
+            spellings.append(hyphenated)
+    target.add_argument(*spellings, **kwargs)
 
 
 def option(
@@ -65,29 +65,39 @@ def option(
     names: tuple[str, ...] = (),
     **more: Any,
 ) -> Any:
-    """A field of a dataclass that is an option, for `add_options`: a switch unless it has a
-    `metavar` or `choices`.
+    """Return a field of a dataclass that is an option, for `add_options`.
+
+    It is a switch unless it has a `metavar` or `choices`.
 
     Args:
         text: for the help.
+        metavar: name of the value in the help.
         read: makes the value out of a word, or raises ArgumentTypeError.
-        many: the field holds all values.
-        names: of the option, if not the field's.
+        default: of the field.
+        many: whether the option may be given again, and the field holds all values.
+        choices: all values.
+        names: of the option, if it has not the field's name.
+        more: further arguments of argparse's `add_argument`.
     """
     if choices:
-        more |= {"choices": choices}
+        more["choices"] = choices
     elif metavar:
-        more |= {"metavar": metavar, "type": read} | ({"action": "append"} if many else {})
+        more["metavar"] = metavar
+        more["type"] = read
+        if many:
+            more["action"] = "append"
     else:
-        more |= {"action": "store_true"}
-    value = () if many else default if metavar or choices else False
-    return field(default=value, metadata={"help": text, "names": names} | more)
+        more["action"] = "store_true"
+        default = False
+    if many:
+        default = ()
+    return field(default=default, metadata={"help": text, "names": names} | more)
 
 
-def flags_of(each: Field[Any]) -> tuple[str, ...]:
-    """The names of the option that a field is; none: it is not one."""
-    if each.metadata:
-        return each.metadata["names"] or (f"--{each.name}",)
+def flags_of(option_field: Field[Any]) -> tuple[str, ...]:
+    """Return the names of a field's option; none if it is not an option."""
+    if option_field.metadata:
+        return option_field.metadata["names"] or (f"--{option_field.name}",)
     return ()
 
 
@@ -99,28 +109,36 @@ def add_options(
     grouped: str = "",
     apart: Collection[str] = (),
 ) -> None:
-    """Add the options that are fields of a dataclass, or `only` some; under a heading those that do
-    not stand apart.
+    """Add the options that are fields of a dataclass.
+
+    Args:
+        parser: gets the options.
+        request: the dataclass.
+        only: names of the fields to add; none: all.
+        grouped: heading of the options in the help; empty: none.
+        apart: names of the fields that do not stand under that heading.
     """
     group = parser.add_argument_group(grouped) if grouped else parser
-    for each in fields(request):
-        if each.metadata and (each.name in only or not only):
-            terms = {name: value for name, value in each.metadata.items() if name != "names"}
-            # argparse would read the default of a text, and append to that of many.
-            is_kept = each.default == () or (
-                isinstance(each.default, str) and terms.get("type", str) is not str
-            )
-            terms |= {"dest": each.name, "default": argparse.SUPPRESS if is_kept else each.default}
-            add_option(parser if each.name in apart else group, *flags_of(each), **terms)
+    for option_field in fields(request):
+        name = option_field.name
+        if not option_field.metadata or (only and name not in only):
+            continue
+        terms = dict(option_field.metadata)
+        del terms["names"]
+        terms["dest"] = name
+        # argparse would convert a default that is a text, and append to one that is a list.
+        default = option_field.default
+        is_converted = isinstance(default, str) and terms.get("type", str) is not str
+        terms["default"] = argparse.SUPPRESS if default == () or is_converted else default
+        target = parser if name in apart else group
+        add_option(target, *flags_of(option_field), **terms)
 
 
 LOG_LEVEL: Final = "DSF_LOG_LEVEL"
 
 
 class _LogLevel(argparse.Action):
-    """Puts the level where every process that is started from here finds it, on other hosts as
-    well.
-    """
+    """Puts the level into the environment, for all processes of the job, on other hosts as well."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
@@ -131,19 +149,23 @@ class _LogLevel(argparse.Action):
 def add_log_level(parser: CommandParser) -> None:
     """Add ``--log_level``, as train.py and `launch` take it."""
     levels = ("debug", "info", "warning", "error")
-    sense = "least level of messages in the logs of ranks, DeepSpeed's too; default info"
+    text = "least level of messages in the logs of ranks, DeepSpeed's too; default info"
     parser.option(
-        "--log_level", action=_LogLevel, dest=argparse.SUPPRESS, choices=levels, help=sense
+        "--log_level", action=_LogLevel, dest=argparse.SUPPRESS, choices=levels, help=text
     )
 
 
 def whole(least: int, below: int, error: str) -> Callable[[str], int]:
-    """The type of an option that is a whole number; `error` takes the text that is none."""
+    """Return the type of an option that is a whole number.
+
+    Args:
+        least, below: limits of the number.
+        error: message with a place for the wrong text.
+    """
 
     def read(text: str) -> int:
-        if not (
-            text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) < below
-        ):
+        is_number = text.isascii() and text.isdecimal() and len(text) < 20
+        if not is_number or not least <= int(text) < below:
             raise argparse.ArgumentTypeError(error.format(text))
         return int(text)
 
@@ -151,7 +173,7 @@ def whole(least: int, below: int, error: str) -> Callable[[str], int]:
 
 
 def like(pattern: str, convert: Callable[[str], _T], error: str) -> Callable[[str], _T]:
-    """The type of an option whose text has a form; `error` takes the text that has another."""
+    """Return the type of an option with a pattern; `error` has a place for the wrong text."""
 
     def read(text: str) -> _T:
         if not re.fullmatch(pattern, text, re.ASCII):

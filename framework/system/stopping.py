@@ -1,8 +1,8 @@
 """Requests to stop: SIGTERM, SIGINT, SIGUSR1 and SIGHUP mean "save and end", not "die".
 
-A request only leaves a mark, which is looked at between two steps. Before the first step there is
-nothing to save, and the process ends at once. Whoever sends SIGINT or SIGTERM a second time, more
-than two seconds later, means now.
+A request only sets a flag, which is read between two steps. Before the first step there is nothing
+to save, and the process ends at once. A second SIGINT or SIGTERM, more than two seconds later,
+means "now".
 
 Python runs a signal's handler between two lines of the main thread, which may wait for minutes in
 C++. So `listen` reads the signals in a thread of its own, through the wakeup descriptor that the
@@ -25,20 +25,20 @@ from typing import Any, Final, Literal, NoReturn
 from framework.errors import EXIT_STOPPED
 from framework.system.parent_watch import report_asked
 
-# Signals that ask to stop: which, when one is heeded, and when asking again means "now". Ranks and
-# launchers have one rule.
+# Signals that request a stop: which they are, when they are handled, and when another one means
+# "now". Ranks and launchers have one rule.
 
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Some minutes before the time is up, a closed terminal: the request proper may follow.
 NOTICES: Final = (signal.SIGUSR1, signal.SIGHUP)
-# nohup ignores SIGHUP, a shell script's `&` SIGINT: whoever did that meant it. The others are
-# ignored by somebody further up for himself, and nobody else could ask.
+# nohup ignores SIGHUP, and a shell script's `&` SIGINT, on purpose. If a parent ignores the other
+# signals, it does so for itself, and without them no stop could be requested.
 _MAY_BE_IGNORED: Final = (signal.SIGINT, signal.SIGHUP)
-# `timeout` and some schedulers send one request twice; a person who means "now" takes longer than
+# `timeout` and some schedulers send one request twice; a user who means "now" takes longer than
 # this.
 _SAME_REQUEST_SECONDS: Final = 2.0
-# What the clock asks for: the first two end nothing, the last stops the run as a signal does.
+# Requests of the clock: the first two end nothing, the last one stops the run as a signal does.
 EVALUATE: Final = "evaluate"
 SAVE: Final = "save"
 TIME_IS_UP: Final = "training.max_minutes"
@@ -51,8 +51,9 @@ class Insistence:
         self._meant_at: float | None = None
 
     def again(self, now: float, *, is_notice: bool) -> bool:
-        """Count a request. Notices never insist, and what follows them is the first that is
-        meant.
+        """Count a request, and return whether it means "now".
+
+        A notice never does, and the request after a notice counts as the first one.
         """
         if is_notice:
             return False
@@ -62,12 +63,13 @@ class Insistence:
 
 
 def handled() -> list[signal.Signals]:
-    """All but those that whoever started this process has ignored for good reason."""
-    return [
-        number
-        for number in SIGNALS
-        if number not in _MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
-    ]
+    """Return the signals to handle: all but those that the parent process ignores on purpose."""
+    numbers = []
+    for number in SIGNALS:
+        is_ignored = signal.getsignal(number) is signal.SIG_IGN
+        if not is_ignored or number not in _MAY_BE_IGNORED:
+            numbers.append(number)
+    return numbers
 
 
 def put_back(handlers: Mapping[signal.Signals, Any]) -> None:
@@ -79,8 +81,9 @@ def put_back(handlers: Mapping[signal.Signals, Any]) -> None:
 
 @contextmanager
 def ending_in_good_order() -> Iterator[None]:
-    """SIGTERM ends a command with 143 as always, but what lies half-written is removed on the way
-    out.
+    """Raise SystemExit at SIGTERM during the block.
+
+    A command ends with 143 as without this, but half-written files are removed on the way out.
     """
 
     def end(number: int, _: object) -> NoReturn:
@@ -93,13 +96,11 @@ def ending_in_good_order() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-Verdict = Literal["noted", "nothing to save", "now", "known"]
+Meaning = Literal["noted", "nothing to save", "now", "known"]
 
 
 class StopRequest:
-    """Request to stop this process, and the signal that brought it; `began` is when this start
-    did.
-    """
+    """Request to stop this process, and its signal; `began`: when this start began."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -109,40 +110,37 @@ class StopRequest:
         self._insistence = Insistence()
         self._number: int | None = None
         self._when_asked: Callable[[], None] | None = None
-        # of a process that only lends its handlers, where C's handler writes each signal
+        # the pipe to which C's handler writes each signal, in a process that only lends its handlers
         self._wakeups = -1
         self._woken_by = ""
 
     def asked(self) -> str:
-        """Return the name of the first signal, also while the main thread is in C++ and has not run
-        its handler.
+        """Return the name of the first signal; empty before.
+
+        It is known even while the main thread is in C++, and has not run its handler.
         """
         if not (self.signal or self._woken_by) and self._wakeups >= 0:
             with suppress(OSError):
-                names = [
-                    signal.Signals(number).name
-                    for number in os.read(self._wakeups, 64)
-                    if number in SIGNALS
-                ]
-                self._woken_by = next(iter(names), "")
+                for number in os.read(self._wakeups, 64):
+                    if number in SIGNALS:
+                        self._woken_by = signal.Signals(number).name
+                        break
         return self.signal or self._woken_by
 
     @property
     def signal(self) -> str:
-        """Name of the first signal, ``SIGTERM``; empty when nobody asked."""
+        """Name of the first signal, such as ``SIGTERM``; empty before."""
         if self._number is not None:
             return signal.Signals(self._number).name
         return ""
 
     @property
     def is_over(self) -> bool:
-        """Check whether the run has stopped and saved, so that nothing is lost by ending at
-        once.
-        """
+        """True if the run has stopped and saved, so that nothing is lost by ending at once."""
         return self._phase == "over"
 
-    def receive(self, number: int) -> Verdict:
-        """Note a signal, and say what it means."""
+    def receive(self, number: int) -> Meaning:
+        """Note a signal, and return what it means."""
         now = self._clock()
         with self._lock:
             again = self._insistence.again(now, is_notice=number in NOTICES)
@@ -155,36 +153,37 @@ class StopRequest:
             return "now" if again else "known"
 
     def when_asked(self, work: Callable[[], None] | None) -> None:
-        """Have `work` done at the first signal, in the thread that sees it; at once if there was
-        one.
-        """
+        """Have `work` done at the first signal, in the thread that gets it, or at once after it."""
         with self._lock:
             self._when_asked = work
             if self._number is not None and work is not None:
                 work()
 
     def training_begins(self) -> None:
-        """From here on requests are honoured between two steps; all ranks say this before any of
-        them takes a step.
+        """Handle requests between two steps from now on.
+
+        All ranks call this before any of them takes a step.
         """
         with self._lock:
             self._phase = "training"
 
     def training_is_over(self) -> None:
-        """Everything is saved: a request that still comes changes nothing."""
+        """Note that everything is saved: a request that still comes changes nothing."""
         with self._lock:
             self._phase = "over"
 
     def run_has_failed(self) -> None:
-        """There is nothing to stop any more: who asks now is a launcher that ends what is left of
-        the job.
+        """Note that there is nothing to stop any more.
+
+        A request that comes now is a launcher's, which ends the remaining ranks of the job.
         """
         with self._lock:
             self._phase = "failed"
 
     def listen(self) -> None:
-        """Read requests from now to the end of this process, which is a rank and nothing else. Main
-        thread only.
+        """Read requests from now to the end of this process, which is a rank and nothing else.
+
+        Call it in the main thread.
         """
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -203,29 +202,26 @@ class StopRequest:
                     self._act(number)
 
     def _act(self, number: int) -> None:
-        with self._lock:  # so that nobody goes on to train when the decision to end has been made
-            verdict = self.receive(number)
+        with self._lock:  # so that training does not begin after the decision to end
+            meaning = self.receive(number)
             name = signal.Signals(number).name
-            if verdict == "nothing to save":
-                _end(
-                    EXIT_STOPPED,
-                    f"{name}: stopped before the first step: nothing new to save [stopped]",
-                )
-            if verdict == "now":
-                _end(
-                    EXIT_STOPPED if self.is_over else 128 + number,
-                    f"{name} again: ending at once [stopped-at-once]",
-                )
-        if verdict == "noted" and not self.is_over and os.environ.get("LOCAL_RANK", "0") == "0":
+            if meaning == "nothing to save":
+                line = f"{name}: stopped before the first step: nothing new to save [stopped]"
+                _end(EXIT_STOPPED, line)
+            if meaning == "now":
+                code = EXIT_STOPPED if self.is_over else 128 + number
+                _end(code, f"{name} again: ending at once [stopped-at-once]")
+        if meaning == "noted" and not self.is_over and os.environ.get("LOCAL_RANK", "0") == "0":
             announce(
                 f"{name}: stopping after a step that all ranks agree on; once more ends at once"
             )
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Handle requests during the block, and put back the handlers that were there. Elsewhere
-        than in the main thread, which alone may do so, nothing is handled. A request that means now
-        is left to the former handlers.
+        """Handle requests during the block, and put back the former handlers.
+
+        Only the main thread can do so: in other threads nothing is handled. A request that means
+        "now" is left to the former handlers.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -247,13 +243,14 @@ class StopRequest:
             put_back(before)
 
 
-_lent: set[int] = set()  # ends of pipes that C's handler writes to
+_lent: set[int] = set()  # ends of pipes to which C's handler writes
 
 
 @contextmanager
 def _wakeups() -> Iterator[int]:
-    """Yield the end of a pipe where C's handler writes the number of each signal; -1 where the
-    process has a use for that of its own, as one with an event loop has.
+    """Yield the end of a pipe to which C's handler writes the number of each signal.
+
+    It is -1 if the process has a wakeup descriptor of its own, as a process with an event loop has.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -278,15 +275,16 @@ def _wakeups() -> Iterator[int]:
 
 @cache
 def _keep_from_children() -> None:
-    """What is sent to a child, as the end of a data loader sends it to its workers, is no request
-    to this process.
+    """Keep signals of a child out of the pipe of this process.
+
+    At its end a data loader sends signals to its workers, for example.
     """
 
-    def let_go() -> None:
+    def reset_wakeup() -> None:
         if _lent:
             signal.set_wakeup_fd(-1)
 
-    os.register_at_fork(after_in_child=let_go)
+    os.register_at_fork(after_in_child=reset_wakeup)
 
 
 def announce(line: str) -> None:
@@ -309,27 +307,32 @@ def _rank() -> str:
 _held = threading.local()
 
 
-@cache  # hooks stay: twice, the second would take the first one's mask for the one to put back
+@cache  # hooks stay: a second pair would save the mask of the first one, and restore it
 def _leave_children_alone() -> None:
-    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_be_no_rank)
+    os.register_at_fork(
+        before=_block_signals,
+        after_in_parent=_unblock_signals,
+        after_in_child=_reset_handlers,
+    )
 
 
-def _hold() -> None:
-    """Before a fork: a signal to the child waits until the child is no rank any more."""
+def _block_signals() -> None:
+    """Block signals before a fork, until the child has handlers of its own."""
     _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, handled())
 
 
-def _let_go() -> None:
+def _unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, _held.before)
 
 
-def _be_no_rank() -> None:
-    """After a fork: the child shares the pipe, and a signal to it must not be taken for one to the
-    rank.
-    """
+def _reset_handlers() -> None:
+    """Give a child handlers of its own: it shares the pipe, and its signals are not the rank's."""
     signal.set_wakeup_fd(-1)
     for number in handled():
-        # Requests to a whole process group are the rank's to answer. SIGTERM stays:
-        # `multiprocessing` ends children with it.
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
-    _let_go()
+        # The rank handles requests to a whole process group. SIGTERM stays: `multiprocessing` ends
+        # children with it.
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+        else:
+            signal.signal(number, signal.SIG_IGN)
+    _unblock_signals()
