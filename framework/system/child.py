@@ -1,4 +1,4 @@
-"""A process beside this one that it gives work to, in messages; it ends when this one does."""
+"""A child process that gets work in messages, and ends when this process does."""
 
 from __future__ import annotations
 
@@ -36,16 +36,25 @@ class MessageSocket:
         self._poll.register(end, select.POLLIN)
 
     def send(self, **message: Any) -> None:
-        """Send a message; raises OSError where nobody is at the other end."""
+        """Send a message; raises OSError if the other end is closed."""
         self._end.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout: float | None = None) -> Mapping[str, Any] | None:
-        """The next message, None when the other end is gone; raises TimeoutError if none comes in
-        so many seconds.
+        """Wait for the next message, and return it.
+
+        Args:
+            timeout: seconds to wait; None: without a limit.
+
+        Returns:
+            None if the other end is closed.
+
+        Raises:
+            TimeoutError: no message has come.
         """
+        milliseconds = None if timeout is None else math.ceil(timeout * 1000)
         while b"\n" not in self._read:
             try:
-                if not self._poll.poll(None if timeout is None else math.ceil(timeout * 1000)):
+                if not self._poll.poll(milliseconds):
                     raise TimeoutError
                 more = self._end.recv(_BLOCK)
             except ConnectionError:
@@ -57,8 +66,9 @@ class MessageSocket:
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """The other end sees the end, even where a forked child of this process still holds a copy
-        of this one.
+        """Close the connection for the other end as well.
+
+        That works even if a forked child of this process still holds a copy of this end.
         """
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
@@ -66,7 +76,7 @@ class MessageSocket:
 
 
 class Child(MessageSocket):
-    """The process, as the one that started it sees it.
+    """A child process, as seen by its parent.
 
     It is not forked, because forks of a process that drives a GPU do not work.
     """
@@ -78,45 +88,39 @@ class Child(MessageSocket):
         descriptors: Sequence[int] = (),
         path: Sequence[str] = (_ROOT,),
     ) -> None:
-        """Start it; raises OSError if that fails.
+        """Start the process; raises OSError if that fails.
 
         Args:
-            target: ``module:function`` that it calls with its end of the channel, and with `words`.
-            descriptors: files of this process that it keeps open.
+            target: ``module:function`` that it calls with its end of the connection and `words`.
+            words: further arguments of the function.
+            descriptors: files of this process that the child keeps open.
             path: folders that its modules come from, before Python's own.
         """
-        ours, theirs = socket.socketpair()
+        near_end, far_end = socket.socketpair()
         program = (
-            f"import sys; sys.path[:0] = {[*path]!r}; from framework.system.child import "
+            f"import sys; sys.path[:0] = {list(path)!r}; from framework.system.child import "
             "main; main()"
         )
-        with theirs:
+        # -I: no file in the current folder, and no variable, can replace a module.
+        command = [sys.executable, "-I", "-c", program]
+        command += [str(os.getpid()), str(far_end.fileno()), target]
+        command += words
+        with far_end:
             try:
-                # -I: nothing in the current folder or in the environment takes the place of a
-                # module.
                 self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-I",
-                        "-c",
-                        program,
-                        str(os.getpid()),
-                        str(theirs.fileno()),
-                        target,
-                        *words,
-                    ],
-                    pass_fds=(theirs.fileno(), *descriptors),
+                    command,
+                    pass_fds=(far_end.fileno(), *descriptors),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                 )
             except OSError:
-                ours.close()
+                near_end.close()
                 raise
-        super().__init__(ours)
+        super().__init__(near_end)
         self.pid = self._process.pid
 
     def close(self) -> None:
-        """End it: at once where it waits, or kill it."""
+        """End the process: it ends by itself if it waits for a message, and is killed if not."""
         super().close()
         try:
             self._process.wait(_END_SECONDS)
@@ -125,7 +129,7 @@ class Child(MessageSocket):
             self._process.wait()
 
     def exit_reason(self) -> str:
-        """Return how it ended, as the rest of a sentence."""
+        """Return how the process ended, as the rest of a sentence."""
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(_END_SECONDS)
             if code < 0:
@@ -135,16 +139,17 @@ class Child(MessageSocket):
 
 
 def main() -> None:
-    """Do what a `Child` was started for. What asks the whole process group to stop is its parent's
-    business.
+    """Run the function of a `Child`.
+
+    Signals to the whole process group, which request a stop, are left to the parent.
     """
     parent, channel, target, *words = sys.argv[1:]
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # Where the kernel does not end it, the end of the channel does.
+    # If the kernel does not end this process with its parent, the end of the connection does.
     die_with(int(parent))
     module, _, name = target.partition(":")
-    with suppress(ConnectionError):  # the parent has gone while it was being told
+    with suppress(ConnectionError):  # the parent has ended while this sent a message
         getattr(import_module(module), name)(
             MessageSocket(socket.socket(fileno=int(channel))), *words
         )

@@ -1,9 +1,10 @@
 """Large values that are made once per host: one rank makes it, the host's others and all workers
 map its memory.
 
-It lies in anonymous memory, and a small file in the temporary folder says in which. Both need no
-process group. With a rank that dies the kernel takes back its lock and its memory: nobody waits for
-it, or takes what an earlier start left. Whoever finds nothing makes the value itself.
+The value is in anonymous memory, and a small file in the temporary folder has the address of that
+memory. Neither needs a process group. When a rank dies, the kernel takes back its lock and its
+memory: no rank waits for it, or takes the value of an earlier start. A rank that finds no value
+makes it itself.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import IO, Any, Final
 
 from framework.errors import FrameworkError
 
-# Of one start of the ranks of a host: torchrun's and DeepSpeed's variables, and this launcher's.
+# Variables that identify one start of a host's ranks: torchrun's, DeepSpeed's, and this launcher's.
 _START: Final = (
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -38,13 +39,11 @@ _START: Final = (
     "TORCHELASTIC_RESTART_COUNT",
 )
 _ALIGNED_BYTES: Final = 8
-_asked: Counter[str] = Counter()
+_num_requests: Counter[str] = Counter()  # by subject
 
 
 class HostValue:
-    """A picklable value in anonymous memory; numpy arrays in it are read-only views of that
-    memory.
-    """
+    """A picklable value in anonymous memory; its numpy arrays are read-only views of that memory."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -73,25 +72,26 @@ class HostValue:
         return HostValue(descriptor)
 
     def __reduce__(self) -> tuple[Callable[..., HostValue], tuple[Any]]:
-        """For a worker that is being started: the memory; for anything else: the value."""
+        """Pickle the memory for a worker that is being started, and else the value."""
         if get_spawning_popen() is None:
             return HostValue.of, (self.value,)
         return _in_worker, (DupFd(self._descriptor),)
 
     @property
     def address(self) -> bytes:
-        """Where other processes of this user find the memory, and its name, while this process
-        holds it.
+        """Path of the memory for other processes of this user, and its name.
+
+        It is valid while this process holds the memory.
         """
         link = Path(f"/proc/{os.getpid()}/fd/{self._descriptor}")
         return f"{link} {_name(link)}".encode()
 
     @staticmethod
     def at(address: bytes) -> HostValue | None:
-        """Map what another process holds; None where it does not any more."""
+        """Map the memory that another process holds; None if it does not any more."""
         with suppress(OSError, ValueError):
             link, name = address.decode().split()
-            if _name(Path(link)) == name:  # else somebody else has that process number by now
+            if _name(Path(link)) == name:  # else another process has that process id by now
                 return HostValue(os.open(link, os.O_RDONLY | os.O_CLOEXEC))
         return None
 
@@ -105,15 +105,14 @@ def _in_worker(duplicate: Any) -> HostValue:
 
 
 def made_once_on_host(subject: str, make: Callable[[], object]) -> HostValue:
-    """Make a value, or take the one that another rank of this host makes or has made in the same
-    start of the ranks.
+    """Make a value, or take the one that another rank of this host makes in the same start.
 
-    A process that asks for a subject again gets a value that was made again.
+    A process that requests a subject again gets a value that was made again.
 
     Args:
-        subject: tells apart the values that ranks make.
-        make: returns a picklable value, the same on each of the host's ranks; where it raises, all
-            of them do.
+        subject: name of the value among those that ranks make.
+        make: returns a picklable value, the same on each of the host's ranks; if it raises an
+            error, all ranks raise it.
     """
     num_ranks = _num_ranks()
     if num_ranks > 1:
@@ -122,46 +121,47 @@ def made_once_on_host(subject: str, make: Callable[[], object]) -> HostValue:
         file = None
     if file is None:
         return HostValue.of(make())
-    failed = None
+    failure = None
     with file:
         address, _, num_taken = file.read().partition(b"\n")
-        found = HostValue.at(address)
-        if found is None:
+        shared = HostValue.at(address)
+        if shared is None:
             num_taken = b"0"
             try:
-                found = HostValue.of(make())
+                shared = HostValue.of(make())
             except Exception as error:
-                failed = error
-                found = HostValue.of(error)
-        with suppress(OSError, ValueError):  # where the disk is full, the others make it themselves
+                failure = error
+                shared = HostValue.of(error)
+        with suppress(OSError, ValueError):  # if the disk is full, the others make it themselves
             file.truncate(0)
-            file.write(b"%s\n%d" % (found.address, int(num_taken) + 1))
+            file.write(b"%s\n%d" % (shared.address, int(num_taken) + 1))
             if int(num_taken) + 1 == num_ranks:
                 Path(file.name).unlink()
-    if failed is not None:
-        raise failed
-    if isinstance(found.value, Exception):
-        if not isinstance(found.value, FrameworkError):
-            make()  # to meet it here: the place in the code is told with it
-        raise found.value
-    return found
+    if failure is not None:
+        raise failure
+    if isinstance(shared.value, Exception):
+        if not isinstance(shared.value, FrameworkError):
+            make()  # raises the error here, so that its traceback has the place in the code
+        raise shared.value
+    return shared
 
 
 def _locked(subject: str) -> IO[bytes] | None:
-    """The file that says where the value is, when no other rank has it; None where there can be no
-    such file.
+    """Open the file with the address of a value, and wait until no other rank has its lock.
+
+    Returns:
+        None if there can be no such file.
     """
-    _asked[subject] += 1
+    _num_requests[subject] += 1
     start = [socket.gethostname(), *map(os.environ.get, _START)]
-    digest = sha256(
-        repr((start, subject, _asked[subject])).encode("utf-8", "surrogatepass")
-    ).hexdigest()
+    identity = repr((start, subject, _num_requests[subject]))
+    digest = sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()
     with ExitStack() as closing, suppress(OSError):
         path = Path(tempfile.gettempdir(), f"dsf-{os.getuid()}-{digest[:32]}")
         file = closing.enter_context(open(path, "a+b", buffering=0, opener=_open_private))
-        found = os.fstat(file.fileno())
-        if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
-            # the kernel gives it back when its holder ends, however that ends
+        status = os.fstat(file.fileno())
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+            # the kernel releases it when its holder ends, in whatever manner
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             closing.pop_all()
@@ -174,7 +174,8 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _num_ranks() -> int:
-    """Ranks on this host, as torchrun or DeepSpeed's launcher says; they were checked when the run
-    was planned.
+    """Return the number of ranks on this host, by torchrun's or DeepSpeed's variable.
+
+    The plan of the run has checked it.
     """
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)

@@ -1,9 +1,8 @@
-"""The place of a process among those that `srun`, `mpirun` or another MPI launcher started: a task
-for each device.
+"""Rank of a process that `srun`, `mpirun` or another MPI launcher started, one for each device.
 
-torchrun, DeepSpeed's launcher and ours say it by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT. Of these launchers each has variables of its own, and a process that reads only torch's
-takes itself for the only one.
+torchrun, DeepSpeed's launcher and ours set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT. MPI launchers have variables of their own, and a process that reads only torch's takes
+itself for the only one.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Final
 from framework.errors import ConfigError, Problem
 
 KIND: Final = "rendezvous-environment"
-# The launchers, in the order in which they are believed: Open MPI and Hydra start their daemons
-# with srun, one on each node, and what those start inherits the variables of that step. Of each
-# value the first variable that is set counts.
+# Launchers in order of precedence: Open MPI and Hydra start their daemons with srun, one on each
+# node, and the daemons' processes inherit the variables of that step. The first variable of a value
+# that is set counts.
 _LAUNCHERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "mpirun": {
         "RANK": ("OMPI_COMM_WORLD_RANK",),
@@ -55,7 +54,7 @@ _OPEN_MPI_LOCAL_RANK: Final = "OMPI_COMM_WORLD_LOCAL_RANK"
 # A launcher of ranks, below one process on each node, sets one of these: torchrun, ours,
 # DeepSpeed's launch.py.
 _BELOW: Final = ("TORCHELASTIC_RUN_ID", "DSF_AGENT", "CROSS_RANK")
-# By which the ranks of one job know it, alike on all of them.
+# Variables that identify a job, with the same value on all of its ranks.
 _JOBS: Final = (
     "PMIX_NAMESPACE",
     "OMPI_MCA_ess_base_jobid",
@@ -65,16 +64,16 @@ _JOBS: Final = (
     "PBS_JOBID",
 )
 _FIRST_PORT: Final = 20_000
-_NUM_PORTS: Final = 12_000  # below those that Linux hands out by itself
+_NUM_PORTS: Final = 12_000  # below the ports that Linux hands out by itself
 _LARGEST: Final = 1 << 20
-# launchers of which this process was asked to train alone: it may train again
+# launchers under which this process was started to train alone: it may train again
 _alone: set[str] = set()
 _TASKS: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclass(frozen=True)
 class LauncherRank:
-    """What a launcher gave a process.
+    """Rank of a process, as its launcher set it.
 
     Attributes:
         launcher: its command.
@@ -99,41 +98,42 @@ class LauncherRank:
 
 
 def take_rank(environment: MutableMapping[str, str]) -> None:
-    """Set what torch calls the place of this process, where a launcher has other names for it. A
-    process that is alone, or has its place from torchrun or the like, keeps what it has.
+    """Set torch's variables of this process from those of an MPI launcher.
+
+    A process that is alone, or has a rank from torchrun or the like, keeps its variables.
 
     Raises:
-        ConfigError: kind ``rendezvous-environment``: variables contradict each other, or do not say
-            where ranks meet.
+        ConfigError: kind ``rendezvous-environment``: variables contradict each other, or the
+            address where ranks meet is missing.
     """
-    found = launched_rank(environment)
-    if found is None:
+    task = launched_rank(environment)
+    if task is None:
         return
     if "RANK" in environment and any(name in environment for name in _BELOW):
-        # DeepSpeed compares it with LOCAL_RANK (runtime/engine.py, _do_args_sanity_check): it is of
-        # the one process on this node that started the launcher of the ranks.
+        # DeepSpeed compares it with LOCAL_RANK (runtime/engine.py, _do_args_sanity_check), although
+        # it is that of the single process on this node which started the launcher of the ranks.
         environment.pop(_OPEN_MPI_LOCAL_RANK, None)
         return
     # each task is to train alone
     if "RANK" not in environment and environment.get("WORLD_SIZE") == "1":
-        _alone.add(found.launcher)
-    if found.launcher in _alone:
+        _alone.add(task.launcher)
+    if task.launcher in _alone:
         environment.pop(_OPEN_MPI_LOCAL_RANK, None)
-    elif found.size > 1:
-        problems = [*_contradictions(environment, found), *_missing(environment, found)]
+    elif task.size > 1:
+        problems = [*_contradictions(environment, task), *_missing(environment, task)]
         if problems:
             raise ConfigError(problems)
-        environment.update({name: str(value) for name, value in found.values.items()})
-        environment.setdefault("MASTER_ADDR", found.address)
-        environment.setdefault("MASTER_PORT", str(_port(found.job)))
+        for name, value in task.values.items():
+            environment[name] = str(value)
+        environment.setdefault("MASTER_ADDR", task.address)
+        environment.setdefault("MASTER_PORT", str(_port(task.job)))
 
 
 def launched_rank(environment: Mapping[str, str]) -> LauncherRank | None:
-    """Return the place that a launcher of single processes gave this one; None where there was no
-    such launcher.
+    """Return the rank that a launcher of single processes gave this one, or None.
 
     Raises:
-        ConfigError: kind ``rendezvous-environment``: the values are none.
+        ConfigError: kind ``rendezvous-environment``: the values are not valid.
     """
     for launcher, names in _LAUNCHERS.items():
         sources = {name: _first_set(environment, variables) for name, variables in names.items()}
@@ -141,9 +141,8 @@ def launched_rank(environment: Mapping[str, str]) -> LauncherRank | None:
             # With --mpi=pmi2 srun sets both.
             if launcher == "mpiexec (PMI)" and _is_same(environment, "srun", sources):
                 continue
-            return _rank_of(
-                environment, launcher, {name: text for name, text in sources.items() if text}
-            )
+            set_sources = {name: variable for name, variable in sources.items() if variable}
+            return _rank_of(environment, launcher, set_sources)
     return None
 
 
@@ -159,22 +158,22 @@ def _first_set(environment: Mapping[str, str], variables: tuple[str, ...]) -> st
 
 
 def _is_of_step(environment: Mapping[str, str], launcher: str) -> bool:
-    """Check whether Slurm started this as a task: the script of a job, and a shell in an
-    allocation, are none.
+    """Check, for srun, whether Slurm started this process as a task of a step.
+
+    The script of a job, and a shell in an allocation, are not tasks.
     """
     return launcher != "srun" or {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} <= environment.keys()
 
 
 def _is_same(environment: Mapping[str, str], launcher: str, sources: Mapping[str, str]) -> bool:
-    other = {
-        name: _first_set(environment, variables) for name, variables in _LAUNCHERS[launcher].items()
-    }
+    """Check whether a launcher gives this process the same rank and size as these variables."""
     if not _is_of_step(environment, launcher):
         return False
-    names = ("RANK", "WORLD_SIZE")
-    return all(
-        other[name] and environment[other[name]] == environment.get(sources[name]) for name in names
-    )
+    for name in ("RANK", "WORLD_SIZE"):
+        variable = _first_set(environment, _LAUNCHERS[launcher][name])
+        if not variable or environment[variable] != environment.get(sources[name]):
+            return False
+    return True
 
 
 def _rank_of(
@@ -208,16 +207,18 @@ def _rank_of(
         job = ".".join(environment.get(name, "") for name in parts)
     elif values.get("LOCAL_WORLD_SIZE") == values["WORLD_SIZE"]:
         num_nodes = 1
-    return LauncherRank(
-        launcher, values, sources, num_nodes, "127.0.0.1" if num_nodes == 1 else address, job
-    )
+    if num_nodes == 1:
+        address = "127.0.0.1"
+    return LauncherRank(launcher, values, sources, num_nodes, address, job)
 
 
 def _slurm_local_size(environment: Mapping[str, str], size: int) -> dict[str, int]:
-    """``2(x3),1`` tasks on four nodes: one number where all nodes have as many."""
-    counts = {
-        int(tasks) for tasks, _ in _TASKS.findall(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    }
+    """Return the number of tasks on a node, if it is the same on all nodes.
+
+    Slurm writes it as ``2(x3),1``, for four nodes.
+    """
+    groups = _TASKS.findall(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = {int(tasks) for tasks, _ in groups}
     if len(counts) == 1:
         return {"LOCAL_WORLD_SIZE": counts.pop()}
     if counts or environment.get("SLURM_STEP_NUM_NODES") != "1":
@@ -225,38 +226,33 @@ def _slurm_local_size(environment: Mapping[str, str], size: int) -> dict[str, in
     return {"LOCAL_WORLD_SIZE": size}
 
 
-def _contradictions(environment: Mapping[str, str], found: LauncherRank) -> Iterator[Problem]:
-    for name, value in found.values.items():
+def _contradictions(environment: Mapping[str, str], task: LauncherRank) -> Iterator[Problem]:
+    for name, value in task.values.items():
         text = environment.get(name, "")
         if text and text != str(value):
-            source = found.sources.get(name, found.launcher)
-            reason = f"{found.launcher} gave this process {value} ({source})"
+            source = task.sources.get(name, task.launcher)
+            reason = f"{task.launcher} gave this process {value} ({source})"
             fix = f"unset {name}, or start the ranks by torchrun or `launch` alone"
-            stated = int(text) if text.isdecimal() else text
-            yield Problem(KIND, reason, fix, key=name, value=stated, file="environment")
+            variable_value = int(text) if text.isdecimal() else text
+            yield Problem(KIND, reason, fix, key=name, value=variable_value, file="environment")
 
 
-def _missing(environment: Mapping[str, str], found: LauncherRank) -> Iterator[Problem]:
+def _missing(environment: Mapping[str, str], task: LauncherRank) -> Iterator[Problem]:
     def problem(key: str, reason: str, fix: str) -> Problem:
-        return Problem(
-            KIND, f"{found.launcher} started {found.size} processes, and {reason}", fix, key=key
-        )
+        reason = f"{task.launcher} started {task.size} processes, and {reason}"
+        return Problem(KIND, reason, fix, key=key)
 
-    rank = found.values["RANK"]
-    local_rank = found.values.get("LOCAL_RANK", environment.get("LOCAL_RANK"))
-    local_size = found.values.get("LOCAL_WORLD_SIZE")
-    if rank >= found.size:
-        yield problem(
-            "RANK", f"this one is number {rank}", "start the ranks by torchrun or `launch`"
-        )
+    rank = task.values["RANK"]
+    local_rank = task.values.get("LOCAL_RANK", environment.get("LOCAL_RANK"))
+    local_size = task.values.get("LOCAL_WORLD_SIZE")
+    if rank >= task.size:
+        fix = "start the ranks by torchrun or `launch`"
+        yield problem("RANK", f"this one is number {rank}", fix)
     if local_rank is None:
-        yield problem(
-            "LOCAL_RANK",
-            "nothing says which of its node this is",
-            "set LOCAL_RANK, or use torchrun",
-        )
+        fix = "set LOCAL_RANK, or use torchrun"
+        yield problem("LOCAL_RANK", "nothing says which of its node this is", fix)
     if local_size is None:
-        if found.launcher == "srun":
+        if task.launcher == "srun":
             fix = "give every node as many: srun --ntasks-per-node=N"
             yield problem("SLURM_STEP_TASKS_PER_NODE", "not every node has as many of them", fix)
         elif "LOCAL_WORLD_SIZE" not in environment:
@@ -266,7 +262,7 @@ def _missing(environment: Mapping[str, str], found: LauncherRank) -> Iterator[Pr
         reason = f"number {rank} is number {local_rank} of its node: they are dealt out in turn"
         fix = "place those of a node together: srun --distribution=block, mpirun --map-by slot"
         yield problem("LOCAL_RANK", reason, fix)
-    if not found.address and not environment.get("MASTER_ADDR"):
+    if not task.address and not environment.get("MASTER_ADDR"):
         fix = (
             "set MASTER_ADDR to the host of rank 0, as the others know it (mpirun -x "
             "MASTER_ADDR=HOST)"
@@ -275,8 +271,6 @@ def _missing(environment: Mapping[str, str], found: LauncherRank) -> Iterator[Pr
 
 
 def _port(job: str) -> int:
-    """Return a port that all ranks of a job choose alike, and other jobs of its hosts mostly do
-    not.
-    """
+    """Return a port that is the same on all ranks of a job, and mostly another for other jobs."""
     digest = hashlib.sha256(job.encode("utf-8", "surrogatepass")).digest()
     return _FIRST_PORT + int.from_bytes(digest[:4], "big") % _NUM_PORTS

@@ -1,6 +1,6 @@
 """Log of a rank: its own file, lines on stdout, and warnings on stderr.
 
-The file also has DeepSpeed's messages, so that it tells how far the rank came: both write with
+The file also has DeepSpeed's messages, so that it shows the rank's progress: both write with
 `logging` and share one handler. Nothing goes there before a file is given.
 """
 
@@ -26,15 +26,16 @@ _LOGGER.addHandler(logging.NullHandler())
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-# For the log alone; errors also on ranks that leave it to another one to tell them.
+# For the log alone; errors are logged even on ranks that do not print them.
 note = _LOGGER.info
 note_warning = _LOGGER.warning
 note_error = _LOGGER.error
 
 
 def print_line(line: str = "") -> None:
-    """Print a line. Nobody may be listening any more (``| head``, a closed terminal): no reason to
-    lose a run.
+    """Print a line, and log it.
+
+    A run does not end because its output is closed (``| head``, a closed terminal).
     """
     write(sys.stdout, f"{line}\n")
     if line:
@@ -56,10 +57,9 @@ def write_to(handler: logging.FileHandler) -> None:
 
 
 def let_go() -> None:
-    """No more to the file: the next run of this process has another. It is left open, for
-    DeepSpeed's messages.
+    """Log to the file no more: the next run of this process has another one.
 
-    All that was logged is in the file then.
+    All messages are in the file then. It is left open, for DeepSpeed's.
     """
     settle()
     for handler in list(_LOGGER.handlers):
@@ -84,16 +84,15 @@ def noting_errors() -> Iterator[None]:
 
 
 def _reported(error: Exception) -> str:
-    """Its text where that was written for a user, with what lies behind it; for others the
-    traceback.
-    """
+    """Return the text of an error of ours with its causes, and the traceback of any other."""
     if not isinstance(error, FrameworkError):
         return traceback.format_exc().rstrip()
     reported = [str(error)]
     cause = error.__cause__
     # of a data loader's worker: its text is the worker's traceback
     while isinstance(cause, FrameworkError):
-        reported += [str(cause)] if str(cause) not in reported else []
+        if str(cause) not in reported:
+            reported.append(str(cause))
         cause = cause.__cause__
     if cause is not None:
         reported.append("".join(traceback.format_exception(cause)))
@@ -104,15 +103,13 @@ _listener: Callable[..., object] | None = None
 
 
 def listen_to_events(listener: Callable[..., object] | None) -> None:
-    """Hand every event from now on to `listener`, its kind and what is known of it; None: to nobody
-    any more.
-    """
+    """Call `listener` for every event from now on, with its kind and details; None: no more."""
     global _listener
     _listener = listener
 
 
 def report_event(kind: str, **details: object) -> None:
-    """Hand an event to who writes those of the run, on this rank, if anybody does."""
+    """Hand an event to this rank's listener, if there is one."""
     if _listener is not None:
         _listener(kind, **details)
 
@@ -124,9 +121,10 @@ def warn(
 
     Args:
         text: the warning, with its kind in brackets.
-        is_of_all_ranks: every rank meets it at the same time: rank 0 says it, the others only note
-            it in their logs.
-        kind: of the event that it is, with `details`.
+        is_of_all_ranks: whether every rank meets it at the same time: rank 0 prints it, and the
+            others only log it.
+        kind: of the event.
+        details: of the event.
     """
     line = " ".join(text.split())
     note_warning(line)
@@ -136,5 +134,5 @@ def warn(
 
 
 def print_problem(problem: Problem) -> None:
-    """A finding that stops nothing, on stderr."""
+    """Print a problem that does not prevent a start, on stderr."""
     write(sys.stderr, f"{problem.severity}: {problem}\n")
