@@ -31,7 +31,7 @@ class MessageSocket:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._read = b""
-        # `select.select` refuses descriptors above 1023, of which a rank may have many
+        # `select.select` refuses descriptors above 1023, and a rank may have many of them
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
 

@@ -1,6 +1,4 @@
-"""Time stamps of one process, an hour apart where an hour has passed: a correction of the system's
-clock moves none.
-"""
+"""Time stamps of one process, which corrections of the system's clock do not change."""
 
 from __future__ import annotations
 

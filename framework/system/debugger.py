@@ -1,4 +1,4 @@
-"""Whether a thread is stopped in a debugger or at a prompt, where nobody is to be hurried."""
+"""Check whether a thread is stopped in a debugger or at a prompt, so that no timeout applies."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ _OWN: Final = str(Path(__file__).resolve().parents[1])
 
 def is_at_prompt(thread: int) -> bool:
     """Check whether code that this package has called is in a debugger, or in a prompt of its own.
-    A notebook's and IPython's own frames are around the call, and those of a tracer, such as one
-    that measures coverage, are not there.
+
+    The frames of a notebook or of IPython are around the call, so that they do not count. A tracer,
+    such as one that measures coverage, has no frames.
     """
     return any(_is_debugger(frame) for frame in _called(current_frames().get(thread)))
 
 
 def _called(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of a thread from the innermost to the first of ours."""
+    """Yield the frames of a thread from the innermost one, up to the first of this package."""
     while frame is not None and not frame.f_code.co_filename.startswith(_OWN):
         yield frame
         frame = frame.f_back

@@ -1,10 +1,9 @@
 """Ends of a process: uncaught errors become one line and an exit code, and early exits of foreign
 code are named.
 
-`fit` and `load_config` see to it where nobody else has: not in an interpreter that somebody types
-into, a notebook or pytest, not where the script has a `sys.excepthook` of its own, and not with
-`DSF_TRACEBACK=1` in the environment. What a script catches, or fails with by itself, is its own
-business.
+`fit` and `load_config` set it up in a script, but not in an interactive interpreter, a notebook or
+pytest, not if the script has a `sys.excepthook` of its own, and not with `DSF_TRACEBACK=1` in the
+environment. Errors that a script catches, or raises itself, are left to it.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from framework.system.output import write
 from framework.system.parent_watch import report_end
 
 SWITCH: Final = "DSF_TRACEBACK"
-# A launcher ends all ranks when the first one ends: the one that speaks has to be given the time
-# to.
+# A launcher ends all ranks when the first one ends, so the others wait for the rank that prints the
+# error.
 SILENT_RANKS_WAIT_SECONDS: Final = 2.0
-# `exit`, `quit`; a parser that is asked in mid-run
+# files of `exit`, `quit`, and of a parser that is called in mid-run
 _EXITS: Final = re.compile(r"_sitebuiltins|[/\\]argparse\.py$")
-# Of signals: a command's own, and a run's, from which a script's own is called.
+# Signal handlers: that of a command, and that of a run, which calls a script's own.
 _HANDLERS: Final = frozenset(
     {("framework.system.stopping", "end"), ("framework.system.stopping", "handle")}
 )
@@ -51,11 +50,10 @@ _LONGEST: Final = 200
 
 
 def end_in_one_line() -> None:
-    """From now on an error that nobody catches is one line and an exit code, if this process is a
-    script's.
+    """Make an uncaught error one line and an exit code from now on, if this process runs a script.
 
-    Called again when the process group is up: torch sets a hook of its own then, which keeps what
-    is written until it returns.
+    It is called again when the process group is up: torch then sets a hook of its own, which holds
+    back the output until it returns.
     """
     hook = sys.excepthook
     if _is_known(hook) and _is_a_script() and os.environ.get(SWITCH, "") in ("", "0"):
@@ -63,8 +61,9 @@ def end_in_one_line() -> None:
 
 
 def _is_known(hook: Any) -> bool:
-    """Python's, or torch's around that or around ours: torch keeps the hook that it found, perhaps
-    the script's own.
+    """Check whether a hook is Python's, or torch's around Python's or ours.
+
+    torch keeps the former hook, which may be the script's own.
     """
     is_torchs = False
     while getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
@@ -74,23 +73,15 @@ def _is_known(hook: Any) -> bool:
 
 
 def _is_a_script() -> bool:
-    typed_into = (
-        hasattr(sys, "ps1")
-        or sys.flags.interactive
-        or sys.flags.inspect
-        or hasattr(builtins, "__IPYTHON__")
-    )
-    return (
-        not typed_into
-        and hasattr(sys.modules.get("__main__"), "__file__")
-        and "pytest" not in sys.modules
-    )
+    if hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__"):
+        return False
+    if sys.flags.interactive or sys.flags.inspect or "pytest" in sys.modules:
+        return False
+    return hasattr(sys.modules.get("__main__"), "__file__")
 
 
 class _Hook:
-    """A `sys.excepthook`; errors that are not meant for a user go to the one that was there
-    before.
-    """
+    """A `sys.excepthook`; errors other than a FrameworkError go to the former hook."""
 
     def __init__(self, before: Callable[..., object]) -> None:
         self._before = before
@@ -103,12 +94,9 @@ class _Hook:
         if isinstance(error, Exception):
             report_end(in_one_line(error))
         self._before(kind, error, trace)
-        if (
-            isinstance(error, Exception)
-            and sys.excepthook is self
-            and _group_is_up()
-            and _came_through_fit(trace)
-        ):
+        if not isinstance(error, Exception) or sys.excepthook is not self:
+            return
+        if _group_is_up() and _came_through_fit(trace):
             _leave(EXIT_TRAINING)
 
 
@@ -117,8 +105,9 @@ def report(
     *,
     wait: Callable[[], None] = lambda: time.sleep(SILENT_RANKS_WAIT_SECONDS),
 ) -> None:
-    """Say why this process ends. Mostly every rank meets the same error, and one on each host
-    prints it; the others `wait` meanwhile.
+    """Print the error that ends this process.
+
+    Mostly every rank has the same error, and one on each host prints it; the others call `wait`.
     """
     report_end(str(error))
     if os.environ.get("LOCAL_RANK", "0") == "0" or error.is_of_one_rank:
@@ -134,14 +123,14 @@ def _end(error: FrameworkError) -> NoReturn:
         raise SystemExit(error.exit_code) from None
     if error.exit_code == EXIT_STOPPED and not _group_is_up():
         with suppress(Exception):
-            # all ranks have ended well; only DeepSpeed's threads must not meet the interpreter's
-            # end
+            # All ranks have ended well, and exit handlers do not wait. DeepSpeed's threads have to
+            # end before the interpreter does.
             atexit._run_exitfuncs()
     _leave(error.exit_code)
 
 
 def _leave(code: int) -> NoReturn:
-    """As train.py does: exit handlers would wait for ranks that are gone."""
+    """Exit without exit handlers, as train.py does: they would wait for ranks that are gone."""
     write(sys.stdout, "")
     write(sys.stderr, "")
     os._exit(code)
@@ -159,12 +148,13 @@ def _came_through_fit(trace: TracebackType | None) -> bool:
 
 @contextmanager
 def refusing_exits(*, speaks: Callable[[str], bool] = lambda text: True) -> Iterator[None]:
-    """Raise a TrainingError where code in the block, a user's or a library's, would end the
-    process: a rank that ends with 0 in mid-run looks finished to every launcher.
+    """Raise a TrainingError if code in the block, a user's or a library's, would end the process.
+
+    A rank that ends with 0 in mid-run looks finished to every launcher.
 
     Args:
-        speaks: whether this rank prints the error of this text; by default it does, for nobody
-            knows of the others.
+        speaks: whether this rank prints an error with this text; by default it does, as it cannot
+            know whether the others have it.
 
     Raises:
         TrainingError: kind ``exit-called``.
@@ -174,20 +164,23 @@ def refusing_exits(*, speaks: Callable[[str], bool] = lambda text: True) -> Iter
     except SystemExit as end:
         if is_asked_for(end):
             raise
-        failed = exited(end)
-        failed.is_of_one_rank = speaks(str(failed))
-        raise failed from end
+        error = exited(end)
+        error.is_of_one_rank = speaks(str(error))
+        raise error from end
 
 
 def is_asked_for(end: SystemExit) -> bool:
-    """Check whether a user asked for it: for the help of a command, or by a signal."""
-    frames = (frame for frame, _ in walk_tb(end.__traceback__))
-    places = ((each.f_globals.get("__name__"), each.f_code.co_name) for each in frames)
-    return isinstance(end, HelpShown) or not _HANDLERS.isdisjoint(places)
+    """Check whether the user requested this exit: by a command's help option, or by a signal."""
+    if isinstance(end, HelpShown):
+        return True
+    for frame, _ in walk_tb(end.__traceback__):
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _HANDLERS:
+            return True
+    return False
 
 
 def exited(end: SystemExit) -> TrainingError:
-    """The error that names where `end` was raised."""
+    """Return the error that names where `end` was raised."""
     code = printable(" ".join(str(end.code).split()))[:_LONGEST]
     return TrainingError(
         f"{_place(end)}: it exits in the middle of the run (SystemExit: {code}); raise an "

@@ -2,8 +2,7 @@
 stall the training.
 
 A write that is handed over is mostly done on return, as without the thread, so that not even a kill
-loses it. Only where storage takes longer than a moment, writes line up behind each other; `settle`
-waits for them.
+loses it. Only if storage takes longer than a moment, writes are queued; `settle` waits for them.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from threading import Thread, current_thread
 from typing import Final
 
 _MOMENT_SECONDS: Final = 0.05
-_LONGEST_QUEUE: Final = 1000  # then whoever writes waits for the storage, as without the thread
+_LONGEST_QUEUE: Final = 1000  # beyond it a caller waits for the storage, as without the thread
 
 
 class _Writer:
-    # A queue, and a lock for each write: a signal handler may write while its own thread does.
+    # A queue, and a future for each write: a signal handler may write while its own thread does.
     def __init__(self) -> None:
         self._writes: SimpleQueue[tuple[Callable[[], object], Future[None]]] = SimpleQueue()
         self._newest: Future[None] = Future()
@@ -29,7 +28,7 @@ class _Writer:
 
     def start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self.__init__()  # type: ignore[misc] # what a forked process finds here is its parent's
+            self.__init__()  # type: ignore[misc] # in a forked process the state is its parent's
             self._thread = Thread(
                 target=self._work, args=(self._writes,), name="file-writer", daemon=True
             )
@@ -42,7 +41,8 @@ class _Writer:
             write()
             return
         was_late = not self._newest.done()
-        self._newest = (done := Future[None]())
+        done = Future[None]()
+        self._newest = done
         self._writes.put((write, done))
         if settles or self._writes.qsize() > _LONGEST_QUEUE:
             done.result()
@@ -54,7 +54,7 @@ class _Writer:
     def _work(writes: SimpleQueue[tuple[Callable[[], object], Future[None]]]) -> None:
         while True:
             write, done = writes.get()
-            with suppress(BaseException):  # it is the writes' own business
+            with suppress(BaseException):  # a write handles its errors itself
                 write()
             done.set_result(None)
 
@@ -63,15 +63,15 @@ _WRITER: Final = _Writer()
 
 
 def start() -> None:
-    """From now on writes are handed over; before, and in forked processes, each is done at once."""
+    """Hand writes over from now on; before, and in forked processes, each is done at once."""
     _WRITER.start()
 
 
 def hand_over(write: Callable[[], object]) -> None:
-    """Do a write, after those that were handed over before; it sees to its errors itself."""
+    """Do a write, after all that were handed over before; it has to handle its errors itself."""
     _WRITER.hand_over(write)
 
 
 def settle() -> None:
-    """Wait for all that was handed over."""
+    """Wait for all writes that were handed over."""
     _WRITER.hand_over(lambda: None, settles=True)

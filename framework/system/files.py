@@ -1,8 +1,6 @@
-"""Files that survive a crash: a reader, or a power cut, sees the old content or the new one and
-nothing between.
+"""Files that survive a crash: a reader sees the old content or the new one, even after a power cut.
 
-What is read of a stranger's files is read here as well: no links, no pipes, and no more than was
-asked for.
+Files of unknown origin are read here as well: no links, no pipes, and no more than a given size.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-# What file systems answer that cannot flush a folder (some network and FUSE ones).
+# Errors of file systems that cannot flush a folder (some network and FUSE ones).
 _CANNOT_FLUSH_FOLDERS: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 _MANY_FILES: Final = 32
 _REMOVING_THREADS: Final = 16
@@ -50,10 +48,10 @@ class NewFile:
         self._num_bytes = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append; returns the number of bytes."""
+        """Append data, and return its number of bytes."""
         rest = memoryview(data).cast("B")
         while rest:
-            # Fewer than asked for, when a signal or a quota comes between.
+            # A signal or a quota may leave a part of the bytes unwritten.
             count = os.write(self._descriptor, rest)
             self._hash.update(rest[:count])
             self._num_bytes += count
@@ -61,10 +59,10 @@ class NewFile:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: there is no buffer."""
 
     def close(self) -> FileRecord:
-        """Flush to disk and close."""
+        """Flush to disk, close, and return the record of the file."""
         try:
             os.fsync(self._descriptor)
         finally:
@@ -72,7 +70,7 @@ class NewFile:
         return FileRecord(self._num_bytes, self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Close after a failure; what was written is somebody else's to remove."""
+        """Close after a failure; the caller removes the file."""
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
 
@@ -98,12 +96,12 @@ def write_new(path: Path, data: memoryview) -> None:
 
 
 def digest_of(data: memoryview) -> str:
-    """SHA-256 as hexadecimal digits; other threads run meanwhile."""
+    """Return the SHA-256 as hexadecimal digits; other threads run meanwhile."""
     return hashlib.sha256(data).hexdigest()
 
 
 def hash_file(path: Path, *, on_read: Callable[[int], None] = lambda _: None) -> FileRecord:
-    """Size and SHA-256 of a file; `on_read` is told of the bytes so far."""
+    """Return the size and SHA-256 of a file; `on_read` is called with the bytes read so far."""
     digest = hashlib.sha256()
     num_bytes = 0
     with path.open("rb") as stream:
@@ -115,11 +113,12 @@ def hash_file(path: Path, *, on_read: Callable[[int], None] = lambda _: None) ->
 
 
 def read_regular(path: Path, *, num_bytes: int) -> bytes | None:
-    """A file's first `num_bytes`; None of a link or a pipe, which may lead elsewhere or keep a
-    reader waiting for ever.
+    """Return a file's first `num_bytes`, and None for a link or a pipe.
+
+    A link may lead elsewhere, and a pipe may keep a reader waiting for ever.
 
     Raises:
-        OSError: there is none, or the file system does not answer.
+        OSError: there is no such file, or the file system fails.
     """
     try:
         with open_own(path, "rb") as stream:
@@ -132,8 +131,7 @@ def read_regular(path: Path, *, num_bytes: int) -> bytes | None:
 
 
 def open_own(path: Path, mode: str, *, newline: str | None = None) -> IO[Any]:
-    """Open a file of a run folder as `open` does, with text as UTF-8; nothing there is written or
-    read through a link.
+    """Open a file of a run folder as `open` does, with text as UTF-8, but not through a link.
 
     Raises:
         OSError: it is a link or a pipe, which its text names, or what `open` raises.
@@ -151,12 +149,13 @@ def open_own(path: Path, mode: str, *, newline: str | None = None) -> IO[Any]:
             raise _irregular(path)
         return descriptor
 
-    encoding, errors = (None, None) if "b" in mode else ("utf-8", "replace")
-    return open(path, mode, opener=opener, newline=newline, encoding=encoding, errors=errors)
+    if "b" in mode:
+        return open(path, mode, opener=opener, newline=newline)
+    return open(path, mode, opener=opener, newline=newline, encoding="utf-8", errors="replace")
 
 
 def make_own_folder(path: Path) -> None:
-    """Make a folder in a run folder, or see that it is one and no link to one.
+    """Make a folder in a run folder, if it does not exist.
 
     Raises:
         OSError: it is a link, which its text names, or cannot be made.
@@ -166,7 +165,7 @@ def make_own_folder(path: Path) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Raises OSError, with the path in its text, where a link has that name."""
+    """Raise OSError, with the path in its text, if this is a link."""
     if path.is_symlink():
         raise _irregular(path)
 
@@ -180,8 +179,12 @@ def _irregular(path: Path) -> OSError:
 
 
 def replace_text(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write beside, flush to disk, rename over, and flush the folder entry; `mode`: permissions to
-    set.
+    """Replace a file: write a new one beside it, flush it, rename it, and flush the folder.
+
+    Args:
+        path: of the file.
+        text: new content.
+        mode: permissions to set.
     """
     replace_bytes(path, text.encode("utf-8"), mode=mode)
 
@@ -203,11 +206,11 @@ def replace_bytes(path: Path, content: bytes, *, mode: int | None = None) -> Non
 
 
 def refuse_foreign(path: Path, *, marks: Sequence[bytes]) -> None:
-    """See that nothing is lost where a file is about to be replaced.
+    """Check that a file which is about to be replaced is one of ours.
 
     Args:
         path: of the file.
-        marks: what a file of the same origin has one of, in its first or last 64 KiB.
+        marks: a file of the same origin has one of them, in its first or last 64 KiB.
 
     Raises:
         OSError: it is a link or no regular file, or has none of the marks.
@@ -249,21 +252,23 @@ def sync_file(path: Path) -> None:
 
 
 def walk(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Everything in a folder and the folders in it, by its name within it; a link is not followed.
-    One pass over the names: on a network's disk each question about a file is a message.
+    """Yield everything in a folder and the folders in it, with its path within the folder.
+
+    Links are not followed. The names are read in one pass: on a network file system each call for a
+    file is a message.
     """
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             yield entry.name, entry
             if entry.is_dir(follow_symlinks=False):
-                yield from (
-                    (f"{entry.name}/{name}", inner) for name, inner in walk(Path(entry.path))
-                )
+                for name, inner in walk(Path(entry.path)):
+                    yield f"{entry.name}/{name}", inner
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with all in it; many files at the same time, for each waits for a network's
-    disk.
+    """Remove a folder with all in it.
+
+    Many files are removed at the same time: on a network file system each one takes a while.
     """
     files = [entry.path for _, entry in walk(folder) if not entry.is_dir(follow_symlinks=False)]
     if len(files) > _MANY_FILES:

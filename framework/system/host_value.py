@@ -43,7 +43,7 @@ _num_requests: Counter[str] = Counter()  # by subject
 
 
 class HostValue:
-    """A picklable value in anonymous memory; its numpy arrays are read-only views of that memory."""
+    """A picklable value in anonymous memory; its numpy arrays are read-only views of the memory."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -62,10 +62,12 @@ class HostValue:
         """Copy a value into new memory."""
         buffers: list[pickle.PickleBuffer] = []
         body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-        parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
+        parts = [memoryview(body)]
+        parts += [buffer.raw() for buffer in buffers]
         descriptor = os.memfd_create(f"dsf-{secrets.token_hex(8)}")
         with open(descriptor, "wb", closefd=False) as stream:
-            stream.write(array("q", [len(parts), *(part.nbytes for part in parts)]))
+            sizes = [part.nbytes for part in parts]
+            stream.write(array("q", [len(parts), *sizes]))
             for part in parts:
                 stream.write(part)
                 stream.write(bytes(-part.nbytes % _ALIGNED_BYTES))
@@ -153,7 +155,8 @@ def _locked(subject: str) -> IO[bytes] | None:
         None if there can be no such file.
     """
     _num_requests[subject] += 1
-    start = [socket.gethostname(), *map(os.environ.get, _START)]
+    start: list[str | None] = [socket.gethostname()]
+    start += [os.environ.get(name) for name in _START]
     identity = repr((start, subject, _num_requests[subject]))
     digest = sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()
     with ExitStack() as closing, suppress(OSError):
@@ -161,7 +164,7 @@ def _locked(subject: str) -> IO[bytes] | None:
         file = closing.enter_context(open(path, "a+b", buffering=0, opener=_open_private))
         status = os.fstat(file.fileno())
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
-            # the kernel releases it when its holder ends, in whatever manner
+            # the kernel releases it when its holder ends, even by a signal
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             closing.pop_all()

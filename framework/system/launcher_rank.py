@@ -98,7 +98,7 @@ class LauncherRank:
 
 
 def take_rank(environment: MutableMapping[str, str]) -> None:
-    """Set torch's variables of this process from those of an MPI launcher.
+    """Set torch's variables of this process from the variables of an MPI launcher.
 
     A process that is alone, or has a rank from torchrun or the like, keeps its variables.
 
@@ -120,7 +120,8 @@ def take_rank(environment: MutableMapping[str, str]) -> None:
     if task.launcher in _alone:
         environment.pop(_OPEN_MPI_LOCAL_RANK, None)
     elif task.size > 1:
-        problems = [*_contradictions(environment, task), *_missing(environment, task)]
+        problems = list(_contradictions(environment, task))
+        problems += _missing(environment, task)
         if problems:
             raise ConfigError(problems)
         for name, value in task.values.items():

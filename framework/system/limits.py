@@ -35,7 +35,8 @@ def room(*, system: Path = Path("/")) -> Room | None:
 
     Pages of files, which the kernel can drop, count as room. It is None if no limit can be read.
     """
-    limits = [*_of_host(system / "proc/meminfo"), *_of_groups(system)]
+    limits = list(_of_host(system / "proc/meminfo"))
+    limits += _of_groups(system)
     rooms = []
     for free, total, name in limits:
         margin = min(_MARGIN_BYTES, int(total * _MARGIN_SHARE))

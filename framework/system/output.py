@@ -1,6 +1,4 @@
-"""Writing to a stream whose reader may have left: a terminal that was closed, an ssh that died, a
-full disk.
-"""
+"""Output to a stream that may be closed or full: a closed terminal, a dead ssh, a full disk."""
 
 from __future__ import annotations
 
@@ -9,37 +7,38 @@ import re
 from contextlib import suppress
 from typing import Any, Final, TextIO
 
-_SECRET: Final = re.compile(
-    r"((^|_)(api|access|private|secret|auth)_?(key|token)|(^|_)(secret|password|passwd|passphrase|credentials?)"
-    r"|^(hf_|hub_|push_to_hub_)?token)$",
-    re.IGNORECASE,
-)
+_KEYS: Final = r"(^|_)(api|access|private|secret|auth)_?(key|token)"
+_PASSWORDS: Final = r"(^|_)(secret|password|passwd|passphrase|credentials?)"
+_TOKENS: Final = r"^(hf_|hub_|push_to_hub_)?token"
+_SECRET: Final = re.compile(f"({_KEYS}|{_PASSWORDS}|{_TOKENS})$", re.IGNORECASE)
 
 
 def masked(key: object, value: Any) -> Any:
-    """The value of a key such as ``comet.api_key``, for a log: of a secret nothing but that there
-    is one.
-    """
+    """Return the value of a key such as ``comet.api_key`` for a log, and asterisks for a secret."""
     if value and _SECRET.search(str(key).rpartition(".")[2]):
         return "***"
     return value
 
 
 def visible(text: str, *, keeps: str = "\n\t") -> str:
-    """A text of unknown origin, with escapes such as ``\\x1b`` for what would steer a terminal or a
-    page: control characters, marks that turn the direction of reading, separators of lines, and
-    bytes that are no text. `keeps` stay as they are.
+    """Return a text of unknown origin with escapes such as ``\\x1b`` for unprintable characters.
+
+    These could control a terminal or a page: control characters, marks that change the direction of
+    reading, separators of lines, and bytes that are not text. The characters of `keeps` stay.
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(
-        c if c.isprintable() or c in keeps else c.encode("unicode_escape").decode("ascii")
-        for c in text
-    )
+    characters = []
+    for character in text:
+        if character.isprintable() or character in keeps:
+            characters.append(character)
+        else:
+            characters.append(character.encode("unicode_escape").decode("ascii"))
+    return "".join(characters)
 
 
 def write(stream: TextIO | None, text: str) -> None:
-    """Write at once. That nobody reads any more is no reason to end, or to end differently.
+    """Write at once; a stream that is closed or full is left, without an error.
 
     Args:
         stream: such as `sys.stderr`; None where the process was started without.
@@ -55,8 +54,9 @@ def write(stream: TextIO | None, text: str) -> None:
 
 
 def leave(stream: TextIO) -> None:
-    """Let what the stream holds, and whatever comes, go nowhere; else it is an error again, at exit
-    at the latest.
+    """Discard the content of a stream's buffer, and all that is written to it later.
+
+    Otherwise the next write, or the flush at exit, would be an error again.
     """
     with suppress(OSError):  # a stream without a descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)

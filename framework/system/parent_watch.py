@@ -1,13 +1,13 @@
-"""No rank outlives its launcher: a thread looks twice a second whether the processes above this one
-are still there.
+"""No rank outlives its launcher: a thread checks twice a second whether the processes above this
+one are still there.
 
-Two are looked at: the parent, where a launcher started this process as one of several ranks, and
-the agent above the launcher, which ``DSF_AGENT=<process id>:<start time>`` names (the start time as
-in /proc/<pid>/stat, because ids are used again). When one is gone, the rank ends at once: a save in
-the writing has no name before it is complete, and whoever starts the run again needs the devices;
-only a rank that has been asked to stop, and may be saving, gets some seconds. (PR_SET_PDEATHSIG
-acts when the *thread* that started us ends, in a launcher that may live on, and leaves neither the
-line nor the seconds.) Standard library only: train.py starts this before it imports anything else.
+They are the parent, if a launcher started this process as one of several ranks, and the agent above
+the launcher, which ``DSF_AGENT=<process id>:<start time>`` names (the start time as in
+/proc/<pid>/stat, because ids are used again). When one is gone, the rank ends at once: a save has
+no name before it is complete, and the next start of the run needs the devices. Only a rank with a
+request to stop, which may be saving, gets some seconds. (PR_SET_PDEATHSIG acts when the *thread*
+that started this process ends, in a launcher that may live on, and leaves neither the line nor the
+seconds.) Standard library only: train.py starts this before it imports anything else.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ _START_TIME: Final = 22 - 3
 
 
 def identity(pid: int) -> str:
-    """``<process id>:<start time>``, the value of DSF_AGENT for a process; the time is empty where
-    there is no /proc. ProcessLookupError where there is no such process.
+    """Return ``<process id>:<start time>``, the value of DSF_AGENT for a process.
+
+    The time is empty on systems without /proc. Raises ProcessLookupError if there is no such
+    process.
     """
     try:
         fields = Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].decode().split()
@@ -45,7 +47,7 @@ def identity(pid: int) -> str:
         os.kill(pid, 0)
         return f"{pid}:"
     if fields[0] in "ZX":
-        raise ProcessLookupError(pid)  # dead, and nobody has asked how it ended
+        raise ProcessLookupError(pid)  # dead, and not reaped yet
     return f"{pid}:{fields[_START_TIME]}"
 
 
@@ -56,10 +58,11 @@ def watch_parent(
     is_over: Callable[[], bool],
     stopping_seconds: float = _STOPPING_SECONDS,
 ) -> None:
-    """Watch from now on, in a thread; nothing where no launcher started this process.
+    """Watch the launcher from now on, in a thread, if one started this process.
 
     Args:
-        is_stopping: whether the run has been asked to stop, and may be saving.
+        environment: of this process.
+        is_stopping: whether the run has a request to stop, and may be saving.
         is_over: whether it has stopped and saved.
         stopping_seconds: how long a run that is stopping may go on alone.
 
@@ -75,17 +78,17 @@ def watch_parent(
         return
 
     def watch() -> None:
-        while not (lost := _lost(parent, agent)):
+        lost = _lost(parent, agent)
+        while not lost:
             time.sleep(_LOOK_SECONDS)
+            lost = _lost(parent, agent)
         deadline = time.monotonic() + stopping_seconds
         while is_stopping() and not is_over() and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS / 5)
         with suppress(OSError):
             rank = environment.get("RANK", "0")
-            os.write(
-                2,
-                f"rank {rank}: the {lost} is gone, and this rank ends with it [launcher-lost]\n".encode(),
-            )
+            line = f"rank {rank}: the {lost} is gone, and this rank ends with it [launcher-lost]"
+            os.write(2, f"{line}\n".encode())
         os._exit(EXIT_STOPPED if is_over() else EXIT_PEER_LOST)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -121,9 +124,10 @@ def _agent(environment: Mapping[str, str]) -> str | None:
 
 
 def die_with(parent: int) -> None:
-    """The kernel kills this process when the thread that started it ends, as it does with the
-    process `parent`; at once if that is gone already. Only Linux has it: elsewhere nothing but the
-    second holds.
+    """Have the kernel kill this process when the thread that started it ends.
+
+    That thread ends with the process `parent` at the latest. If the parent is gone already, this
+    process ends now. Only Linux can do the first: on other systems only the second holds.
     """
     with suppress(AttributeError):
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
@@ -132,28 +136,28 @@ def die_with(parent: int) -> None:
 
 
 def report_end(line: str) -> None:
-    """Send the line that explains this rank's end to the agent that started it, which shows it in
-    its last one; not from a process that a rank has started itself: it has the variable, and not
-    the pipe.
+    """Send the line that explains this rank's end to its agent, which shows it in its last line.
+
+    A process that a rank has started itself sends nothing: it has the variable, but not the pipe.
     """
     _report(" ".join(line.split())[:_LONGEST_REPORT])
 
 
 def report_asked(name: str) -> None:
-    """Send the name of the signal that asks this rank to stop: nobody else may have it, and who
-    fails before that stop is not to be started again.
+    """Send the name of the signal that requests this rank to stop.
+
+    Perhaps no other process got it, and a job that fails before that stop must not be restarted.
     """
     _report(f"\t{name}")
 
 
 def _report(text: str) -> None:
     number = os.environ.get(REPORT_VARIABLE, "")
-    agent = os.environ.get(AGENT_VARIABLE)
+    if not number.isdecimal():
+        return
     with suppress(OSError):
-        if (
-            number.isdecimal()
-            and identity(os.getppid()) == agent
-            and stat.S_ISFIFO(os.fstat(int(number)).st_mode)
-        ):
+        if identity(os.getppid()) != os.environ.get(AGENT_VARIABLE):
+            return
+        if stat.S_ISFIFO(os.fstat(int(number)).st_mode):
             line = f"{os.environ.get('RANK', '0')}\t{text}\n"
             os.write(int(number), line.encode(errors="backslashreplace"))

@@ -1,6 +1,4 @@
-"""A port for ranks to meet at, found seconds before one of them listens there. Standard library
-only.
-"""
+"""Choice of a port for ranks, seconds before a rank listens there. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-# Linux gives whoever asks for any port one of these, and so it does to every connection that is
-# made.
+# Linux takes a port of this range for a program that wants any port, and for every connection.
 _GIVEN: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LARGEST: Final = 65_535
 _TRIES: Final = 64
@@ -19,14 +16,16 @@ _ENOUGH: Final = 2000  # of fewer, jobs that start at the same moment would take
 
 
 def free_port() -> int:
-    """A port at which nobody listens on any address of this machine; where the kernel leaves enough
-    out, one of those that it gives to nobody by itself: no other program is given it in the seconds
-    until a rank listens there.
+    """Return a port at which no program listens, on any address of this machine.
+
+    If possible, it is a port that the kernel does not hand out by itself, so that no other program
+    gets it in the seconds until a rank listens there.
     """
-    outside = range(_last_given() + 1, _LARGEST)  # without the last: some take the next one as well
-    for port in random.SystemRandom().sample(outside, _TRIES) if len(outside) >= _ENOUGH else ():
-        with suppress(OSError):
-            return _bound(port)
+    outside = range(_last_given() + 1, _LARGEST)  # without the last: agents use the next one
+    if len(outside) >= _ENOUGH:
+        for port in random.SystemRandom().sample(outside, _TRIES):
+            with suppress(OSError):
+                return _bound(port)
     return _bound(0)
 
 

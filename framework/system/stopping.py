@@ -110,7 +110,7 @@ class StopRequest:
         self._insistence = Insistence()
         self._number: int | None = None
         self._when_asked: Callable[[], None] | None = None
-        # the pipe to which C's handler writes each signal, in a process that only lends its handlers
+        # the pipe to which C's handler writes each signal, if a process only lends its handlers
         self._wakeups = -1
         self._woken_by = ""
 

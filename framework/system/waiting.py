@@ -1,4 +1,4 @@
-"""Long waits explained: what a start waits for, since when, and until when."""
+"""Messages about long waits of a start: what it waits for, since when, and until when."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from framework.system.stopping import announce
 
 _FIRST_SECONDS: Final = 10.0
 _AGAIN_SECONDS: Final = 30.0
-_open: Final[list[threading.Event]] = []  # of this process, the innermost last: it alone speaks
+_open: Final[list[threading.Event]] = []  # waits of this process; only the last one is printed
 
 
 @contextmanager
 def waiting(what: str, *, usually: str = "", limit_seconds: float | None = None) -> Iterator[None]:
-    """Say what is waited for in this block on the first rank of each host, after ten seconds and
-    then every half minute.
+    """Print what this block waits for, after ten seconds and then every half minute.
+
+    The first rank of each host prints it.
 
     Args:
-        what: as it follows ``waiting for``.
-        usually: how long it takes where nothing is wrong.
-        limit_seconds: after which nobody waits any more.
+        what: is waited for, as it follows ``waiting for``.
+        usually: the usual time, in words.
+        limit_seconds: after which the wait ends.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         yield
