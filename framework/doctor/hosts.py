@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final, TypeVar
@@ -204,13 +204,7 @@ def look_at_hosts(
     options: DoctorOptions, requirements: Requirements
 ) -> tuple[list[Node], list[Check]]:
     """Examine every host, in the order of the hostfile, and the connections between them."""
-    with ExitStack() as stack:
-        remotes = []
-        pairs = zip(options.hosts, options.addresses, strict=True)
-        for number, (host, address) in enumerate(pairs):
-            command = member_command(host, ssh_args=options.ssh_args)
-            remote = Remote(host, command, number=number, address=address)
-            remotes.append(stack.enter_context(closing(remote)))
+    with _members(options) as remotes:
         nodes = each_of(remotes, lambda remote: _examined(remote, options, requirements))
         alive = [remote for remote, node in zip(remotes, nodes, strict=True) if node.facts]
         if len(alive) < 2:
@@ -218,6 +212,19 @@ def look_at_hosts(
         checks = compare({node.name: node.facts for node in nodes if node.facts})
         checks += _between(alive, options, requirements)
         return nodes, checks
+
+
+@contextmanager
+def _members(options: DoctorOptions) -> Iterator[list[Remote]]:
+    """Start a member on each host, and end them after the block."""
+    with ExitStack() as stack:
+        remotes = []
+        pairs = zip(options.hosts, options.addresses, strict=True)
+        for number, (host, address) in enumerate(pairs):
+            command = member_command(host, ssh_args=options.ssh_args)
+            remote = Remote(host, command, number=number, address=address)
+            remotes.append(stack.enter_context(closing(remote)))
+        yield remotes
 
 
 def _examined(remote: Remote, options: DoctorOptions, requirements: Requirements) -> Node:
@@ -388,10 +395,35 @@ def bench(options: DoctorOptions, requirements: Requirements) -> list[Check]:
 
     It takes a few seconds, and three minutes at most.
     """
-    if options.hosts:
-        master = [options.addresses[0], options.master_port]
-    else:
-        master = ["127.0.0.1", free_port()]
+    try:
+        if options.hosts:
+            with _members(options) as remotes:
+                master = (remotes[0].address, options.master_port)
+                result = _bench_result(remotes, requirements, master)
+        else:
+            localhost = Host("localhost", requirements.cluster.devices_per_host)
+            with closing(Remote(localhost, _MEMBER, number=0)) as remote:
+                result = _bench_result([remote], requirements, ("127.0.0.1", free_port()))
+    except HostFailed as error:
+        fix = "run doctor without --bench first: it names what is wrong"
+        problem = Problem("bench-failed", str(error), fix, key="--bench")
+        return [Check("bench", "not finished", [problem])]
+    return list(judge(result))
+
+
+def _bench_result(
+    remotes: Sequence[Remote], requirements: Requirements, master: tuple[str, int]
+) -> Mapping[str, Any]:
+    """Run the measuring job, and return its result.
+
+    Args:
+        remotes: all hosts.
+        requirements: of the run.
+        master: address and port where the ranks meet.
+
+    Raises:
+        HostFailed: a host did not answer, or its ranks failed.
+    """
     order = {
         "do": "bench",
         "variables": passed_on(os.environ, exports=()),
@@ -400,35 +432,19 @@ def bench(options: DoctorOptions, requirements: Requirements) -> list[Check]:
         "folder": str(requirements.checkpoints) if requirements.checkpoints else None,
         "seconds": _BENCH_SECONDS,
     }
-    hosts = options.hosts or (Host("localhost", requirements.cluster.devices_per_host),)
-    with ExitStack() as stack:
-        remotes = []
-        for number, host in enumerate(hosts):
-            command: Sequence[str] = _MEMBER
-            if options.hosts:
-                command = member_command(host, ssh_args=options.ssh_args)
-            remotes.append(stack.enter_context(closing(Remote(host, command, number=number))))
-        try:
-            answers = ask_all(
-                remotes, lambda remote: order | {"node": remote.number}, seconds=_BENCH_SECONDS + 30
-            )
-        except HostFailed as error:
-            return [_bench_failed(str(error))]
+    answers = ask_all(
+        remotes, lambda remote: order | {"node": remote.number}, seconds=_BENCH_SECONDS + 30
+    )
     reasons = []
     for remote, answer in zip(remotes, answers, strict=True):
         if answer["reason"]:
             reasons.append(f"{remote.name}: {answer['reason']}")
     if reasons:
-        return [_bench_failed("; ".join(reasons))]
+        raise HostFailed("; ".join(reasons))
     for answer in answers:
         if answer["result"]:
-            return list(judge(answer["result"]))
-    return [_bench_failed("no rank told its result")]
-
-
-def _bench_failed(reason: str) -> Check:
-    fix = "run doctor without --bench first: it names what is wrong"
-    return Check("bench", "not finished", [Problem("bench-failed", reason, fix, key="--bench")])
+            return dict(answer["result"])
+    raise HostFailed("no rank told its result")
 
 
 def judge(result: Mapping[str, Any]) -> Iterator[Check]:
@@ -459,32 +475,40 @@ def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
     for row in rows:
         for name in (row["a"], row["b"]):
             best[name] = max(best.get(name, 0.0), row["bytes_per_second"])
-    usual = median(best.values())
+    slow_hosts = _slow_hosts(best)
     typical = median(row["bytes_per_second"] for row in rows)
-    slow_hosts = [name for name, speed in best.items() if speed < _SLOW_SHARE * usual]
-    problems = []
-    for name in slow_hosts:
-        reason = f"with none of the others it gets more, and they get {_speed(usual)}"
-        fix = "look at its cable, its switch port and its driver, or leave it out"
-        problems.append(
-            warning("slow-node", reason, fix, "bandwidth", _speed(best[name]), f"node {name}")
-        )
-    for row in rows:
-        speed = row["bytes_per_second"]
-        host = row["a"]
-        other = row["b"]
-        if speed < _SLOW_SHARE * typical and host not in slow_hosts and other not in slow_hosts:
-            reason = f"pairs usually get {_speed(typical)}"
-            fix = "look at the way between the two"
-            problems.append(
-                warning("slow-link", reason, fix, f"to {other}", _speed(speed), f"node {host}")
-            )
     stated = f"{len(rows)} measured, {_speed(typical)} each way"
     if len(rows) > 1:
         slowest = min(rows, key=lambda row: float(row["bytes_per_second"]))
         speed = _speed(slowest["bytes_per_second"])
         stated += f"; slowest {slowest['a']} and {slowest['b']}: {speed}"
-    return Check("pairs", stated, problems, {"pairs": [dict(row) for row in rows]})
+    problems = list(slow_hosts.values())
+    for row in rows:
+        is_slow = row["bytes_per_second"] < _SLOW_SHARE * typical
+        if is_slow and slow_hosts.keys().isdisjoint((row["a"], row["b"])):
+            problems.append(_slow_link(row, typical))
+    return Check("pairs", stated, problems, {"pairs": list(map(dict, rows))})
+
+
+def _slow_hosts(best: Mapping[str, float]) -> dict[str, Problem]:
+    """Return a warning for each slow host; `best`: speed of each host's best link."""
+    usual = median(best.values())
+    problems = {}
+    for name, speed in best.items():
+        if speed < _SLOW_SHARE * usual:
+            reason = f"with none of the others it gets more, and they get {_speed(usual)}"
+            fix = "look at its cable, its switch port and its driver, or leave it out"
+            problems[name] = warning(
+                "slow-node", reason, fix, "bandwidth", _speed(speed), f"node {name}"
+            )
+    return problems
+
+
+def _slow_link(row: Mapping[str, Any], typical: float) -> Problem:
+    reason = f"pairs usually get {_speed(typical)}"
+    fix = "look at the way between the two"
+    speed = _speed(row["bytes_per_second"])
+    return warning("slow-link", reason, fix, f"to {row['b']}", speed, f"node {row['a']}")
 
 
 def _speed(bytes_per_second: float) -> str:

@@ -180,18 +180,9 @@ def _is_same(environment: Mapping[str, str], launcher: str, sources: Mapping[str
 def _rank_of(
     environment: Mapping[str, str], launcher: str, sources: Mapping[str, str]
 ) -> LauncherRank:
-    values: dict[str, int] = {}
-    for name, variable in sources.items():
-        text = environment[variable]
-        if name.endswith("SIZE"):
-            least = 1
-        else:
-            least = 0
-        if not (text.isascii() and text.isdecimal() and least <= int(text) < _LARGEST):
-            raise ConfigError.of(
-                KIND, f"no number that can be {name}", "leave it to the launcher", variable, text
-            )
-        values[name] = int(text)
+    values = {
+        name: _number(name, environment[variable], variable) for name, variable in sources.items()
+    }
     if "WORLD_SIZE" not in values:
         reason = f"{launcher} started this process, and nothing says how many there are"
         raise ConfigError.of(KIND, reason, "set WORLD_SIZE to their number", "WORLD_SIZE")
@@ -200,8 +191,7 @@ def _rank_of(
     job = next((environment[name] for name in _JOBS if environment.get(name)), "")
     if launcher == "srun":
         values |= _slurm_local_size(environment, values["WORLD_SIZE"])
-        counts = [environment.get(name, "") for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")]
-        num_nodes = next((int(count) for count in counts if count.isdecimal()), 0)
+        num_nodes = _slurm_num_nodes(environment)
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
         address = first_of_nodelist(nodes)
         parts = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
@@ -211,6 +201,22 @@ def _rank_of(
     if num_nodes == 1:
         address = "127.0.0.1"
     return LauncherRank(launcher, values, sources, num_nodes, address, job)
+
+
+def _number(name: str, text: str, variable: str) -> int:
+    least = 1 if name.endswith("SIZE") else 0
+    if text.isascii() and text.isdecimal() and least <= int(text) < _LARGEST:
+        return int(text)
+    reason = f"no number that can be {name}"
+    raise ConfigError.of(KIND, reason, "leave it to the launcher", variable, text)
+
+
+def _slurm_num_nodes(environment: Mapping[str, str]) -> int:
+    for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
+        count = environment.get(name, "")
+        if count.isdecimal():
+            return int(count)
+    return 0
 
 
 def _slurm_local_size(environment: Mapping[str, str], size: int) -> dict[str, int]:

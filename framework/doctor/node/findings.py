@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -144,15 +145,16 @@ class Report:
         if problems:
             lines.append("")
             lines += [f"{problem.severity}: {problem}" for problem in problems]
+        lines += ["", self._verdict()]
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
         verdict = "fit to train" if self.is_fine else "not fit to train"
-        severities = [problem.severity for problem in problems]
-        counts = [
-            counted(severities.count(name), name) for name in _WORST_FIRST if name in severities
-        ]
+        numbers: Counter[str] = Counter(problem.severity for problem in self.problems)
+        counts = [counted(numbers[name], name) for name in _WORST_FIRST if numbers[name]]
         if counts:
             verdict += f": {', '.join(counts)}"
-        lines += ["", verdict]
-        return "\n".join(lines)
+        return verdict
 
     def _node_lines(self, node: Node) -> list[str]:
         title = f"node {node.name}, looked at in {node.seconds:.1f} s"

@@ -63,36 +63,44 @@ class Echo:
         self._server.setblocking(False)
         self.port: int = self._server.getsockname()[1]
         self._is_closed = threading.Event()
+        # in the order of their calls, with the time at which they are closed
+        self._peers: dict[socket.socket, float] = {}
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        # in the order of their calls, with the time at which they are closed
-        peers: dict[socket.socket, float] = {}
         with self._server, selectors.DefaultSelector() as selector:
-            selector.register(self._server, selectors.EVENT_READ)
+            selector.register(self._server, selectors.EVENT_READ, self._server)
             while not self._is_closed.is_set():
-                ready = [key.fileobj for key, _ in selector.select(_LOOK_SECONDS)]
-                over = {peer for peer, until in peers.items() if until < time.monotonic()}
-                sockets = [stream for stream in ready if isinstance(stream, socket.socket)]
-                for peer in sockets:
-                    if peer in peers and not _answered(peer):
-                        over.add(peer)
+                ready = {key.data for key, _ in selector.select(_LOOK_SECONDS)}
+                over = self._answer(ready)
                 if self._server in ready:
-                    try:
-                        peer, _ = self._server.accept()
-                        peer.setblocking(False)
-                        peers[peer] = time.monotonic() + _CALL_SECONDS
-                        selector.register(peer, selectors.EVENT_READ)
-                    except OSError:  # the caller is gone again, or too many files are open
-                        time.sleep(0.01)
-                over.update(list(peers)[: max(0, len(peers) - _MOST_PEERS)])
+                    self._accept(selector)
+                over.update(list(self._peers)[: max(0, len(self._peers) - _MOST_PEERS)])
                 for peer in over:
                     selector.unregister(peer)
-                    del peers[peer]
+                    del self._peers[peer]
                     peer.close()
-            for peer in peers:
+            for peer in self._peers:
                 peer.close()
+
+    def _answer(self, ready: set[socket.socket]) -> set[socket.socket]:
+        """Answer the peers that have sent something, and return those to close."""
+        over = set()
+        for peer, until in self._peers.items():
+            is_closed = peer in ready and not _answered(peer)
+            if is_closed or until < time.monotonic():
+                over.add(peer)
+        return over
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            peer, _ = self._server.accept()
+            peer.setblocking(False)
+            self._peers[peer] = time.monotonic() + _CALL_SECONDS
+            selector.register(peer, selectors.EVENT_READ, peer)
+        except OSError:  # the caller is gone again, or too many files are open
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Stop listening."""

@@ -11,7 +11,7 @@ import pwd
 import resource
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
@@ -228,31 +228,40 @@ def check_name(requirements: Requirements, environment: Mapping[str, str]) -> Ch
     except OSError:
         entries = []
     addresses = sorted({str(entry[4][0]) for entry in entries})
-    is_loopback = [ip_address(address.partition("%")[0]).is_loopback for address in addresses]
-    leads_away = bool(addresses) and not any(is_loopback)
     problems: list[Problem] = []
-    chosen = environment.get("GLOO_SOCKET_IFNAME", "")
-    known = [interface for _, interface in socket.if_nameindex()]
-    if requirements.cluster.num_hosts > 1 and chosen and chosen not in known:
-        reason = "gloo wants the name of one interface of this host, without ^ or commas"
-        fix = f"one of {', '.join(known)}"
-        problems.append(
-            Problem("interface-unknown", reason, fix, key="GLOO_SOCKET_IFNAME", value=chosen)
-        )
-    elif requirements.cluster.num_hosts > 1 and not chosen and not leads_away:
-        if addresses:
-            leads = f"leads to {', '.join(addresses)}"
+    if requirements.cluster.num_hosts > 1:
+        interface = environment.get("GLOO_SOCKET_IFNAME", "")
+        if interface:
+            problems += _about_interface(interface)
         else:
-            leads = "leads nowhere"
-        by_hand = (
-            "started with `deepspeed` or `torchrun` by hand, gloo sends other hosts there and hangs"
-        )
-        fix = "give it the host's own address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
-        problems.append(
-            warning("hostname-loopback", f"it {leads}; {by_hand}", fix, key="hostname", value=name)
-        )
+            problems += _about_addresses(name, addresses)
     stated = f"{name} is {', '.join(addresses) or 'not known'}"
     return Check("host name", stated, problems, {"hostname": name, "addresses": addresses})
+
+
+def _about_interface(interface: str) -> Iterator[Problem]:
+    known = [name for _, name in socket.if_nameindex()]
+    if interface not in known:
+        reason = "gloo wants the name of one interface of this host, without ^ or commas"
+        fix = f"one of {', '.join(known)}"
+        yield Problem("interface-unknown", reason, fix, key="GLOO_SOCKET_IFNAME", value=interface)
+
+
+def _about_addresses(name: str, addresses: Sequence[str]) -> Iterator[Problem]:
+    """Warn if gloo would send other hosts a wrong address of this one."""
+    is_loopback = any(ip_address(text.partition("%")[0]).is_loopback for text in addresses)
+    if addresses and not is_loopback:
+        return
+    if addresses:
+        leads = f"leads to {', '.join(addresses)}"
+    else:
+        leads = "leads nowhere"
+    by_hand = (
+        "started with `deepspeed` or `torchrun` by hand, gloo sends other hosts there and hangs"
+    )
+    reason = f"it {leads}; {by_hand}"
+    fix = "give it the host's own address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
+    yield warning("hostname-loopback", reason, fix, key="hostname", value=name)
 
 
 def check_user(environment: Mapping[str, str]) -> Check:
