@@ -1,5 +1,5 @@
-"""What `export` makes of a checkpoint with adapters: files for peft, or the plain model with the
-adapters merged.
+"""Exports a checkpoint with adapters: as files for peft, or as the plain model with the adapters
+merged.
 """
 
 from __future__ import annotations
@@ -44,15 +44,18 @@ _ADAPTER_CONFIG: Final = "adapter_config.json"
 
 
 def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -> dict[str, int]:
-    """Write what `peft.PeftModel.from_pretrained` loads onto the same base; returns file -> bytes.
+    """Write files that `peft.PeftModel.from_pretrained` loads onto the same base.
+
+    Returns:
+        File -> bytes.
 
     Raises:
-        StorageError: kind ``adapter-untrained``: nothing has come through any adapter;
-            ``adapter-tied``.
+        StorageError: kind ``adapter-untrained``: no adapter has changed in training;
+            ``adapter-tied``: two adapters are one weight.
     """
     checkpoint = weights.checkpoint
     lora = checkpoint.manifest["config"]["training"]["lora"]
-    untrained = [*untrained_adapters(weights)]
+    untrained = list(untrained_adapters(weights))
     adapted = [name for name in weights if ".lora_B." in name]
     adapted += [name for name in weights if ".lora_embedding_B." in name]
     if weights.ties:
@@ -75,15 +78,13 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
         warn(f"{places} (step {checkpoint.step}) [adapter-untrained]")
     # As peft does, without the buffers of modules that are not trained.
     section = LoRA.model_validate(lora)
-    names = {
-        name: peft_name(name)
-        for name in weights
-        if is_adapter(name) or is_inside_saved(name, section)
-    }
-    found = [
-        entry for entry in entries(weights.stored, dtype=dtype, names=names) if entry.name in names
-    ]
-    described: dict[str, Any] = {
+    names = {}
+    for name in weights:
+        if is_adapter(name) or is_inside_saved(name, section):
+            names[name] = peft_name(name)
+    all_entries = entries(weights.stored, dtype=dtype, names=names)
+    adapter_entries = [entry for entry in all_entries if entry.name in names]
+    description: dict[str, Any] = {
         "peft_type": "LORA",
         "base_model_name_or_path": (checkpoint.manifest.get("base") or {}).get("init_weights"),
         "inference_mode": True,
@@ -91,9 +92,10 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
         **lora,
         "modules_to_save": section.modules_to_save or None,
     }
-    text = json.dumps(described, indent=2) + "\n"
+    text = json.dumps(description, indent=2) + "\n"
     replace_text(folder / _ADAPTER_CONFIG, text)
-    num_bytes = write_one(folder / _ADAPTER_FILE, weights, found, metadata={"format": "pt"})
+    path = folder / _ADAPTER_FILE
+    num_bytes = write_one(path, weights, adapter_entries, metadata={"format": "pt"})
     return {_ADAPTER_FILE: num_bytes, _ADAPTER_CONFIG: len(text.encode())}
 
 
@@ -104,14 +106,14 @@ def merged_model(
     *,
     base: str | None = None,
 ) -> torch.nn.Module:
-    """What `build` returns, with the adapters of a checkpoint added to its weights, on the CPU in
-    fp32.
+    """Return the model that `build` returns, with the adapters of a checkpoint added to its
+    weights, on the CPU in fp32.
 
-    The frozen weights are found as the run found them: read from `base`, left out from the run's
-    own `checkpoint.init_weights`, or drawn under its seed; and rounded as the run rounded them.
+    The frozen weights are the run's own: read from `base` or else from the run's own
+    `checkpoint.init_weights`, or drawn under its seed; and rounded as the run rounded them.
 
     Raises:
-        ConfigError: they are not there, or not those that the adapters were trained on.
+        ConfigError: the frozen weights cannot be found, or the adapters were trained on others.
     """
     lora = config.training.lora
     source = base or config.checkpoint.init_weights
@@ -120,7 +122,7 @@ def merged_model(
     model = as_fp32(build())
     if source is not None:
         try:
-            found = find_weights(
+            base_weights = find_weights(
                 source, allow_unverified=config.checkpoint.allow_unverified, model=config.model
             )
         except ConfigError as error:
@@ -130,17 +132,15 @@ def merged_model(
             raise ConfigError.of(
                 "weights-not-found", reason, "give --base PATH: where they are", "--base", source
             ) from error
-        put_weights(
-            model,
-            checkpoint_weights(found) if isinstance(found, SavedCheckpoint) else found,
-            source=source,
-        )
+        if isinstance(base_weights, SavedCheckpoint):
+            base_weights = checkpoint_weights(base_weights)
+        put_weights(model, base_weights, source=source)
     model = add_adapters(model, lora, seed=config.run.seed)
     half = HALF.get(config.precision.dtype)
-    for parameter in model.parameters() if half is not None else ():
-        parameter.data = parameter.data.to(
-            half if parameter.is_floating_point() else parameter.dtype
-        )
+    if half is not None:
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(half)
     refuse_other_base(weights.checkpoint, describe_base(model, source))
     put_trained(as_fp32(model), weights)
     return merge_adapters(model)

@@ -1,12 +1,9 @@
-"""From a prepared run to its engine and its trainer, with all that these are given, on this
-rank.
-"""
+"""Builds the engine of a prepared run on this rank, and the parts that its trainer is given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -20,7 +17,6 @@ from framework.config.base import Object, Target
 from framework.config.model import GPT
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
-from framework.config.training import Checkpoint, Evaluation
 from framework.data.failures import ExplainedData
 from framework.data.loaders import EvalLoader, is_stream
 from framework.data.splits import Splits
@@ -67,8 +63,8 @@ from framework.train.monitors.tensorboard_events import TensorBoardEvents
 from framework.train.run_folder import RunFolder
 from framework.train.trainer import Every, Schedule
 
-# Logged losses in a row that may be infinite in fp16, whose step is skipped: the dynamic loss scale
-# has found its level long before.
+# Logged losses in a row that may be infinite in fp16, where their steps are skipped: the dynamic loss
+# scale has found its level long before.
 _IN_FP16: Final = 4
 
 
@@ -79,15 +75,12 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     plan = prepared.plan
     parts = prepared.parts
     random_state.seed_everything(plan.config.run.seed)  # the same weights on every rank
-    # A dataset's own `collate_fn` pads as it likes.
+    # A dataset's own `collate_fn` may pad every batch to another length.
     splits = parts.splits.by_name().values()
     varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in splits)
     if prepared.cut is not None:
         return _assemble_stage(prepared, prepared.cut, varying_shapes=varying_shapes)
-    if plan.layout.tensor_size > 1:
-        groups = make_groups(plan.layout)
-    else:
-        groups = None
+    groups = make_groups(plan.layout) if plan.layout.tensor_size > 1 else None
     engine = build_engine(
         plan,
         ds_config=prepared.ds_config,
@@ -142,9 +135,7 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
 def _whole_model(
     prepared: Prepared, groups: RankGroups | None, *, varying_shapes: bool
 ) -> torch.nn.Module:
-    """Build this rank's model, its share of one in a tensor group, partitioned at stage 3.
-    Collective.
-    """
+    """Build this rank's model: its share in a tensor group, partitioned at stage 3. Collective."""
     plan = prepared.plan
     parts = prepared.parts
     weights = prepared.weights
@@ -155,7 +146,7 @@ def _whole_model(
     build = in_rows(parts.build_model, config)
     if groups is not None:
         build = TensorCut(groups.tensor, config.parallel.tensor_plan, parts.task).after(build)
-    # Of experts no other rank could take the place.
+    # Other ranks have other experts, so no rank can send its weights to another.
     with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1) as divides:
         if divides:
             model = build()
@@ -181,28 +172,25 @@ def _whole_model(
 
 @torch.no_grad()
 def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
-    """Refuse a model in which one of the texts that are packed in a row changes what comes of the
-    next. Collective.
-    """
+    """Refuse a model if its outputs for a packed text depend on the text before it. Collective."""
     module = engine.engine.module
-    places = torch.arange(4, device=device()).repeat(1, 2)
-    own = getattr(module, "config", task)
-    if hasattr(own, "use_cache"):
-        own.use_cache = False  # with one transformers' masks follow no places
-    found = list[torch.Tensor]()
+    positions = torch.arange(4, device=device()).repeat(1, 2)
+    model_config = getattr(module, "config", task)
+    if hasattr(model_config, "use_cache"):
+        model_config.use_cache = False  # with a cache, transformers' masks ignore the positions
+    logits = list[torch.Tensor]()  # of the second text, after two different first texts
     reason = "in this model a conversation sees those before it in a row, whatever its places are"
     try:
         with engine.modes.evaluating():
             for first in (0, 8):
-                ids = torch.cat([torch.arange(first, first + 4), torch.arange(4, 8)])[None].to(
-                    places.device
-                )
-                outputs = task.forward(engine.engine, {"input_ids": ids, "position_ids": places})
-                found.append(logits_of(outputs)[:, 4:].float())
+                tokens = torch.cat([torch.arange(first, first + 4), torch.arange(4, 8)])
+                ids = tokens[None].to(positions.device)
+                outputs = task.forward(engine.engine, {"input_ids": ids, "position_ids": positions})
+                logits.append(logits_of(outputs)[:, 4:].float())
     except TypeError as error:
         reason = f"the model does not take the places of tokens ({in_one_line(error)})"
     # Experts compute the same tokens in other groups, and round otherwise.
-    if len(found) < 2 or (found[0] - found[1]).abs().max() > 0.01 * found[0].abs().max():
+    if len(logits) < 2 or (logits[0] - logits[1]).abs().max() > 0.01 * logits[0].abs().max():
         raise ConfigError.of(
             "packing-not-separated", reason, "set data.packing: false", "data.packing", True
         )
@@ -211,31 +199,35 @@ def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
 def watch_samples(
     engine: Engine, plan: Plan, monitors: Sequence[Monitor], folder: RunFolder
 ) -> tuple[Every, Callable[[int], object]] | None:
-    """Let TensorBoard see samples of evaluations, and return when and how it looks at the
-    weights.
+    """Let TensorBoard show samples of evaluations.
+
+    Returns:
+        The steps at which it shows histograms of the weights, and the function that does; None
+        without histograms.
     """
-    asked = plan.config.monitors.tensorboard
-    board = next((each for each in monitors if each.name == "tensorboard"), None)
-    if asked is None:
+    section = plan.config.monitors.tensorboard
+    board = next((monitor for monitor in monitors if monitor.name == "tensorboard"), None)
+    if section is None:
         return None
-    if isinstance(board, Behind) and asked.samples and isinstance(engine, PlainEngine):
+    if isinstance(board, Behind) and section.samples and isinstance(engine, PlainEngine):
         engine.show_batch = SampleWatch(
             lambda shown: board.show(engine.engine.global_steps, shown),
             folder.path,
-            asked.samples,
+            section.samples,
             step=lambda: engine.engine.global_steps,
         )
-    if not asked.histograms_every_steps:
+    if not section.histograms_every_steps:
         return None
-    return Every(asked.histograms_every_steps), lambda step: show_weights(engine, plan, board, step)
+    every = Every(section.histograms_every_steps)
+    return every, lambda step: show_weights(engine, plan, board, step)
 
 
 def make_callbacks(engine: Engine, prepared: Prepared) -> Callbacks:
-    """Build what calls the callbacks of the run on this rank."""
-    of = engine.engine  # type: ignore[attr-defined]
+    """Build the object that calls the run's callbacks on this rank."""
+    deepspeed_engine = engine.engine  # type: ignore[attr-defined]
 
     def scale_lr(factor: float) -> None:
-        for group in of.optimizer.param_groups:
+        for group in deepspeed_engine.optimizer.param_groups:
             group["lr"] *= factor
 
     assert isinstance(engine, BaseEngine)
@@ -243,7 +235,7 @@ def make_callbacks(engine: Engine, prepared: Prepared) -> Callbacks:
         prepared.parts.callbacks,
         gather=gather,
         is_main=rank() == 0,
-        model=of.module,
+        model=deepspeed_engine.module,
         scale_lr=scale_lr,
         gathered=engine.written.gathered,
         explain=written_while_spread,
@@ -253,21 +245,19 @@ def make_callbacks(engine: Engine, prepared: Prepared) -> Callbacks:
 def make_profiler(
     engine: Engine, plan: Plan, folder: RunFolder, *, start_step: int
 ) -> Profiler | None:
-    """Build what profiles the steps that the config names; None where all of them were taken
-    before.
-    """
-    asked = plan.config.profile
-    if asked is None or start_step >= asked.last:
+    """Build the profiler of the config's steps, or None if all of them were taken before."""
+    section = plan.config.profile
+    if section is None or start_step >= section.last:
         return None
     assert isinstance(engine, BaseEngine)
-    return Profiler(engine, asked, folder.path, stage=plan.layout.stage_of(rank()))
+    return Profiler(engine, section, folder.path, stage=plan.layout.stage_of(rank()))
 
 
 def show_weights(engine: Engine, plan: Plan, board: Monitor | None, step: int) -> None:
     """Hand histograms of the weights to TensorBoard. Collective; only rank 0 has a board."""
-    found = weight_histograms(engine.engine.module, plan)  # type: ignore[attr-defined]
+    histograms = weight_histograms(engine.engine.module, plan)  # type: ignore[attr-defined]
     if isinstance(board, Behind):
-        board.show(step, found)
+        board.show(step, histograms)
 
 
 def make_schedule(
@@ -276,10 +266,15 @@ def make_schedule(
     tokens_per_sample: int | None = None,
     per_step: Mapping[str, float] = MappingProxyType({}),
 ) -> Schedule:
-    """Build the schedule of what is due after which step; `tokens_per_sample` where the training
-    data is text, `per_step` as the schedule has it.
+    """Build the schedule of logs, evaluations and saves.
+
+    Args:
+        plan: of the run.
+        tokens_per_sample: if the training data is text.
+        per_step: as `Schedule` has it.
     """
-    config, precision = plan.config, plan.config.precision
+    config = plan.config
+    precision = config.precision
     steps_per_epoch = plan.length.epoch
     total_steps = plan.length.total_steps or 0
     assert total_steps, "prepare() plans with the real size of the data"
@@ -287,22 +282,32 @@ def make_schedule(
         isinstance(precision, Autocast) and precision.compute_dtype == "fp16"
     )
 
-    def often(section: Evaluation | Checkpoint, *further: str) -> Every:
-        asked = {
-            name: getattr(section, name)
-            for name in ("every_steps", "every_epochs", "at_end", *further)
-        }
-        return Every.of(**asked, steps_per_epoch=steps_per_epoch)
-
+    evaluation = config.evaluation
+    checkpoint = config.checkpoint
+    tokens_per_step = None
+    if tokens_per_sample:
+        tokens_per_step = plan.layout.global_size * tokens_per_sample
     return Schedule(
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,
         samples_per_step=plan.layout.global_size,
-        tokens_per_step=plan.layout.global_size * tokens_per_sample if tokens_per_sample else None,
+        tokens_per_step=tokens_per_step,
         per_step=per_step,
         log=Every(config.training.log_every, at_end=True),
-        evaluate=often(config.evaluation, "at_start", "start_step"),
-        save=often(config.checkpoint),
+        evaluate=Every.of(
+            every_steps=evaluation.every_steps,
+            every_epochs=evaluation.every_epochs,
+            steps_per_epoch=steps_per_epoch,
+            at_end=evaluation.at_end,
+            at_start=evaluation.at_start,
+            start_step=evaluation.start_step,
+        ),
+        save=Every.of(
+            every_steps=checkpoint.every_steps,
+            every_epochs=checkpoint.every_epochs,
+            steps_per_epoch=steps_per_epoch,
+            at_end=checkpoint.at_end,
+        ),
         not_finite_allowed=_IN_FP16 if in_fp16 else 0,
     )
 
@@ -315,85 +320,97 @@ def make_checkpointer(
     description: Mapping[str, Any],
     further: Callable[[int], Mapping[str, Any]],
 ) -> Checkpointer:
-    """Build the checkpointer that saves this run in `folder`, at once or in the background; to be
-    closed. `further` adds to the state of every save.
+    """Build the checkpointer that saves this run in `folder`, at once or in the background. The
+    caller closes it. `further` adds to the state of every save.
 
     Raises:
-        StorageError: the process that would write in the background does not start.
+        StorageError: the process that writes in the background does not start.
     """
-    asked = plan.config.checkpoint
-    in_background = plan.config.checkpoint.mode == "async"
-    # Where each rank measures a value of its own, all save rank 0's.
-    is_own = asked.keep_best is not None and not asked.keep_best.startswith(("train/", "eval/"))
+    section = plan.config.checkpoint
+    # A metric that each rank measures for itself differs between ranks: all save rank 0's.
+    differs = section.keep_best is not None and not section.keep_best.startswith(
+        ("train/", "eval/")
+    )
 
     def position(step: int) -> dict[str, Any]:
-        """The order of the samples is a function of the position in the data and of the seed."""
+        """Return the position in the data; with the seed it determines the order of samples."""
         epoch, step_in_epoch = divmod(step, plan.length.epoch)
         samples = step * plan.layout.global_size
-        return {"epoch": epoch, "step_in_epoch": step_in_epoch, "samples": samples} | dict(
-            from_rank0(further(step)) if is_own else further(step)
-        )
+        values: dict[str, Any] = {"epoch": epoch, "step_in_epoch": step_in_epoch}
+        values["samples"] = samples
+        more = further(step)
+        if differs:
+            more = from_rank0(more)
+        return values | dict(more)
 
     options: dict[str, Any] = {
-        "retention": Retention(asked.keep_last, asked.keep_every, asked.keep_best, asked.best_is),
+        "retention": Retention(
+            section.keep_last, section.keep_every, section.keep_best, section.best_is
+        ),
         "is_main": rank() == 0,
-        # In the background ranks meet every few seconds, however long a disk takes: there a long
-        # silence means a lost peer.
-        "gather": gather if in_background else gather_from_disks,
         "position": position,
         "last_step": plan.length.total_steps,
         "description": description,
     }
-    if in_background:
-        return AsyncCheckpointer(
-            engine, folder, rank=rank(), world_size=plan.layout.world_size, **options
-        )
-    return Checkpointer(engine, folder, **options)
+    if section.mode != "async":
+        return Checkpointer(engine, folder, gather=gather_from_disks, **options)
+    # In the background ranks meet every few seconds, however long a disk takes: there a long
+    # silence means a lost peer.
+    return AsyncCheckpointer(
+        engine,
+        folder,
+        rank=rank(),
+        world_size=plan.layout.world_size,
+        gather=gather,
+        **options,
+    )
 
 
 def make_monitors(
     config: RunConfig, folder: Path, *, total_steps: int, from_step: int, held: Behind | None = None
 ) -> list[Monitor]:
-    """The files of metrics, written behind the look at whether the folder is `held`, the console,
-    and what talks to servers. But for ``metrics.jsonl``, one that cannot be made costs a warning.
+    """Build the monitors: files of metrics, the console, services, and the user's own.
+
+    Files are written behind the check that the folder is `held`. If a monitor other than
+    ``metrics.jsonl`` cannot be made, that costs a warning.
     """
-    asked = config.monitors
+    section = config.monitors
     run = Described(folder, config.run.name, config.to_dict(), from_step)
     files: list[Monitor] = [JsonlFile(folder / "metrics.jsonl", from_step=from_step)]
-    if asked.csv:
+    if section.csv:
         files += make_or_warn(
             "metrics.csv", lambda: CsvFile(folder / "metrics.csv", from_step=from_step)
         )
-    if asked.tensorboard:
+    if section.tensorboard:
         files += make_or_warn(
             "tensorboard",
             lambda: TensorBoardEvents(
                 folder / "tensorboard", from_step=from_step, config=run.config
             ),
         )
-    console = make_console(asked.progress, total_steps=total_steps, from_step=from_step)
+    console = make_console(section.progress, total_steps=total_steps, from_step=from_step)
     services = {
-        name: section.model_dump() for name, section in asked.sinks().items() if name in SERVICES
+        name: sink.model_dump() for name, sink in section.sinks().items() if name in SERVICES
     }
-    own = [
-        (one.target, partial(load_target(one.target, key="monitors.others"), **one.args))
-        for one in asked.others
-    ]
-    return [
-        *(Behind(file, after=held) for file in files),
-        *([console] if console is not None else []),
-        *chain.from_iterable(
-            make_or_warn(
-                name, partial(ServiceProcess, name, run, where, wait_seconds=asked.wait_seconds)
-            )
-            for name, where in services.items()
-        ),
-        *(Aside(name, make, wait_seconds=asked.wait_seconds) for name, make in own),
-    ]
+    make_by_target = []
+    for other in section.others:
+        target = load_target(other.target, key="monitors.others")
+        make_by_target.append((other.target, partial(target, **other.args)))
+    monitors: list[Monitor] = [Behind(file, after=held) for file in files]
+    if console is not None:
+        monitors.append(console)
+    seconds = section.wait_seconds
+    for name, options in services.items():
+        monitors += make_or_warn(
+            name, partial(ServiceProcess, name, run, options, wait_seconds=seconds)
+        )
+    for name, make in make_by_target:
+        monitors.append(Aside(name, make, wait_seconds=seconds))
+    return monitors
 
 
 def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, ExplainedData]:
-    """This rank's share of every evaluation set, by its name."""
+    """Return this rank's share of every evaluation set, by its name."""
     make = partial(
         _eval_loader,
         batch_size=plan.config.evaluation.batch_size or plan.layout.micro_size,

@@ -1,8 +1,7 @@
-"""The four things a run is made of beside its numbers: model, data, task, optimizer; named in the
-config or handed over.
+"""The components of a run: model, data, task and optimizer, named in the config or handed over.
 
-All of them are imported here, and data and task are built, before any process group exists: what is
-wrong with them is found while nothing else waits.
+All of them are imported here, and data and task are built, before any process group exists: their
+errors are found while no other process waits.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _IN_THE_BOX: Final = {"early_stopping": EarlyStopping, "reduce_on_plateau": Redu
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts that a run is made of; callbacks are objects with some of the methods of
+    """Components of a run. Callbacks are objects with some of the methods of
     `train.callbacks.EVENTS`.
     """
 
@@ -68,22 +67,21 @@ class Parts:
 
 
 def gather_parts(config: RunConfig, objects: Objects) -> Parts:
-    """Import all four, build data and task.
+    """Import all components, and build data and task.
 
     Raises:
-        ConfigError: something named does not import, does not take its arguments, or is not what it
-            should be.
+        ConfigError: a target does not import, does not take its arguments, or is of a wrong type.
     """
     _refuse_objects_from_files(config, objects)
     splits = objects.splits or _load_data(config.data, key="data")
     if objects.task is None:
         task = as_task(load_task(config))
     else:
-        task = _given_task(objects.task)
+        task = _handed_over_task(objects.task)
     _check_labels_and_tokens(config, splits)
     refuse_unmeasured(config, splits)
     if objects.optimizer is not None:
-        make_optimizer: MakeOptimizer | None = _given_optimizer(objects.optimizer)
+        make_optimizer: MakeOptimizer | None = _handed_over_optimizer(objects.optimizer)
         key = "optimizer"
         value = type_name(objects.optimizer)
     else:
@@ -103,48 +101,39 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
 def _load_data(section: Any, *, key: str) -> Splits:
     if not isinstance(section, Mixture):
         return as_splits(call_factory(section.factory(), key=key))
-    found = [
-        _load_data(part.data, key=f"{key}.parts.{number}.data")
-        for number, part in enumerate(section.parts)
-    ]
-    weighted = [
-        (part.weight, splits.train) for part, splits in zip(section.parts, found, strict=True)
-    ]
-    evaluation = next(
-        (splits.evaluation for splits in found if splits.evaluation is not None), None
-    )
+    weighted = []
+    evaluation = None
+    for number, part in enumerate(section.parts):
+        splits = _load_data(part.data, key=f"{key}.parts.{number}.data")
+        weighted.append((part.weight, splits.train))
+        if evaluation is None:
+            evaluation = splits.evaluation
     return Splits(mixtures.Mixture(weighted, shuffle=section.shuffle), evaluation)
 
 
 def _callbacks(config: RunConfig, objects: Objects) -> tuple[Any, ...]:
-    """Those of the config, then those that were handed over."""
-    found = []
+    """Return the callbacks of the config, then those that were handed over."""
+    named: list[tuple[str, str, Any]] = []  # key in the config, name, callback
     for number, section in enumerate(config.callbacks):
         key = f"callbacks.{number}"
         if isinstance(section, Target):
-            found.append((key, section.target, call_factory(section.factory(), key=key)))
+            named.append((key, section.target, call_factory(section.factory(), key=key)))
         else:
-            found.append(
-                (
-                    key,
-                    section.kind,
-                    _IN_THE_BOX[section.kind](**section.model_dump(exclude={"kind"})),
-                )
-            )
-    found += [
-        (f"callbacks.{number}", type_name(one), one) for number, one in enumerate(objects.callbacks)
-    ]
-    for key, value, one in found:
-        if inspect.isclass(one):
+            build = _IN_THE_BOX[section.kind]
+            named.append((key, section.kind, build(**section.model_dump(exclude={"kind"}))))
+    for number, callback in enumerate(objects.callbacks):
+        named.append((f"callbacks.{number}", type_name(callback), callback))
+    for key, name, callback in named:
+        if inspect.isclass(callback):
             raise ConfigError.of(
-                "callback-without-events", "it is a class", "hand over an object of it", key, value
+                "callback-without-events", "it is a class", "hand over an object of it", key, name
             )
-        if not any(callable(getattr(one, event, None)) for event in EVENTS):
+        if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             fix = f"give it one of {', '.join(EVENTS)}"
             raise ConfigError.of(
-                "callback-without-events", "it has no method of an event", fix, key, value
+                "callback-without-events", "it has no method of an event", fix, key, name
             )
-    return tuple(one for _, _, one in found)
+    return tuple(callback for _, _, callback in named)
 
 
 def make_train_loader(
@@ -157,11 +146,17 @@ def make_train_loader(
     read_at_once: int = 1,
     places: StreamPlaces | None = None,
 ) -> TrainLoader | StreamLoader:
-    """This rank's stream of micro-batches. With `num_workers`, other than the config's, no device
-    is touched.
+    """Return this rank's loader of micro-batches.
 
-    `read_at_once`: micro-batches that a step takes before it begins; the workers have that many
-    ready together. `places`: of the lanes of a stream.
+    Args:
+        plan: of the run.
+        splits: its data.
+        rank: the rank that reads.
+        num_workers: in the place of the config's number; then no device is used.
+        order: version of the order of the samples.
+        read_at_once: micro-batches that a step takes before it begins; the workers have that many
+            ready together.
+        places: of the lanes of a stream.
     """
     data = plan.config.data
     layout = plan.layout
@@ -187,36 +182,41 @@ def make_train_loader(
         "bucket_steps": data.bucket_steps,
         "curriculum_steps": data.curriculum_steps,
     }
-    if is_stream(splits.train):  # of which a worker has a whole step ready
-        if any(by_length.values()):
-            lengths_of(
-                splits.train, "data.bucket_steps" if data.bucket_steps else "data.curriculum_steps"
-            )
-        found = None if places is None else places.restored
+    if is_stream(splits.train):  # a worker has a whole step of a stream ready
+        if data.bucket_steps:
+            lengths_of(splits.train, "data.bucket_steps")
+        elif data.curriculum_steps:
+            lengths_of(splits.train, "data.curriculum_steps")
         loader = StreamLoader(
-            splits.train, share=share, lanes=getattr(data, "lanes", None), places=found, **options
+            splits.train,
+            share=share,
+            lanes=getattr(data, "lanes", None),
+            places=None if places is None else places.restored,
+            **options,
         )
         if places is not None:
             places.loader = loader
         return loader
     shuffle = splits.taken.get("shuffle", data.shuffle)
-    options["prefetch_batches"] = max(data.prefetch_batches, -(-read_at_once // max(workers, 1)))
+    batches_per_worker = -(-read_at_once // max(workers, 1))  # rounded up
+    options["prefetch_batches"] = max(data.prefetch_batches, batches_per_worker)
     return TrainLoader(
         splits.train, **asdict(share), shuffle=shuffle, order_version=order, **by_length, **options
     )
 
 
 def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
-    """Of what some datasets only know from their files: a class that the model lacks would fail in
-    a GPU kernel.
+    """Refuse data with classes or tokens that the model lacks: they would fail in a GPU kernel.
+
+    Some datasets know them from their files only, so the plan cannot check them.
     """
-    found = getattr(splits.train, "classes", None)
-    expected = getattr(config.model, "num_classes", None)
-    if isinstance(found, Sized) and expected is not None and len(found) > expected:
-        reason = f"the training data has {len(found)} classes"
+    classes = getattr(splits.train, "classes", None)
+    num_classes = getattr(config.model, "num_classes", None)
+    if isinstance(classes, Sized) and num_classes is not None and len(classes) > num_classes:
+        reason = f"the training data has {len(classes)} classes"
         key = "model.num_classes"
         raise ConfigError.of(
-            "model-data-num-classes", reason, f"set {key}: {len(found)}", key, expected
+            "model-data-num-classes", reason, f"set {key}: {len(classes)}", key, num_classes
         )
     problems = tuple(vocabulary_problem(getattr(splits.train, "vocab_size", None), config.model))
     if problems:
@@ -224,58 +224,58 @@ def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
 
 
 def refuse_unmeasured(config: RunConfig, splits: Splits) -> None:
-    """Refuse metrics that no evaluation set gives: nothing would follow them."""
+    """Refuse metrics that no evaluation set gives: they would never have a value."""
     areas = [f"eval/{name}/" if name else "eval/" for name in splits.evaluations]
-    known = [f"{area}{name}" for area in areas for name in getattr(config.task, "metrics", ())]
-    asked = {"checkpoint.keep_best": config.checkpoint.keep_best}
-    watches = (
-        (number, one)
-        for number, one in enumerate(config.callbacks)
-        if isinstance(one, WatchSection)
-    )
-    asked |= {f"callbacks.{number}.metric": one.metric for number, one in watches}
-    problems = [
-        Problem(
-            "unknown-metric",
-            "no evaluation set gives it",
-            f"write one of {', '.join(known or areas)}",
-            key,
-            metric,
-        )
-        for key, metric in asked.items()
-        if metric and areas and metric.startswith("eval/")
-        if (metric not in known if known else not metric.startswith(tuple(areas)))
-    ]
+    known: list[str] = []
+    for area in areas:
+        known += [f"{area}{name}" for name in getattr(config.task, "metrics", ())]
+    watched = {"checkpoint.keep_best": config.checkpoint.keep_best}
+    for number, section in enumerate(config.callbacks):
+        if isinstance(section, WatchSection):
+            watched[f"callbacks.{number}.metric"] = section.metric
+    problems = []
+    for key, metric in watched.items():
+        if not metric or not areas or not metric.startswith("eval/"):
+            continue
+        if known:
+            is_known = metric in known
+        else:
+            is_known = metric.startswith(tuple(areas))
+        if not is_known:
+            reason = "no evaluation set gives it"
+            fix = f"write one of {', '.join(known or areas)}"
+            problems.append(Problem("unknown-metric", reason, fix, key, metric))
     if problems:
         raise ConfigError(problems)
 
 
 def load_task(config: RunConfig) -> Any:
-    """Load what `as_task` takes: a task target is a loss function ``loss(outputs, targets,
-    **args)``, or a class or function to call with the args. A function that would do as either is a
-    loss where there are no args.
+    """Return the config's task, in a form that `as_task` takes.
+
+    A task target is a loss function ``loss(outputs, targets, **args)``, or a class or function to
+    call with the args. A function that fits both is a loss if there are no args.
     """
     section = config.task
     if not isinstance(section, Target):
         return call_factory(section.factory(), key="task")
-    found = load_target(section.target, key="task.target")
-    if isinstance(found, (Task, torch.nn.Module)) or not callable(found):
+    target = load_target(section.target, key="task.target")
+    if isinstance(target, (Task, torch.nn.Module)) or not callable(target):
         if section.args:
-            reason = f"it is an object ({type_name(found)}), which takes no args"
+            reason = f"it is an object ({type_name(target)}), which takes no args"
             raise ConfigError.of(
                 "target-not-callable", reason, "leave args out", "task.target", section.target
             )
-        return found
-    may_be_loss = not inspect.isclass(found) and takes(found, {}, positional=2)
-    if may_be_loss and not (section.args and takes(found, section.args)):
-        check_arguments(found, section.args, key="task", positional=2)
+        return target
+    may_be_loss = not inspect.isclass(target) and takes(target, {}, positional=2)
+    if may_be_loss and not (section.args and takes(target, section.args)):
+        check_arguments(target, section.args, key="task", positional=2)
         if section.args:
-            return partial(found, **section.args)
-        return found
+            return partial(target, **section.args)
+        return target
     return call_factory(section.factory(), key="task")
 
 
-def _given_task(task: Any) -> Task:
+def _handed_over_task(task: Any) -> Task:
     if callable(task) and not isinstance(task, (Task, type)):
         fix = "hand over functools.partial(...) with what else it takes"
         check_handed_over(task, key="task", call="(outputs, targets)", num_values=2, fix=fix)
@@ -283,7 +283,7 @@ def _given_task(task: Any) -> Task:
 
 
 def model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], torch.nn.Module]:
-    """Return what builds the model that was handed over, or the one that the config names."""
+    """Return a function that builds the model handed over, or else the config's model."""
     if model is None:
         factory = config.model.factory()
         check_arguments(load_target(factory.path, key="model.target"), factory.kwargs, key="model")
@@ -313,7 +313,7 @@ def _refusing_unsupported(
 
 
 def as_module(model: Any) -> torch.nn.Module:
-    """A list of layers has no forward() of its own; as a `LayeredModel` it has."""
+    """Return a module as it is, and a list of layers as a `LayeredModel`, with a forward()."""
     if isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.ModuleList):
         return model
     if not isinstance(model, (torch.nn.ModuleList, list, tuple)):
@@ -351,28 +351,28 @@ def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
     return make_optimizer
 
 
-def _given_optimizer(make: Any) -> MakeOptimizer:
+def _handed_over_optimizer(make: Any) -> MakeOptimizer:
     fix = (
         "hand over a function from parameters to an optimizer, such as "
         "functools.partial(torch.optim.SGD, lr=0.1)"
     )
     if not callable(make):
-        built = "it is built already, over parameters that are yet to move to their device"
         if isinstance(make, torch.optim.Optimizer):
-            reason = built
+            reason = "it is built already, over parameters that are yet to move to their device"
         else:
             reason = "it cannot be called"
         if len(getattr(make, "param_groups", ())) > 1:
             fix += (
                 "; groups by name go into the config: optimizer: {kind: adamw, groups: "
-                "[{match: '.*bias', "
+                "[{match: '.*bias', weight_decay: 0}]}"
             )
-            fix += "weight_decay: 0}]}"
         raise ConfigError.of("optimizer-target-result", reason, fix, "optimizer", type_name(make))
     check_handed_over(make, key="optimizer", call="(parameters)", num_values=1, fix=fix)
-    return lambda parameters: _checked_optimizer(
-        make(parameters), key="optimizer", value=type_name(make)
-    )
+
+    def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return _checked_optimizer(make(parameters), key="optimizer", value=type_name(make))
+
+    return make_optimizer
 
 
 def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.Optimizer:
@@ -385,54 +385,57 @@ def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.O
 
 
 def _schedule_maker(
-    config: RunConfig, given: MakeSchedule | None, make_optimizer: MakeOptimizer | None
+    config: RunConfig, handed_over: MakeSchedule | None, make_optimizer: MakeOptimizer | None
 ) -> MakeSchedule | None:
-    """The schedule of the user's own, tried over an optimizer of one weight; None where the config
-    names another.
+    """Return the user's own schedule, tried over an optimizer of one weight, or None if the config
+    names a built-in one.
     """
     section = config.scheduler
-    make = given
+    make = handed_over
     if isinstance(section, Target):
-        found = load_target(section.target, key="scheduler.target")
-        check_arguments(found, section.args, key="scheduler", positional=1)
-        make = partial(found, **section.args)
+        target = load_target(section.target, key="scheduler.target")
+        check_arguments(target, section.args, key="scheduler", positional=1)
+        make = partial(target, **section.args)
     if make is None:
         return None
-    if given is not None:
+    if handed_over is not None:
         key = "scheduler"
-        path = type_name(given)
+        path = type_name(handed_over)
     else:
         key = "scheduler.target"
         path = section.target  # type: ignore[union-attr]
     weights = [torch.nn.Parameter(torch.zeros(1))]
     lr = optimizer_lr(config.optimizer) or 1.0
-    plain = partial(
-        torch.optim.AdamW if hasattr(config.optimizer, "betas") else torch.optim.SGD, lr=lr
-    )
-    check_schedule(make, (make_optimizer or plain)(weights), key=key, value=path)
+    if make_optimizer is not None:
+        optimizer = make_optimizer(weights)
+    elif hasattr(config.optimizer, "betas"):
+        optimizer = torch.optim.AdamW(weights, lr=lr)
+    else:
+        optimizer = torch.optim.SGD(weights, lr=lr)
+    check_schedule(make, optimizer, key=key, value=path)
     return make
 
 
 def _refuse_objects_from_files(config: RunConfig, objects: Objects) -> None:
-    """A resolved config says which objects a run was given; it cannot bring them back."""
-    given = {
+    """Refuse a resolved config that describes objects of an earlier run which are not handed over
+    again.
+    """
+    value_by_key = {
         "model": objects.model,
         "data": objects.train_data,
         "task": objects.task,
         "optimizer": objects.optimizer,
+        "scheduler": objects.scheduler,
     }
-    given["scheduler"] = objects.scheduler
-    problems = [
-        Problem(
-            "object-not-given",
-            "it was handed over from Python and exists only there",
-            "hand it over again with framework.fit(..., "
-            f"{'train_data' if key == 'data' else key}=...)",
-            f"{key}.object",
-            getattr(config, key).object,
-        )
-        for key, given_object in given.items()
-        if given_object is None and isinstance(getattr(config, key), Object)
-    ]
+    problems = []
+    for key, value in value_by_key.items():
+        section = getattr(config, key)
+        if value is None and isinstance(section, Object):
+            reason = "it was handed over from Python and exists only there"
+            argument = "train_data" if key == "data" else key
+            fix = f"hand it over again with framework.fit(..., {argument}=...)"
+            problems.append(
+                Problem("object-not-given", reason, fix, f"{key}.object", section.object)
+            )
     if problems:
         raise ConfigError(problems)

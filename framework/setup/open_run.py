@@ -1,4 +1,4 @@
-"""A run between its start and its end, and the Trainer that is built of it."""
+"""A run between its start and its end, and the construction of its Trainer."""
 
 from __future__ import annotations
 
@@ -58,8 +58,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class OpenRun:
-    """A run between its start and its end: what a loop works with, as `start` has it, and the
-    `outcome` to fill. `began` is when this process did, by the monotonic clock.
+    """A run between its start and its end, for the loop that trains it.
+
+    Attributes:
+        start: the checkpoint that the run started from.
+        load: loads a checkpoint into the engine and all parts with a state.
+        outcome: filled by the loop.
+        began: start of this process, by the monotonic clock.
     """
 
     prepared: Prepared
@@ -73,25 +78,28 @@ class OpenRun:
     stop: Watched
     minutes: Minutes
     left_out: LeftOut
-    load: Callable[[SavedCheckpoint], int]  # into the engine and all that goes with it
+    load: Callable[[SavedCheckpoint], int]
     outcome: Outcome
     began: float
 
     @property
     def start_step(self) -> int:
-        """Optimizer steps that were taken before."""
-        return self.start.step if self.start is not None else 0
+        """Optimizer steps that were taken before this start."""
+        if self.start is None:
+            return 0
+        return self.start.step
 
     @property
     def result(self) -> RunResult:
-        """What its loop has left in `outcome`."""
+        """Result of the run, made of its `outcome`."""
         return RunResult.of(
             self.outcome, folder=self.folder.path, start_step=self.start_step, best=self.best.found
         )
 
     def print_start(self) -> None:
-        """Print what is about to happen; on rank 0."""
-        prepared, stages = self.prepared, self.prepared.cut.table if self.prepared.cut else None
+        """Print the summary of the start; on rank 0."""
+        prepared = self.prepared
+        stages = prepared.cut.table if prepared.cut else None
         num_params, num_trained = count_parameters(self.engine, stages)
         print_start(
             prepared.plan,
@@ -104,14 +112,11 @@ class OpenRun:
         )
 
     def print_end(self) -> None:
-        """Write the report, and print what was reached; on rank 0, when the engine is closed."""
+        """Write the report, and print the result; on rank 0, when the engine is closed."""
         plan = self.prepared.plan
         folder = self.folder.path
         note_closed(folder / "events.jsonl", step=self.outcome.step)
-        if plan.config.monitors.report:
-            report = write_report(folder)
-        else:
-            report = None
+        report = write_report(folder) if plan.config.monitors.report else None
         goodput = describe_goodput(folder)
         if not self.outcome.stopped:
             print_end(self.result, plan, environment=os.environ, report=report, goodput=goodput)
@@ -122,8 +127,8 @@ class OpenRun:
         """Open the monitors and, on rank 0, the events. Collective.
 
         Returns:
-            The monitors, the events, and on every rank what rank 0 has counted: earlier starts of
-            the run, and floating-point operations of a step by the metric that is their rate.
+            The monitors, the events, and on every rank the counts of rank 0: earlier starts of the
+            run, and floating-point operations of a step by the metric that is their rate.
         """
         plan = self.prepared.plan
         folder = self.folder
@@ -154,26 +159,23 @@ class OpenRun:
         return monitors, events[0] if events else None, facts
 
     def train_data(self) -> ExplainedData:
-        """This rank's loader of the training data, in the order that the run began with."""
+        """Return this rank's loader of the training data, in the order that the run began with."""
         plan = self.prepared.plan
         parts = self.prepared.parts
         order = order_of(self.start)
         # A loss of sums: the step counts all of its micro-batches before the first forward pass.
+        read_at_once = 1
         if type(parts.task).count is not Task.count:
-            at_once = plan.layout.accumulation_steps
-        else:
-            at_once = 1
-        return ExplainedData(
-            make_train_loader(
-                plan,
-                parts.splits,
-                rank=rank(),
-                order=order,
-                places=self.places,
-                read_at_once=at_once,
-            ),
-            claims=claims_error_report,
+            read_at_once = plan.layout.accumulation_steps
+        loader = make_train_loader(
+            plan,
+            parts.splits,
+            rank=rank(),
+            order=order,
+            places=self.places,
+            read_at_once=read_at_once,
         )
+        return ExplainedData(loader, claims=claims_error_report)
 
     def save(self, step: int, metrics: Mapping[str, float]) -> object:
         """Write a checkpoint into the folder, if it is held. Collective."""
@@ -192,12 +194,12 @@ def build_trainer(run: OpenRun) -> Trainer:
     start_step = run.start_step
     monitors, events, (restarts, per_step) = run.open_monitors()
     look = watch_samples(engine, plan, monitors, run.folder)
-    asked = plan.config.training.bad_steps
+    section = plan.config.training.bad_steps
     watch = engine.bad_steps
     policy = None
-    if asked is not None and watch is not None:
+    if section is not None and watch is not None:
         policy = BadStepPolicy(
-            asked.policy, asked.max_roll_backs, watch, run.left_out, engine.pass_over
+            section.policy, section.max_roll_backs, watch, run.left_out, engine.pass_over
         )
     tokens_per_sample = getattr(splits.train, "tokens_per_sample", None)
     return Trainer(
@@ -227,7 +229,7 @@ def _flops_per_step(plan: Plan) -> Mapping[str, float]:
     from framework.plan.work import work_of
 
     peaks: Mapping[str, float] = {}
-    # Of processors no peak is listed, unless a variable names a device.
+    # CPUs have no listed peak, unless a variable names a device.
     if plan.cluster.device != "cpu" or GPU_VARIABLE in os.environ:
         from framework.plan.auto import peaks_at_hand
 
@@ -240,16 +242,19 @@ def _was_evaluated(checkpoint: SavedCheckpoint) -> bool:
 
 
 def count_parameters(engine: Engine, stages: StageTable | None) -> tuple[int, int]:
-    """Count the parameters of the whole model, and those that are trained: of all stages, and of
-    all shares that ranks have of weights.
+    """Return the number of parameters of the whole model, and of its trained ones, over all stages
+    and over all ranks that share weights.
     """
     if stages is not None:
         count = sum(stage.num_params for stage in stages.stages())
         return count, count
     module = engine.engine.module  # type: ignore[attr-defined]
     sizes = {weight: whole_shape(weight).numel() for weight in module.parameters()}
-    mixtures = (one for one in module.modules() if isinstance(one, MixtureOfExperts))
-    sizes |= {
-        weight: one.size * sizes[weight] for one in mixtures for weight in one.experts.parameters()
-    }
-    return sum(sizes.values()), sum(size for weight, size in sizes.items() if weight.requires_grad)
+    expert_sizes = {}
+    for mixture in module.modules():
+        if isinstance(mixture, MixtureOfExperts):
+            for weight in mixture.experts.parameters():
+                expert_sizes[weight] = mixture.size * sizes[weight]
+    sizes |= expert_sizes
+    num_trained = sum(size for weight, size in sizes.items() if weight.requires_grad)
+    return sum(sizes.values()), num_trained

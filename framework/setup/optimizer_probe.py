@@ -1,14 +1,14 @@
-"""A trial of the user's optimizer on a small loss: whether ZeRO or a tensor group may step it.
+"""Tries the user's optimizer on a small loss, to find whether ZeRO or a tensor group may step it.
 
 At stages 1 to 3 DeepSpeed joins the weights of a group end to end and gives every rank a share of
-that vector. What works on one number at a time takes the same step there. What looks at rows and
-columns (Muon, Shampoo), at the norm of a weight (LAMB), or at sums over all weights (Prodigy)
-silently takes another one.
+that vector. An optimizer that works on one number at a time takes the same step there. One that
+uses rows and columns (Muon, Shampoo), the norm of a weight (LAMB), or sums over all weights
+(Prodigy) silently takes another step.
 
-The optimizer is made and given its shares as DeepSpeed does it, and stepped beside one over the
-whole weights. Both get the gradients of a real loss at the whole ones: they turn with the weights,
-as those of a training do, so that thresholds, warm-ups and estimates of a step size are reached;
-and last bits do not grow, as nothing feeds them back.
+The optimizer is made and given its shares as DeepSpeed does it, and stepped beside a second one
+over the whole weights. Both get the gradients of a real loss at the whole weights: they turn with
+the weights as in a training, so that thresholds, warm-ups and estimates of a step size are reached;
+and differences in the last bits do not grow, since they do not change later gradients.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from framework.system.log import warn
 _NUM_SHARES: Final = 2
 _FIRST_SHARE: Final = 0.4  # of the numbers of a group: ends within a weight
 _TOLERANCE: Final = {torch.float64: 1e-5, torch.float32: 1e-3}
-"""Difference that is allowed, of the largest change: kernels for vectors and matrices differ in the
-last bits.
+"""Allowed difference, as a fraction of the largest change: kernels for vectors and matrices differ
+in the last bits.
 """
 _ROUNDINGS: Final = 64
-_RATE_IF_NONE: Final = 1e-2  # where a schedule gives the rate, and the optimizer is made with none
+_RATE_IF_NONE: Final = 1e-2  # for an optimizer made with lr 0, which a schedule sets later
 
 _BY_NUMBER: Final = "take an optimizer that works number by number, such as AdamW, Lion or SGD"
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A loss of a few weights, and how many steps it is trained."""
+    """A loss of a few weights, and the number of steps that they are trained."""
 
     num_inputs: int
     num_hidden: int
@@ -63,39 +63,41 @@ class _Trial:
 
     @property
     def trained(self) -> list[Tensor]:
-        """Those of them that the optimizer gets."""
-        return self.start[:2] if self.only_matrices else self.start
+        """Weights that the optimizer gets."""
+        if self.only_matrices:
+            return self.start[:2]
+        return self.start
 
     @cached_property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Inputs, and what is wanted."""
+        """Inputs and targets of six batches."""
         inputs = _numbers((48, self.num_inputs), self.dtype, seed=11)
-        wanted = _numbers((48, self.num_hidden), self.dtype, seed=12)
-        return list(zip(inputs.view(6, 8, -1), wanted.view(6, 8, -1), strict=True))
+        targets = _numbers((48, self.num_hidden), self.dtype, seed=12)
+        return list(zip(inputs.view(6, 8, -1), targets.view(6, 8, -1), strict=True))
 
     def gradients(self, weights: Sequence[Tensor], step: int) -> list[Tensor]:
         """Compute the gradients on the batch of a step.
 
         The loss hardly changes with the length of the first weight's rows, as under a norm: some
-        optimizers take from a step what is along the weight, where that is little. Now and then it
-        is many times as steep, or nearly flat, as losses are for a while.
+        optimizers remove the component of a step along the weight if it is small. At some steps the
+        loss is many times as steep, or nearly flat, as losses are for a while.
         """
-        inputs, wanted = self.batches[step % len(self.batches)]
+        inputs, targets = self.batches[step % len(self.batches)]
         with torch.enable_grad():
             leaves = [weight.detach().requires_grad_() for weight in weights]
-            rows, head, bias, filters = [*leaves, *self.start[len(leaves) :]]
+            rows, head, bias, filters = leaves + self.start[len(leaves) :]
             first = rows / rows.norm(dim=1, keepdim=True) ** 0.98
             hidden = torch.tanh(inputs @ first.T + bias)
             filtered = torch.tanh(hidden @ filters.flatten(1).T)
-            errors = filtered @ head.T - wanted
-            # no steeper further out: large rates do not end it
+            errors = filtered @ head.T - targets
+            # not steeper for large errors: large rates do not make the weights infinite
             loss = torch.sqrt(1 + errors**2).mean()
             return list(torch.autograd.grad(_slope(step) * loss, leaves))
 
 
 _TRIALS: Final = (
     _Trial(num_inputs=6, num_hidden=8, num_steps=120),
-    # some factor or quantize large weights only
+    # some optimizers factor or quantize large weights only
     _Trial(num_inputs=130, num_hidden=132, num_steps=6),
 )
 
@@ -103,29 +105,31 @@ _TRIALS: Final = (
 def _slope(step: int) -> float:
     if step % 23 == 22:
         return 0.01
-    return 30.0 if step % 17 == 16 else 1.0
+    if step % 17 == 16:
+        return 30.0
+    return 1.0
 
 
 def check_optimizer(
     make: MakeOptimizer, *, stage: int, key: str, value: str, tensor: int = 1
 ) -> None:
-    """Refuse an optimizer that cannot be stepped by DeepSpeed, or not at this ZeRO stage or in a
-    tensor group of this size: it is stepped on small weights.
+    """Refuse an optimizer that DeepSpeed cannot step, or not at this ZeRO stage or in a tensor
+    group of this size. It is tried on small weights.
 
-    Random numbers for each number of a weight are drawn alike on all sides, so that the rest of a
-    step is compared. Where no copy of the optimizer can be made or stepped here, as it wants a GPU
-    or the model's own weights, it is not judged; a warning mentions it.
+    Random numbers of a step are drawn alike for whole weights and shares, so that the rest of the
+    step is compared. An optimizer that cannot be made or stepped here, because it needs a GPU or
+    the model's own weights, is not judged; a warning mentions it.
 
     Raises:
         ConfigError: kind ``optimizer-needs-closure``, ``optimizer-needs-modes`` or
-            ``optimizer-sees-shape``, or what `make` refuses itself.
+            ``optimizer-sees-shape``, or an error of `make` itself.
     """
     with _undisturbed():
         try:
             reason = _disagreement(make, stage, tensor, key=key, value=value)
-            is_from_stage_3 = (
-                stage == 3 and reason and not _disagreement(make, 2, tensor, key=key, value=value)
-            )
+            is_from_stage_3 = False
+            if stage == 3 and reason:
+                is_from_stage_3 = not _disagreement(make, 2, tensor, key=key, value=value)
         except NotJudgedError as error:
             if stage or tensor > 1:
                 warn(
@@ -148,32 +152,35 @@ def check_optimizer(
         reason += f", and at zero.stage {stage} it sees shares of one flat vector of all weights"
     if tensor > 1:
         reason += f", and of parallel.tensor: {tensor} each rank has a part of it"
-    instead = "parallel.tensor: 1" if tensor > 1 else "zero.stage: 0"
+    setting = "parallel.tensor: 1" if tensor > 1 else "zero.stage: 0"
     raise ConfigError.of(
-        "optimizer-sees-shape", reason, f"set {instead}, or {_BY_NUMBER}", key, value
+        "optimizer-sees-shape", reason, f"set {setting}, or {_BY_NUMBER}", key, value
     )
 
 
 def _disagreement(make: MakeOptimizer, stage: int, tensor: int, *, key: str, value: str) -> str:
-    """Return why shares are stepped otherwise than whole weights; empty where they are not.
+    """Return why shares are stepped otherwise than whole weights, or an empty text.
 
     Raises:
         NotJudgedError: not even whole weights can be stepped here.
     """
     is_divided = stage > 0 or tensor > 1
     for trial in _TRIALS:
-        reason = _of_first_possible(make, trial, stage, is_divided, key=key, value=value)
+        reason = _disagreement_in(make, trial, stage, is_divided, key=key, value=value)
         if reason or not is_divided:
             return reason
     return ""
 
 
-def _of_first_possible(
+def _disagreement_in(
     make: MakeOptimizer, trial: _Trial, stage: int, is_divided: bool, *, key: str, value: str
 ) -> str:
-    """As `_disagreement`, of one trial: some optimizers take only floats, or only matrices."""
+    """Return the disagreement in one trial, in the first form of it that the optimizer takes: some
+    take only floats, or only matrices.
+    """
     first_error: NotJudgedError | None = None
     for only_matrices in (False, True):
+        # doubles first: a small learning rate changes only the last bits of a float
         for dtype in (torch.float64, torch.float32):
             form = replace(trial, dtype=dtype, only_matrices=only_matrices)
             try:
@@ -187,6 +194,7 @@ def _of_first_possible(
 def _compared(
     make: MakeOptimizer, trial: _Trial, stage: int, is_divided: bool, *, key: str, value: str
 ) -> str:
+    """Return the first disagreement between whole weights and shares over the steps of a trial."""
     start = trial.trained
     whole = _Whole(make, start, key=key, value=value)
     if not is_divided:
@@ -218,13 +226,15 @@ def _compared(
                 return f"it takes no weight that is a flat vector ({error})"
             if not share.distance(weights) <= allowed:
                 return "its step depends on the shape of a weight, or on many numbers at once"
-            if step % 4 == 3 and (name := _other_scalar(whole.scalars(), share.scalars())):
-                return f"it keeps a number that depends on all weights it steps ({name})"
+            if step % 4 == 3:
+                name = _differing_scalar(whole.scalars(), share.scalars())
+                if name:
+                    return f"it keeps a number that depends on all weights it steps ({name})"
     return ""
 
 
 class _Stepped:
-    """An optimizer on the way: its groups are what it was made with, or shares of them."""
+    """An optimizer in a trial: its groups are those that it was made with, or shares of them."""
 
     number = 0
 
@@ -247,7 +257,7 @@ class _Stepped:
                 group["lr"] = _RATE_IF_NONE
 
     def take_step(self, step: int) -> None:
-        """Take a step, with generators that no other one has in common."""
+        """Take a step, with random generators that no other optimizer of the trial shares."""
         seed = step * (_NUM_SHARES + 1) + self.number
         random.seed(seed)
         np.random.seed(seed)
@@ -276,9 +286,10 @@ class _Whole(_Stepped):
 
 class _Share(_Stepped):
     """Steps a share of every group's flat vector, as DeepSpeed does (0.19.8,
-    runtime/zero/stage_1_and_2.py and stage3.py): the groups are those of the model's weights; at
-    stage 3 these are empty, and `step` is called once for each group, while the others hold
-    nothing.
+    runtime/zero/stage_1_and_2.py and stage3.py).
+
+    The optimizer is made over the model's weights, which are empty at stage 3. There `step` is
+    called once for each group, while the other groups hold no weights.
     """
 
     def __init__(
@@ -291,29 +302,29 @@ class _Share(_Stepped):
         key: str,
         value: str,
     ) -> None:
-        given = [_as_given(weight, stage) for weight in start]
-        optimizer = made_optimizer(make, given)
-        places = _places(given, start)
+        parameters = [_as_zero_leaves_it(weight, stage) for weight in start]
+        optimizer = made_optimizer(make, parameters)
+        places = _places(parameters, start)
         self.number = number + 1
-        self._alone = stage == 3
+        self._steps_groups_alone = stage == 3
         self._places = []
         self._flat = []
         flat_start = _joined(start)
         for group in optimizer.param_groups:
-            of_group = torch.cat([places[id(parameter)] for parameter in group["params"]])
-            cut = round(_FIRST_SHARE * len(of_group))
-            own = of_group[:cut] if number == 0 else of_group[cut:]
-            self._places.append(own)
-            self._flat.append(torch.nn.Parameter(flat_start[own]))
+            group_places = torch.cat([places[id(parameter)] for parameter in group["params"]])
+            cut = round(_FIRST_SHARE * len(group_places))
+            share = group_places[:cut] if number == 0 else group_places[cut:]
+            self._places.append(share)
+            self._flat.append(torch.nn.Parameter(flat_start[share]))
             group["params"] = [self._flat[-1]]
-        if isinstance(optimizer, torch.optim.Adagrad):  # which has its state from the start
+        if isinstance(optimizer, torch.optim.Adagrad):  # makes its state in its constructor
             optimizer = torch.optim.Adagrad(self._flat, **optimizer.defaults)
         super().__init__(optimizer, key=key, value=value)
 
     def step(self, gradient: Tensor, step: int) -> None:
-        for flat, own in zip(self._flat, self._places, strict=True):
-            flat.grad = gradient[own].clone()
-        if not self._alone:
+        for flat, places in zip(self._flat, self._places, strict=True):
+            flat.grad = gradient[places].clone()
+        if not self._steps_groups_alone:
             self.take_step(step)
             return
         for group in self.optimizer.param_groups:
@@ -324,35 +335,34 @@ class _Share(_Stepped):
             group["params"] = []
 
     def distance(self, weights: Tensor) -> float:
-        """Return the largest distance of these numbers from those of the whole weights."""
-        apart = [
-            (flat.detach() - weights[own]).abs()
-            for flat, own in zip(self._flat, self._places, strict=True)
-        ]
-        return float(torch.cat(apart).max())
+        """Return the largest distance between the numbers of this share and the whole weights."""
+        distances = []
+        for flat, places in zip(self._flat, self._places, strict=True):
+            distances.append((flat.detach() - weights[places]).abs())
+        return float(torch.cat(distances).max())
 
     def scalars(self) -> Mapping[str, list[float]]:
         return _scalars(self.optimizer, [[flat] for flat in self._flat])
 
 
-def _as_given(weight: Tensor, stage: int) -> torch.nn.Parameter:
-    """Make the weight an optimizer is made with: ZeRO-3 leaves a flat, empty tensor, and notes the
-    shape.
+def _as_zero_leaves_it(weight: Tensor, stage: int) -> torch.nn.Parameter:
+    """Return the parameter that the optimizer is made with: ZeRO-3 leaves a flat, empty tensor with
+    a note of the shape.
     """
     if stage < 3:
         return torch.nn.Parameter(weight.clone())
     empty: Any = torch.nn.Parameter(weight.new_empty(0))
     empty.ds_shape = weight.shape
     empty.ds_numel = weight.numel()
-    made: torch.nn.Parameter = empty
-    return made
+    parameter: torch.nn.Parameter = empty
+    return parameter
 
 
-def _places(given: Sequence[Tensor], start: Sequence[Tensor]) -> Mapping[int, Tensor]:
-    """Return where in the joined vector the numbers of each weight are, by its id."""
+def _places(parameters: Sequence[Tensor], start: Sequence[Tensor]) -> Mapping[int, Tensor]:
+    """Return the places of each weight's numbers in the joined vector, by the parameter's id."""
     places = {}
     begin = 0
-    for parameter, weight in zip(given, start, strict=True):
+    for parameter, weight in zip(parameters, start, strict=True):
         places[id(parameter)] = torch.arange(begin, begin + weight.numel())
         begin += weight.numel()
     return places
@@ -361,21 +371,21 @@ def _places(given: Sequence[Tensor], start: Sequence[Tensor]) -> Mapping[int, Te
 def _scalars(
     optimizer: torch.optim.Optimizer, held: Sequence[Sequence[Tensor]]
 ) -> Mapping[str, list[float]]:
-    """Return the single numbers that an optimizer keeps: of each group, and over the weights of a
-    group.
+    """Return the single numbers that an optimizer keeps in its groups and in the states of their
+    weights, by name.
     """
-    found: dict[str, list[float]] = {}
+    scalars: dict[str, list[float]] = {}
     for index, (group, weights) in enumerate(zip(optimizer.param_groups, held, strict=False)):
-        for name, one in group.items():
-            number = _number(one)
+        for name, value in group.items():
+            number = _number(value)
             if number is not None:
-                found.setdefault(f"{name} of group {index}", []).append(number)
+                scalars.setdefault(f"{name} of group {index}", []).append(number)
         for weight in weights:
-            for name, one in optimizer.state.get(weight, {}).items():
-                number = _number(one)
+            for name, value in optimizer.state.get(weight, {}).items():
+                number = _number(value)
                 if number is not None:
-                    found.setdefault(f"{name} of group {index}'s state", []).append(number)
-    return found
+                    scalars.setdefault(f"{name} of group {index}'s state", []).append(number)
+    return scalars
 
 
 def _number(value: Any) -> float | None:
@@ -386,9 +396,9 @@ def _number(value: Any) -> float | None:
     return None
 
 
-def _other_scalar(whole: Mapping[str, list[float]], share: Mapping[str, list[float]]) -> str:
+def _differing_scalar(whole: Mapping[str, list[float]], share: Mapping[str, list[float]]) -> str:
     for name, numbers in share.items():
-        both = [*numbers, *whole.get(name, [])]
+        both = numbers + whole.get(name, [])
         least = min(both)
         most = max(both)
         if most - least > 1e-4 * max(abs(most), abs(least)):
@@ -397,9 +407,9 @@ def _other_scalar(whole: Mapping[str, list[float]], share: Mapping[str, list[flo
 
 
 class _EqualDraws(TorchDispatchMode):
-    """Gives all numbers of a tensor one random number that belongs to the step: what is drawn for
-    each number of a weight is then the same, whole or in shares. A single draw, or an order, is
-    left to the generator, which ranks do not have in common.
+    """Fills every random tensor with one number that depends on the step, so that whole weights and
+    shares of them draw the same. A single draw, or an order, is left to the generator, since ranks
+    do not share one.
     """
 
     def __init__(self, step: int) -> None:
@@ -419,19 +429,18 @@ class _EqualDraws(TorchDispatchMode):
             or name in ("randperm", "multinomial")
         ):
             return drawn
-        named = dict(
-            zip([argument.name for argument in func._schema.arguments], args, strict=False)
-        ) | (kwargs or {})
+        names = [argument.name for argument in func._schema.arguments]
+        arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
         if name in ("normal", "randn", "randn_like"):
-            return drawn.copy_(
-                named.get("mean", 0.0)
-                + named.get("std", 1.0) * torch.full_like(drawn, self._normal)
-            )
+            mean = arguments.get("mean", 0.0)
+            std = arguments.get("std", 1.0)
+            return drawn.copy_(mean + std * torch.full_like(drawn, self._normal))
         if name == "bernoulli":
-            chance: Any = named.get("p", 0.5 if full_name.endswith("_") else named["self"])
+            default: Any = 0.5 if full_name.endswith("_") else arguments["self"]
+            chance: Any = arguments.get("p", default)
             return drawn.copy_(torch.full_like(drawn, self._uniform) < chance)
-        low = named.get("from", 0.0)
-        high = named.get("to", 1.0)
+        low = arguments.get("from", 0.0)
+        high = arguments.get("to", 1.0)
         if drawn.is_floating_point():
             return drawn.fill_(low + (high - low) * self._uniform)
         return drawn.fill_(0)
@@ -439,8 +448,9 @@ class _EqualDraws(TorchDispatchMode):
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Leave the generators of this process as they are; compile nothing."""
-    states = random.getstate(), np.random.get_state()
+    """Restore the random generators of this process afterwards; compile nothing meanwhile."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     eager: Callable[[], AbstractContextManager[Any]] = nullcontext
     if "torch._dynamo" in sys.modules:
         eager = _eager
@@ -448,8 +458,8 @@ def _undisturbed() -> Iterator[None]:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), eager():
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def _eager() -> AbstractContextManager[Any]:
@@ -458,12 +468,9 @@ def _eager() -> AbstractContextManager[Any]:
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> Tensor:
-    """Return normal numbers; doubles where that does: a small learning rate changes a float by its
-    last bits only.
-    """
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
+    """Return normal numbers, drawn as doubles, so that all dtypes start from the same numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
-"""A model cut into pipeline stages, before any process waits for another: its layers, what they
-weigh, where they are cut.
+"""Cuts a model into pipeline stages, before any process waits for another: its layers, their
+weights, and the places of the cuts.
 
-Also started by itself (``python -m framework.setup.pipeline_stages``) by the command `plan`, which does not
-import torch: see `framework.commands.stage_balance`.
+The command `plan`, which does not import torch, also starts this module as a process of its own
+(``python -m framework.setup.pipeline_stages``): see `framework.commands.stage_balance`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from framework.config.base import ModelKind
 from framework.config.groups import is_matrix, refuse_unmatched_groups
 from framework.config.load import config_from_values
+from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.freezing import frozen_names
 from framework.models.layers import (
@@ -41,8 +42,8 @@ from framework.setup.components import Parts, gather_parts, make_train_loader
 from framework.setup.user_code import Objects, summary
 from framework.tasks.task import Task
 
-# Of what is found while the parts are gathered: not that this machine lacks something, but that the
-# run cannot work.
+# Problems with the parts that no machine can solve: the run cannot work. All others may mean that
+# this machine lacks a file or a package.
 _WRONG_ANYWHERE: Final = frozenset(
     {
         "model-data-num-classes",
@@ -61,9 +62,9 @@ class CutModel:
 
     Attributes:
         layers: recipes, or built modules.
-        table: what the layers weigh and where they are cut.
+        table: costs of the layers, and the places of the cuts.
         inputs: the model's inputs of one micro-batch, on the CPU.
-        surveyed: what each layer passes on.
+        surveyed: weights and outputs of each layer.
         frozen: names of the weights that are not trained.
         set_mode: the model's own `train()`, which sets modes of its layers; None where its class
             overrides none.
@@ -78,13 +79,13 @@ class CutModel:
 
 
 def cut_model(plan: Plan, parts: Parts) -> CutModel:
-    """Take the model apart, weigh its layers on one micro-batch and decide where it is cut.
+    """Take the model apart, survey its layers on one micro-batch and decide where it is cut.
 
     Raises:
-        ConfigError: it cannot be cut, a layer fails, or what crosses a cut cannot be sent.
+        ConfigError: it cannot be cut, a layer fails, or a value at a cut cannot be sent.
     """
-    config, seed = plan.config, plan.config.run.seed
-    torch.manual_seed(seed)  # as the plain engine does before it builds the model
+    config = plan.config
+    torch.manual_seed(config.run.seed)  # as the plain engine does before it builds the model
     with recipes_only():
         model = parts.build_model()
         layers = tuple(as_layers(model))
@@ -92,82 +93,89 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
         refuse_bad_ties(layers)
     except ValueError as error:
         raise ConfigError.of("layers-do-not-fit", str(error), "mend the list", "model") from error
-    if type(parts.task).forward is not Task.forward:
-        reason = (
-            "its own forward() would not be called in a pipeline, whose stages call their "
-            "layers themselves"
-        )
-        fix = "move it into the model's layers, or set parallel.pipe: 1"
-        raise ConfigError.of(
-            "task-forward-with-pipeline", reason, fix, "task", type(parts.task).__name__
-        )
+    _refuse_own_forward(parts.task)
     inputs, _ = first_batch(plan, parts)
     if not _is_tensors(inputs):
-        handed = f"the task hands a {type(inputs).__name__} to the model"
-        reason = f"{handed}, and a pipeline's first stage takes a tensor or a tuple of tensors"
+        reason = (
+            f"the task hands a {type(inputs).__name__} to the model, and a pipeline's first stage "
+            "takes a tensor or a tuple of tensors"
+        )
         fix = "let split(batch) return such inputs, or set parallel.pipe: 1"
         raise ConfigError.of(
             "inputs-unsendable", reason, fix, "parallel.pipe", config.parallel.pipe
         )
+    surveyed, frozen = _survey_layers(config, layers, inputs)
+    # the layers of our own models are tested
+    if lists_layers(model) and not isinstance(config.model, ModelKind):
+        refuse_untrue_layers(model, inputs, seed=config.run.seed)
+    table = _cut(_facts(surveyed), surveyed, plan)
+    return CutModel(layers, table, inputs, surveyed, frozen, _mode_setter(model))
+
+
+def _refuse_own_forward(task: Task) -> None:
+    if type(task).forward is Task.forward:
+        return
+    reason = (
+        "its own forward() would not be called in a pipeline, whose stages call their "
+        "layers themselves"
+    )
+    fix = "move it into the model's layers, or set parallel.pipe: 1"
+    raise ConfigError.of("task-forward-with-pipeline", reason, fix, "task", type(task).__name__)
+
+
+def _survey_layers(
+    config: RunConfig, layers: Sequence[Layer], inputs: Any
+) -> tuple[tuple[Surveyed, ...], frozenset[str]]:
+    """Return the surveyed layers, and the names of the frozen weights."""
     in_half = config.precision.dtype in ("bf16", "fp16")
-    look = partial(survey, layers, inputs, seed=seed, float_bytes=2 if in_half else 4)
-    surveyed = tuple(look())
-    shapes = {
-        f"{layer.place}.{name}": shape for layer in surveyed for name, shape in layer.params.items()
-    }
+    survey_layers = partial(
+        survey, layers, inputs, seed=config.run.seed, float_bytes=2 if in_half else 4
+    )
+    surveyed = tuple(survey_layers())
+    shapes = {}
+    for layer in surveyed:
+        for name, shape in layer.params.items():
+            shapes[f"{layer.place}.{name}"] = shape
     frozen = frozenset(frozen_names(shapes, config.training.freeze))
     trained = {name: shape for name, shape in shapes.items() if name not in frozen}
     refuse_unmatched_groups(trained, config.optimizer)
-    if frozen:  # once more, now that the names are known: no gradient flows through what is frozen
-        surveyed = tuple(look(frozen=frozen))
-    # those of our own are tested
-    if lists_layers(model) and not isinstance(config.model, ModelKind):
-        refuse_untrue_layers(model, inputs, seed=seed)
-    return CutModel(
-        layers,
-        _cut(_facts(surveyed), surveyed, plan),
-        inputs,
-        surveyed,
-        frozen,
-        _mode_setter(model),
-    )
+    if frozen:  # once more, now that the names are known: frozen weights pass no gradient on
+        surveyed = tuple(survey_layers(frozen=frozen))
+    return surveyed, frozen
 
 
 def _mode_setter(model: torch.nn.Module) -> Callable[[bool], object] | None:
-    """Return the `train()` of the model that was taken apart.
+    """Return the `train()` of the model that was taken apart, or None if its class overrides none.
 
     Raises:
-        ConfigError: kind ``layers-do-not-fit``: it has one, and is no more than recipes of its
-            layers here.
+        ConfigError: kind ``layers-do-not-fit``: its class overrides `train()`, and here the model
+            holds only recipes of its layers.
     """
     if isinstance(model, LayeredModel) and type(model).train is LayeredModel.train:
         return model.taken_from_train
-    own = own_train(model)
-    if own is not None and not any(True for _ in model.children()):
+    train = own_train(model)
+    if train is not None and not any(True for _ in model.children()):
         reason = (
             "its own train() would not be called in a pipeline, whose stages build their "
             "layers themselves"
         )
         fix = "override train() in the modules of its layers, or set parallel.pipe: 1"
         raise ConfigError.of("layers-do-not-fit", reason, fix, "model", type(model).__name__)
-    return own
+    return train
 
 
 def check_recomputed(plan: Plan, parts: Parts) -> None:
-    """With `training.recompute_every` a module that tells its layers is run by them on one device
-    too.
+    """Compare a model that lists its layers with them, if `training.recompute_every` runs them.
 
-    Not at ZeRO stage 3, where the whole model may not fit one process's memory.
+    Skipped at ZeRO stage 3, where the whole model may not fit one process's memory.
 
     Raises:
-        ConfigError: the layers give another output than its forward().
+        ConfigError: the layers give another output than the model's forward().
     """
     config = plan.config
-    if (
-        not config.training.recompute_every
-        or config.zero.stage == 3
-        or isinstance(config.model, ModelKind)
-    ):
+    if not config.training.recompute_every or config.zero.stage == 3:
+        return
+    if isinstance(config.model, ModelKind):
         return
     torch.manual_seed(config.run.seed)
     model = parts.build_model()
@@ -179,18 +187,17 @@ def check_recomputed(plan: Plan, parts: Parts) -> None:
 
 
 def cut_by_time(model: CutModel, plan: Plan, seconds: Sequence[float]) -> CutModel:
-    """The same model, cut by what its layers were measured to take.
+    """Return the same model, cut by the measured time of each layer.
 
     Raises:
-        ConfigError: what crosses the new cut cannot be sent.
+        ConfigError: a value at a new cut cannot be sent.
     """
-    return replace(
-        model, table=_cut(with_seconds(model.table.layers, seconds), model.surveyed, plan)
-    )
+    layers = with_seconds(model.table.layers, seconds)
+    return replace(model, table=_cut(layers, model.surveyed, plan))
 
 
 def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> CutModel | None:
-    """The same model, cut as a checkpoint says that its run was by measurement; None where it had
+    """Return the same model with the measured cuts of a checkpoint's run, or None if that run had
     other layers or stages.
     """
     saved = manifest.get("pipeline") or {}
@@ -200,21 +207,17 @@ def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> Cu
     was_measured = manifest["config"].get("parallel", {}).get("partition") == parallel.partition
     if not was_measured or saved.get("layers") != layers or not isinstance(bounds, list):
         return None
-    is_whole = all(type(bound) is int for bound in bounds) and [0, len(layers)] == [
-        *bounds[:1],
-        *bounds[-1:],
-    ]
-    if not is_whole or len(bounds) != parallel.pipe + 1:
+    if len(bounds) != parallel.pipe + 1 or not all(type(bound) is int for bound in bounds):
         return None
-    stages = [
-        number for number, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)
-    ]
-    config = plan.config.model_copy(
-        update={"parallel": parallel.model_copy(update={"stages": stages})}
-    )
-    return replace(
-        model, table=_cut(model.table.layers, model.surveyed, replace(plan, config=config))
-    )
+    if bounds[0] != 0 or bounds[-1] != len(layers):
+        return None
+    stages: list[int] = []
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        stages.extend(number for _ in range(start, stop))
+    new_parallel = parallel.model_copy(update={"stages": stages})
+    config = plan.config.model_copy(update={"parallel": new_parallel})
+    table = _cut(model.table.layers, model.surveyed, replace(plan, config=config))
+    return replace(model, table=table)
 
 
 def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) -> StageTable:
@@ -222,17 +225,19 @@ def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) 
     table = cut(facts, config.parallel, same_groups=needs_same_groups(config))
     if isinstance(table, Problem):
         raise ConfigError(table)
-    problems = [
-        Problem(
-            "layer-output-unsendable",
-            f"a stage ends with layer {last.layer.name} ({last.kind}), and {last.cannot_send}",
-            "change the layer, or name other stages in parallel.stages",
-            "parallel.pipe",
-            config.parallel.pipe,
-        )
-        for last in (surveyed[stop - 1] for stop in table.bounds[1:-1])
-        if last.cannot_send
-    ]
+    problems = []
+    for stop in table.bounds[1:-1]:
+        last = surveyed[stop - 1]
+        if last.cannot_send:
+            reason = (
+                f"a stage ends with layer {last.layer.name} ({last.kind}), and {last.cannot_send}"
+            )
+            fix = "change the layer, or name other stages in parallel.stages"
+            problems.append(
+                Problem(
+                    "layer-output-unsendable", reason, fix, "parallel.pipe", config.parallel.pipe
+                )
+            )
     if problems:
         raise ConfigError(problems)
     _refuse_shared_weights(table, surveyed)
@@ -240,31 +245,33 @@ def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) 
 
 
 def _facts(surveyed: Sequence[Surveyed]) -> list[LayerFacts]:
-    """Collect the figures that the balance is computed from; weights that are not trained count as
-    nothing in it.
-    """
-    return [
-        LayerFacts(
-            layer.layer.name,
-            layer.kind,
-            sum(shape.numel() for shape in layer.params.values()),
-            layer.param_bytes,
-            layer.output_bytes,
-            flops=layer.flops,
-            tied=layer.layer.tied,
-            may_start_stage=layer.layer.may_start_stage,
-            groups=frozenset(
-                "matrices" if is_matrix(shape) else "biases and norms"
-                for shape in layer.params.values()
-            ),
+    """Return the figures that balance the stages; weights that are not trained count as nothing."""
+    facts = []
+    for layer in surveyed:
+        num_params = 0
+        groups = set()
+        for shape in layer.params.values():
+            num_params += shape.numel()
+            groups.add("matrices" if is_matrix(shape) else "biases and norms")
+        facts.append(
+            LayerFacts(
+                layer.layer.name,
+                layer.kind,
+                num_params,
+                layer.param_bytes,
+                layer.output_bytes,
+                flops=layer.flops,
+                tied=layer.layer.tied,
+                may_start_stage=layer.layer.may_start_stage,
+                groups=frozenset(groups),
+            )
         )
-        for layer in surveyed
-    ]
+    return facts
 
 
 def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> None:
-    """One weight in two layers that nobody tied: each stage would train a copy, and they would
-    drift apart.
+    """Refuse a weight in layers of two stages that are not tied: each stage would train a copy, and
+    the copies would drift apart.
     """
     holders: dict[int, tuple[int, str]] = {}
     for stage, (start, stop) in enumerate(pairwise(table.bounds)):
@@ -278,9 +285,8 @@ def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> N
                 if other_stage != stage:
                     reason = (
                         f"it is a weight of {other} on stage {other_stage} as well as of "
-                        f"{layer.name} on stage "
+                        f"{layer.name} on stage {stage}, and the copies would drift apart"
                     )
-                    reason += f"{stage}, and the copies would drift apart"
                     fix = (
                         "put both on one stage in parallel.stages, or build a LayeredModel with "
                         "tied layers"
@@ -291,8 +297,9 @@ def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> N
 
 
 def first_batch(plan: Plan, parts: Parts) -> tuple[Any, Any]:
-    """The model's inputs and the targets of the run's first micro-batch; a ConfigError where it
-    cannot be read.
+    """Return the model's inputs and the targets of the run's first micro-batch.
+
+    Raises ConfigError if it cannot be read.
     """
     batches = make_train_loader(plan, parts.splits, rank=0, num_workers=0).stream(0)
     try:
@@ -308,50 +315,46 @@ def first_batch(plan: Plan, parts: Parts) -> tuple[Any, Any]:
 
 
 def _is_tensors(inputs: Any) -> bool:
-    return all(
-        isinstance(tensor, torch.Tensor)
-        for tensor in (inputs if isinstance(inputs, tuple) else (inputs,))
-    )
+    if isinstance(inputs, tuple):
+        return all(isinstance(item, torch.Tensor) for item in inputs)
+    return isinstance(inputs, torch.Tensor)
 
 
-def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a model would be cut, for the command `plan`.
+def describe(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the places where a model would be cut, for the command `plan`.
 
     Args:
-        asked: ``config`` and ``cluster`` as plain values.
+        question: ``config`` and ``cluster`` as plain values.
 
     Returns:
-        ``lines`` and ``pipeline`` of the table; or ``missing``, what this machine lacks to know it;
-        or ``problems``, why it cannot be cut. Problems as plain values.
+        ``lines`` and ``pipeline`` of the table; or ``missing``, files and packages that this
+        machine lacks; or ``problems``, why the model cannot be cut. Problems as plain values.
     """
-    config = config_from_values(asked["config"])
-    cluster = Cluster(**asked["cluster"])
+    config = config_from_values(question["config"])
+    cluster = Cluster(**question["cluster"])
     try:
         parts = gather_parts(config, Objects())
     except ConfigError as error:
-        if any(problem.kind in _WRONG_ANYWHERE for problem in error.problems):
-            reported = "problems"
-        else:
-            reported = "missing"
-        return {reported: [problem.to_dict() for problem in error.problems]}
+        is_wrong_anywhere = any(problem.kind in _WRONG_ANYWHERE for problem in error.problems)
+        key = "problems" if is_wrong_anywhere else "missing"
+        return {key: [problem.to_dict() for problem in error.problems]}
     try:
-        table = cut_model(
-            make_plan(config, cluster, num_train_samples=parts.splits.num_train), parts
-        ).table
+        plan = make_plan(config, cluster, num_train_samples=parts.splits.num_train)
+        table = cut_model(plan, parts).table
     except ConfigError as error:
         return {"problems": [problem.to_dict() for problem in error.problems]}
     return {"lines": list(table.lines()), "pipeline": table.to_dict()}
 
 
 def answer(find: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> int:
-    """Read a question from stdin and write the answer to stdout, both JSON; what user code prints
+    """Read a question from stdin and write the answer to stdout, both JSON. Output of user code
     goes to stderr.
     """
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as output:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         with contextlib.redirect_stdout(sys.stderr):
-            reported = find(json.load(sys.stdin))
-        json.dump(reported, output)
+            values = find(json.load(sys.stdin))
+        json.dump(values, output)
     return 0
 
 

@@ -1,6 +1,4 @@
-"""Everything that a run needs before its process waits for any other: what can be wrong with it is
-found here.
-"""
+"""Prepares a run before its process waits for any other, so that its errors are found first."""
 
 from __future__ import annotations
 
@@ -46,12 +44,12 @@ class Prepared:
     """A run that is ready to start.
 
     Attributes:
-        plan: what will happen.
+        plan: of the run.
         ds_config: the rendered DeepSpeed JSON.
         parts: model, data, task and optimizer.
         cut: the model as layers, for a pipeline.
-        weights: what a fresh start begins with, if they are not drawn; or the checkpoint to take
-            them from, when all ranks have met and verified its files.
+        weights: of a fresh start, if they are not drawn; or the checkpoint to read them from, once
+            all ranks have met and verified its files.
     """
 
     plan: Plan
@@ -65,18 +63,20 @@ class Prepared:
         different runs.
         """
         splits = self.parts.splits.by_name()
-        sizes: dict[str, Any] = {
-            f"{name} samples": num_samples_of(split) for name, split in splits.items()
-        }
-        sums = {name: tokens_sha256(split) for name, split in splits.items()}
-        sizes |= {f"checksum of the {name} text": found for name, found in sums.items() if found}
-        return sizes | {
-            f"config.{name}": section for name, section in self.plan.config.to_dict().items()
-        }
+        values: dict[str, Any] = {}
+        for name, split in splits.items():
+            values[f"{name} samples"] = num_samples_of(split)
+        for name, split in splits.items():
+            checksum = tokens_sha256(split)
+            if checksum:
+                values[f"checksum of the {name} text"] = checksum
+        for name, section in self.plan.config.to_dict().items():
+            values[f"config.{name}"] = section
+        return values
 
     def describe_weights(self) -> str:
-        """Describe the weights that this rank has found for a fresh start: a file system may show
-        others to others.
+        """Describe the weights that this rank has found for a fresh start; on another host the file
+        system may hold others.
         """
         if self.weights is None:
             return "no weights are read"
@@ -85,11 +85,11 @@ class Prepared:
         return f"{counted(len(self.weights), 'tensor')} are found there"
 
     def without_weights(self) -> Prepared:
-        """A checkpoint is resumed from, whatever this rank has seen of it when it looked."""
+        """Return the run without weights of a fresh start, for one that resumes a checkpoint."""
         return replace(self, weights=None)
 
     def pipeline(self) -> dict[str, Any] | None:
-        """The layers of the model and where they are cut, as plain values; None without a
+        """Return the layers of the model and their cuts as plain values; None without a
         pipeline.
         """
         if self.cut is None:
@@ -101,28 +101,35 @@ class Prepared:
         samples.
         """
         plan = self.plan
+        values: dict[str, Any] = {}
         pipeline = self.pipeline()
-        text = tokens_sha256(self.parts.splits.train)
-        return {
-            **({"pipeline": pipeline} if pipeline else {}),
-            "order": order,
-            # With other data its place in them would mean other samples.
-            "num_train_samples": plan.length.num_train_samples,
-            **({"data_sha256": text} if text else {}),
-            **({"lanes": lanes} if (lanes := _num_lanes(plan, self.parts)) else {}),
-            "steps_per_epoch": plan.length.steps_per_epoch,
-            "total_steps": plan.length.total_steps,
-            "layout": asdict(plan.layout),
-            "versions": describe_environment()["versions"],
-            "config": plan.config.to_dict(),
-        }
+        if pipeline:
+            values["pipeline"] = pipeline
+        values["order"] = order
+        # With other data a position in them would mean other samples.
+        values["num_train_samples"] = plan.length.num_train_samples
+        checksum = tokens_sha256(self.parts.splits.train)
+        if checksum:
+            values["data_sha256"] = checksum
+        lanes = _num_lanes(plan, self.parts)
+        if lanes:
+            values["lanes"] = lanes
+        values["steps_per_epoch"] = plan.length.steps_per_epoch
+        values["total_steps"] = plan.length.total_steps
+        values["layout"] = asdict(plan.layout)
+        values["versions"] = describe_environment()["versions"]
+        values["config"] = plan.config.to_dict()
+        return values
 
 
 def order_of(start: SavedCheckpoint | None) -> int:
-    """Version of the order of samples: a run that goes on keeps its own, and a new one has the
-    latest.
+    """Return the version of the order of samples: a resumed run keeps its own, and a new one has
+    the latest.
     """
-    return LATEST_ORDER if start is None else start.manifest.get("order", 1)
+    if start is None:
+        return LATEST_ORDER
+    order: int = start.manifest.get("order", 1)
+    return order
 
 
 def prepare(
@@ -138,7 +145,7 @@ def prepare(
         config: of the run.
         objects: parts of it that were handed over.
         source: where the config's values came from.
-        plan: of the config for this cluster, where it was made before the device was known.
+        plan: of the config for this cluster, if it was made before the device was known.
 
     Raises:
         ConfigError, StorageError: the run cannot work.
@@ -147,7 +154,7 @@ def prepare(
     source = source or Source()
     device = cast(Device, device_name())
     config = describe_objects(config, objects)
-    # What is wrong with the config alone is told before anything is imported.
+    # Errors of the config alone are raised before anything is imported.
     if plan is None:
         cluster = Cluster.from_environment(os.environ, device=device)
         if config.auto:
@@ -166,38 +173,33 @@ def prepare(
         with waiting("the data: it is read, downloaded or made ready (data)"):
             parts = gather_parts(config, objects)
     plan = plan.with_data(parts.splits.num_train, source)
-    further = [source.locate(problem) for problem in _shared_lanes(plan, parts)]
+    findings = list(plan.findings)
+    findings += [source.locate(problem) for problem in _shared_lanes(plan, parts)]
     ds_config = render(plan)
-    problems = _problems_of_passed_keys(plan, ds_config, source)
+    findings += _problems_of_passed_keys(plan, ds_config, source)
     with _placing(source):
+        cut = None
         if plan.layout.pipe_size > 1:
             cut = cut_model(plan, parts)
         else:
-            cut = None
-        if cut is None:
             check_recomputed(plan, parts)
-        # What adapters were trained on is in no checkpoint.
-        begins = resumed is None or config.training.lora is not None
+        # A checkpoint of adapters does not hold the weights that they were trained on.
+        needs_weights = resumed is None or config.training.lora is not None
         weights = None
-        published: tuple[Problem, ...] = ()
-        if begins and config.checkpoint.init_weights is not None:
+        if needs_weights and config.checkpoint.init_weights is not None:
             from framework.checkpoint.huggingface import published_problems
 
-            published = accepted(published_problems(config), source)
+            findings += accepted(published_problems(config), source)
             weights = _first_weights(config.checkpoint.init_weights, config, cut)
-    return Prepared(
-        replace(plan, findings=(*plan.findings, *further, *problems, *published)),
-        ds_config,
-        parts,
-        cut,
-        weights,
-    )
+    return Prepared(replace(plan, findings=tuple(findings)), ds_config, parts, cut, weights)
 
 
 def _problems_of_passed_keys(
     plan: Plan, ds_config: dict[str, Any], source: Source
 ) -> tuple[Problem, ...]:
-    """Judge the keys that the config passes through to DeepSpeed; ConfigError for errors."""
+    """Return warnings about keys that the config passes to DeepSpeed. Raises ConfigError for
+    errors.
+    """
     if not plan.config.deepspeed:
         return ()
     from framework.dslint.judge import judge_passed_through
@@ -206,7 +208,7 @@ def _problems_of_passed_keys(
 
 
 def _num_lanes(plan: Plan, parts: Parts) -> int:
-    """Return into how many lanes ranks divide the training stream; 0 for data with a length."""
+    """Return the number of lanes of the training stream; 0 for data with a length."""
     train = parts.splits.train
     if not is_stream(train):
         return 0
@@ -229,18 +231,19 @@ def _shared_lanes(plan: Plan, parts: Parts) -> Iterator[Problem]:
 
 
 def _find_resumed(config: RunConfig) -> SavedCheckpoint | None:
-    """Look up the checkpoint that is resumed from, where a path must lead to one or first weights
-    depend on it. Whether its bytes are those that were written is found out when the run folder is
-    held.
+    """Return the checkpoint that the run resumes, if `checkpoint.resume` is a path or first weights
+    depend on it; otherwise None.
+
+    Its bytes are verified later, when the run folder is held.
     """
-    asked = config.checkpoint.resume
+    resume = config.checkpoint.resume
     unverified = config.checkpoint.allow_unverified
-    own = RunFolder(config.run.folder).checkpoints
+    run_checkpoints = RunFolder(config.run.folder).checkpoints
     first_weights = config.checkpoint.init_weights
-    if first_weights is None and asked in ("auto", "never"):
+    if first_weights is None and resume in ("auto", "never"):
         return None
     try:
-        return find_checkpoint(asked, run_checkpoints=own, allow_unverified=unverified)
+        return find_checkpoint(resume, run_checkpoints=run_checkpoints, allow_unverified=unverified)
     except (StorageError, OSError):  # damaged, or a file system that may answer next time
         if first_weights is None:
             return None
@@ -250,14 +253,14 @@ def _find_resumed(config: RunConfig) -> SavedCheckpoint | None:
 def _first_weights(
     path: str, config: RunConfig, cut: CutModel | None
 ) -> LazyWeights | SavedCheckpoint:
-    """Find what `checkpoint.init_weights` names."""
+    """Return the weights, or the checkpoint, at `path`, the config's `checkpoint.init_weights`."""
     from framework.engine.weights import find_weights, refuse_other_layers
 
     unverified = config.checkpoint.allow_unverified
-    found = find_weights(path, allow_unverified=unverified, model=config.model)
-    if cut is not None and not isinstance(found, SavedCheckpoint):
-        refuse_other_layers(found, cut.surveyed, source=path)
-    return found
+    weights = find_weights(path, allow_unverified=unverified, model=config.model)
+    if cut is not None and not isinstance(weights, SavedCheckpoint):
+        refuse_other_layers(weights, cut.surveyed, source=path)
+    return weights
 
 
 @contextlib.contextmanager
@@ -269,32 +272,33 @@ def _placing(source: Source) -> Iterator[None]:
         raise ConfigError([source.locate(problem) for problem in error.problems]) from error
 
 
-def _compile_problems(asked: Compile | None, device: Device) -> Iterator[Problem]:
-    if asked is None:
+def _compile_problems(section: Compile | None, device: Device) -> Iterator[Problem]:
+    """Yield the first problem that compiling the model would meet here."""
+    if section is None:
         return
     from framework.plan.compiled_ops import lost_gradients, missing_compiler
 
-    if asked.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if section.backend not in backends:
         reason = "torch knows no such backend here"
-        fix = f"write one of {', '.join(known)}"
-        yield Problem("unknown-backend", reason, fix, "training.compile.backend", asked.backend)
-    elif lost := lost_gradients(torch.__version__):
-        yield lost
-    elif asked.backend == "inductor" and (missing := missing_compiler(device, os.environ)):
-        yield missing
+        fix = f"write one of {', '.join(backends)}"
+        yield Problem("unknown-backend", reason, fix, "training.compile.backend", section.backend)
+        return
+    problem = lost_gradients(torch.__version__)
+    if not problem and section.backend == "inductor":
+        problem = missing_compiler(device, os.environ)
+    if problem:
+        yield problem
 
 
 def _check_packages(config: RunConfig, device: Device) -> None:
-    """On every rank: found missing on rank 0 only, and later, the others would be left waiting."""
-    problems = [
-        Problem(
-            "package-missing",
-            f"{name} is not installed",
-            f"pip install {name}, or set {key}: false",
-            key,
-        )
-        for key, name in config.monitors.missing_packages()
-    ]
+    """Refuse a run that lacks a package. Every rank checks: if rank 0 alone failed later, the
+    others would wait for it.
+    """
+    problems = []
+    for key, name in config.monitors.missing_packages():
+        fix = f"pip install {name}, or set {key}: false"
+        problems.append(Problem("package-missing", f"{name} is not installed", fix, key))
     if config.training.lora is not None and importlib.util.find_spec("peft") is None:
         reason = "peft, which adds adapters to models, is not installed"
         fix = "pip install peft"
@@ -302,9 +306,7 @@ def _check_packages(config: RunConfig, device: Device) -> None:
     problems += _compile_problems(config.training.compile, device)
     if problems:
         raise ConfigError(problems)
-    for number, other in enumerate(config.monitors.others):
-        check_arguments(
-            load_target(other.target, key=f"monitors.others.{number}.target"),
-            other.args,
-            key=f"monitors.others.{number}",
-        )
+    for number, section in enumerate(config.monitors.others):
+        key = f"monitors.others.{number}"
+        target = load_target(section.target, key=f"{key}.target")
+        check_arguments(target, section.args, key=key)

@@ -1,11 +1,11 @@
-"""Choice of the checkpoint that a run starts from: decided by rank 0, read by all ranks before it
-is trusted.
+"""Chooses the checkpoint that a run starts from: rank 0 decides, and all ranks read the files
+before they are trusted.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -47,7 +47,7 @@ from framework.train.events import carry_over
 from framework.train.run_folder import RunFolder
 
 DamageOf = Callable[[SavedCheckpoint], list[str]]
-"""Finds what of a checkpoint is not as it was written, a line for each file."""
+"""Finds damaged files of a checkpoint, a line for each."""
 
 
 class _HasState(Protocol):
@@ -64,21 +64,21 @@ class Kept:
         self._others = others
 
     def state(self, step: int) -> dict[str, Any]:
-        """Gather it for the checkpoint of a step. Collective."""
-        found = self._places.state(step)
-        for each in self._others:
-            found |= each.state()
-        return found
+        """Gather the state of all parts for the checkpoint of a step. Collective."""
+        state = self._places.state(step)
+        for part in self._others:
+            state |= part.state()
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Give it back."""
+        """Give every part its state back."""
         self._places.restore(state)
-        for each in self._others:
-            each.restore(state)
+        for part in self._others:
+            part.restore(state)
 
 
 def on_rank0(work: Callable[[], Any]) -> Any:
-    """The result of `work` on rank 0, or its error, to be handed to all ranks; None elsewhere."""
+    """Return the result of `work` on rank 0, or its error, for all ranks; None elsewhere."""
     if rank() != 0:
         return None
     try:
@@ -99,42 +99,47 @@ def on_rank0(work: Callable[[], Any]) -> Any:
 def agreed_weights(
     prepared: Prepared, start: SavedCheckpoint | None, *, average: bool = False
 ) -> Prepared:
-    """With the weights of a fresh start, or their moving average, or without, as all ranks have
-    them. Collective.
+    """Return the run with the weights of a fresh start, which are the same on all ranks, or without
+    weights if it resumes. Collective.
 
-    The files of a checkpoint as `checkpoint.init_weights` are verified by the ranks of each host in
-    shares. Before the run folder is touched: an earlier run of the same name, whose weights these
-    may be, is renamed then. So all ranks have opened the files, or all fail, when this returns.
+    If `checkpoint.init_weights` is a checkpoint, the ranks of each host verify its files in shares.
+    To be called before the run folder is opened: an earlier run of the same name is renamed then,
+    and the files may be in its folder. When this returns, all ranks have opened them, or all fail.
+
+    Args:
+        prepared: the run.
+        start: the checkpoint that the run resumes.
+        average: take the moving average of the weights.
 
     Raises:
         ConfigError: the weights of the checkpoint are another model's.
-        StorageError: they are damaged; or not all ranks have found the same, with a code that
-            platforms try again, for their hosts may yet.
+        StorageError: they are damaged; or ranks have found different files. Its code lets platforms
+            try again, since a host may see the files later.
     """
     if start is not None and prepared.plan.config.training.lora is None:
         return prepared.without_weights()
     path = str(prepared.plan.config.checkpoint.init_weights)
-    everyone = gather(prepared.describe_weights())
-    for number, other in enumerate(everyone):
-        if other != everyone[0]:
+    descriptions = gather(prepared.describe_weights())
+    for number, description in enumerate(descriptions):
+        if description != descriptions[0]:
             raise StorageError(
-                f"checkpoint.init_weights = {path}: on rank {number}, {other}; on rank 0, "
-                f"{everyone[0]}; all hosts must see the same files there [weights-differ]"
+                f"checkpoint.init_weights = {path}: on rank {number}, {description}; on rank 0, "
+                f"{descriptions[0]}; all hosts must see the same files there [weights-differ]"
             )
-    of = prepared.weights
-    if not isinstance(of, SavedCheckpoint):
+    checkpoint = prepared.weights
+    if not isinstance(checkpoint, SavedCheckpoint):
         return prepared
-    if of.verified:
-        damage = _verification().verify(of, on_every_host=True)
+    if checkpoint.verified:
+        damage = _verification().verify(checkpoint, on_every_host=True)
     else:
-        damage = of.damage()
+        damage = checkpoint.damage()
     error = None
     try:
-        weights = checkpoint_weights(of, average=average, damage=damage)
+        weights = checkpoint_weights(checkpoint, average=average, damage=damage)
         if prepared.cut is not None:
             refuse_other_layers(weights, prepared.cut.surveyed, source=path)
-    except FrameworkError as own:
-        error = own
+    except FrameworkError as caught:
+        error = caught
     for problem in gather(error):
         if problem is not None:
             raise problem
@@ -148,31 +153,31 @@ def _verification() -> SharedVerification:
 
 
 def choose_together(folder: RunFolder, config: RunConfig) -> SavedCheckpoint | None:
-    """Rank 0 decides where the run starts from, and all ranks read the checkpoints that it thinks
-    of. Collective.
+    """Return the checkpoint that the run starts from: rank 0 decides, and all ranks read the
+    candidates. Collective.
     """
     return decide_together(lambda damage_of: choose_start(folder, config, damage_of=damage_of))
 
 
 def decide_together(decide: Callable[[DamageOf], SavedCheckpoint | None]) -> SavedCheckpoint | None:
-    """Have rank 0 decide, while all ranks read the checkpoints whose damage it asks about.
+    """Have rank 0 decide, while all ranks read the checkpoints that it has to verify.
     Collective.
     """
     shared = _verification()
-    if rank() != 0:
-        shared.help()
-        found = None
-    else:
-        found = on_rank0(lambda: decide(shared.ask))
+    decision = None
+    if rank() == 0:
+        decision = on_rank0(lambda: decide(shared.ask))
         shared.end()
-    chosen: SavedCheckpoint | None = from_rank0(found)
-    return chosen
+    else:
+        shared.help()
+    checkpoint: SavedCheckpoint | None = from_rank0(decision)
+    return checkpoint
 
 
 def choose_start(
     folder: RunFolder, config: RunConfig, *, damage_of: DamageOf = SavedCheckpoint.damage
 ) -> SavedCheckpoint | None:
-    """Take the run's folder if there is one, and decide where the run starts from."""
+    """Lock the run's folder if it exists, and choose the checkpoint that the run starts from."""
     folder.lock_if_exists()
     start, damaged = find_sound_checkpoint(
         config.checkpoint.resume,
@@ -180,8 +185,8 @@ def choose_start(
         allow_unverified=config.checkpoint.allow_unverified,
         damage_of=damage_of,
     )
-    for stated in damaged:
-        print_line(f"warning: {stated}; an earlier checkpoint is taken [checkpoint-damaged]")
+    for message in damaged:
+        print_line(f"warning: {message}; an earlier checkpoint is taken [checkpoint-damaged]")
     if start is not None:
         start = describe_raw(start)
         warn_of(start, resumed=True)
@@ -189,29 +194,29 @@ def choose_start(
 
 
 def measure_cut(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
-    """With `parallel.partition: measured`: rank 0 times the layers on its device, and all ranks cut
-    by that. Collective.
+    """Cut the pipeline by measured times, with `parallel.partition: measured`. Collective.
 
-    A run that goes on is cut as it was: no two measurements are the same, and another cut would be
-    a move.
+    Rank 0 times the layers on its device. A resumed run keeps its cuts: two measurements are never
+    the same, and with other cuts the checkpoint would have to be resharded.
     """
     plan = prepared.plan
+    parallel = plan.config.parallel
     cut = prepared.cut
-    if (
-        cut is None
-        or plan.config.parallel.partition != "measured"
-        or plan.config.parallel.stages is not None
-    ):
+    if cut is None or parallel.partition != "measured" or parallel.stages is not None:
         return prepared
-    if start is not None and (as_saved := cut_as_saved(cut, plan, start.manifest)):
+    saved_cut = None
+    if start is not None:
+        saved_cut = cut_as_saved(cut, plan, start.manifest)
+    if saved_cut is not None:
         if rank() == 0:
             print_line("resume: the pipeline is cut as it was measured at the first start")
-        return replace(prepared, cut=as_saved)
-    seed = plan.config.run.seed
-    precision = plan.config.precision
-    seconds = from_rank0(
-        on_rank0(lambda: time_layers(cut.layers, cut.inputs, seed=seed, precision=precision))
-    )
+        return replace(prepared, cut=saved_cut)
+
+    def measure() -> Sequence[float]:
+        config = plan.config
+        return time_layers(cut.layers, cut.inputs, seed=config.run.seed, precision=config.precision)
+
+    seconds = from_rank0(on_rank0(measure))
     return replace(prepared, cut=cut_by_time(cut, plan, seconds))
 
 
@@ -223,23 +228,13 @@ def open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint | 
 
 
 def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint | None) -> str:
-    """See whether the run may go on from where it starts, then open its folder.
+    """Refuse a start that the run cannot go on from, then open its folder.
 
-    Returns its generation, for hosts that may still see another folder of its name.
+    Returns the folder's generation, for hosts that may still see another folder of its name.
     """
-    config = prepared.plan.config
     plan = prepared.plan
     if start is not None:
-        described = prepared.description()
-        check_movable(start, description=described)
-        check_resumable(
-            start,
-            config=config.to_dict(),
-            global_size=plan.layout.global_size,
-            steps_per_epoch=plan.length.steps_per_epoch or 0,
-            data=described,
-        )
-        check_reachable(start, total_steps=plan.length.total_steps or 0)
+        _refuse_unfit_start(start, prepared)
     continues = start is not None and start.folder.resolve() == folder.checkpoints.resolve()
     moved = folder.open(fresh=not continues)
     _report_resume(start, plan, folder)
@@ -259,34 +254,59 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
                 f"now {replaced} ({size_of(replaced) / 1e9:.3f} GB; it stays until somebody "
                 "deletes it)"
             )
+    plan_values = plan.to_dict()
     pipeline = prepared.pipeline()
+    if pipeline:
+        plan_values["pipeline"] = pipeline
     folder.describe(
-        config=config.to_dict(),
+        config=plan.config.to_dict(),
         ds_config=prepared.ds_config,
-        plan=plan.to_dict() | ({"pipeline": pipeline} if pipeline else {}),
+        plan=plan_values,
         environment=describe_environment(),
     )
-    tokenizer = getattr(prepared.parts.splits.train, "tokenizer", None)
-    if tokenizer:
-        tokenizer.save_pretrained(folder.path / KEPT_TOKENIZER)
-        for split in vars(prepared.parts.splits).values():
-            stated = getattr(split, "stated", "")
-            if stated:
-                print_line(stated)
-    elif tokens := getattr(config.data, "path", None):
-        keep_tokenizer(tokens, folder.path)
+    _keep_tokenizer(folder, prepared)
     return folder.generation
 
 
+def _refuse_unfit_start(start: SavedCheckpoint, prepared: Prepared) -> None:
+    plan = prepared.plan
+    description = prepared.description()
+    check_movable(start, description=description)
+    check_resumable(
+        start,
+        config=plan.config.to_dict(),
+        global_size=plan.layout.global_size,
+        steps_per_epoch=plan.length.steps_per_epoch or 0,
+        data=description,
+    )
+    check_reachable(start, total_steps=plan.length.total_steps or 0)
+
+
+def _keep_tokenizer(folder: RunFolder, prepared: Prepared) -> None:
+    """Copy the tokenizer of the data into the run folder, and print the facts about the data."""
+    splits = prepared.parts.splits
+    tokenizer = getattr(splits.train, "tokenizer", None)
+    if tokenizer:
+        tokenizer.save_pretrained(folder.path / KEPT_TOKENIZER)
+        for split in vars(splits).values():
+            facts = getattr(split, "stated", "")
+            if facts:
+                print_line(facts)
+        return
+    path = getattr(prepared.plan.config.data, "path", None)
+    if path:
+        keep_tokenizer(path, folder.path)
+
+
 def _report_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder) -> None:
-    """Print the checkpoint that the run starts from, and what is not as it was there."""
+    """Print the checkpoint that the run starts from, and the changes since its save."""
+    is_auto = plan.config.checkpoint.resume == "auto"
     if start is None:
-        if plan.config.checkpoint.resume == "auto":
+        if is_auto:
             print_line(f"resume: auto: no checkpoint in {folder.path}, starting afresh")
         return
-    print_line(
-        f"resume: {'auto: ' if plan.config.checkpoint.resume == 'auto' else ''}from {start.path}"
-    )
+    mode = "auto: " if is_auto else ""
+    print_line(f"resume: {mode}from {start.path}")
     for change in describe_changes(start, config=plan.config.to_dict()):
         print_line(f"resume: changed since the save, and applied: {change}")
     versions = describe_versions(start, versions=describe_environment()["versions"])
@@ -300,8 +320,8 @@ def _report_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder)
 
 
 def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
-    """A run that is made longer stretches a schedule that ends with it: allowed, but never
-    silently.
+    """Yield a note if the run is longer than it was and its schedule ends with the run: this moves
+    the learning rate, which is allowed but never silent.
     """
     scheduler = plan.config.scheduler
     before = start.manifest.get("total_steps")
@@ -319,25 +339,26 @@ def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
 
 
 def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
-    """The weights under adapters, for checkpoints, which do not hold them; nothing without
+    """Describe the frozen weights under adapters, which checkpoints do not hold; empty without
     adapters. Collective.
     """
     if config.training.lora is None:
         return {}
-    return {"base": describe_base(engine.engine.module, config.checkpoint.init_weights)}  # type: ignore[attr-defined]
+    module = engine.engine.module  # type: ignore[attr-defined]
+    return {"base": describe_base(module, config.checkpoint.init_weights)}
 
 
 def steps_left_out(folder: RunFolder, start: SavedCheckpoint | None, config: RunConfig) -> LeftOut:
-    """Know the roll backs of a run from its events: a checkpoint from before one holds nothing of
-    it. Collective.
+    """Return the steps that earlier roll backs of the run leave out, read from its events.
+    Collective.
+
+    A checkpoint from before a roll back does not know of it.
     """
     left_out = LeftOut()
-    own = folder.checkpoints.resolve()
-    if (
-        config.training.bad_steps is not None
-        and start is not None
-        and start.folder.resolve() == own
-    ):
+    run_checkpoints = folder.checkpoints.resolve()
+    if config.training.bad_steps is None or start is None:
+        return left_out
+    if start.folder.resolve() == run_checkpoints:
         left_out.add(from_rank0(on_rank0(lambda: noted_windows(folder.events))))
     return left_out
 
@@ -345,8 +366,8 @@ def steps_left_out(folder: RunFolder, start: SavedCheckpoint | None, config: Run
 def load_start(
     engine: Engine, start: SavedCheckpoint | None, kept: Kept, description: Mapping[str, Any]
 ) -> int:
-    """Load the checkpoint that the run starts from, moved into the run's layout, and give back what
-    it holds of `kept`; returns its step, 0 without one. Collective.
+    """Load the checkpoint that the run starts from into the engine and into `kept`; a checkpoint of
+    another layout is resharded. Returns its step, or 0 without a checkpoint. Collective.
     """
     if start is None:
         return 0
@@ -354,9 +375,9 @@ def load_start(
         refuse_other_base(start, description["base"])
     moved = needs_resharding(start, description=description)
     if moved and rank() == 0:
-        stated = describe_resharding(start, description=description)
+        change = describe_resharding(start, description=description)
         print_line(
-            f"resume: {start.path} was written in another layout ({stated}) and is moved into "
+            f"resume: {start.path} was written in another layout ({change}) and is moved into "
             "this one"
         )
     state = engine.load(start, moved=moved)

@@ -1,6 +1,4 @@
-"""What TensorBoard shows beside numbers: histograms of the weights, and evaluation samples with
-their predictions.
-"""
+"""Histograms of the weights, and evaluation samples with their predictions, for TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,8 +21,8 @@ from framework.system.log import warn
 from framework.train.monitors.tensorboard_events import Histogram, Image, Shown, Text
 
 _CHUNK: Final = 2**22  # elements at once: their buckets take 8 bytes each
-_GROWTH: Final = 1.1  # of an edge to the next, as TensorBoard draws them
-# up to about 1e4
+_GROWTH: Final = 1.1  # ratio of an edge to the one before, as in TensorBoard's own histograms
+# Edges above zero: from 1e-10 up to about 1e4.
 _SMALLEST = 1e-10
 _NUM_EDGES = 340
 _SHOWN_TOKENS: Final = 64
@@ -31,42 +30,43 @@ _SHOWN_TOKENS: Final = 64
 
 @cache
 def _edges() -> Tensor:
-    """Upper ends of the buckets but the last one's, which is infinite."""
+    """Return the upper ends of all buckets but the last; its end is infinite."""
     positive = _SMALLEST * _GROWTH ** torch.arange(_NUM_EDGES, dtype=torch.float64)
     return torch.cat([-positive.flip(0), torch.zeros(1, dtype=torch.float64), positive]).float()
 
 
 def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
-    """Histograms of all weights, on rank 0; elsewhere none. Collective: each rank counts what it
-    alone holds.
+    """Return histograms of all weights on rank 0, and none elsewhere. Collective: each rank counts
+    the weights that it alone holds.
 
-    Waits for the device. Sent between ranks: 700 counts for each weight.
+    Waits for the device. Sends 700 counts for each weight between ranks.
     """
     is_spread = plan.config.zero.stage == 3
-    counts = {}
+    histograms: dict[str, Histogram] = {}
     if is_spread or plan.layout.data_parallel_rank(rank()) < plan.layout.expert_size:
         for name, weight in module.named_parameters():
-            counts[name] = _count(_own_share(weight) if is_spread else weight.detach())
-    everyone = gather(counts)
+            values = _rank_share(weight) if is_spread else weight.detach()
+            histograms[name] = _count(values)
+    histograms_of_ranks = gather(histograms)
     if rank() != 0:
         return []
     merged: dict[str, Histogram] = {}
-    for found in everyone:
-        for name, histogram in found.items():
+    for of_rank in histograms_of_ranks:
+        for name, histogram in of_rank.items():
             if name not in merged:
                 merged[name] = histogram
-            elif is_spread:  # of a pipeline's tied weights every stage has all
+            elif is_spread:  # without ZeRO 3 a pipeline's tied weights are whole on several stages
                 merged[name] = merged[name].plus(histogram)
-    return [
-        Histogram(f"weights/{name}", *histogram[1:])
-        for name, histogram in merged.items()
-        if histogram.num
-    ]
+    shown: list[Shown] = []
+    for name, histogram in merged.items():
+        if histogram.num:
+            shown.append(histogram._replace(tag=f"weights/{name}"))
+    return shown
 
 
-def _own_share(weight: Any) -> Tensor:
-    """This rank's part of a weight that ZeRO stage 3 has spread, without what fills the last part
-    up.
+def _rank_share(weight: Any) -> Tensor:
+    """Return this rank's part of a weight that ZeRO stage 3 has spread, without the padding at the
+    end of the last part.
     """
     part: Tensor = weight.ds_tensor.detach().flatten()
     before = rank() * part.numel()
@@ -89,19 +89,19 @@ def _count(values: Tensor) -> Histogram:
             counts += torch.bincount(torch.bucketize(part, edges), minlength=counts.numel()).cpu()
             low = min(low, part.min().item())
             high = max(high, part.max().item())
-            num = num + part.numel()
-            total = total + part.double().sum().item()
-            squares = squares + part.double().square().sum().item()
-    limits = [*_edges().tolist(), 1.8e308]
+            num += part.numel()
+            total += part.double().sum().item()
+            squares += part.double().square().sum().item()
+    limits = _edges().tolist()
+    limits.append(1.8e308)
     filled = counts.nonzero().flatten().tolist()
-    return Histogram(
-        "", low, high, num, total, squares, {limits[n]: int(counts[n]) for n in filled}
-    )
+    count_by_limit = {limits[bucket]: int(counts[bucket]) for bucket in filled}
+    return Histogram("", low, high, num, total, squares, count_by_limit)
 
 
 class SampleWatch:
-    """Shows the first samples of an evaluation, of several at one `step` of the first, on rank 0;
-    what cannot be shown costs a warning and nothing else.
+    """Shows the first samples of an evaluation on rank 0. Of several evaluations at one `step` only
+    the first is shown. Samples that cannot be shown cost a warning and nothing else.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SampleWatch:
         self._shown_at = -1
 
     def __call__(self, inputs: Any, targets: Any, outputs: Any) -> None:
-        """Take one batch and what the model made of it."""
+        """Show the samples of one batch, unless the step's samples are shown already."""
         if self._step is None:
             step = self._shown_at + 1
         else:
@@ -129,9 +129,8 @@ class SampleWatch:
             return
         self._shown_at = step
         try:
-            self._show(
-                list(samples(inputs, targets, outputs, count=self._count, decode=self._decode))
-            )
+            shown = samples(inputs, targets, outputs, count=self._count, decode=self._decode)
+            self._show(list(shown))
         except Exception as error:
             self._has_failed = True
             warn(f"monitors.tensorboard.samples: {error}; they are not shown [monitor-failed]")
@@ -150,31 +149,35 @@ class SampleWatch:
 def samples(
     inputs: Any, targets: Any, outputs: Any, *, count: int, decode: Callable[[Sequence[int]], str]
 ) -> Iterator[Shown]:
-    """Images (batch, 1 or 3, height, width), and a table of targets and predictions: the class with
-    the largest of logits (batch, classes), or the tokens with the largest of logits (batch, length,
-    vocabulary).
+    """Yield images, and a table of targets and predictions.
+
+    Predictions are the largest logits: a class of logits (batch, classes) for images (batch, 1 or
+    3, height, width), or tokens of logits (batch, length, vocabulary).
 
     Raises:
         ValueError: the task's batches are of another kind.
     """
     first = _first_tensor(inputs)
     logits = _first_tensor(outputs)
-    wanted = _first_tensor(targets)
-    if first is None or logits is None or wanted is None:
+    expected = _first_tensor(targets)
+    if first is None or logits is None or expected is None:
         raise ValueError("inputs, targets or outputs hold no tensor")
     first = first[:count].cpu()
-    wanted = wanted[:count].cpu()
-    chosen = logits[:count].argmax(-1).cpu()
+    expected = expected[:count].cpu()
+    predicted = logits[:count].argmax(-1).cpu()
+    rows: list[tuple[str, str, str]] = []
     if first.ndim == 4 and first.shape[1] in (1, 3) and logits.ndim == 2:
         for number, image in enumerate(first.float()):
             yield Image(f"samples/{number}", image.shape[1], image.shape[2], png(image))
-        rows = [
-            (str(number), str(one), str(other))
-            for number, (one, other) in enumerate(_pairs(wanted, chosen))
-        ]
+        expected_classes = expected.flatten().tolist()
+        predicted_classes = predicted.flatten().tolist()
+        pairs = zip(expected_classes, predicted_classes, strict=True)
+        for number, (expected_class, predicted_class) in enumerate(pairs):
+            rows.append((str(number), str(expected_class), str(predicted_class)))
     elif first.ndim == 2 and not first.is_floating_point() and logits.ndim == 3:
-        texts = partial(_as_text, decode=decode)
-        rows = [tuple(map(texts, three)) for three in zip(first, wanted, chosen, strict=True)]  # type: ignore[misc]
+        text = partial(_as_text, decode=decode)
+        for tokens, target_tokens, predictions in zip(first, expected, predicted, strict=True):
+            rows.append((text(tokens), text(target_tokens), text(predictions)))
     else:
         shapes = f"{tuple(first.shape)} -> {tuple(logits.shape)}"
         raise ValueError(f"neither images with classes nor tokens with tokens ({shapes})")
@@ -184,18 +187,15 @@ def samples(
 def _first_tensor(value: Any) -> Tensor | None:
     if isinstance(value, Tensor):
         return value
-    parts = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
-
-
-def _pairs(wanted: Tensor, chosen: Tensor) -> Iterable[tuple[int, int]]:
-    return zip(wanted.flatten().tolist(), chosen.flatten().tolist(), strict=True)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return None
+    for part in value:
+        tensor = _first_tensor(part)
+        if tensor is not None:
+            return tensor
+    return None
 
 
 def _as_text(numbers: Tensor, *, decode: Callable[[Sequence[int]], str]) -> str:
@@ -204,28 +204,32 @@ def _as_text(numbers: Tensor, *, decode: Callable[[Sequence[int]], str]) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown, with nothing in a cell that would end it."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row) + " |"
-        for row in lines
-    )
+    """Return a Markdown table; characters that would end a cell are escaped."""
+    rule = ["---" for _ in header]
+    lines = []
+    for row in chain([header, rule], rows):
+        cells = [" ".join(cell.replace("|", "\\|").split()) for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def png(image: Tensor) -> bytes:
-    """PNG of floats (1 or 3, height, width), stretched from their least to their largest value."""
+    """Return the PNG of floats (1 or 3, height, width), stretched from their least to their largest
+    value.
+    """
     low = image.min()
     high = image.max()
-    whole = ((image - low) / (high - low).clamp(min=1e-12) * 255).byte()
-    lines = b"".join(b"\0" + bytes(line.flatten().tolist()) for line in whole.permute(1, 2, 0))
-    header = struct.pack(
-        ">IIBBBBB", image.shape[2], image.shape[1], 8, 2 if image.shape[0] == 3 else 0, 0, 0, 0
-    )
+    pixels = ((image - low) / (high - low).clamp(min=1e-12) * 255).byte()
+    lines = b"".join(b"\0" + bytes(line.flatten().tolist()) for line in pixels.permute(1, 2, 0))
+    bit_depth = 8
+    color_type = 2 if image.shape[0] == 3 else 0  # RGB or gray
+    height = image.shape[1]
+    width = image.shape[2]
+    header = struct.pack(">IIBBBBB", width, height, bit_depth, color_type, 0, 0, 0)
+    chunks = _chunk(b"IHDR", header) + _chunk(b"IDAT", zlib.compress(lines)) + _chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
 
-    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + parts
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    checksum = struct.pack(">I", zlib.crc32(kind + data))
+    return struct.pack(">I", len(data)) + kind + data + checksum

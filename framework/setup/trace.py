@@ -1,8 +1,8 @@
-"""Work of a model of the user's own: one pass forward and backward on fake tensors, which have
+"""Traces the work of a user's model: one forward and backward pass on fake tensors, which have
 shapes and no numbers.
 
-No weights are allocated. Started by itself (``python -m framework.setup.trace``) by the command
-`plan`, which does not import torch: see `framework.commands.traced_work`.
+No weights are allocated. The command `plan`, which does not import torch, starts this module as a
+process of its own (``python -m framework.setup.trace``): see `framework.commands.traced_work`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import inspect
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,11 +42,11 @@ from framework.setup.pipeline_stages import answer, first_batch
 from framework.setup.user_code import Objects
 from framework.setup.user_optimizer import measure_optimizer
 
-# A module with more of the weights than this is not one part: the modules in it are.
+# A module with a larger share of the weights than this is divided into the modules in it.
 _LARGEST_SHARE = 0.5
 
 
-# Make memory, and move nothing.
+# Operations that allocate memory and move nothing.
 _EMPTY = (
     torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default,
@@ -55,30 +56,42 @@ _EMPTY = (
 
 @dataclass
 class _Record:
-    """What is found of a part while it runs; `most`: bytes alive at most in its forward and in its
-    backward pass.
+    """Figures of one part of the model.
+
+    Attributes:
+        name, module: of the part; no module for the loss and for what runs before the first part.
+        unsaved: inputs that no operation had saved for the backward pass when the part began.
+        figures: operations and bytes by name.
+        peak_bytes: most bytes alive in its forward and in its backward pass.
     """
 
     name: str
     module: nn.Module | None = None
     unsaved: list[Tensor] = field(default_factory=list)
     figures: Counter[str] = field(default_factory=Counter)
-    most: Counter[str] = field(default_factory=Counter)
+    peak_bytes: Counter[str] = field(default_factory=Counter)
 
 
 class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operations of every part, and the bytes of all storages that they make."""
+    """Counts the operations of every part, and the bytes of all storages that they allocate.
 
-    def __init__(self, known: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    Attributes:
+        phase: ``forward`` or ``backward``.
+        first_edges: edge of the autograd graph to the first value with a gradient; the tensor
+            itself would be kept alive.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records = [_Record("inputs")]
         self.current = self.records[0]
-        self.way = "forward"
-        self.first: list[Any] = []  # an edge of the graph: the tensor itself would be kept alive
-        self._own = {tensor.untyped_storage()._cdata for tensor in known}
+        self.phase = "forward"
+        self.first_edges: list[Any] = []
+        weights = chain(model.parameters(), model.buffers())
+        self._of_weights = {tensor.untyped_storage()._cdata for tensor in weights}
         self._live: set[int] = set()
         self._saved: set[int] = set()
-        self._now = 0
+        self._live_bytes = 0
         for tensor in inputs:
             self._add(tensor)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
@@ -89,28 +102,31 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.current
 
     def count(self, flops: int, causal_length: int = 0) -> None:
-        """Add operations; `causal_length`: of sequences of causal attention."""
+        """Add operations; causal attention states the length of its sequences."""
         self.current.figures["flops"] += flops
-        self.current.figures["masked"] += masked(flops, causal_length) if causal_length else 0
+        if causal_length:
+            self.current.figures["masked"] += masked(flops, causal_length)
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         number = storage._cdata
         size = storage.nbytes()
-        if number in self._live or number in self._own:
+        if number in self._live or number in self._of_weights:
             return
         self._live.add(number)
-        self._now += size
+        self._live_bytes += size
         weakref.finalize(storage, self._drop, number, size).atexit = False
 
     def _drop(self, number: int, size: int) -> None:
         self._live.discard(number)
-        self._now -= size
+        self._live_bytes -= size
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if self.way == "forward" and storage._cdata not in self._own | self._saved:
-            self._saved.add(storage._cdata)
+        number = storage._cdata
+        is_counted = number in self._of_weights or number in self._saved
+        if self.phase == "forward" and not is_counted:
+            self._saved.add(number)
             self.current.figures["saved"] += storage.nbytes()
         return tensor
 
@@ -118,55 +134,61 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.untyped_storage()._cdata in self._saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
-        reads = _tensors((args, kwargs))
-        tensors = _tensors(made)
-        if self.way == "forward" and count is not None:
-            # of the fused attention of processors; no other has a truth value there
-            is_causal = args[4:5] == (True,)
-            self.count(
-                int(count(*args, **(kwargs or {}), out_val=made)),
-                args[0].shape[-2] if is_causal else 0,
-            )
-        elif (
-            self.way == "forward"
-            and (func._schema.is_mutable or _is_new(tensors, reads))
-            and func not in _EMPTY
-        ):
-            self.current.figures["moved"] += sum(map(_bytes, (*reads, *tensors)))
-        for tensor in tensors:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        outputs = _tensors(result)
+        if self.phase == "forward":
+            self._count_operation(func, args, kwargs, result)
+        for tensor in outputs:
             self._add(tensor)
-        self.current.most[self.way] = max(self.current.most[self.way], self._now)
-        return made
+        peak_bytes = self.current.peak_bytes
+        peak_bytes[self.phase] = max(peak_bytes[self.phase], self._live_bytes)
+        return result
+
+    def _count_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add the operations of a matrix product, or the bytes that another operation moves."""
+        count_flops = flop_registry.get(func._overloadpacket)
+        if count_flops is not None:
+            # the fifth argument of the CPU's fused attention; no other has a truth value there
+            is_causal = args[4:5] == (True,)
+            causal_length = args[0].shape[-2] if is_causal else 0
+            self.count(int(count_flops(*args, **kwargs, out_val=result)), causal_length)
+            return
+        inputs = _tensors((args, kwargs))
+        outputs = _tensors(result)
+        is_written = func._schema.is_mutable or _has_new_memory(outputs, inputs)
+        if is_written and func not in _EMPTY:
+            self.current.figures["moved"] += _total_bytes(inputs) + _total_bytes(outputs)
 
 
-def _is_new(made: Sequence[Tensor], reads: Sequence[Tensor]) -> bool:
-    """Check whether an operation has made memory of its own; a view has not."""
-    return not {each.untyped_storage()._cdata for each in made} <= {
-        each.untyped_storage()._cdata for each in reads
-    }
+def _has_new_memory(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Return whether an operation has allocated memory for an output; a view has not."""
+    input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return any(tensor.untyped_storage()._cdata not in input_storages for tensor in outputs)
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-# What fused operations of GPUs save, and those of CPUs do not: these stand for them.
+def _total_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(map(_bytes, tensors))
+
+
+# The fused operations of GPUs save tensors that the operations of CPUs do not; these classes stand
+# in for them.
 
 
 class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        is_alike = query.shape[-1] == value.shape[-1]
-        if is_alike:
-            made = torch.empty_like(query)
+        if query.shape[-1] == value.shape[-1]:
+            output = torch.empty_like(query)
         else:
-            made = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(
-            query, key, value, made, query.new_empty(query.shape[:-1], dtype=torch.float32)
-        )
-        return made
+            output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
@@ -196,7 +218,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class _AsOnGPU(TorchFunctionMode):
-    """Attention, dropout and RMSNorm as GPUs have them."""
+    """Replaces attention, dropout and RMSNorm by stand-ins for the fused operations of GPUs."""
 
     def __init__(self, ledger: _Ledger) -> None:
         super().__init__()
@@ -204,122 +226,137 @@ class _AsOnGPU(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        figures = self._ledger.current.figures
         if func is functional.scaled_dot_product_attention:
-            query, key, value = (
-                *args,
-                *(kwargs[name] for name in ("query", "key", "value") if name in kwargs),
-            )[:3]
-            if torch.is_autocast_enabled("cpu"):
-                query, key, value = (
-                    each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value)
-                )
-            size = query.shape[-1]
-            is_causal = kwargs.get("is_causal", args[5:6] == (True,))
-            flops = 2 * query.numel() // size * key.shape[-2] * (size + value.shape[-1])
-            self._ledger.count(flops, query.shape[-2] if is_causal else 0)
-            return _FusedAttention.apply(query, key, value)
+            return self._attention(args, kwargs)
         if func is functional.dropout:
-            given = inspect.signature(func).bind(*args, **kwargs).arguments
-            value = given["input"]
-            if given.get("training", True) and 0 < given.get("p", 0.5) < 1:
-                self._ledger.current.figures["moved"] += 2 * _bytes(value) + value.numel()
+            arguments = inspect.signature(func).bind(*args, **kwargs).arguments
+            value = arguments["input"]
+            if arguments.get("training", True) and 0 < arguments.get("p", 0.5) < 1:
+                figures["moved"] += 2 * _bytes(value) + value.numel()
                 return _FusedDropout.apply(value)
         if func is functional.rms_norm:
-            given = inspect.signature(func).bind(*args, **kwargs).arguments
-            if given.get("weight") is not None:
-                self._ledger.current.figures["moved"] += 2 * _bytes(given["input"])
-                return _FusedNorm.apply(given["input"], given["weight"])
+            arguments = inspect.signature(func).bind(*args, **kwargs).arguments
+            if arguments.get("weight") is not None:
+                figures["moved"] += 2 * _bytes(arguments["input"])
+                return _FusedNorm.apply(arguments["input"], arguments["weight"])
         return func(*args, **kwargs)
+
+    def _attention(self, args: Any, kwargs: Any) -> Any:
+        operands = list(args)
+        operands += [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
+        query, key, value = operands[:3]
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            query = query.to(dtype)
+            key = key.to(dtype)
+            value = value.to(dtype)
+        size = query.shape[-1]
+        is_causal = kwargs.get("is_causal", args[5:6] == (True,))
+        flops = 2 * query.numel() // size * key.shape[-2] * (size + value.shape[-1])
+        self._ledger.count(flops, query.shape[-2] if is_causal else 0)
+        return _FusedAttention.apply(query, key, value)
 
 
 def trace_work(
     config: RunConfig, parts: Parts, batch: tuple[Any, Any], *, device: Device = "cuda"
 ) -> ModelWork:
-    """Find the work of a model and its loss on one micro-batch.
+    """Return the work of a model and its loss on one micro-batch.
 
     Args:
         config: of the run: precision and frozen weights.
         parts: its model and task.
         batch: inputs and targets of one micro-batch, on the CPU; of tensors only the shapes count.
-        device: what it is to run on.
+        device: the kind of device that the run will use.
 
     Raises:
-        Exception: whatever the model's code does where it asks for numbers, which there are none.
+        Exception: the model's code fails, for example because it reads numbers of a tensor.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
-        with _nothing_drawn():
-            model = parts.build_model()
-        freeze(model, config.training.freeze)
-        if config.training.lora is not None:
-            model = add_adapters(model, config.training.lora, seed=config.run.seed)
-        buffer_bytes = sum(map(_bytes, model.buffers()))
+        model = _build_model(config, parts)
+        buffer_bytes = _total_bytes(model.buffers())
         inputs, targets = tree_map_only(Tensor, fake.from_tensor, batch)
         samples = parts.task.num_samples(targets)
         if config.precision.dtype in ("bf16", "fp16"):
             half = torch.bfloat16 if config.precision.dtype == "bf16" else torch.float16
             _cast(model, half)
-            inputs = tree_map_only(
-                Tensor, lambda each: each.to(half) if each.is_floating_point() else each, inputs
-            )
-        ledger = _Ledger([*model.parameters(), *model.buffers()], _tensors((inputs, targets)))
-        handles = [
-            handle for name, part in _part_modules(model) for handle in _watch(ledger, name, part)
-        ]
-        autocast = (
-            torch.autocast("cpu", torch.bfloat16)
-            if config.precision.dtype == "autocast"
-            else nullcontext()
-        )
-        with (
-            ledger,
-            ledger.hooks,
-            _AsOnGPU(ledger) if device == "cuda" else nullcontext(),
-            autocast,
-        ):
-            outputs = parts.task.forward(model, inputs)
-            made = ledger.begin("loss", None)
-            loss = parts.task.loss(outputs, targets)
-            losses = loss if isinstance(loss, tuple) else (loss,)
-            total = torch.stack(
-                [each if isinstance(each, Tensor) else each.total for each in losses]
-            ).sum()
-            made.figures["output"] = _bytes(total)
-        del outputs, loss, losses
+            inputs = tree_map_only(Tensor, partial(_as_dtype, half), inputs)
+        ledger = _Ledger(model, _tensors((inputs, targets)))
+        handles: list[Any] = []
+        for name, part in _part_modules(model):
+            handles += _watch(ledger, name, part)
+        loss = _run_forward(ledger, config, parts, model, inputs, targets, device)
         for handle in handles:
             handle.remove()
-        ledger.way = "backward"
+        ledger.phase = "backward"
         # back to the first value that has a gradient: no gradients of weights come into it
         with ledger:
-            torch.autograd.grad(total, ledger.first or list(model.parameters()), allow_unused=True)
-    trained, frozen = (
-        {
-            name: tuple(weight.shape)
-            for name, weight in model.named_parameters()
-            if weight.requires_grad is kind
-        }
-        for kind in (True, False)
-    )
-    return ModelWork(
-        trained, buffer_bytes, tuple(_parts(ledger, model)), samples, _num_tokens(inputs), frozen
-    )
+            sources = ledger.first_edges or list(model.parameters())
+            torch.autograd.grad(loss, sources, allow_unused=True)
+    trained = {}
+    frozen = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            trained[name] = tuple(weight.shape)
+        else:
+            frozen[name] = tuple(weight.shape)
+    layers = tuple(_layer_works(ledger, model))
+    return ModelWork(trained, buffer_bytes, layers, samples, _num_tokens(inputs), frozen)
+
+
+def _build_model(config: RunConfig, parts: Parts) -> nn.Module:
+    with _without_truncated_draws():
+        model = parts.build_model()
+    freeze(model, config.training.freeze)
+    if config.training.lora is not None:
+        model = add_adapters(model, config.training.lora, seed=config.run.seed)
+    return model
+
+
+def _run_forward(
+    ledger: _Ledger,
+    config: RunConfig,
+    parts: Parts,
+    model: nn.Module,
+    inputs: Any,
+    targets: Any,
+    device: Device,
+) -> Tensor:
+    """Return the sum of the losses. All other values that are not saved die with this call."""
+    fused: AbstractContextManager[Any] = nullcontext()
+    if device == "cuda":
+        fused = _AsOnGPU(ledger)
+    autocast: AbstractContextManager[Any] = nullcontext()
+    if config.precision.dtype == "autocast":
+        autocast = torch.autocast("cpu", torch.bfloat16)
+    with ledger, ledger.hooks, fused, autocast:
+        outputs = parts.task.forward(model, inputs)
+        record = ledger.begin("loss", None)
+        loss = parts.task.loss(outputs, targets)
+        losses = loss if isinstance(loss, tuple) else (loss,)
+        total = torch.stack(
+            [part if isinstance(part, Tensor) else part.total for part in losses]
+        ).sum()
+        record.figures["output"] = _bytes(total)
+    return total
 
 
 @contextmanager
-def _nothing_drawn() -> Iterator[None]:
-    """torch draws truncated normals anew until all are within their bounds, which numbers alone can
-    tell.
+def _without_truncated_draws() -> Iterator[None]:
+    """Let torch leave truncated normals out: it draws them again until all are within bounds, and
+    fake tensors have no numbers to compare.
     """
-    own = nn.init._no_grad_trunc_normal_
+    original = nn.init._no_grad_trunc_normal_
     nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
     try:
         yield
     finally:
-        nn.init._no_grad_trunc_normal_ = own
+        nn.init._no_grad_trunc_normal_ = original
 
 
 def _num_tokens(inputs: Any) -> int | None:
-    """Elements of the first input, where it is of whole numbers."""
+    """Return the number of elements of the first input, or None if it has no whole numbers."""
     first = next(iter(_tensors(inputs)), None)
     if first is None or first.is_floating_point():
         return None
@@ -327,26 +364,29 @@ def _num_tokens(inputs: Any) -> int | None:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """`model.to(dtype)` for fake tensors; a weight in two places stays one."""
-    made: dict[int, Any] = {}
+    """Do as `model.to(dtype)` for fake tensors; a weight in two places stays one."""
+    casts: dict[int, Any] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None or not tensor.is_floating_point():
                     continue
-                if id(tensor) not in made:
-                    other = tensor.detach().to(dtype)
-                    is_weight = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = (
-                        nn.Parameter(other, tensor.requires_grad) if is_weight else other
-                    )
-                tensors[name] = made[id(tensor)]
+                if id(tensor) not in casts:
+                    cast: Any = tensor.detach().to(dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        cast = nn.Parameter(cast, tensor.requires_grad)
+                    casts[id(tensor)] = cast
+                tensors[name] = casts[id(tensor)]
+
+
+def _as_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor.to(dtype)
+    return tensor
 
 
 def _part_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a model that has such; else its modules, and in their place what is in those
-    that hold most.
-    """
+    """Yield the layers of a model, or else its modules, those with most weights divided."""
     try:
         layers = as_layers(model)
     except ConfigError:
@@ -372,33 +412,34 @@ def _children(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str,
 
 
 def _watch(ledger: _Ledger, name: str, module: nn.Module) -> Iterator[Any]:
-    """Begin a part where the module is called, and again where a gradient comes back to what it
-    returned.
+    """Make the part current when the module is called, and again when a gradient of its output
+    arrives. Yields the handles of the hooks.
     """
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        ledger.begin(name, module).unsaved = [
-            each for each in _tensors((args, kwargs)) if not ledger.has_saved(each)
-        ]
+        inputs = _tensors((args, kwargs))
+        record = ledger.begin(name, module)
+        record.unsaved = [tensor for tensor in inputs if not ledger.has_saved(tensor)]
 
-    def after(module: nn.Module, args: Any, kwargs: Any, made: Any) -> None:
+    def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         record = ledger.current
-        record.figures["input"] = sum(
-            _bytes(each) for each in record.unsaved if ledger.has_saved(each)
-        )
+        saved_by_part = [tensor for tensor in record.unsaved if ledger.has_saved(tensor)]
+        record.figures["input"] = _total_bytes(saved_by_part)
         record.unsaved = []
-        tensors = _tensors(made)
-        record.figures["output"] = sum(map(_bytes, tensors))
-        for tensor in tensors:
+        outputs = _tensors(result)
+        record.figures["output"] = _total_bytes(outputs)
+        for tensor in outputs:
             if tensor.requires_grad:
-                ledger.first = ledger.first or [torch.autograd.graph.get_gradient_edge(tensor)]
-                tensor.register_hook(partial(_come_back, ledger, record))  # type: ignore[no-untyped-call]
+                if not ledger.first_edges:
+                    ledger.first_edges = [torch.autograd.graph.get_gradient_edge(tensor)]
+                hook = partial(_make_current, ledger, record)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     yield module.register_forward_pre_hook(before, with_kwargs=True)
     yield module.register_forward_hook(after, with_kwargs=True)
 
 
-def _come_back(ledger: _Ledger, record: _Record, gradient: Tensor) -> None:
+def _make_current(ledger: _Ledger, record: _Record, gradient: Tensor) -> None:
     ledger.current = record
 
 
@@ -406,75 +447,69 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _parts(ledger: _Ledger, model: nn.Module) -> Iterator[LayerWork]:
-    """Figures of every part; weights that none of them has are of the first one."""
-    weights = {id(weight): weight.numel() for weight in model.parameters() if weight.requires_grad}
-    within = {
-        id(weight)
-        for record in ledger.records
-        if record.module
-        for weight in record.module.parameters()
-    }
-    first_of: dict[int, str] = {}
-    saved = 0
+def _layer_works(ledger: _Ledger, model: nn.Module) -> Iterator[LayerWork]:
+    """Yield the figures of every part; weights that no part has count for the first record."""
+    all_ids = {id(weight) for weight in model.parameters()}
+    sizes = {id(weight): weight.numel() for weight in model.parameters() if weight.requires_grad}
+    ids_in_parts: set[int] = set()
+    for record in ledger.records:
+        ids_in_parts.update(_weight_ids(record))
+    first_part_of: dict[int, str] = {}
+    saved_bytes = 0
     for number, record in enumerate(ledger.records):
-        if (
-            not number
-            and not sum(record.figures.values())
-            and {*map(id, model.parameters())} <= within
-        ):
-            continue  # nothing stands before the first part
-        if record.module:
-            own = [id(weight) for weight in record.module.parameters()]
+        is_before_parts = number == 0
+        if is_before_parts and not sum(record.figures.values()) and all_ids <= ids_in_parts:
+            continue  # nothing runs before the first part
+        if is_before_parts:
+            ids = [key for key in sizes if key not in ids_in_parts]
         else:
-            own = []
-        if number:
-            own = [each for each in own if each in weights]
-        else:
-            own = [each for each in weights if each not in within]
-        shared = [each for each in own if each in first_of]
-        saved += record.figures["saved"]
-        if not shared or len(shared) < len(own):
-            name = record.name
-        else:
-            name = f"{record.name}-{number}"
+            ids = [key for key in _weight_ids(record) if key in sizes]
+        shared_ids = [key for key in ids if key in first_part_of]
+        new_ids = [key for key in ids if key not in first_part_of]
+        saved_bytes += record.figures["saved"]
+        # a part that has all its weights from earlier ones is one of several of this name
+        name = f"{record.name}-{number}" if shared_ids and not new_ids else record.name
+        forward_bytes = max(record.peak_bytes["forward"] - saved_bytes, 0)
         yield LayerWork(
             name,
-            num_params=sum(weights[each] for each in own if each not in first_of),
+            num_params=sum(sizes[key] for key in new_ids),
             flops=record.figures["flops"],
             masked_flops=record.figures["masked"],
             moved_bytes=record.figures["moved"],
             saved_bytes=record.figures["saved"],
             split_bytes=0,
-            peak_bytes=max(record.most["forward"] - saved, 0),
+            peak_bytes=forward_bytes,
             output_bytes=record.figures["output"],
             input_bytes=record.figures["input"],
-            backward_bytes=max(record.most["backward"] - saved, 0),
-            passing_bytes=max(record.most["forward"] - saved, 0) + record.figures["saved"],
-            shared_params=sum(weights[each] for each in shared),
-            shares=first_of[shared[0]] if shared else "",
+            backward_bytes=max(record.peak_bytes["backward"] - saved_bytes, 0),
+            passing_bytes=forward_bytes + record.figures["saved"],
+            shared_params=sum(sizes[key] for key in shared_ids),
+            shares=first_part_of[shared_ids[0]] if shared_ids else "",
         )
-        first_of |= {each: record.name for each in own if each not in first_of}
+        first_part_of |= dict.fromkeys(new_ids, record.name)
 
 
-def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The work of a run's model, for the command `plan`.
+def _weight_ids(record: _Record) -> list[int]:
+    if record.module is None:
+        return []
+    return [id(weight) for weight in record.module.parameters()]
+
+
+def describe(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the work of a run's model, or the state of its optimizer, for the command `plan`.
 
     Args:
-        asked: ``config`` and ``cluster`` as plain values, and the ``device`` that is meant.
+        question: ``config`` and ``cluster`` as plain values, and the ``device`` of the run; with a
+            true ``optimizer`` the answer is about that.
 
     Returns:
-        ``work`` as plain values, or ``unknown``, the reason why it is not known.
+        ``work`` as plain values, or the optimizer's state; or ``unknown``, the reason why
+        neither can be found.
     """
-    config = config_from_values(asked["config"])
-    cluster = Cluster(**asked["cluster"])
-    if asked.get("optimizer"):
-        try:
-            make = optimizer_maker(config)
-        except ConfigError as error:
-            return {"unknown": str(error.problems[0])}
-        found = "it is a named one" if make is None else measure_optimizer(make)
-        return {"unknown": found} if isinstance(found, str) else asdict(found)
+    config = config_from_values(question["config"])
+    cluster = Cluster(**question["cluster"])
+    if question.get("optimizer"):
+        return _describe_optimizer(config)
     try:
         parts = gather_parts(config, Objects())
         plan = make_plan(config, cluster, num_train_samples=parts.splits.num_train)
@@ -482,9 +517,22 @@ def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         return {"unknown": str(error.problems[0])}
     try:
-        return {"work": asdict(trace_work(config, parts, batch, device=asked["device"]))}
-    except Exception as error:  # whatever code does with tensors that hold no numbers
+        return {"work": asdict(trace_work(config, parts, batch, device=question["device"]))}
+    except Exception as error:  # the user's code may do anything with tensors without numbers
         return {"unknown": f"it does not run without numbers: {in_one_line(error)}"}
+
+
+def _describe_optimizer(config: RunConfig) -> dict[str, Any]:
+    try:
+        make = optimizer_maker(config)
+    except ConfigError as error:
+        return {"unknown": str(error.problems[0])}
+    if make is None:
+        return {"unknown": "it is a named one"}
+    state = measure_optimizer(make)
+    if isinstance(state, str):
+        return {"unknown": state}
+    return asdict(state)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""After training: the checkpoint that a path names, the config in its manifest, and its model as a
+"""Reads a trained model: the checkpoint at a path, the config in its manifest, and its model as a
 plain module.
 """
 
@@ -33,8 +33,9 @@ def load(
     weights: Literal["trained", "ema"] = "trained",
     trust: bool = False,
 ) -> torch.nn.Module:
-    """The trained model as a plain `torch.nn.Module`, on the CPU and in evaluation mode; adapters
-    are merged.
+    """Return the trained model as a plain `torch.nn.Module`, on the CPU and in evaluation mode.
+
+    Adapters are merged.
 
     Args:
         source: a run folder (its newest checkpoint) or ``.../global_step<N>``, of any layout.
@@ -44,8 +45,8 @@ def load(
             trust.
 
     Raises:
-        ConfigError: there is no such checkpoint, its model cannot be built, or other weights belong
-            to it.
+        ConfigError: there is no such checkpoint, its model cannot be built, or the model has other
+            weights than the checkpoint.
         StorageError: the checkpoint is damaged.
     """
     checkpoint = find_source(str(source), key="load")
@@ -54,7 +55,8 @@ def load(
         sections = ("model",) if model is None else ()
         trusted = str(checkpoint.path) if trust else None
         config = saved_config(checkpoint, *sections, trust=trusted, otherwise="hand over model=...")
-    return module_of(checkpoint, config, model, average={"trained": False, "ema": True}[weights])
+    average = {"trained": False, "ema": True}[weights]
+    return module_of(checkpoint, config, model, average=average)
 
 
 def module_of(
@@ -70,19 +72,20 @@ def module_of(
     """
     build = model_builder(config, model)
     if checkpoint.has_adapters:
-        return merged_model(
-            MergedWeights(checkpoint, average=average), config, build, base=base
-        ).eval()
-    built = as_fp32(build())
-    put_weights(built, checkpoint_weights(checkpoint, average=average), source=str(checkpoint.path))
-    return built.eval()
+        merged = MergedWeights(checkpoint, average=average)
+        return merged_model(merged, config, build, base=base).eval()
+    module = as_fp32(build())
+    weights = checkpoint_weights(checkpoint, average=average)
+    put_weights(module, weights, source=str(checkpoint.path))
+    return module.eval()
 
 
 def module_to_ask(
     checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool
 ) -> torch.nn.Module:
-    """As `module_of`, on this rank's device; and experts have room for all tokens: what becomes of
-    one must not depend on those that are read with it.
+    """Build the model as `module_of` does, on this rank's device, for answers to requests.
+
+    Experts have room for all tokens: the answer for one must not depend on the tokens beside it.
     """
     model = module_of(checkpoint, config, average=average)
     for module in model.modules():
@@ -94,16 +97,17 @@ def module_to_ask(
 
 
 def find_source(path: str, *, allow_unverified: bool = False, key: str = KEY) -> SavedCheckpoint:
-    """The checkpoint that a path names, or the newest one of the run that it names; a ConfigError
-    of kind ``checkpoint-not-found`` or ``checkpoint-unverified`` where there is none.
+    """Return the checkpoint at a path, or the newest one of the run there.
+
+    Raises:
+        ConfigError: kind ``checkpoint-not-found`` or ``checkpoint-unverified``.
     """
-    found = newest_at(path, key=key, allow_unverified=allow_unverified)
-    if found is None:
+    checkpoint = newest_at(path, key=key, allow_unverified=allow_unverified)
+    if checkpoint is None:
+        reason = absence_at(path, key=key)
         fix = "name a .../global_step<N> folder or a run folder that holds one"
-        raise ConfigError.of(
-            "checkpoint-not-found", absence_at(path, key=key), fix, key=key, value=path
-        )
-    return found
+        raise ConfigError.of("checkpoint-not-found", reason, fix, key=key, value=path)
+    return checkpoint
 
 
 def saved_config(
@@ -114,15 +118,24 @@ def saved_config(
     otherwise: str = "name another checkpoint",
     kind: str | None = None,
 ) -> RunConfig:
-    """The config in a checkpoint's manifest, of which `sections` can be built here, and may be:
-    whoever wrote it must not choose what is called, but where the user trusts its folder, `trust`.
+    """Return the config in a checkpoint's manifest, with sections that can and may be built here.
+
+    A target in the manifest is code that the author of the folder chooses. It is refused unless the
+    user trusts the folder.
+
+    Args:
+        checkpoint: with the manifest.
+        sections: names of sections that the caller builds.
+        trust: path of a folder that the user trusts.
+        key: of the problems.
+        otherwise: the fix that does without these sections.
+        kind: of the problems; otherwise one for each reason.
 
     Raises:
-        ConfigError: at `key`, of `kind` or ``target-not-trusted``; `otherwise` is what can be done
-            instead.
+        ConfigError: at `key`, of `kind` or ``target-not-trusted``.
     """
     refused = partial(ConfigError.of, key=key, file=str(checkpoint.path))
-    lost = kind or "object-not-given"
+    missing_kind = kind or "object-not-given"
     if not checkpoint.verified:
         raise refused(
             kind or UNVERIFIED,
@@ -133,17 +146,19 @@ def saved_config(
         config = RunConfig.model_validate(checkpoint.manifest["config"])
     except ValueError:  # pydantic's error is one
         reason = "its manifest does not hold a run config of this release"
-        raise refused(lost, reason, f"use the release that wrote it, or {otherwise}") from None
-    places = [
-        place.resolve()
-        for place in (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)
-    ]
+        raise refused(
+            missing_kind, reason, f"use the release that wrote it, or {otherwise}"
+        ) from None
+    folders = (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)
+    resolved_folders = [folder.resolve() for folder in folders]
     for name in sections:
         section = getattr(config, name)
         if isinstance(section, Object):
             reason = f"{section.object} was handed over from Python, and nobody can ask it here"
-            raise refused(lost, reason, f"name it in the config ({name}.target), or {otherwise}")
-        if isinstance(section, Target) and (trust is None or Path(trust).resolve() not in places):
+            fix = f"name it in the config ({name}.target), or {otherwise}"
+            raise refused(missing_kind, reason, fix)
+        is_trusted = trust is not None and Path(trust).resolve() in resolved_folders
+        if isinstance(section, Target) and not is_trusted:
             reason = (
                 f"the manifest names code of its own, {name}.target = {section.target}, "
                 "which would be run"

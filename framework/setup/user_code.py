@@ -1,9 +1,9 @@
 """The user's own code: objects that a program hands over, with the config that describes them, and
 targets that a config names as ``package.module:name`` with keyword arguments.
 
-A section of the config whose object is handed over may hold the other keys that it takes: ``data:
-{num_workers: 2}``. Whatever goes wrong in the user's module becomes one problem that names the key,
-the reason and the line of code.
+If the object of a section is handed over, the section may still hold its other keys: ``data:
+{num_workers: 2}``. An error in the user's module becomes one problem that names the key, the reason
+and the line of code.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,7 +57,7 @@ class Objects:
         task: a Task, or a callable ``loss(outputs, targets)``.
         optimizer: a callable that takes parameters and returns an optimizer, for example
             ``partial(SGD, lr=0.1)``.
-        callbacks: objects that are called at the events of the run, after those of the config.
+        callbacks: objects that are called at the events of the run, after the config's callbacks.
         scheduler: a callable that takes the optimizer and returns a schedule with the interface of
             torch's LRScheduler.
     """
@@ -71,10 +72,10 @@ class Objects:
 
     @cached_property
     def splits(self) -> Splits | None:
-        """The datasets that were handed over; looked at once, however often they are asked for.
+        """Datasets that were handed over, or None. They are examined once.
 
         Raises:
-            ConfigError: they are no datasets, or there are none for training.
+            ConfigError: they are no datasets, or only evaluation data was handed over.
         """
         if self.eval_data is not None and self.train_data is None:
             reason = "it was handed over without train_data"
@@ -86,14 +87,13 @@ class Objects:
 
 
 def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects) -> RunConfig:
-    """Validate a config from Python, and let the sections of handed-over objects say so.
+    """Validate a config from Python; sections of objects that are handed over name these.
 
     Raises:
         ConfigError: with every problem found.
         UsageError: it is no config at all.
     """
-    # The default model reads images of the default data: data of one's own is hardly ever meant for
-    # it.
+    # The default model reads images of the default data: it hardly ever fits the user's own data.
     if objects.train_data is not None and objects.model is None and not _names_model(values):
         fix = "hand over model=..., or name one in the config's model section"
         raise ConfigError.of(
@@ -102,58 +102,71 @@ def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects)
     if isinstance(values, Mapping):
         values = _with_sections(plain_values(values), objects)
     config = config_from_values(values)
-    key = "run.world_size"
-    asked = config.run.world_size or 1
-    if asked == 1:
-        key = "parallel"
-        asked = math.prod(config.parallel.sizes().values()) * config.parallel.expert
-    if asked > int(os.environ.get("WORLD_SIZE", "1")) and hasattr(builtins, "__IPYTHON__"):
-        reason = "a notebook is one process with one device"
-        fix = f"start a script: deepspeed --num_gpus {asked} train.py"
-        raise ConfigError.of("devices-of-notebook", reason, fix, key, asked)
+    _refuse_devices_in_notebook(config)
     return describe_objects(config, objects)
 
 
+def _refuse_devices_in_notebook(config: RunConfig) -> None:
+    key = "run.world_size"
+    num_devices = config.run.world_size or 1
+    if num_devices == 1:
+        key = "parallel"
+        num_devices = math.prod(config.parallel.sizes().values()) * config.parallel.expert
+    has_too_few = num_devices > int(os.environ.get("WORLD_SIZE", "1"))
+    if has_too_few and hasattr(builtins, "__IPYTHON__"):
+        reason = "a notebook is one process with one device"
+        fix = f"start a script: deepspeed --num_gpus {num_devices} train.py"
+        raise ConfigError.of("devices-of-notebook", reason, fix, key, num_devices)
+
+
 def _names_model(values: RunConfig | Mapping[str, Any]) -> bool:
-    return "model" in (values.model_fields_set if isinstance(values, RunConfig) else values)
+    if isinstance(values, RunConfig):
+        return "model" in values.model_fields_set
+    return "model" in values
 
 
 def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
-    """The config with the sections of handed-over objects saying so."""
-    found = _sections(objects)
-    changes: dict[str, Any] = {
-        name: Object(**found[name]) for name in ("model", "task", "scheduler") if name in found
-    }
-    splits = objects.splits
-    if splits is not None:
-        known = config.data.model_dump(include={*DataObject.model_fields} - {"object"})
-        taken = dict(splits.taken)
-        size = taken.pop("micro_size", None)
-        eval_size = taken.pop("eval_size", None)
-        if "num_workers" in config.data.model_fields_set:
-            taken.pop("num_workers", None)
-        changes["data"] = DataObject(**known | taken | found["data"])
-        batch = config.batch
-        measured = config.evaluation
-        is_open = batch.micro_size is None and "batch.micro_size" not in config.auto
-        if is_open and None in (batch.global_size, batch.accumulation_steps):
-            changes["batch"] = batch.model_copy(update={"micro_size": size})
-        changes["evaluation"] = measured.model_copy(
-            update={"batch_size": measured.batch_size or eval_size}
-        )
-    if "optimizer" in found:
+    """Return the config with sections that describe the objects that are handed over."""
+    sections = _sections(objects)
+    changes: dict[str, Any] = {}
+    for name in ("model", "task", "scheduler"):
+        if name in sections:
+            changes[name] = Object(**sections[name])
+    if objects.splits is not None:
+        changes |= _changes_of_data(config, objects.splits, sections["data"])
+    if "optimizer" in sections:
+        lr = None
         if isinstance(config.optimizer, OptimizerObject):
-            stated = config.optimizer.lr
-        else:
-            stated = None
-        changes["optimizer"] = OptimizerObject(**{"lr": stated, **found["optimizer"]})
+            lr = config.optimizer.lr
+        changes["optimizer"] = OptimizerObject(**{"lr": lr, **sections["optimizer"]})
     return config.model_copy(update=changes)
 
 
-def type_name(value: Any) -> str:
-    """Of a class or function its own name, of anything else that of its type, as
-    ``module.name``.
+def _changes_of_data(config: RunConfig, splits: Splits, section: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections that datasets change: data, evaluation and perhaps batch.
+
+    Settings of a DataLoader that was handed over hold where the config leaves them open.
     """
+    changes: dict[str, Any] = {}
+    settings = dict(splits.taken)
+    micro_size = settings.pop("micro_size", None)
+    eval_size = settings.pop("eval_size", None)
+    if "num_workers" in config.data.model_fields_set:
+        settings.pop("num_workers", None)
+    configured = config.data.model_dump(include={*DataObject.model_fields} - {"object"})
+    changes["data"] = DataObject(**configured | settings | section)
+    batch = config.batch
+    evaluation = config.evaluation
+    is_open = batch.micro_size is None and "batch.micro_size" not in config.auto
+    if is_open and None in (batch.global_size, batch.accumulation_steps):
+        changes["batch"] = batch.model_copy(update={"micro_size": micro_size})
+    batch_size = evaluation.batch_size or eval_size
+    changes["evaluation"] = evaluation.model_copy(update={"batch_size": batch_size})
+    return changes
+
+
+def type_name(value: Any) -> str:
+    """Return ``module.name`` of a class or function, or of the type of any other value."""
     if inspect.isroutine(value) or inspect.isclass(value):
         kind = value
     else:
@@ -162,63 +175,69 @@ def type_name(value: Any) -> str:
 
 
 def _with_sections(values: dict[str, Any], objects: Objects) -> dict[str, Any]:
-    """The values with what the objects say; in a section that names something else the object takes
-    its place later.
+    """Return the values with the sections of the objects.
+
+    A section that names something else stays; `describe_objects` puts the object in its place.
     """
-    for name, found in _sections(objects).items():
+    for name, description in _sections(objects).items():
         section = values.get(name, {})
         if not isinstance(section, Mapping) or any(tag in section for tag in _TAGS):
             continue
-        stated = section.get("lr")
-        rate = found.get("lr")
-        if name == "optimizer" and None not in (stated, rate) and stated != rate:
-            reason = f"the optimizer that was handed over has lr={rate:g}"
-            raise ConfigError.of("object-lr-differs", reason, "give one", "optimizer.lr", stated)
-        values[name] = {**section, **found}
+        config_lr = section.get("lr")
+        object_lr = description.get("lr")
+        if name == "optimizer" and None not in (config_lr, object_lr) and config_lr != object_lr:
+            reason = f"the optimizer that was handed over has lr={object_lr:g}"
+            raise ConfigError.of("object-lr-differs", reason, "give one", "optimizer.lr", config_lr)
+        values[name] = {**section, **description}
     return values
 
 
 def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
-    """List the config section that describes each object."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the config section that describes each object, by the section's name."""
+    sections: dict[str, dict[str, Any]] = {}
     if objects.model is not None:
-        found["model"] = {"object": type_name(objects.model)}
+        sections["model"] = {"object": type_name(objects.model)}
     splits = objects.splits
     if splits is not None:
-        found["data"] = {"object": type_name(splits.train)}
+        sections["data"] = {"object": type_name(splits.train)}
         if splits.num_train is not None:
-            found["data"]["train_samples"] = splits.num_train
+            sections["data"]["train_samples"] = splits.num_train
     if objects.task is not None:
-        found["task"] = {"object": type_name(objects.task)}
+        sections["task"] = {"object": type_name(objects.task)}
     if objects.scheduler is not None:
-        found["scheduler"] = {
-            "object": type_name(getattr(objects.scheduler, "func", objects.scheduler))
-        }
+        function = getattr(objects.scheduler, "func", objects.scheduler)
+        sections["scheduler"] = {"object": type_name(function)}
     if objects.optimizer is not None:
-        # Of a `functools.partial` as much as JSON has: a run that goes on must have the same.
-        if isinstance(objects.optimizer, partial):
-            keywords = objects.optimizer.keywords
-        else:
-            keywords = {}
-        args = {
-            name: plain_values(value)
-            for name, value in keywords.items()
-            if name != "lr" and is_plain(value)
-        }
-        found["optimizer"] = {"object": type_name(objects.optimizer), "args": args}
-        # one that is no plain number (a tensor) is the optimizer's business
-        lr = keywords.get("lr")
-        if (
-            isinstance(lr, (int, float))
-            and not isinstance(lr, bool)
-            and math.isfinite(lr)
-            and lr >= 0
-        ):
-            found["optimizer"]["lr"] = float(lr)
-    return found
+        sections["optimizer"] = _optimizer_section(objects.optimizer)
+    return sections
 
 
-# Arguments of `fit` that there are not: where what they mean is written instead.
+def _optimizer_section(optimizer: MakeOptimizer) -> dict[str, Any]:
+    """Return the section of an optimizer, with the arguments of a `functools.partial` that JSON
+    can hold: a resumed run must have the same ones.
+    """
+    keywords: Mapping[str, Any] = {}
+    if isinstance(optimizer, partial):
+        keywords = optimizer.keywords
+    args = {}
+    for name, value in keywords.items():
+        if name != "lr" and is_plain(value):
+            args[name] = plain_values(value)
+    section: dict[str, Any] = {"object": type_name(optimizer), "args": args}
+    # An lr that is no plain number (a tensor) is left to the optimizer.
+    lr: Any = keywords.get("lr")
+    if _is_rate(lr):
+        section["lr"] = float(lr)
+    return section
+
+
+def _is_rate(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value) and value >= 0
+
+
+# Arguments of `fit`.
 _KNOWN: Final = (
     "config",
     "model",
@@ -229,23 +248,27 @@ _KNOWN: Final = (
     "scheduler",
     "callbacks",
 )
-_MEANT: Final[Mapping[str, str]] = json.loads(
+# Arguments that `fit` does not take -> what to write instead.
+_INSTEAD: Final[Mapping[str, str]] = json.loads(
     Path(__file__).with_name("arguments.json").read_text(encoding="utf-8")
 )
 
 
 def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = ()) -> None:
-    """Refuse arguments that `fit` does not take, and those after the config that do not say what
-    they are.
+    """Refuse arguments that `fit` does not take.
+
+    Args:
+        names: keyword arguments that `fit` does not take.
+        further: positional arguments after the config.
 
     Raises:
-        ConfigError: kind ``unknown-argument``, for each.
+        ConfigError: kind ``unknown-argument``, with a problem for each name.
     """
     if further:
-        given = ", ".join(type(one).__name__ for one in further)
+        types = ", ".join(type(argument).__name__ for argument in further)
         reason = "only the config is taken by its place, as the first argument"
         fix = f"write fit(config, {'=..., '.join(_KNOWN[1:])}=...)"
-        raise ConfigError.of("unknown-argument", reason, fix, "fit", given)
+        raise ConfigError.of("unknown-argument", reason, fix, "fit", types)
     problems = [
         Problem("unknown-argument", "fit() takes no such argument", _fix(name), name)
         for name in names
@@ -255,16 +278,16 @@ def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = (
 
 
 def _fix(name: str) -> str:
-    if name in _MEANT:
-        return _MEANT[name]
+    if name in _INSTEAD:
+        return _INSTEAD[name]
     if name in RunConfig.model_fields:
         return f"set the section {name} in the config"
     homes = list(homes_of(name, RunConfig))
     if homes:
         return f"set {' or '.join(homes[:3])} in the config"
-    meant = nearest(name, _KNOWN)
-    if meant:
-        return f"did you mean '{meant}'?"
+    guess = nearest(name, _KNOWN)
+    if guess:
+        return f"did you mean '{guess}'?"
     return f"known: {', '.join(_KNOWN)}; everything else is set in the config"
 
 
@@ -272,56 +295,58 @@ def load_target(path: str, *, key: str) -> Any:
     """Import ``package.module:name``; the current folder is searched as well.
 
     Raises:
-        ConfigError: the module is not there or fails while it is imported, or has no such name.
+        ConfigError: the module does not exist, fails while it is imported, or has no such name.
     """
-
-    def refuse(kind: str, reason: str, fix: str) -> ConfigError:
-        return ConfigError.of(kind, reason, fix, key, path)
-
-    module_name, _, name = path.partition(":")
+    module_name, _, dotted_name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a script without `if __name__ == "__main__"` exits, perhaps with code 0
-        if isinstance(error, ModuleNotFoundError):
-            missing = error.name
-        else:
-            missing = None
-        if not missing:
-            raise refuse(
-                "target-import-failed", f"importing it failed: {summary(error)}", "mend the module"
-            ) from error
-        if module_name == missing or module_name.startswith(f"{missing}."):
-            fix = f"check the spelling, or start where {module_name.split('.')[0]} can be imported"
-            raise refuse("target-not-found", f"there is no module {missing}", fix) from error
-        fix = f"install {missing}, or check its spelling"
-        raise refuse(
-            "target-import-failed", f"importing it needs {missing}{_place(error)}", fix
-        ) from error
+        value: Any = importlib.import_module(module_name)
+    # A script without `if __name__ == "__main__"` exits, perhaps with code 0.
+    except (Exception, SystemExit) as error:
+        raise _import_failed(error, module_name, path, key=key) from error
     walked = module_name
-    for part in name.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            guess = nearest(part, [known for known in dir(found) if not known.startswith("_")])
-            if guess:
-                fix = f"did you mean '{guess}'?"
-            else:
-                fix = "check the spelling"
-            raise refuse("target-not-found", f"{walked} has no {part}", fix) from error
-        except Exception as error:  # modules that import on first use
-            reason = f"reading {part} failed: {summary(error)}"
-            raise refuse("target-import-failed", reason, "mend the module") from error
-        walked = f"{walked}.{part}"
-    return found
+    for name in dotted_name.split("."):
+        value = _attribute(value, name, walked, path, key=key)
+        walked = f"{walked}.{name}"
+    return value
+
+
+def _import_failed(error: BaseException, module_name: str, path: str, *, key: str) -> ConfigError:
+    missing = None
+    if isinstance(error, ModuleNotFoundError):
+        missing = error.name
+    if not missing:
+        reason = f"importing it failed: {summary(error)}"
+        return ConfigError.of("target-import-failed", reason, "mend the module", key, path)
+    if module_name == missing or module_name.startswith(f"{missing}."):
+        reason = f"there is no module {missing}"
+        fix = f"check the spelling, or start where {module_name.split('.')[0]} can be imported"
+        return ConfigError.of("target-not-found", reason, fix, key, path)
+    reason = f"importing it needs {missing}{_place(error)}"
+    fix = f"install {missing}, or check its spelling"
+    return ConfigError.of("target-import-failed", reason, fix, key, path)
+
+
+def _attribute(holder: Any, name: str, holder_name: str, path: str, *, key: str) -> Any:
+    try:
+        return getattr(holder, name)
+    except AttributeError as error:
+        public_names = [known for known in dir(holder) if not known.startswith("_")]
+        guess = nearest(name, public_names)
+        fix = "check the spelling"
+        if guess:
+            fix = f"did you mean '{guess}'?"
+        reason = f"{holder_name} has no {name}"
+        raise ConfigError.of("target-not-found", reason, fix, key, path) from error
+    except Exception as error:  # modules that import on first use
+        reason = f"reading {name} failed: {summary(error)}"
+        fix = "mend the module"
+        raise ConfigError.of("target-import-failed", reason, fix, key, path) from error
 
 
 def call_factory(factory: Factory, *, key: str) -> Any:
-    """Import and call.
+    """Import a target and call it with its arguments.
 
     Raises:
         ConfigError: it cannot be imported, does not take these arguments, or fails.
@@ -337,14 +362,14 @@ def call_factory(factory: Factory, *, key: str) -> Any:
 
 
 def call_failed(error: BaseException, path: str, *, key: str) -> ConfigError:
-    """The problem of a target that was called and raised."""
+    """Return the problem of a target that raised when it was called."""
     reason = f"calling it failed: {summary(error)}"
     fix = f"check {key}.args and the code"
     return ConfigError.of("target-failed", reason, fix, f"{key}.target", path)
 
 
 def takes(function: Any, kwargs: Mapping[str, Any], *, positional: int = 0) -> bool:
-    """Check whether it can be called so, as `check_arguments` does; True where nobody can tell."""
+    """Return whether `check_arguments` accepts the call; True if there is no signature to check."""
     try:
         check_arguments(function, kwargs, key="", positional=positional)
     except ConfigError:
@@ -355,8 +380,8 @@ def takes(function: Any, kwargs: Mapping[str, Any], *, positional: int = 0) -> b
 def check_arguments(
     function: Any, kwargs: Mapping[str, Any], *, key: str, positional: int = 0
 ) -> None:
-    """Refuse something that cannot be called with these keyword arguments (after `positional`
-    others).
+    """Refuse an object that cannot be called with `positional` values and these keyword
+    arguments.
     """
     if not callable(function):
         value = f"a {type(function).__name__}"
@@ -365,13 +390,13 @@ def check_arguments(
             "target-not-callable", "it cannot be called", fix, f"{key}.target", value
         )
     try:
-        # A decorator may supply arguments that the function beneath it asks for: what is called
-        # counts.
+        # A decorator may supply arguments of the function beneath it: the signature of the outer
+        # one counts, which is called.
         signature = inspect.signature(function, follow_wrapped=False)
     except (ValueError, TypeError):  # some builtins have none
         return
     try:
-        signature.bind(*[None] * positional, **kwargs)
+        signature.bind(*repeat(None, positional), **kwargs)
     except TypeError as error:
         raise ConfigError.of(
             "target-args", str(error), f"it takes {signature}", f"{key}.args", dict(kwargs)
@@ -379,7 +404,7 @@ def check_arguments(
 
 
 def check_handed_over(function: Any, *, key: str, call: str, fix: str, num_values: int = 0) -> None:
-    """Refuse an object from Python that cannot be called with so many values and nothing else.
+    """Refuse an object from Python that cannot be called with `num_values` values and nothing else.
 
     Args:
         function: a callable.
@@ -397,27 +422,26 @@ def check_handed_over(function: Any, *, key: str, call: str, fix: str, num_value
 
 
 def summary(error: BaseException) -> str:
-    """An exception in one line, with the innermost place in the code."""
+    """Return an exception in one line, with the innermost place in the code."""
     if isinstance(error, SyntaxError) and error.filename:
-        stated = error.msg
+        message = error.msg
     else:
-        stated = str(error)
-    text = " ".join(stated.split())[:300]
-    return f"{type(error).__name__}{f': {text}' if text else ''}{_place(error)}"
+        message = str(error)
+    text = type(error).__name__
+    message = " ".join(message.split())[:300]
+    if message:
+        text += f": {message}"
+    return text + _place(error)
 
 
 def _place(error: BaseException) -> str:
-    """Format the place where an error was raised, as `` (file:line)``; frames of the import
-    machinery are left out.
+    """Return the place where an error was raised, as `` (file:line)``; frames of this module and of
+    the import machinery do not count.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen ")
-    ]
-    own = [frame for frame in frames if frame.filename not in (__file__, importlib.__file__)]
-    if own:
-        return f" ({own[-1].filename}:{own[-1].lineno})"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_import = frame.filename.startswith("<frozen ") or frame.filename == importlib.__file__
+        if not is_import and frame.filename != __file__:
+            return f" ({frame.filename}:{frame.lineno})"
     return ""

@@ -1,5 +1,5 @@
-"""The user's own optimizer and schedule: what their states hold, a step as DeepSpeed takes it, and
-its memory.
+"""Checks of the user's own optimizer and schedule: their states, a step as DeepSpeed takes it, and
+the memory of the optimizer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from framework.plan.measured import OptimizerState
 from framework.setup.user_code import type_name
 
 _OF_SCHEDULES: Final = ("step", "get_last_lr", "state_dict", "load_state_dict")
-_MEASURED: Final = 1 << 16  # elements of the weight that memory is counted for
+_MEASURED: Final = 1 << 16  # elements of the weight that the memory is measured with
 
 
 def savable(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> torch.optim.Optimizer:
-    """The optimizer, its groups with Python's numbers for numpy's: a checkpoint is read as weights
-    and plain values only.
+    """Return the optimizer with Python's numbers in the place of numpy's in its groups.
+
+    A checkpoint is read as weights and plain values only. Any other value would be written without
+    an error, and the first run to resume would fail.
 
     Args:
         optimizer: as it was just made, before a schedule remembers its rates.
@@ -34,16 +36,17 @@ def savable(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> torch.
         value: at that key.
 
     Raises:
-        ConfigError: kind ``optimizer-group-object``: a group holds something that no checkpoint
-            would give back. It would be written into each of them, and the first to notice would be
-            the run that is to go on.
+        ConfigError: kind ``optimizer-group-object``: a group holds a value that cannot be read back
+            from a checkpoint.
     """
     for group in optimizer.param_groups:
-        for name in [name for name in group if name != "params"]:
-            held, group[name] = group[name], _plain(group[name])
+        names = [name for name in group if name != "params"]
+        for name in names:
+            original = group[name]
+            group[name] = _plain(original)
             if not _comes_back(group[name]):
                 reason = (
-                    f"its parameter groups hold {name}, {type_name(held)}, which no "
+                    f"its parameter groups hold {name}, {type_name(original)}, which no "
                     "checkpoint could give back"
                 )
                 fix = "keep only numbers, text, tensors and lists of them there"
@@ -60,7 +63,8 @@ def _plain(value: Any) -> Any:
 
 
 def _comes_back(value: Any) -> bool:
-    # an enumeration is more than the number that it is
+    """Return whether a checkpoint that holds the value can be read."""
+    # type() and not isinstance(): an enumeration is a number, too, and does not come back
     if value is None or type(value) in (bool, int, float, str):
         return True
     stream = io.BytesIO()
@@ -68,7 +72,7 @@ def _comes_back(value: Any) -> bool:
         torch.save(value, stream)
         stream.seek(0)
         torch.load(stream, map_location="cpu", weights_only=True)
-    except Exception:  # whatever pickling or its refusal raises
+    except Exception:  # pickling calls code of the value's class
         return False
     return True
 
@@ -106,7 +110,7 @@ def check_schedule(
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None:
-    """Refuse an optimizer whose `step` asks for more than nothing: DeepSpeed calls it so.
+    """Refuse an optimizer if its `step` requires arguments: DeepSpeed calls it without any.
 
     Raises:
         ConfigError: kind ``optimizer-needs-closure``.
@@ -115,7 +119,7 @@ def refuse_closure(optimizer: torch.optim.Optimizer, *, key: str, value: str) ->
         inspect.signature(optimizer.step).bind()
     except TypeError as error:
         raise _needs_closure(key, value) from error
-    except ValueError:  # no signature can be had
+    except ValueError:  # a builtin without a signature
         return
 
 
@@ -140,8 +144,8 @@ def take_step(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None
     """Step an optimizer as DeepSpeed does.
 
     Raises:
-        NotJudgedError: it fails.
-        ConfigError: kind ``optimizer-needs-closure``: it does not with a closure.
+        NotJudgedError: the step fails.
+        ConfigError: kind ``optimizer-needs-closure``: it fails only without a closure.
     """
     try:
         optimizer.step()
@@ -157,8 +161,8 @@ def made_optimizer(
     """Make an optimizer over these weights.
 
     Raises:
-        NotJudgedError: it cannot be made, or holds others.
-        ConfigError: what `make` refuses itself.
+        NotJudgedError: it cannot be made, or holds other weights.
+        ConfigError: raised by `make`.
     """
     try:
         optimizer = make(parameters)
@@ -168,25 +172,27 @@ def made_optimizer(
         raise NotJudgedError(str(error.__cause__)[:120]) from error
     except Exception as error:
         raise _not_judged(error) from error
-    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    # the model's own, perhaps, which no step may touch
+    held: list[int] = []
+    for group in optimizer.param_groups:
+        held += [id(parameter) for parameter in group["params"]]
+    # others may be the model's own weights, which no step may touch
     if sorted(held) != sorted(map(id, parameters)):
         raise NotJudgedError("it holds other weights than it was given")
     return optimizer
 
 
 def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Check whether a step succeeds with a closure, having failed without."""
+    """Return whether a step succeeds with a closure, having failed without."""
     try:
         optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
-    except Exception:  # whatever its code raises
+    except Exception:  # the user's code may raise anything
         return False
     return True
 
 
 def measure_optimizer(make: MakeOptimizer) -> OptimizerState | str:
-    """Measure what an optimizer keeps after a step, and makes within the next one, on processors;
-    or say why not.
+    """Measure the memory of an optimizer on the CPU: its state after a step, and temporary bytes
+    of the next step. Returns the reason instead if it cannot be stepped.
     """
     try:
         return _memory_of(make)
@@ -205,38 +211,40 @@ def _memory_of(make: MakeOptimizer) -> OptimizerState:
                 optimizer.step()
     except Exception as error:
         raise _not_judged(error) from error
-    kept = {
-        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
-        for value in tree_leaves(list(optimizer.state.values()))
-        if isinstance(value, torch.Tensor) and value.numel() > 1
-    }
-    return OptimizerState(sum(kept.values()) / _MEASURED, round(counter.most / _MEASURED))
+    size_by_storage: dict[int, int] = {}
+    for tensor in _tensors(list(optimizer.state.values())):
+        if tensor.numel() > 1:
+            storage = tensor.untyped_storage()
+            size_by_storage[storage.data_ptr()] = storage.nbytes()
+    state_bytes = sum(size_by_storage.values())
+    return OptimizerState(state_bytes / _MEASURED, round(counter.peak_bytes / _MEASURED))
 
 
 class _NewBytes(TorchDispatchMode):
-    """Bytes of storages that operations make and let go of, at most, of the last step."""
+    """Counts the bytes of storages that operations of the last step allocate: those alive, and
+    their peak.
+    """
 
     def __enter__(self) -> Any:
-        self.now = self.most = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {
-            leaf.untyped_storage()._cdata
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        }
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
-            if (
-                isinstance(leaf, torch.Tensor)
-                and (storage := leaf.untyped_storage())._cdata not in known
-            ):
+        known = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
                 known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._gone, storage.nbytes()).atexit = False
-        return made
+                self.live_bytes += storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                weakref.finalize(storage, self._drop, storage.nbytes()).atexit = False
+        return result
 
-    def _gone(self, size: int) -> None:
-        self.now -= size
+    def _drop(self, size: int) -> None:
+        self.live_bytes -= size
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -14,7 +14,7 @@ from torch import optim
 from framework.config.base import plain_values
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
-from framework.setup.components import _given_optimizer, gather_parts
+from framework.setup.components import _handed_over_optimizer, gather_parts
 from framework.setup.optimizer_probe import check_optimizer
 from framework.setup.user_code import Objects
 
@@ -68,7 +68,7 @@ def draws(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 def judge(make: Any, *, stage: int) -> str:
     try:
-        check_optimizer(_given_optimizer(make), stage=stage, key="optimizer", value="mine")
+        check_optimizer(_handed_over_optimizer(make), stage=stage, key="optimizer", value="mine")
     except ConfigError as error:
         return error.problems[0].kind
     return ""
