@@ -41,15 +41,13 @@ def session(number: int, agents: int, port: int) -> Session:
         "nnodes": agents,
         "spares": 0,
         "slots": 8,
-    }
-    hello |= {
         "master_port": port,
         "host": f"node-{number}",
         "machine": "",
         "hosts": "",
         "clock": time.time(),
+        "facts": {"torch": "2", "config": "aaaaaaaaaaaaaaaa", "code": "bbbbbbbbbbbbbbbb"},
     }
-    hello |= {"facts": {"torch": "2", "config": "a" * 16, "code": "b" * 16}}
     topology = HostTopology(agents, 8, number, "127.0.0.1", port)
     return Session(topology, hello, StopRequests(), port, TOKEN)
 
@@ -58,16 +56,12 @@ async def lead(agents: int, port: int, ends: Connection, quiet_seconds: float) -
     job = await join(session(0, agents, port))
     cpu = time.process_time()
     start = await job.begin()
-    met = time.process_time() - cpu
+    meet_seconds = time.process_time() - cpu
     await asyncio.sleep(1.0)
     cpu = time.process_time()
     await asyncio.sleep(quiet_seconds)
-    ends.send(
-        {
-            "meet_cpu_seconds": met,
-            "idle_core_percent": 100 * (time.process_time() - cpu) / quiet_seconds,
-        }
-    )
+    idle_percent = 100 * (time.process_time() - cpu) / quiet_seconds
+    ends.send({"meet_cpu_seconds": meet_seconds, "idle_core_percent": idle_percent})
     while len(start.peers.ended) < agents - 1:
         await start.peers.wait(0.5)
     start.peers.send("ended", code=0)
@@ -79,14 +73,16 @@ class Others:
     """All agents but node 0's."""
 
     def __init__(self, agents: int, port: int) -> None:
-        self.count, self.port = agents - 1, port
-        self.done, self.last = Counter[str](), {}
+        self.count = agents - 1
+        self.port = port
+        self.num_done = Counter[str]()  # agents that have passed an event
+        self.last: dict[str, float] = {}  # time of the last one
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.may: dict[str, asyncio.Event] = {what: asyncio.Event() for what in ("stop", "fail")}
+        self.may = {"stop": asyncio.Event(), "fail": asyncio.Event()}
 
-    def note(self, what: str) -> None:
-        self.done[what] += 1
-        self.last[what] = time.monotonic()
+    def note(self, event: str) -> None:
+        self.num_done[event] += 1
+        self.last[event] = time.monotonic()
 
     async def agent(self, number: int) -> None:
         job: Job = await join(session(number, self.count + 1, self.port))
@@ -109,33 +105,35 @@ class Others:
         self.note("end")
         await job.close()
 
-    async def until(self, what: str) -> float:
-        while self.done[what] < self.count:
+    async def until(self, event: str) -> float:
+        """Return the time at which the last agent has passed the event."""
+        while self.num_done[event] < self.count:
             await asyncio.sleep(0.01)
             if self.failed.done():
                 self.failed.result()
-        return self.last[what]
+        return self.last[event]
 
     async def run(self) -> None:
         await asyncio.gather(*(self.agent(number) for number in range(1, self.count + 1)))
 
 
 async def others(agents: int, port: int, ends: Connection) -> dict[str, float]:
-    group, begun = Others(agents, port), time.monotonic()
+    group = Others(agents, port)
+    begun = time.monotonic()
     group.failed = asyncio.ensure_future(group.run())
-    found = {"meet_seconds": await group.until("met") - begun}
-    found |= await asyncio.get_running_loop().run_in_executor(None, ends.recv)
-    for what in ("stop", "fail"):
+    figures = {"meet_seconds": await group.until("met") - begun}
+    figures |= await asyncio.get_running_loop().run_in_executor(None, ends.recv)
+    for event in ("stop", "fail"):
         begun = time.monotonic()
-        group.may[what].set()
-        found[f"{what}_seconds"] = await group.until(what) - begun
-    found["end_seconds"] = await group.until("end") - begun
+        group.may[event].set()
+        figures[f"{event}_seconds"] = await group.until(event) - begun
+    figures["end_seconds"] = await group.until("end") - begun
     await group.failed
-    return {name: round(value, 3) for name, value in found.items()}
+    return {name: round(value, 3) for name, value in figures.items()}
 
 
 def measure(agents: int, *, quiet_seconds: float = QUIET_SECONDS) -> dict[str, float]:
-    """Run one coordinator with so many agents."""
+    """Run one coordinator with this number of agents, and return the figures."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     context = multiprocessing.get_context("fork")
@@ -154,12 +152,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--agents", type=int, nargs="+", default=[250, 1000, 4000])
     parser.add_argument("--out", type=Path, default=RESULTS / "control_plane.json")
-    given = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine(), "load_average": load_average(), "agents": {}}
-    for agents in given.agents:
-        found["agents"][str(agents)] = measure(agents)
-        print(agents, json.dumps(found["agents"][str(agents)]), flush=True)
-    write(found, given.out)
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {"machine": machine(), "load_average": load_average(), "agents": {}}
+    for agents in arguments.agents:
+        figures = measure(agents)
+        results["agents"][str(agents)] = figures
+        print(agents, json.dumps(figures), flush=True)
+    write(results, arguments.out)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from framework.config.load import config_from_values
 from framework.system.files import hash_file
 
 ROOT = Path(__file__).resolve().parents[1]
-NUM_RANKS, HIDDEN = 2, 2048
+NUM_RANKS = 2
+HIDDEN = 2048
 PROGRAM = """
 import re, sys, threading, time
 from framework.commands.export import main
@@ -51,16 +52,16 @@ print("measured", code, peak[0] - before[0], peak[1] - before[1], time.perf_coun
 
 
 def write_checkpoint(folder: Path, *, stage: int, num_bytes: int) -> Path:
-    """A checkpoint of square fp32 weights that were trained in bf16 with Adam; returns its
+    """Write a checkpoint of square fp32 weights, as after training in bf16 with Adam; returns its
     folder.
     """
     from deepspeed.utils.tensor_fragment import fragment_address
 
     count = max(2, num_bytes // (4 * HIDDEN * HIDDEN) // NUM_RANKS * NUM_RANKS)
     shapes = {f"layers.{number}.weight": torch.Size([HIDDEN, HIDDEN]) for number in range(count)}
-    place = folder / "checkpoints" / "global_step1"
-    place.mkdir(parents=True)
-    each = count * HIDDEN * HIDDEN // NUM_RANKS
+    checkpoint = folder / "checkpoints" / "global_step1"
+    checkpoint.mkdir(parents=True)
+    share_size = count * HIDDEN * HIDDEN // NUM_RANKS
     common: dict[str, Any] = {
         "param_shapes": [shapes],
         "shared_params": {},
@@ -69,17 +70,17 @@ def write_checkpoint(folder: Path, *, stage: int, num_bytes: int) -> Path:
     }
     for rank in range(NUM_RANKS):
         # Random, so that no file system stores less than it seems.
-        flat = torch.empty(each).normal_(generator=torch.Generator().manual_seed(rank))
+        flat = torch.empty(share_size).normal_(generator=torch.Generator().manual_seed(rank))
         state = {0: {"step": torch.tensor(1.0), "exp_avg": flat * 0.1, "exp_avg_sq": flat * flat}}
         inner: dict[str, Any] = {
             "optimizer_state_dict": {"state": state, "param_groups": []},
             "fp32_flat_groups": [flat],
         }
         if stage == 2:
-            own = list(shapes)[rank * count // NUM_RANKS : (rank + 1) * count // NUM_RANKS]
+            names = list(shapes)[rank * count // NUM_RANKS : (rank + 1) * count // NUM_RANKS]
+            size = HIDDEN * HIDDEN
             slices = {
-                name: fragment_address(HIDDEN * HIDDEN, number * HIDDEN * HIDDEN)
-                for number, name in enumerate(own)
+                name: fragment_address(size, number * size) for number, name in enumerate(names)
             }
             inner = {
                 "base_optimizer_state": inner["optimizer_state_dict"],
@@ -88,18 +89,18 @@ def write_checkpoint(folder: Path, *, stage: int, num_bytes: int) -> Path:
             }
         torch.save(
             {"optimizer_state_dict": inner},
-            place / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+            checkpoint / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
         )
         if stage == 3:
             empty = {name: torch.empty(0, dtype=torch.bfloat16) for name in shapes}
             torch.save(
                 common | {"module": empty},
-                place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
+                checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
             )
     if stage == 2:
         whole = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-        torch.save(common | {"module": whole}, place / "mp_rank_00_model_states.pt")
-    files = {path.name: asdict(hash_file(path)) for path in sorted(place.iterdir())}
+        torch.save(common | {"module": whole}, checkpoint / "mp_rank_00_model_states.pt")
+    files = {path.name: asdict(hash_file(path)) for path in sorted(checkpoint.iterdir())}
     config = config_from_values(
         {"run": {"name": "big"}, "zero": {"stage": stage}, "precision": {"dtype": "bf16"}}
     ).to_dict()
@@ -112,12 +113,12 @@ def write_checkpoint(folder: Path, *, stage: int, num_bytes: int) -> Path:
         "accumulation_steps": 1,
     }
     manifest = {"format": FORMAT, "step": 1, "config": config, "layout": layout, "files": files}
-    (place / MANIFEST).write_text(seal(manifest), encoding="utf-8")
-    return place
+    (checkpoint / MANIFEST).write_text(seal(manifest), encoding="utf-8")
+    return checkpoint
 
 
 def measure(checkpoint: Path, out: Path, *options: str) -> dict[str, Any]:
-    """Export in a process of its own."""
+    """Export in a process of its own, and return its figures."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(checkpoint), str(out), *options],
@@ -127,12 +128,12 @@ def measure(checkpoint: Path, out: Path, *options: str) -> dict[str, Any]:
         check=False,
     )
     assert "measured 0" in done.stdout, done.stdout + done.stderr
-    _, _, anonymous, whole, seconds = done.stdout.splitlines()[-1].split()
+    _, _, anonymous_bytes, resident_bytes, seconds = done.stdout.splitlines()[-1].split()
     num_bytes = sum(path.stat().st_size for path in out.iterdir())
     return {
         "exported_bytes": num_bytes,
-        "peak_bytes": int(whole),
-        "peak_bytes_without_mapped_files": int(anonymous),
+        "peak_bytes": int(resident_bytes),
+        "peak_bytes_without_mapped_files": int(anonymous_bytes),
         "seconds": round(float(seconds), 2),
     }
 

@@ -34,11 +34,13 @@ from benchmarks.records import RESULTS, ROOT, launch, load_average, machine, rea
 from framework.data.text_windows import open_corpus
 from framework.data.tokens import Tokens
 
-NUM_RANKS, TIMEOUT_SECONDS = 2, 1800
-GPT_TARGET_NATS, GPT_TARGET_MINUTES, BERT_TARGET_NATS_BELOW = 2.0, 10.0, 0.5
-ALIKE = ("checkpoint.at_end=true", "monitors.tensorboard=false", "monitors.progress=off")
-# Little text and few steps: no dropout, and for BERT short sequences, of which more fit into a
-# step.
+NUM_RANKS = 2
+TIMEOUT_SECONDS = 1800
+GPT_TARGET_NATS = 2.0
+GPT_TARGET_MINUTES = 10.0
+BERT_TARGET_NATS_BELOW = 0.5
+COMMON_SETTINGS = ("checkpoint.at_end=true", "monitors.tensorboard=false", "monitors.progress=off")
+# Little text and few steps: no dropout. For BERT short sequences, so that more fit into a step.
 SETTINGS = {
     "gpt": (
         "model.dropout=0.0",
@@ -56,39 +58,44 @@ SETTINGS = {
     ),
 }
 # The model has learnt the positions of training windows only, and those are 128 bytes long.
-PROMPT, NUM_SAMPLED = "\n", 126
+PROMPT = "\n"
+NUM_SAMPLED = 126
 METRICS = {"gpt": "eval/loss", "bert": "eval/mlm_loss"}
 
 
 def unigram_entropy(counts: Iterable[int]) -> float:
-    """In nats, of tokens that occur so often."""
-    seen = [count for count in counts if count]
-    total = sum(seen)
-    return -sum(count / total * math.log(count / total) for count in seen)
+    """Return the entropy, in nats, of tokens with these counts."""
+    positive = [count for count in counts if count]
+    total = sum(positive)
+    return -sum(count / total * math.log(count / total) for count in positive)
 
 
 def curve(
     rows: Sequence[Mapping[str, float]], metric: str, *, started: float
 ) -> list[dict[str, float]]:
-    """A metric over steps and minutes since `started`, in Unix seconds."""
-    return [
-        {
-            "step": int(row["step"]),
-            "minutes": round((row["time"] - started) / 60, 2),
-            "loss": round(row[metric], 4),
-        }
-        for row in rows
-        if metric in row
-    ]
+    """Return a metric over steps and over minutes since `started`, which is in Unix seconds."""
+    points: list[dict[str, float]] = []
+    for row in rows:
+        if metric in row:
+            minutes = round((row["time"] - started) / 60, 2)
+            points.append(
+                {"step": int(row["step"]), "minutes": minutes, "loss": round(row[metric], 4)}
+            )
+    return points
 
 
 def first_below(points: Sequence[Mapping[str, float]], nats: float) -> float | None:
-    """Minutes at which the loss was first measured below; None: never."""
-    return next((point["minutes"] for point in points if point["loss"] < nats), None)
+    """Return the minutes at which the loss was first measured below `nats`, or None."""
+    for point in points:
+        if point["loss"] < nats:
+            return point["minutes"]
+    return None
 
 
 def entropy_of(tokens: Tokens) -> float:
-    """Of the text alone: the end tokens between documents are never hidden, and easily foretold."""
+    """Return the unigram entropy of the text without the end tokens between documents, which are
+    never hidden and easy to predict.
+    """
     counts = np.bincount(tokens.numbers)
     ends = np.asarray(tokens.offsets[1:]) - 1
     np.subtract.at(counts, tokens.numbers[ends], 1)
@@ -96,33 +103,37 @@ def entropy_of(tokens: Tokens) -> float:
 
 
 def tokens_for(kind: str, texts: Sequence[str], folder: Path) -> str | None:
-    """The token folder; None: the model reads Python's sources. BERT needs documents to draw pairs
-    from.
+    """Write the texts as a token folder and return its path, or None without texts: the model reads
+    Python's sources. BERT needs documents to draw pairs from.
     """
     if not texts:
         return None
     out = str(folder / f"tokens-{kind}")
-    more = ["--split-at-blank-lines"] if kind == "bert" and len(texts) < 20 else []
-    subprocess.run(
-        [sys.executable, "-m", "framework", "prepare", *texts, out, *more], cwd=ROOT, check=True
-    )
+    command = [sys.executable, "-m", "framework", "prepare"]
+    command += texts
+    command.append(out)
+    if kind == "bert" and len(texts) < 20:
+        command.append("--split-at-blank-lines")
+    subprocess.run(command, cwd=ROOT, check=True)
     return out
 
 
 def train(kind: str, texts: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Train one model and read what its run folder says."""
+    """Train one model, and return the facts in its run folder."""
     path = tokens_for(kind, texts, folder)
-    settings = (*SETTINGS[kind], *ALIKE)
-    source = () if path is None else (f"data.path={path}",)
-    before, used, started = load_average(), _processor_seconds(), time.time()
+    settings = list(SETTINGS[kind])
+    settings += COMMON_SETTINGS
+    if path is not None:
+        settings.append(f"data.path={path}")
+    settings += [f"run.name={kind}", f"run.output_dir={folder}"]
+    load_before = load_average()
+    processor_seconds = _processor_seconds()
+    started = time.time()
     launch(
         "train.py",
         "--config",
         f"ds_configs/{kind}_tiny.yaml",
         *settings,
-        *source,
-        f"run.name={kind}",
-        f"run.output_dir={folder}",
         num_ranks=NUM_RANKS,
         timeout_seconds=TIMEOUT_SECONDS,
     )
@@ -130,33 +141,33 @@ def train(kind: str, texts: Sequence[str], folder: Path) -> dict[str, Any]:
     corpus = open_corpus(path)
     assert corpus.evaluation is not None
     points = curve(read_metrics(folder / kind), METRICS[kind], started=started)
-    found = {
+    facts = {
         "config": f"ds_configs/{kind}_tiny.yaml",
-        "settings": [*SETTINGS[kind]],
+        "settings": list(SETTINGS[kind]),
         "text": [Path(text).name for text in texts] or "Python's standard library",
         "training_tokens": len(corpus.train.numbers),
         "evaluation_tokens": len(corpus.evaluation.numbers),
-        "load_average": [before, load_average()],
+        "load_average": [load_before, load_average()],
         "minutes": round(minutes, 2),
-        "processor_minutes": round((_processor_seconds() - used) / 60, 2),
+        "processor_minutes": round((_processor_seconds() - processor_seconds) / 60, 2),
         "unigram_entropy_nats": round(entropy_of(corpus.evaluation), 4),
         "metric": METRICS[kind],
         "final_loss_nats": points[-1]["loss"],
         "over_time": points,
     }
-    return found | verdict(kind, found)
+    return facts | verdict(kind, facts)
 
 
-def verdict(kind: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Held against the targets."""
+def verdict(kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the target, and whether it is reached."""
     if kind == "gpt":
-        minutes = first_below(found["over_time"], GPT_TARGET_NATS)
+        minutes = first_below(facts["over_time"], GPT_TARGET_NATS)
         return {
             "target": f"below {GPT_TARGET_NATS} nats within {GPT_TARGET_MINUTES:g} minutes",
             "minutes_to_target": minutes,
             "reached": minutes is not None and minutes <= GPT_TARGET_MINUTES,
         }
-    below = found["unigram_entropy_nats"] - found["final_loss_nats"]
+    below = facts["unigram_entropy_nats"] - facts["final_loss_nats"]
     return {
         "target": f"{BERT_TARGET_NATS_BELOW} nats below the unigram entropy",
         "nats_below_unigram": round(below, 4),
@@ -165,44 +176,35 @@ def verdict(kind: str, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sample(run_folder: Path) -> str | None:
-    """What the trained GPT writes; None: `generate` failed."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "framework",
-            "generate",
-            str(run_folder),
-            "--prompt",
-            PROMPT,
-            "--max-new-tokens",
-            str(NUM_SAMPLED),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout if done.returncode == 0 else None
+    """Return text that the trained GPT writes, or None if `generate` failed."""
+    command = [sys.executable, "-m", "framework", "generate", str(run_folder)]
+    command += ["--prompt", PROMPT, "--max-new-tokens", str(NUM_SAMPLED)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return None
+    return done.stdout
 
 
 def table(models: Mapping[str, Mapping[str, Any]]) -> str:
-    """For the terminal."""
+    """Return the results as text for the terminal."""
     lines = []
-    for kind, found in models.items():
+    for kind, facts in models.items():
+        reached = "reached" if facts["reached"] else "NOT reached"
         lines.append(
-            f"{kind}: {found['target']}: {'reached' if found['reached'] else 'NOT reached'}; unigram entropy "
-            f"{found['unigram_entropy_nats']:.3f} nats, {found['processor_minutes']} processor minutes"
+            f"{kind}: {facts['target']}: {reached}; unigram entropy "
+            f"{facts['unigram_entropy_nats']:.3f} nats, "
+            f"{facts['processor_minutes']} processor minutes"
         )
-        lines += [
-            f"  step {point['step']:>5}  {point['minutes']:>5.2f} min  {found['metric']} {point['loss']:.4f}"
-            for point in found["over_time"]
-        ]
+        for point in facts["over_time"]:
+            lines.append(
+                f"  step {point['step']:>5}  {point['minutes']:>5.2f} min  "
+                f"{facts['metric']} {point['loss']:.4f}"
+            )
     return "\n".join(lines)
 
 
 def _processor_seconds() -> float:
-    """Of children that have ended."""
+    """Return the processor seconds of children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -225,21 +227,23 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     texts = [str(Path(text).resolve()) for text in arguments.text]
-    before = load_average()
+    load_before = load_average()
     with tempfile.TemporaryDirectory() as name:
         folder = (arguments.keep or Path(name)).resolve()
         models = {
             kind: train(kind, texts, folder) for kind in SETTINGS if arguments.only in (None, kind)
         }
         print(table(models))
-        written = sample(folder / "gpt") if "gpt" in models else None
-        if written:
-            print(written)
-            models["gpt"]["sample"] = written
+        text = None
+        if "gpt" in models:
+            text = sample(folder / "gpt")
+        if text:
+            print(text)
+            models["gpt"]["sample"] = text
     write(
         {
             "machine": machine(),
-            "load_average_before": before,
+            "load_average_before": load_before,
             "load_average_after": load_average(),
             "ranks": NUM_RANKS,
             "models": models,

@@ -40,34 +40,42 @@ from framework.setup.components import make_train_loader
 from framework.setup.prepare_run import Prepared, prepare
 from framework.setup.user_code import Objects
 
-NUM_STAGES, LAYERS_PER_STAGE, WIDTH = 2, 2, 8
+NUM_STAGES = 2
+LAYERS_PER_STAGE = 2
+WIDTH = 8
 MICRO_BATCHES = (4, 8, 16)
 TARGET_RATIO = 1.15
 
 
 def theory(num_micro_batches: int, num_stages: int = NUM_STAGES) -> float:
-    """Idle share of a 1F1B step whose stages take equally long (Narayanan et al. 2021, section
+    """Return the idle share of a 1F1B step with equally long stages (Narayanan et al. 2021, section
     2.2).
     """
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
 def idle_share(step_seconds: float, work_seconds: float) -> float:
-    """Share of the step in which a stage did not work."""
+    """Return the share of the step in which a stage did not work."""
     return 1 - work_seconds / step_seconds
 
 
 def summary(
     rows: Sequence[Mapping[str, float]], *, num_micro_batches: int, forward_seconds: float
 ) -> dict[str, Any]:
-    """Of the steps of all repeats. A row: `step_seconds` and what both stages slept by the clock,
-    `slept_seconds`.
+    """Summarize the steps of all repeats.
+
+    A row has the `step_seconds`, and the `slept_seconds` of both stages by the clock.
     """
-    asked = num_micro_batches * 3 * forward_seconds
-    steps = [row["step_seconds"] for row in rows]
-    shares = sorted(idle_share(seconds, asked) for seconds in steps)
-    expected, median = theory(num_micro_batches), statistics.median(shares)
+    work_seconds = num_micro_batches * 3 * forward_seconds
+    step_seconds = [row["step_seconds"] for row in rows]
+    median_seconds = statistics.median(step_seconds)
+    shares = sorted(idle_share(seconds, work_seconds) for seconds in step_seconds)
+    expected = theory(num_micro_batches)
+    median = statistics.median(shares)
+    measured_shares = [idle_share(row["step_seconds"], row["slept_seconds"]) for row in rows]
+    measured_median = statistics.median(measured_shares)
     slots = num_micro_batches + NUM_STAGES - 1
+    added_ms = 1000 * (median_seconds - slots * 3 * forward_seconds) / slots
     return {
         "num_micro_batches": num_micro_batches,
         "steps": len(rows),
@@ -76,15 +84,9 @@ def summary(
         "idle_lowest": round(shares[0], 4),
         "idle_highest": round(shares[-1], 4),
         "ratio": round(median / expected, 3),
-        "ratio_by_measured_sleep": round(
-            statistics.median(idle_share(row["step_seconds"], row["slept_seconds"]) for row in rows)
-            / expected,
-            3,
-        ),
-        "step_seconds": round(statistics.median(steps), 4),
-        "added_ms_per_micro_batch": round(
-            1000 * (statistics.median(steps) - slots * 3 * forward_seconds) / slots, 2
-        ),
+        "ratio_by_measured_sleep": round(measured_median / expected, 3),
+        "step_seconds": round(median_seconds, 4),
+        "added_ms_per_micro_batch": round(added_ms, 2),
     }
 
 
@@ -108,13 +110,14 @@ class _Nap(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """One layer."""
+    """A layer that sleeps."""
 
     slept_seconds = 0.0  # by the clock, of all layers of this process
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.weight, self.seconds = nn.Parameter(torch.ones(WIDTH)), seconds
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.seconds = seconds
 
     def forward(self, value: Tensor) -> Tensor:
         output: Tensor = _Nap.apply(value, self.weight, self.seconds)
@@ -131,7 +134,8 @@ class Side:
     """An engine for one number of micro-batches, and its data."""
 
     def __init__(self, prepared: Prepared) -> None:
-        plan, cut = prepared.plan, prepared.cut
+        plan = prepared.plan
+        cut = prepared.cut
         assert cut is not None
         self.engine: PipelineEngine = build_pipeline(
             plan,
@@ -143,9 +147,10 @@ class Side:
         self.batches = make_train_loader(plan, prepared.parts.splits, rank=rank()).stream(0)
 
     def step(self) -> dict[str, float]:
-        """One training step, started by all ranks together."""
+        """Take one training step, started by all ranks together."""
         barrier()
-        Sleeper.slept_seconds, before = 0.0, time.perf_counter()
+        Sleeper.slept_seconds = 0.0
+        before = time.perf_counter()
         self.engine.train_step(self.batches)
         return {
             "step_seconds": time.perf_counter() - before,
@@ -154,7 +159,7 @@ class Side:
 
 
 def prepared_for(num_micro_batches: int, *, forward_seconds: float, max_steps: int) -> Prepared:
-    """A run of sleeping layers, as `framework.fit` would prepare it."""
+    """Prepare a run of sleeping layers, as `framework.fit` would."""
     samples = torch.zeros(num_micro_batches, WIDTH)
     config = config_from_values(
         {
@@ -166,19 +171,14 @@ def prepared_for(num_micro_batches: int, *, forward_seconds: float, max_steps: i
             "monitors": {"tensorboard": False},
         }
     )
-    layers = [
-        Sleeper(forward_seconds / LAYERS_PER_STAGE) for _ in range(NUM_STAGES * LAYERS_PER_STAGE)
-    ]
-    return prepare(
-        config,
-        objects=Objects(
-            nn.Sequential(*layers), TensorDataset(samples, samples), None, nn.functional.mse_loss
-        ),
-    )
+    seconds = forward_seconds / LAYERS_PER_STAGE
+    model = nn.Sequential(*[Sleeper(seconds) for _ in range(NUM_STAGES * LAYERS_PER_STAGE)])
+    data = TensorDataset(samples, samples)
+    return prepare(config, objects=Objects(model, data, None, nn.functional.mse_loss))
 
 
 def measure(forward_ms: float, repeats: int, folder: Path) -> None:
-    """On every rank; writes this rank's rows, by number of micro-batches."""
+    """Measure on this rank, and write its rows by number of micro-batches."""
     sides = {
         count: Side(prepared_for(count, forward_seconds=forward_ms / 1000, max_steps=repeats + 1))
         for count in MICRO_BATCHES
@@ -193,7 +193,7 @@ def measure(forward_ms: float, repeats: int, folder: Path) -> None:
 
 
 def run_job(forward_ms: float, repeats: int) -> list[dict[str, Any]]:
-    """Two processes; their rows put together, a table line for each number of micro-batches."""
+    """Run two processes; return a summary of their rows for each number of micro-batches."""
     with tempfile.TemporaryDirectory() as name:
         launch(
             "-m",
@@ -207,33 +207,34 @@ def run_job(forward_ms: float, repeats: int) -> list[dict[str, Any]]:
             num_ranks=NUM_STAGES,
             timeout_seconds=600,
         )
-        ranks = [
+        rows_by_rank = [
             json.loads((Path(name) / f"{number}.json").read_text(encoding="utf-8"))
             for number in range(NUM_STAGES)
         ]
-    return [
-        summary(
-            [
-                {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
-                for rows in zip(*(of_rank[str(count)] for of_rank in ranks), strict=True)
-            ],
-            num_micro_batches=count,
-            forward_seconds=forward_ms / 1000,
-        )
-        for count in MICRO_BATCHES
-    ]
+    summaries = []
+    for count in MICRO_BATCHES:
+        rows = []
+        for rows_of_step in zip(*(by_count[str(count)] for by_count in rows_by_rank), strict=True):
+            rows.append(_mean_row(rows_of_step))
+        seconds = forward_ms / 1000
+        summaries.append(summary(rows, num_micro_batches=count, forward_seconds=seconds))
+    return summaries
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """For the terminal."""
+def _mean_row(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
+
+
+def table(jobs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the results as text for the terminal."""
     lines = ["forward ms  m   theory  idle    lowest  highest  ratio  added ms per micro-batch"]
-    lines += [
-        f"{job['forward_ms']:>10g} {row['num_micro_batches']:>2}   {row['theory']:.2%} {row['idle']:>7.2%} "
-        f"{row['idle_lowest']:>7.2%} {row['idle_highest']:>7.2%}  {row['ratio']:>5.3f}  "
-        f"{row['added_ms_per_micro_batch']:.2f}"
-        for job in found
-        for row in job["rows"]
-    ]
+    for job in jobs:
+        for row in job["rows"]:
+            lines.append(
+                f"{job['forward_ms']:>10g} {row['num_micro_batches']:>2}   {row['theory']:.2%} "
+                f"{row['idle']:>7.2%} {row['idle_lowest']:>7.2%} {row['idle_highest']:>7.2%}  "
+                f"{row['ratio']:>5.3f}  {row['added_ms_per_micro_batch']:.2f}"
+            )
     return "\n".join(lines)
 
 
@@ -257,18 +258,18 @@ def main() -> None:
         with process_group(None):
             measure(arguments.forward_ms[0], arguments.repeats, arguments.rank_writes_to)
         return
-    before, jobs = load_average(), []
+    load_before = load_average()
+    jobs: list[dict[str, Any]] = []
     for forward_ms in arguments.forward_ms:
-        at_start = load_average()
+        load_at_start = load_average()
         rows = run_job(forward_ms, arguments.repeats)
-        jobs.append(
-            {"forward_ms": forward_ms, "load_average": [at_start, load_average()], "rows": rows}
-        )
+        loads = [load_at_start, load_average()]
+        jobs.append({"forward_ms": forward_ms, "load_average": loads, "rows": rows})
     print(table(jobs))
     write(
         {
             "machine": machine(),
-            "load_average_before": before,
+            "load_average_before": load_before,
             "load_average_after": load_average(),
             "stages": NUM_STAGES,
             "repeats": arguments.repeats,

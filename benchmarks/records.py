@@ -1,5 +1,5 @@
-"""What every benchmark here needs: the machine in words, medians with their spread, jobs of several
-processes, a results file.
+"""Functions of all benchmarks: the description of the machine, medians with their spread, jobs of
+several processes, the results file.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ _SET_BY_LAUNCHERS = (
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures come from; the versions are those that took part."""
+    """Describe the machine and the software that the figures come from."""
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
+        "torch": importlib.metadata.version("torch"),
+        "deepspeed": importlib.metadata.version("deepspeed"),
         "commit": _git("rev-parse", "--short", "HEAD"),
-        "changed_since_commit": bool(
-            _git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
-        ),
+        "changed_since_commit": bool(changes),
     }
 
 
 def load_average() -> float:
-    """Of the last minute: above the number of cores, other work has shared them and times are too
-    long.
+    """Return the load of the last minute. Above the number of cores, other work has shared them,
+    and times are too long.
     """
     return round(os.getloadavg()[0], 2)
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Median, quickest and slowest."""
+    """Return the median, the fastest and the slowest time."""
     return {
         "median": round(statistics.median(seconds), 4),
         "fastest": round(min(seconds), 4),
@@ -60,24 +60,22 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def launch(*words: str, num_ranks: int, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
-    """A job on `num_ranks` CPU processes of one thread each, so that a device is a core.
+    """Run a job on `num_ranks` CPU processes of one thread each, so that a device is a core.
 
     Raises:
-        SystemExit: it failed; with the end of what it said.
+        SystemExit: the job failed; with the end of its output.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in _SET_BY_LAUNCHERS}
-    job = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_ranks),
-    ]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in _SET_BY_LAUNCHERS
+    }
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num_ranks)]
+    command += words
     done = subprocess.run(
-        [*job, *words],
+        command,
         cwd=ROOT,
-        env={**kept, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=timeout_seconds,
@@ -85,31 +83,32 @@ def launch(*words: str, num_ranks: int, timeout_seconds: float) -> subprocess.Co
     )
     if done.returncode:
         raise SystemExit(
-            f"{' '.join(words)}: ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            f"{' '.join(words)}: ended with {done.returncode}\n"
+            f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         )
     return done
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, float]]:
-    """Rows of a run's metrics.jsonl."""
-    return [
-        json.loads(line)
-        for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    """Return the rows of a run's metrics.jsonl."""
+    lines = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def write(found: Mapping[str, Any], path: Path) -> None:
-    """A results file."""
+def write(results: Mapping[str, Any], path: Path) -> None:
+    """Write a results file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def _processor() -> str:
-    """Model name as Linux reports it."""
+    """Return the model name of the processor, as Linux reports it."""
     source = Path("/proc/cpuinfo")
-    lines = source.read_text(encoding="utf-8").splitlines() if source.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    if source.exists():
+        for line in source.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _git(*words: str) -> str:

@@ -83,18 +83,18 @@ def main() -> None:
                 "deaf": lambda: Ours(prepared, Path(folder, "deaf")),
             }
             sides: dict[str, Side] = {"trainer": Ours(prepared, Path(folder, "ours"), stop=stop)}
-            sides |= {name: makers[name]() for name in arguments.against}
+            for name in arguments.against:
+                sides[name] = makers[name]()
             report = _measure(prepared, sides, blocks=arguments.blocks, steps=arguments.steps)
         if rank() == 0:
-            print(json.dumps(report, indent=2))
+            text = json.dumps(report, indent=2)
+            print(text)
             if arguments.out:
-                Path(arguments.out).write_text(
-                    json.dumps(report, indent=2) + "\n", encoding="utf-8"
-                )
+                Path(arguments.out).write_text(text + "\n", encoding="utf-8")
 
 
 def images() -> TensorDataset:
-    """The digits as two tensors."""
+    """Return the digits as two tensors."""
     train = build(28).train
     samples = [train[index] for index in range(len(train))]
     return TensorDataset(
@@ -116,19 +116,18 @@ def _measure(
             _settle()
             if block:  # the first one warms up
                 times[name].append(time.perf_counter() - max(before, getattr(side, "began", 0.0)))
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    ratio_of_medians = {}
+    block_ratios = {}
+    for name in sides:
+        if name != "trainer":
+            ratio_of_medians[name] = medians["trainer"] / medians[name]
+            pairs = zip(times["trainer"], times[name], strict=True)
+            block_ratios[name] = sorted(ours / other for ours, other in pairs)
     environment = describe_environment()
     report: dict[str, Any] = {
-        "ratio_of_medians": {
-            name: medians["trainer"] / medians[name] for name in sides if name != "trainer"
-        },
-        "block_ratios": {
-            name: sorted(
-                ours / other for ours, other in zip(times["trainer"], times[name], strict=True)
-            )
-            for name in sides
-            if name != "trainer"
-        },
+        "ratio_of_medians": ratio_of_medians,
+        "block_ratios": block_ratios,
         "model": prepared.plan.config.model.kind,
         "ms_per_step": {name: 1000 * median / steps for name, median in medians.items()},
         "blocks": blocks,
@@ -138,17 +137,17 @@ def _measure(
         "machine": {key: environment[key] for key in ("accelerator", "device", "cpu_count")},
     }
     if "bare" in sides:
-        logged = range(LOG_EVERY, (blocks + 1) * steps + 1, LOG_EVERY)
-        found = {name: [sides[name].loss(step) for step in logged] for name in ("trainer", "bare")}
-        furthest = max(
-            abs(ours - theirs) for ours, theirs in zip(found["trainer"], found["bare"], strict=True)
-        )
-        report |= {"largest_difference_of_losses": furthest, "num_losses_compared": len(logged)}
+        logged_steps = range(LOG_EVERY, (blocks + 1) * steps + 1, LOG_EVERY)
+        trainer_losses = [sides["trainer"].loss(step) for step in logged_steps]
+        bare_losses = [sides["bare"].loss(step) for step in logged_steps]
+        pairs = zip(trainer_losses, bare_losses, strict=True)
+        report["largest_difference_of_losses"] = max(abs(ours - other) for ours, other in pairs)
+        report["num_losses_compared"] = len(logged_steps)
     return report
 
 
 def _settle() -> None:
-    """Wait for what the device has been told, and for all ranks."""
+    """Wait for the queued work of the device, and for all ranks."""
     get_accelerator().synchronize()
     barrier()
 
@@ -163,7 +162,7 @@ class Side(Protocol):
         """Take the steps of a block."""
 
     def loss(self, step: int) -> float:
-        """Mean over ranks at a logged step."""
+        """Return the mean over ranks at a logged step."""
 
 
 class Ours:
@@ -184,12 +183,13 @@ class Ours:
         )
         self._agenda = make_schedule(plan)
         self._loader = make_train_loader(prepared.plan, prepared.parts.splits, rank=rank())
-        self._config, self._folder = plan.config, folder
+        self._config = plan.config
+        self._folder = folder
         self._monitors: list[Monitor] = []
         self._losses: dict[int, float] = {}
 
     def loss(self, step: int) -> float:
-        """Mean over ranks at a logged step."""
+        """Return the mean over ranks at a logged step."""
         return self._losses[step]
 
     def ready(self, start: int) -> None:
@@ -245,14 +245,15 @@ class Bare:
         self._losses: list[torch.Tensor] = []
 
     def loss(self, step: int) -> float:
-        """Mean over ranks. Collective."""
+        """Return the mean over ranks. Collective."""
         return over_ranks({"train/loss": float(self._losses[step - 1])})["train/loss"]
 
     def ready(self, start: int) -> None:
         """Nothing to do."""
 
     def run(self, start: int, end: int) -> None:
-        engine, device = self._engine, self._device
+        engine = self._engine
+        device = self._device
         batches: Iterator[Any] = self._loader.stream(start)
         for _ in range(start, end):
             for _ in range(self._accumulation):
@@ -290,7 +291,8 @@ class PlainDDP:
     def run(self, start: int, end: int) -> None:
         batches = self._batches()
         for _ in range(start, end):
-            images, labels = (each.to(self._device, non_blocking=True) for each in next(batches))
+            batch = next(batches)
+            images, labels = (tensor.to(self._device, non_blocking=True) for tensor in batch)
             self._optimizer.zero_grad()
             loss: torch.Tensor = torch.nn.functional.cross_entropy(self._model(images), labels)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -311,7 +313,7 @@ class PlainDDP:
 
 
 def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    """torch's AdamW, on a GPU in its fused form, as Hugging Face's Trainer takes it."""
+    """Return torch's AdamW, on a GPU in its fused form, as Hugging Face's Trainer takes it."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device_name() != "cpu")
 
 
@@ -387,7 +389,8 @@ class HuggingFace:
     def __init__(self, prepared: Prepared, folder: str) -> None:
         random_state.seed_everything(prepared.plan.config.run.seed)
         self._model = _WithLoss(prepared.parts.build_model())
-        self._prepared, self._folder = prepared, folder
+        self._prepared = prepared
+        self._folder = folder
         self._trainer: Any = None
         self.began = 0.0
 

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,45 +52,50 @@ def main() -> None:
     if arguments.job:
         take_turns(Path(arguments.job), seconds=arguments.seconds)
         return
-    before = records.load_average()
+    load_before = records.load_average()
     rates = measure_machine(RANKS)
     machine = Machine.from_measured(rates, devices_per_host=RANKS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "steps.json")
-        words = (
+        records.launch(
             "-m",
             "benchmarks.planner.ranking",
             "--job",
             str(path),
             "--seconds",
             str(arguments.seconds),
+            num_ranks=RANKS,
+            timeout_seconds=3 * arguments.seconds + 300,
         )
-        records.launch(*words, num_ranks=RANKS, timeout_seconds=3 * arguments.seconds + 300)
         steps: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
-    strategies = [
-        {
-            "settings": name_of(plan),
-            "estimate_seconds": estimate(plan, machine),
-            "median_seconds": quantile(steps[name_of(plan)], 0.5),
-            "tenth_seconds": quantile(steps[name_of(plan)], 0.1),
-            "steps": len(steps[name_of(plan)]),
-        }
-        for plan in plans()
-    ]
-    found = {
-        "machine": records.machine()
-        | {"load_average_before": before, "load_average_after": records.load_average()},
+    strategies = []
+    for plan in plans():
+        name = name_of(plan)
+        strategies.append(
+            {
+                "settings": name,
+                "estimate_seconds": estimate(plan, machine),
+                "median_seconds": quantile(steps[name], 0.5),
+                "tenth_seconds": quantile(steps[name], 0.1),
+                "steps": len(steps[name]),
+            }
+        )
+    described = records.machine()
+    described["load_average_before"] = load_before
+    described["load_average_after"] = records.load_average()
+    results = {
+        "machine": described,
         "rates": {key: value for key, value in rates.items() if key != "details"},
         **compared(strategies),
         "strategies": strategies,
     }
-    print(json.dumps(found, indent=2))
-    records.write(found, Path(arguments.out))
+    print(json.dumps(results, indent=2))
+    records.write(results, Path(arguments.out))
 
 
 def plans(stages: Sequence[int] = STAGES, micro_sizes: Sequence[int] = MICRO_SIZES) -> list[Plan]:
-    """A small GPT at each ZeRO stage with each micro-batch."""
-    return [_plan(stage, micro_size) for stage in stages for micro_size in micro_sizes]
+    """Return plans of a small GPT at each ZeRO stage with each micro-batch."""
+    return [_plan(stage, micro_size) for stage, micro_size in product(stages, micro_sizes)]
 
 
 def _plan(stage: int, micro_size: int) -> Plan:
@@ -105,20 +111,20 @@ def _plan(stage: int, micro_size: int) -> Plan:
 
 
 def name_of(plan: Plan) -> str:
-    """The settings that make the difference."""
+    """Return the settings in which the plans differ."""
     return f"zero.stage: {plan.config.zero.stage}, batch.micro_size: {plan.layout.micro_size}"
 
 
 def estimate(plan: Plan, machine: Machine) -> float:
-    """Estimated seconds of a step."""
+    """Return the estimated seconds of a step."""
     work = named_work(plan.config, 1, device="cpu")
     assert work is not None
     return estimate_time(plan, work, machine).total
 
 
 def take_turns(path: Path, *, seconds: float) -> None:
-    """Step all engines in turn; rank 0 writes the seconds of every step, as the slowest rank has
-    them. Collective.
+    """Step all engines in turn; rank 0 writes the seconds that every step took on the slowest rank.
+    Collective.
     """
     from framework.engine.distributed import barrier, device, gather, process_group, rank
     from framework.engine.link_bench import timed
@@ -133,50 +139,55 @@ def take_turns(path: Path, *, seconds: float) -> None:
         for plan in plans():
             prepared = prepare(plan.config)
             seed_everything(0)
-            model, task = prepared.parts.build_model(), prepared.parts.task
             engine = build_engine(
-                prepared.plan, ds_config=prepared.ds_config, model=model, task=task
+                prepared.plan,
+                ds_config=prepared.ds_config,
+                model=prepared.parts.build_model(),
+                task=prepared.parts.task,
             )
             batches = make_train_loader(prepared.plan, prepared.parts.splits, rank=rank()).stream(0)
-            sides.append((steps.setdefault(name_of(plan), []), partial(engine.train_step, batches)))
+            times = steps.setdefault(name_of(plan), [])
+            sides.append((times, partial(engine.train_step, batches)))
         end = time.monotonic() + seconds
         while min(gather(time.monotonic())) < end:
             for times, step in sides:
                 barrier()
                 times.append(max(gather(timed(step, device(), repeats=1))))
         if rank() == 0:
-            path.write_text(
-                json.dumps({name: times[_WARM_UP_STEPS:] for name, times in steps.items()})
-            )
+            measured = {name: times[_WARM_UP_STEPS:] for name, times in steps.items()}
+            path.write_text(json.dumps(measured))
         barrier()
-        os._exit(0)  # engines of several strategies are not let go of one by one
+        os._exit(0)  # DeepSpeed's engines of several strategies cannot be closed one by one
 
 
 def quantile(seconds: Sequence[float], share: float) -> float:
-    """The value below which this share lies."""
+    """Return the value below which this share of the seconds lies."""
     return sorted(seconds)[int(share * len(seconds))]
 
 
 def compared(strategies: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Agreement of the two orders, by medians and by quickest tenths."""
-    estimates = [each["estimate_seconds"] for each in strategies]
-    first = estimates.index(min(estimates))
-    found = {}
-    for way in ("median", "tenth"):
-        measured = [each[f"{way}_seconds"] for each in strategies]
-        found[way] = {
+    """Return the agreement of the two orders, by medians and by fastest tenths."""
+    estimates = [strategy["estimate_seconds"] for strategy in strategies]
+    chosen = estimates.index(min(estimates))
+    agreement = {}
+    for statistic in ("median", "tenth"):
+        measured = [strategy[f"{statistic}_seconds"] for strategy in strategies]
+        agreement[statistic] = {
             "spearman": spearman(estimates, measured),
-            "chosen_over_fastest": measured[first] / min(measured),
+            "chosen_over_fastest": measured[chosen] / min(measured),
         }
-    return found
+    return agreement
 
 
-def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Rank correlation of two series; equal values share the mean of their ranks."""
-    ranks, mean = [_ranks(one), _ranks(other)], (len(one) - 1) / 2
-    covariance = sum((first - mean) * (second - mean) for first, second in zip(*ranks, strict=True))
-    spreads = [sum((value - mean) ** 2 for value in each) for each in ranks]
-    return float(covariance / (spreads[0] * spreads[1]) ** 0.5)
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return the rank correlation of two series; equal values share the mean of their ranks."""
+    mean = (len(first) - 1) / 2
+    first_ranks = [rank - mean for rank in _ranks(first)]
+    second_ranks = [rank - mean for rank in _ranks(second)]
+    covariance = sum(left * right for left, right in zip(first_ranks, second_ranks, strict=True))
+    first_spread = sum(rank**2 for rank in first_ranks)
+    second_spread = sum(rank**2 for rank in second_ranks)
+    return float(covariance / (first_spread * second_spread) ** 0.5)
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
