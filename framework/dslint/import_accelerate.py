@@ -46,7 +46,7 @@ def take_accelerate_config(arguments: TrainerArguments) -> None:
     _take_fsdp(arguments)
     _take_dynamo(arguments)
     if arguments.take("use_cpu"):
-        arguments.left_out.append("use_cpu: true (the environment variable DS_ACCELERATOR=cpu)")
+        arguments.omit("use_cpu", "true", "the environment variable DS_ACCELERATOR=cpu")
 
 
 def _leave_out_processes(arguments: TrainerArguments) -> None:
@@ -55,15 +55,12 @@ def _leave_out_processes(arguments: TrainerArguments) -> None:
     num_machines = arguments.take("num_machines", 1)
     if num_processes > 1:
         options = launch_options(num_processes, num_machines)
-        arguments.left_out.append(
-            f"num_processes: {num_processes} (at the start: ./launch.sh train FILE {options})"
-        )
+        reason = f"at the start: ./launch.sh train FILE {options}"
+        arguments.omit("num_processes", str(num_processes), reason)
 
 
 def _take_deepspeed(arguments: TrainerArguments, section: WatchedSection) -> None:
-    stage = section.get("zero_stage")
-    if stage is None and section and section.get("deepspeed_config_file") is None:
-        stage = 2  # accelerate/utils/dataclasses.py `DeepSpeedPlugin`
+    stage = _zero_stage(section)
     if stage is not None:
         arguments.put("zero.stage", stage, "deepspeed_config.zero_stage")
     for name, key in (
@@ -86,10 +83,15 @@ def _take_deepspeed(arguments: TrainerArguments, section: WatchedSection) -> Non
     arguments.add_deepspeed(config_file, "deepspeed_config", _find_keys_beside_a_file)
     hostfile = section.get("deepspeed_hostfile")
     if hostfile:
-        arguments.left_out.append(
-            "deepspeed_config.deepspeed_hostfile (at the start: ./launch.sh train FILE -H "
-            f"{hostfile})"
-        )
+        reason = f"at the start: ./launch.sh train FILE -H {hostfile}"
+        arguments.omit("deepspeed_config.deepspeed_hostfile", None, reason)
+
+
+def _zero_stage(section: WatchedSection) -> Any:
+    stage = section.get("zero_stage")
+    if stage is None and section and section.get("deepspeed_config_file") is None:
+        return 2  # accelerate/utils/dataclasses.py `DeepSpeedPlugin`
+    return stage
 
 
 def _take_fsdp(arguments: TrainerArguments) -> None:

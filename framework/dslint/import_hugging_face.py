@@ -80,9 +80,8 @@ def _take_optimizer(arguments: TrainerArguments) -> None:
     name = str(arguments.take("optim"))
     section = MAPPINGS["optim"].get(name)
     if section is None:
-        arguments.left_out.append(
-            f"optim: {name} (name its class as optimizer.target; this is adamw)"
-        )
+        reason = "name its class as optimizer.target; this is adamw"
+        arguments.omit("optim", name, reason)
         section = {"kind": "adamw"}
     rate = float(arguments.take("learning_rate"))
     decay = float(arguments.take("weight_decay"))
@@ -110,9 +109,8 @@ def _take_schedule(arguments: TrainerArguments) -> None:
     name = str(arguments.take("lr_scheduler_type"))
     kind = MAPPINGS["lr_scheduler_type"].get(name)
     if kind is None:
-        arguments.left_out.append(
-            f"lr_scheduler_type: {name} (name one as scheduler.target; this is cosine)"
-        )
+        reason = "name one as scheduler.target; this is cosine"
+        arguments.omit("lr_scheduler_type", name, reason)
         kind = "cosine"
     arguments.put("scheduler.kind", kind, "lr_scheduler_type")
     _take_warmup(arguments, name)
@@ -122,9 +120,8 @@ def _take_schedule(arguments: TrainerArguments) -> None:
         if key:
             arguments.put(f"scheduler.{key}", value, "lr_scheduler_kwargs")
         elif option not in ("num_warmup_steps", "num_training_steps"):
-            arguments.left_out.append(
-                f"lr_scheduler_kwargs.{option}: {show_value(value)} (no key of this schedule)"
-            )
+            reason = "no key of this schedule"
+            arguments.omit(f"lr_scheduler_kwargs.{option}", show_value(value), reason)
     if name == "reduce_lr_on_plateau":
         callback = {
             "kind": "reduce_on_plateau",
@@ -144,9 +141,8 @@ def _take_warmup(arguments: TrainerArguments, schedule: str) -> None:
     if 0 < warmup < 1 and max_steps > 0:
         warmup = math.ceil(warmup * max_steps)
     if 0 < warmup < 1:
-        arguments.left_out.append(
-            f"warmup: {warmup:g} of the steps (`plan` says how many; set scheduler.warmup_steps)"
-        )
+        share = f"{warmup:g} of the steps"
+        arguments.omit("warmup", share, "`plan` says how many; set scheduler.warmup_steps")
     elif warmup or schedule == "inverse_sqrt":
         num_steps = int(warmup) or _INVERSE_SQRT_WARMUP
         arguments.put("scheduler.warmup_steps", num_steps, "warmup_steps")
@@ -199,9 +195,8 @@ def _take_interval(arguments: TrainerArguments, prefix: str, key: str) -> None:
     if strategy != "steps" or interval is None:
         return
     if interval < 1:
-        arguments.left_out.append(
-            f"{prefix}_steps: {interval:g} of the run (set {key} to a number of steps)"
-        )
+        share = f"{interval:g} of the run"
+        arguments.omit(f"{prefix}_steps", share, f"set {key} to a number of steps")
     else:
         arguments.put(key, int(interval), f"{prefix}_steps")
 
@@ -225,9 +220,8 @@ def _take_cadences(arguments: TrainerArguments) -> None:
     if num_kept:
         arguments.put("checkpoint.keep_last", num_kept, "save_total_limit")
     elif arguments.take("save_strategy") != "no":
-        arguments.left_out.append(
-            "save_total_limit: none (all are kept there; here checkpoint.keep_last, 3)"
-        )
+        reason = "all are kept there; here checkpoint.keep_last, 3"
+        arguments.omit("save_total_limit", "none", reason)
     _take_best_checkpoint(arguments)
 
 
@@ -257,7 +251,7 @@ def _leave_out_loader_options(arguments: TrainerArguments) -> None:
     loader = arguments.sections.pop("data", {})
     options = [f"{name}: {value}" for name, value in loader.items() if value]
     if options:
-        arguments.left_out.append(f"for your data section: {', '.join(options)}")
+        arguments.omit("for your data section", ", ".join(options), reason="")
 
 
 def _take_monitors(arguments: TrainerArguments) -> None:
@@ -283,7 +277,7 @@ def _take_clipping(arguments: TrainerArguments) -> None:
         return
     if clipping != _DEFAULT_CLIPPING:
         reason = "the DeepSpeed JSON has no gradient_clipping, and DeepSpeed clips at 1.0 then"
-        arguments.left_out.append(f"max_grad_norm: {show_value(clipping)} ({reason})")
+        arguments.omit("max_grad_norm", show_value(clipping), reason)
         arguments.put("training.clip_grad_norm", _DEFAULT_CLIPPING, "max_grad_norm")
 
 

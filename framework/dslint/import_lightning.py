@@ -89,9 +89,8 @@ def _leave_out_devices(arguments: TrainerArguments) -> None:
     num_nodes = arguments.take("num_nodes")
     if devices not in ("auto", 1, "1", None) or num_nodes > 1:
         options = launch_options(devices, num_nodes)
-        arguments.left_out.append(
-            f"devices: {devices} (at the start: ./launch.sh train FILE {options})"
-        )
+        reason = f"at the start: ./launch.sh train FILE {options}"
+        arguments.omit("devices", str(devices), reason)
     accelerator = "DeepSpeed's accelerator of this machine, or DS_ACCELERATOR"
     arguments.leave_out("accelerator", accelerator)
 
@@ -125,9 +124,8 @@ def _take_evaluation(arguments: TrainerArguments) -> None:
     num_epochs = arguments.take("check_val_every_n_epoch") or 1
     arguments.put("evaluation.every_epochs", num_epochs, "check_val_every_n_epoch")
     if isinstance(interval, float) and interval != 1.0:
-        arguments.left_out.append(
-            f"val_check_interval: {interval:g} of an epoch (set evaluation.every_steps)"
-        )
+        share = f"{interval:g} of an epoch"
+        arguments.omit("val_check_interval", share, "set evaluation.every_steps")
 
 
 def _take_precision(arguments: TrainerArguments, *, is_deepspeed: bool) -> None:
@@ -138,9 +136,8 @@ def _take_precision(arguments: TrainerArguments, *, is_deepspeed: bool) -> None:
         dtype = "fp16"
     else:
         if not precision.startswith("32"):
-            arguments.left_out.append(
-                f"precision: {precision} (a run computes in fp32, fp16, bf16 or autocast)"
-            )
+            reason = "a run computes in fp32, fp16, bf16 or autocast"
+            arguments.omit("precision", precision, reason)
         return
     arguments.put_half_precision(dtype, "precision", with_deepspeed=is_deepspeed)
     if not is_deepspeed and precision.endswith("true"):
@@ -178,9 +175,8 @@ def _take_strategy(arguments: TrainerArguments) -> tuple[bool, Any]:
     # pytorch_lightning/strategies/deepspeed.py: "All defaults will be ignored if a config is passed
     # in"
     for option, value in options.items():
-        arguments.left_out.append(
-            f"strategy.{option}: {show_value(value)} (the strategy's config wins, as there)"
-        )
+        reason = "the strategy's config wins, as there"
+        arguments.omit(f"strategy.{option}", show_value(value), reason)
     return True, config
 
 
@@ -203,11 +199,10 @@ def _take_other_strategy(arguments: TrainerArguments, name: str, options: Watche
         if options.get("cpu_offload"):
             arguments.put_offload("offload_param", "cpu", None, "strategy")
     elif not _is_plain_strategy(name):
-        arguments.left_out.append(f"strategy: {name} (see zero.stage and parallel)")
+        arguments.omit("strategy", name, "see zero.stage and parallel")
     for option, value in options.unread().items():
-        arguments.left_out.append(
-            f"strategy.{option}: {show_value(value)} (see the keys of zero and parallel)"
-        )
+        reason = "see the keys of zero and parallel"
+        arguments.omit(f"strategy.{option}", show_value(value), reason)
 
 
 def _is_plain_strategy(name: str) -> bool:
@@ -231,10 +226,8 @@ def _take_deepspeed_strategy(arguments: TrainerArguments, options: Values) -> No
             arguments.put_offload(name, settings[device], settings["nvme_path"], "strategy")
     for name, value in options.items():
         if name not in _STRATEGY_ARGUMENTS and value != defaults.get(name):
-            arguments.left_out.append(
-                f"strategy.{name}: {show_value(value)} (see the keys of zero, precision and "
-                "deepspeed)"
-            )
+            reason = "see the keys of zero, precision and deepspeed"
+            arguments.omit(f"strategy.{name}", show_value(value), reason)
 
 
 def _take_zero_keys(arguments: TrainerArguments, settings: Values, stage: int) -> None:
@@ -288,9 +281,8 @@ def _take_classes(arguments: TrainerArguments) -> None:
             kind = optimizer.model_fields["kind"].default
             arguments.sections[key] = {"kind": kind, "lr": _TORCH_RATE, **class_args}
         elif not module:
-            arguments.left_out.append(
-                f"{name}: {show_value(section)} (name its class, with its module, as {key}.target)"
-            )
+            reason = f"name its class, with its module, as {key}.target"
+            arguments.omit(name, show_value(section), reason)
         else:
             arguments.sections[key] = {"target": f"{module}:{class_name}", "args": class_args}
             if key == "scheduler":
@@ -315,9 +307,8 @@ def _leave_out_sections(arguments: TrainerArguments) -> None:
     values = arguments.document.value
     for name in ("model", "data"):
         if values.get(name) is not None:
-            arguments.left_out.append(
-                f"{name} (name its nn.Module, dataset and loss: docs/tutorials/from-lightning.md)"
-            )
+            reason = "name its nn.Module, dataset and loss: docs/tutorials/from-lightning.md"
+            arguments.omit(name, None, reason)
     for name, value in values.items():
         if name not in _READ_SECTIONS and value not in (None, "", [], {}):
-            arguments.left_out.append(f"{name}: {show_value(value)} (no key that is read here)")
+            arguments.omit(name, show_value(value), "no key that is read here")

@@ -32,7 +32,9 @@ from framework.dslint.facts import Facts, value_at
 from framework.dslint.import_sections import (
     NO_KEY,
     DeepSpeedReader,
+    Omission,
     Values,
+    is_default,
     optimizer,
     precision,
     scheduler,
@@ -42,7 +44,7 @@ from framework.dslint.key_files import was_off
 from framework.dslint.keys import load_table
 from framework.dslint.lint import lint, placed
 from framework.dslint.other_tools import without_placeholders
-from framework.errors import MISSING, ConfigError, Problem, printable
+from framework.errors import ConfigError, Problem, printable
 from framework.plan.plan import default_cluster, make_plan
 from framework.plan.render import merged
 from framework.plan.rules.passthrough import not_in_a_run
@@ -96,7 +98,7 @@ class Imported:
 
     values: Values
     comments: Mapping[str, str]
-    left_out: tuple[str, ...]
+    left_out: tuple[Omission, ...]
     sources: Mapping[str, str]
 
     def decided_sections(self) -> set[str]:
@@ -195,9 +197,8 @@ def _batch(reader: DeepSpeedReader) -> Values:
         value = reader.take(name, None)
         key = OWNED[name]
         if reader.comments.pop(key, None):
-            reader.left_out.append(
-                f"{name}: auto (it follows from the number of devices; {key} decides it)"
-            )
+            reason = f"it follows from the number of devices; {key} decides it"
+            reader.leave_out(name, "auto", reason)
         if value is not None:
             section[key.removeprefix("batch.")] = value
     return section
@@ -209,7 +210,7 @@ def _training(reader: DeepSpeedReader) -> Values:
     if isinstance(steps_per_print, int) and steps_per_print != _SILENT["steps_per_print"]:
         section["log_every"] = steps_per_print
     if reader.comments.pop("training.log_every", None):
-        reader.left_out.append("steps_per_print: auto (training.log_every has a default)")
+        reader.leave_out("steps_per_print", "auto", "training.log_every has a default")
     reader.mark_handled("managed_gradient_accumulation")
     if reader.facts.flag("managed_gradient_accumulation", True) is not True:
         reader.refuse(
@@ -309,7 +310,7 @@ def _settle_top_level(reader: DeepSpeedReader) -> None:
             reader.leave_out(name, value, why)
             continue
         key = reader.key(name)
-        if key is not None and key.default is not MISSING and value == key.default:
+        if key is not None and is_default(key, value):
             continue  # of an older release: it asks for what a run does anyway
         if name == "sequence_parallel_size" and value == 1:
             reader.leave_out(name, value, "one is what a run config has")
@@ -361,7 +362,7 @@ def run_config_text(imported: Imported, *, name: str) -> str:
     lines = [f"# Imported from {printable(name)}. Model, data and task are not in it: write yours."]
     if imported.left_out:
         lines.append("# Left out, because it has no effect or is decided elsewhere:")
-        lines += [f"#   {printable(line)}" for line in imported.left_out]
+        lines += [f"#   {printable(str(omission))}" for omission in imported.left_out]
     for section, values in imported.values.items():
         lines.append("")
         lines += _lines(section, values, section, imported.comments, "")
@@ -437,7 +438,7 @@ def with_deepspeed_config(
     source = source or Source()
     document = _read(str(path))
     imported = import_document(document)
-    notes = [_left_out_note(document, line) for line in imported.left_out]
+    notes = [_left_out_note(document, omission) for omission in imported.left_out]
     source.notes += sorted(notes, key=lambda note: (note.line, note.column))
     written = config.written()
     clashes = [source.locate(problem) for problem in _clashes(written, imported, document)]
@@ -483,6 +484,13 @@ def _clashes(
         if value is not None and json_value is not None and value != json_value:
             place = _place(document, deepspeed_key)
             yield _clash(key, value, f"{place} amounts to {json_value}")
+    yield from _kind_clashes(written, imported, document)
+
+
+def _kind_clashes(
+    written: Mapping[str, Any], imported: Imported, document: Document
+) -> Iterator[Problem]:
+    """Find sections in which the run config and the JSON name different kinds or targets."""
     for name in _UNIONS:
         section = written.get(name, {})
         tags = [tag for tag in ("target", *kind_of_default(name)) if tag in section]
@@ -496,8 +504,9 @@ def _clashes(
             yield _clash(f"{name}.{tags[0]}", section[tags[0]], f"{place} names another one")
 
 
-def _left_out_note(document: Document, line: str) -> Problem:
-    key, _, rest = line.partition(": ")
+def _left_out_note(document: Document, omission: Omission) -> Problem:
+    key = omission.key
+    rest = omission.note
     note = Problem(
         "key-left-out", f"left out of this run: {rest}", f"remove {key}", key, severity="note"
     )

@@ -24,6 +24,33 @@ Values = dict[str, Any]
 NO_KEY: Final = ("a run config has no key for it", "remove it, or train with DeepSpeed's own API")
 
 
+@dataclass(frozen=True)
+class Omission:
+    """A key of a file that the run config does not take over.
+
+    Attributes:
+        key: as the file spells it.
+        shown: its value as a message shows it; None if the message leaves it out.
+        reason: why it is left out, or what to do instead.
+    """
+
+    key: str
+    shown: str | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.shown is None:
+            return f"{self.key} ({self.reason})"
+        return f"{self.key}: {self.note}"
+
+    @property
+    def note(self) -> str:
+        """The value and the reason."""
+        if not self.reason:
+            return self.shown or ""
+        return f"{self.shown} ({self.reason})"
+
+
 @dataclass
 class DeepSpeedReader:
     """A DeepSpeed JSON on its way to a run config.
@@ -32,7 +59,7 @@ class DeepSpeedReader:
         facts: the values as DeepSpeed sees them.
         table: the keys of the release.
         comments: run-config key -> comment beside it.
-        left_out: lines about keys without effect, for the top of the file.
+        left_out: keys without effect, for the top of the file.
         problems: keys that a run config cannot express.
         sources: run-config key -> the DeepSpeed key that decided it; "auto" and keys left out
             decide nothing.
@@ -42,7 +69,7 @@ class DeepSpeedReader:
     facts: Facts
     table: KeyTable
     comments: dict[str, str] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[Omission] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     further: dict[str, Any] = field(default_factory=dict)
@@ -112,7 +139,7 @@ class DeepSpeedReader:
 
     def leave_out(self, path: str, value: Any, reason: str) -> None:
         """List a key as left out, with the reason."""
-        self.left_out.append(f"{path}: {show_value(value)} ({reason})")
+        self.left_out.append(Omission(path, show_value(value), reason))
 
     def key(self, path: str) -> Key | None:
         """Look up a key in the table."""
@@ -145,7 +172,7 @@ class DeepSpeedReader:
             self.leave_out(written, value, reason)
             return
         key = self.key(written)
-        if key is not None and (value is None or _is_default(key, value)):
+        if key is not None and (value is None or is_default(key, value)):
             return
         reason = self._section_reason(path)
         if reason is not None and path not in UNSWITCHED:
@@ -194,7 +221,8 @@ def _table_default(key: Key | None) -> Any:
     return key.default
 
 
-def _is_default(key: Key, value: Any) -> bool:
+def is_default(key: Key, value: Any) -> bool:
+    """Check whether a value is what DeepSpeed does anyway."""
     return key.default is not MISSING and bool(value == key.default)
 
 

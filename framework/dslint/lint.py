@@ -230,10 +230,13 @@ class _KeyChecker:
                 if not key.from_python and not {"object", "any"}.isdisjoint(key.types):
                     yield from self._walk(value, path)
             elif isinstance(value, list) and self._key((*path, "0")) is not None:
-                for index, item in enumerate(value):
-                    yield (*path, str(index)), item
-                    if isinstance(item, Mapping):
-                        yield from self._walk(item, (*path, str(index)))
+                yield from self._walk_items(value, path)
+
+    def _walk_items(self, items: list[Any], path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+        for index, item in enumerate(items):
+            yield (*path, str(index)), item
+            if isinstance(item, Mapping):
+                yield from self._walk(item, (*path, str(index)))
 
     def _key(self, path: KeyPath) -> Key | None:
         if path:

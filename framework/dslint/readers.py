@@ -143,17 +143,22 @@ def judged_for(problems: list[Problem], values: Mapping[str, Any], reader: Reade
     unread = tuple(f"{problem.key}." for problem in problems if problem.kind in _UNREAD_KINDS)
     unknown = {problem.key for problem in problems if problem.kind == "unknown-key"}
     autos = {dotted(path) for path in _autos(values)} - unknown
-    judged = []
-    for problem in problems:
-        if problem.kind in _FROM_CODE or problem.key in autos:
-            continue
-        if problem.kind == "comment-key":
-            problem = replace(problem, fix="remove it: plain JSON has no comments")
-        judged.append(problem)
+    judged = [
+        _for_json(problem)
+        for problem in problems
+        if problem.kind not in _FROM_CODE and problem.key not in autos
+    ]
     for key in sorted(autos):
         if not _is_filled(key, reader) and not key.startswith(unread):
             judged.append(_auto(key, reader))
     return judged + list(_missing_sections(values, reader))
+
+
+def _for_json(problem: Problem) -> Problem:
+    """Return the problem with the fix for a file that is read with `json.load`."""
+    if problem.kind == "comment-key":
+        return replace(problem, fix="remove it: plain JSON has no comments")
+    return problem
 
 
 def _is_filled(key: str, reader: Reader) -> bool:

@@ -18,6 +18,7 @@ import yaml
 
 from framework.config.load import config_from_values
 from framework.dslint.import_run import Imported, import_document
+from framework.dslint.import_sections import Omission
 from framework.dslint.key_files import TABLES
 from framework.dslint.lint import placed
 from framework.dslint.readers import Tool, read_deepspeed_json
@@ -76,7 +77,7 @@ class TrainerArguments:
         document: the file.
         sections: sections of the run config.
         comments: run-config key -> comment beside it.
-        left_out: lines about arguments that are not taken over, for the top of the file.
+        left_out: arguments that are not taken over, for the top of the file.
         sources: run-config key -> the argument that decided it.
         decided_by_json: run-config keys that a DeepSpeed JSON beside the arguments decided, or has
             as "auto".
@@ -86,7 +87,7 @@ class TrainerArguments:
     document: Document
     sections: Values = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[Omission] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
     decided_by_json: set[str] = field(default_factory=set)
     _taken: set[str] = field(default_factory=set)
@@ -162,7 +163,11 @@ class TrainerArguments:
         """List an argument as left out, if the file sets it."""
         self._taken.add(name)
         if self.is_set(name):
-            self.left_out.append(f"{name}: {show_value(self.values[name])} ({reason})")
+            self.omit(name, show_value(self.values[name]), reason)
+
+    def omit(self, key: str, shown: str | None, reason: str) -> None:
+        """List an argument, or a key of a section, as left out."""
+        self.left_out.append(Omission(key, shown, reason))
 
     # ---- keys of the run config
 
@@ -227,12 +232,16 @@ class TrainerArguments:
             return
         document = self._deepspeed_json(config, argument)
         if find_conflicts is not None:
-            conflicts = list(find_conflicts(self, document.value))
+            problems = find_conflicts(self, document.value)
+            conflicts = [self._placed(problem) for problem in problems]
             if conflicts:
-                raise ConfigError([self._placed(problem) for problem in conflicts])
+                raise ConfigError(conflicts)
         if self.tool == "lightning.Trainer":
             document = replace(document, value=_LIGHTNING_FILLS | document.value)
-        imported = import_document(document)
+        self._join(import_document(document))
+
+    def _join(self, imported: Imported) -> None:
+        """Join the import of a DeepSpeed JSON into the sections, where it wins."""
         autos = [key for key in imported.comments if "." in key and key not in imported.sources]
         sections = _decided_sections(imported, autos)
         for name, section in sections.items():
@@ -240,8 +249,11 @@ class TrainerArguments:
         self.sections = merged(
             self.sections, {name: section for name, section in sections.items() if section}
         )
-        fills = tuple(f"{key}: auto " for key in _LIGHTNING_FILLS)
-        self.left_out += [line for line in imported.left_out if not line.startswith(fills)]
+        self.left_out += [
+            omission
+            for omission in imported.left_out
+            if omission.key not in _LIGHTNING_FILLS or omission.shown != "auto"
+        ]
         self.decided_by_json = {*imported.sources, *autos}
 
     def _deepspeed_json(self, config: Any, argument: str) -> Document:
@@ -289,12 +301,10 @@ class TrainerArguments:
             amount = show_value(json_value)
         else:
             amount = f"{json_key} = {show_value(json_value)}"
-        line = (
-            f"{argument}: {show_value(self._value_of(argument))} (the DeepSpeed JSON "
-            f"wins, as there: {amount})"
-        )
-        if line not in self.left_out:
-            self.left_out.append(line)
+        shown = show_value(self._value_of(argument))
+        omission = Omission(argument, shown, f"the DeepSpeed JSON wins, as there: {amount}")
+        if omission not in self.left_out:
+            self.left_out.append(omission)
 
     def _sets(self, argument: str) -> bool:
         """Check whether the file sets an argument, or a key of a section, beyond its default."""
@@ -335,7 +345,7 @@ class TrainerArguments:
             reason = MAPPINGS["of_sections"].get(
                 f"{name}.{key}", f"no key of {name} that is read here"
             )
-            self.left_out.append(f"{name}.{key}: {show_value(value)} ({reason})")
+            self.omit(f"{name}.{key}", show_value(value), reason)
 
     def _reason(self, name: str) -> str:
         answer = answers()[_TITLES[self.tool]].get(name)

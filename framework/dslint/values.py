@@ -199,16 +199,11 @@ def mismatch(value: Any, wanted: Wanted) -> Fault | None:
         return None
     choices = wanted.get("enum")
     if choices:
-        if any(value == choice and type(value) is type(choice) for choice in choices):
-            return None
-        fix = f"write {' or '.join(map(show_value, choices))}"
-        return Fault("wrong-value", "not one of the choices", fix)
+        return _choice_mismatch(value, choices)
     if wanted["type"] == "pair":
         return _pair_mismatch(value, wanted)
     if wanted["type"] == "array":
-        if isinstance(value, list) and all(_is_type(item, wanted["items"]) for item in value):
-            return None
-        return Fault("wrong-type", "not a list of whole numbers", "write a list of whole numbers")
+        return _list_mismatch(value, wanted["items"])
     if "array" in wanted["type"]:  # a list has one for each group of parameters
         if isinstance(value, list) and value:
             values = value
@@ -216,6 +211,20 @@ def mismatch(value: Any, wanted: Wanted) -> Fault | None:
             values = [value]
         return _first_mismatch((item, {"type": wanted["items"]}) for item in values)
     return _scalar_mismatch(value, wanted)
+
+
+def _choice_mismatch(value: Any, choices: list[Any]) -> Fault | None:
+    for choice in choices:
+        if value == choice and type(value) is type(choice):
+            return None
+    fix = f"write {' or '.join(map(show_value, choices))}"
+    return Fault("wrong-value", "not one of the choices", fix)
+
+
+def _list_mismatch(value: Any, item_type: str) -> Fault | None:
+    if isinstance(value, list) and all(_is_type(item, item_type) for item in value):
+        return None
+    return Fault("wrong-type", "not a list of whole numbers", "write a list of whole numbers")
 
 
 def _pair_mismatch(value: Any, wanted: Wanted) -> Fault | None:

@@ -30,7 +30,7 @@ def test_accelerates_file() -> None:
         "bf16",
     )
     assert (config.batch.accumulation_steps, config.training.clip_grad_norm) == (4, 0.5)
-    assert [line.partition(":")[0] for line in found.left_out] == ["num_processes"]
+    assert [omission.key for omission in found.left_out] == ["num_processes"]
     fsdp = {
         "distributed_type": "FSDP",
         "compute_environment": "x",
@@ -82,7 +82,7 @@ def test_keys_of_nested_sections_that_nothing_reads_are_named() -> None:
         outer | {"deepspeed_config": inner, "dynamo_config": {"dynamo_mod": "default"}}
     )
     assert found.values["zero"] == {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
-    names = {line.partition(":")[0] for line in found.left_out}
+    names = {omission.key for omission in found.left_out}
     misspelt = {"deepspeed_config.gradient_clip", "deepspeed_config.train_micro_batch_size_per_gpu"}
     further = {
         "deepspeed_config.deepspeed_inclusion_filter",
@@ -97,4 +97,4 @@ def test_keys_of_nested_sections_that_nothing_reads_are_named() -> None:
     lines = imported(
         {"compute_environment": "x", "distributed_type": "FSDP", "fsdp_config": fsdp}
     ).left_out
-    assert [line.partition(":")[0] for line in lines] == ["fsdp_config.fsdp_offload_parms"]
+    assert [omission.key for omission in lines] == ["fsdp_config.fsdp_offload_parms"]

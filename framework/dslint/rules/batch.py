@@ -30,27 +30,41 @@ def batch_arithmetic(facts: Facts) -> Found:
     ranks = facts.data_parallel_size
     if ranks is None and facts.world_size is not None:
         return  # `sequence_parallel_fraction` speaks, or a range is at fault
-    num_micro = micro or 1
-    per_step = num_micro * steps if steps else num_micro
-    candidates = _candidate_ranks(facts, ranks, total // per_step)
-    if any(_fits(total, micro, steps, candidate) for candidate in candidates):
-        return
+    candidates = _candidate_ranks(facts, ranks, total // _product(micro, steps))
+    if not any(_fits(total, micro, steps, candidate) for candidate in candidates):
+        product = _product_text(micro, steps, ranks)
+        fixes = _batch_fixes(total, micro, steps, ranks)
+        yield GLOBAL, f"{total} is not {product}", f"set {' or '.join(fixes)}"
+
+
+def _product(*factors: int | None) -> int:
+    """Multiply the factors that are known."""
+    product = 1
+    for factor in factors:
+        if factor:
+            product *= factor
+    return product
+
+
+def _product_text(micro: int | None, steps: int | None, ranks: int | None) -> str:
     factors = []
     if micro:
         factors.append(f"{micro} per rank")
     if steps:
         factors.append(f"{steps} accumulation steps")
     factors.append(f"{ranks} ranks" if ranks else "any number of ranks")
-    unit = per_step * ranks if ranks else per_step
-    if micro and steps and ranks:
-        fitting_total = unit
-    else:
-        fitting_total = max(unit, total // unit * unit)
-    fixes = [f"{GLOBAL}: {fitting_total}"]
-    if micro and steps and ranks and total % (micro * ranks) == 0:
+    return " x ".join(factors)
+
+
+def _batch_fixes(total: int, micro: int | None, steps: int | None, ranks: int | None) -> list[str]:
+    """Return the settings that fit: another global size, or another number of steps."""
+    unit = _product(micro, steps, ranks)
+    if not (micro and steps and ranks):
+        return [f"{GLOBAL}: {max(unit, total // unit * unit)}"]
+    fixes = [f"{GLOBAL}: {unit}"]
+    if total % (micro * ranks) == 0:
         fixes.append(f"{STEPS}: {total // (micro * ranks)}")
-    product = " x ".join(factors)
-    yield GLOBAL, f"{total} is not {product}", f"set {' or '.join(fixes)}"
+    return fixes
 
 
 def _is_at_fault(facts: Facts, name: str, size: int | None) -> bool:

@@ -144,12 +144,7 @@ def master_weights_need_cpu_adam(facts: Facts) -> Found:
     """
     fp16 = facts.flag(FP16_MASTER)
     bf16 = facts.flag(BF16_MASTER)
-    is_asked = (
-        facts.stage
-        and (facts.stage == 2 or facts.since("0.18.3"))
-        and not facts.uses_bf16_optimizer
-    )
-    if not is_asked or bool(fp16) == bool(bf16):
+    if not _checks_master_weights(facts) or bool(fp16) == bool(bf16):
         return
     on_device = facts.flag(_BF16_STATES) and not facts.offloads_optimizer
     if (bf16 and on_device) or (facts.offloads_optimizer and facts.uses_cpu_adam is not False):
@@ -161,6 +156,12 @@ def master_weights_need_cpu_adam(facts: Facts) -> Found:
         states = f" or {_BF16_STATES}: true"
     reason = "these master weights need DeepSpeed's CPU Adam on the host"
     yield key, reason, cpu_adam_or(facts, f"{key}: false{states}")
+
+
+def _checks_master_weights(facts: Facts) -> bool:
+    if not facts.stage or facts.uses_bf16_optimizer:
+        return False
+    return facts.stage == 2 or facts.since("0.18.3")
 
 
 @rule(since="0.17.2", on=_AUTOCAST)

@@ -215,19 +215,15 @@ def zenflow_intervals(facts: Facts) -> Found:
     strategy = facts.text(f"{_ZENFLOW}.select_strategy", "auto")
     key = f"{_ZENFLOW}.select_interval"
     select = facts.get(key, "auto")
-    update = facts.get(f"{_ZENFLOW}.update_interval", "auto")
-    if isinstance(update, int):
-        number = max(update, 1)
-    else:
-        number = 1
-    for name, value in (("select_interval", select), ("update_interval", update)):
-        if isinstance(value, str) and value != "auto":
-            right = '"auto"' if name == "update_interval" or strategy == "auto" else number
-            yield (
-                f"{_ZENFLOW}.{name}",
-                "a number or auto belongs here",
-                f"set {_ZENFLOW}.{name}: {right}",
-            )
+    update_key = f"{_ZENFLOW}.update_interval"
+    update = facts.get(update_key, "auto")
+    number = max(update, 1) if isinstance(update, int) else 1
+    reason = "a number or auto belongs here"
+    if _is_other_text(select):
+        right = '"auto"' if strategy == "auto" else number
+        yield key, reason, f"set {key}: {right}"
+    if _is_other_text(update):
+        yield update_key, reason, f'set {update_key}: "auto"'
     if strategy == "auto" and isinstance(select, int):
         fix = f'remove {key} or set {_ZENFLOW}.select_strategy: "step"'
         yield key, "the automatic strategy chooses it", fix
@@ -240,6 +236,10 @@ def zenflow_intervals(facts: Facts) -> Found:
         and 0 < select < update
     ):
         yield key, f"it must not be smaller than update_interval {update}", f"set {key}: {update}"
+
+
+def _is_other_text(value: object) -> bool:
+    return isinstance(value, str) and value != "auto"
 
 
 @rule(since="0.17.5")
