@@ -178,12 +178,7 @@ class _GradientOrder:
         self._finish()
 
     def _reduce(self, parameter: torch.nn.Parameter, *group: int) -> None:
-        get_gradient = getattr(self._optimizer, "get_gradient_for_reduction", None)
-        if get_gradient is not None:
-            gradient = get_gradient(parameter)
-        else:
-            gradient = parameter.grad
-        if gradient is None:
+        if not self._has_gradient(parameter):
             # stage 3 may have taken the weight itself away
             shape = getattr(parameter, "ds_shape", parameter.shape)
             data = parameter.data
@@ -194,6 +189,12 @@ class _GradientOrder:
             if getattr(self._optimizer, "use_grad_accum_attribute", False):
                 self._optimizer._fill_param_grad_accum_attribute(parameter)
         self._pass_on(parameter, *group)
+
+    def _has_gradient(self, parameter: torch.nn.Parameter) -> bool:
+        get_gradient = getattr(self._optimizer, "get_gradient_for_reduction", None)
+        if get_gradient is not None:
+            return get_gradient(parameter) is not None
+        return parameter.grad is not None
 
 
 def _reduce_arguments(optimizer: Any) -> dict[int, tuple[Any, ...]]:
