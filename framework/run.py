@@ -78,7 +78,7 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
                     watching(
                         logs=folder.logs,
                         end_seconds=config.supervision.hang_seconds,
-                        asked=request.asked,
+                        stop_request=request.asked,
                     ) as watch,
                     _at_work(prepared, folder, start, request, watch) as run,
                 ):

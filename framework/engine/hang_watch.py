@@ -79,7 +79,7 @@ def watching(
     logs: Path,
     end_seconds: float,
     least_seconds: float = _LEAST_SECONDS,
-    asked: Callable[[], str] = str,
+    stop_request: Callable[[], str] = str,
 ) -> Iterator[HangWatch]:
     """Watch this rank from its start to its end.
 
@@ -87,7 +87,7 @@ def watching(
         logs: folder for the stacks.
         end_seconds: without a sign of life after which this process ends; 0 for never.
         least_seconds: without one before ranks are looked at.
-        asked: returns the request to stop this process, empty without one. Called in a thread.
+        stop_request: returns the request to stop this process, empty without one. Called in a thread.
     """
     world_size = torch.distributed.get_world_size()
     store: Store | None = None
@@ -102,7 +102,7 @@ def watching(
         logs=logs,
         end_seconds=end_seconds,
         least=least_seconds,
-        asked=asked,
+        stop_request=stop_request,
     )
     watch.start()
 
@@ -189,7 +189,7 @@ class HangWatch:
         logs: Path,
         end_seconds: float,
         least: float,
-        asked: Callable[[], str] = str,
+        stop_request: Callable[[], str] = str,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -197,8 +197,8 @@ class HangWatch:
         self._logs = logs
         self._end_seconds = end_seconds
         self._least = least
-        self._asked = asked
-        self._asked_at = math.inf
+        self._stop_request = stop_request
+        self._requested_at = math.inf
         self._num_compiled = 0
         self._is_at_prompt = False
         self._was_paused = False
@@ -321,7 +321,7 @@ class HangWatch:
                 self._stalled = self._at, phase, self._step
                 self._write_stacks()
             self._compare(seconds, limit)
-            self._end_if_asked(seconds, phase)
+            self._end_if_requested(seconds, phase)
             self._end_if_too_long(seconds, phase)
 
     def _is_debugged(self) -> bool:
@@ -340,17 +340,17 @@ class HangWatch:
                 return self._store.add(_AT_PROMPT, 0) > 0
         return is_at_prompt
 
-    def _end_if_asked(self, seconds: float, phase: str) -> None:
+    def _end_if_requested(self, seconds: float, phase: str) -> None:
         """End this process if a stop is requested in a hang: the process would wait until its grace
         period is over for a step that does not come.
         """
-        request = self._asked()
+        request = self._stop_request()
         if not request:
             return
         now = time.monotonic()
-        self._asked_at = min(self._asked_at, now)
+        self._requested_at = min(self._requested_at, now)
         kind = self._reported_kind()
-        is_too_slow = kind == SLOW and phase != SAVING and now - self._asked_at > _STOP_SECONDS
+        is_too_slow = kind == SLOW and phase != SAVING and now - self._requested_at > _STOP_SECONDS
         if kind == HANG or is_too_slow:
             line = (
                 f"{request}: {describe_stall(phase, seconds)}, so no step comes after which to save; the "

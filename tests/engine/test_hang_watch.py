@@ -186,7 +186,7 @@ class Stalled:
         monkeypatch.setattr(hang_watch.os, "_exit", self.codes.append)
         monkeypatch.setattr(hang_watch, "is_at_prompt_of", lambda _: self.at_prompt)
         monkeypatch.setattr(hang_watch, "collectives", dict)
-        self.watch = watch_of(folder, end_seconds=100.0, asked=lambda: self.asked)
+        self.watch = watch_of(folder, end_seconds=100.0, stop_request=lambda: self.asked)
         self.ask = Watched(self.watch, lambda step: "")
         self.watch.enter(STEPS)
         for step in range(6):
