@@ -37,7 +37,7 @@ _32_BITS: Final = 0xFFFF_FFFF
 _NUMBER_KINDS: Final = "biufc"  # numpy's `dtype.kind` of what torch has a type for
 
 
-def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
+def _stacking_problem(values: Sequence[Any], *, place: str = "") -> Problem | None:
     """Find the first difference between the samples of a batch, or the first value in them that
     torch cannot stack. Looked for only after torch has failed to, so that it costs nothing.
     """
@@ -61,7 +61,7 @@ def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
         return Problem("sample-type", reason, fix, "data")
     for name in names:
         part = [value[name] for value in values]
-        problem = _unstackable(part, place=f"{place or 'sample'}[{name!r}]")
+        problem = _stacking_problem(part, place=f"{place or 'sample'}[{name!r}]")
         if problem is not None:
             return problem
     return None
@@ -128,7 +128,7 @@ def collate(samples: Any) -> Any:
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError, KeyError, AttributeError, IndexError) as error:
-        problem = _unstackable(list(samples))
+        problem = _stacking_problem(list(samples))
         if problem is None:  # another cause, such as no room in shared memory
             raise
         raise ConfigError(problem) from error
@@ -250,7 +250,7 @@ class SeededSamples(_Wrapper):
         if self._from_seeds:
             return self.dataset.items_from_seeds(indices, self._seeds(keys))
         if self._draws:
-            return self._seeded(indices, keys)
+            return self._read_seeded(indices, keys)
         states = _GeneratorStates()
         try:
             samples = read_together(self.dataset, indices, in_one=self._in_one)
@@ -262,9 +262,9 @@ class SeededSamples(_Wrapper):
                 return samples
         states.put_back()
         self._draws = True
-        return self._seeded(indices, keys)
+        return self._read_seeded(indices, keys)
 
-    def _seeded(self, indices: Sequence[int], keys: Sequence[SampleKey]) -> list[Any]:
+    def _read_seeded(self, indices: Sequence[int], keys: Sequence[SampleKey]) -> list[Any]:
         samples = []
         with random_state_kept():
             for index, seed in zip(indices, self._seeds(keys).tolist(), strict=True):

@@ -44,11 +44,11 @@ class Conversations(torch.utils.data.Dataset[Any]):
     conversation, beside its targets (S,).
     """
 
-    def __init__(self, held: HostValue, part: int, *, tokenizer: Any, row_size: int) -> None:
-        """Take the results of `_laid_out` for all parts (`held`), and the number of this one.
+    def __init__(self, laid_out: HostValue, part: int, *, tokenizer: Any, row_size: int) -> None:
+        """Take the results of `_lay_out` for all parts (`laid_out`), and the number of this one.
         `row_size` is 0 if conversations are not packed.
         """
-        self._held = held
+        self._laid_out = laid_out
         self._part = part
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size_of(tokenizer)
@@ -56,25 +56,25 @@ class Conversations(torch.utils.data.Dataset[Any]):
         self._row_size = row_size
         self.tokens_per_sample = row_size or None
         if not row_size:
-            self.collate_fn = self._padded
+            self.collate_fn = self._pad_batch
 
     @property
     def tokens(self) -> Tokens:
         """All tokens, for the fingerprint of the data."""
-        numbers, _, starts, *_ = self._held.value[self._part]
+        numbers, _, starts, *_ = self._laid_out.value[self._part]
         return Tokens(numbers, starts)
 
     @property
     def stated(self) -> str:
         """The numbers of conversations, and of those that were cut or left out, as text."""
-        return str(self._held.value[self._part][4])
+        return str(self._laid_out.value[self._part][4])
 
     def __len__(self) -> int:
-        return len(self._held.value[self._part][3]) - 1
+        return len(self._laid_out.value[self._part][3]) - 1
 
     def __getitem__(self, index: int) -> tuple[Any, Tensor]:
         index = range(len(self))[index]
-        numbers, learnt, starts, rows, _ = self._held.value[self._part]
+        numbers, learnt, starts, rows, _ = self._laid_out.value[self._part]
         ids: list[Any] = []
         positions: list[Any] = []
         targets: list[Any] = []
@@ -95,7 +95,7 @@ class Conversations(torch.utils.data.Dataset[Any]):
             return {"input_ids": row_ids, "position_ids": row_positions}, row_targets
         return row_ids, row_targets
 
-    def _padded(self, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _pad_batch(self, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         ids, targets = zip(*samples, strict=True)
         return (
             pad_sequence(list(ids), batch_first=True, padding_value=self._pad),
@@ -169,7 +169,7 @@ def build(
         parts = dealt((path, eval_path), eval_fraction, make, questions)
         made_parts = []
         for part, name in zip(parts, _PARTS, strict=True):
-            made_parts.append(_laid_out(part, name, sequence_length, too_long, packing))
+            made_parts.append(_lay_out(part, name, sequence_length, too_long, packing))
         return made_parts
 
     subject = (
@@ -182,10 +182,10 @@ def build(
         packing,
         too_long,
     )
-    held = made_once_on_host(f"{Path.cwd()} {subject}", make_parts)
+    laid_out = made_once_on_host(f"{Path.cwd()} {subject}", make_parts)
     row_size = sequence_length if packing else 0
-    training = Conversations(held, 0, tokenizer=chats, row_size=row_size)
-    evaluation = Conversations(held, 1, tokenizer=chats, row_size=row_size)
+    training = Conversations(laid_out, 0, tokenizer=chats, row_size=row_size)
+    evaluation = Conversations(laid_out, 1, tokenizer=chats, row_size=row_size)
     if len(training) == 0:
         reason = "no conversation has an answer of the assistant within sequence_length"
         fix = "look at data.path"
@@ -195,7 +195,7 @@ def build(
     return Splits(training, evaluation)
 
 
-def _laid_out(
+def _lay_out(
     pairs: list[Pair], name: str, length: int, too_long: str, packing: bool
 ) -> tuple[Any, ...]:
     """Lay conversations end to end. Returns the tokens uint32, a mask of those that are targets,
@@ -208,34 +208,34 @@ def _laid_out(
     for ids, learnt in pairs:
         if len(ids) <= limit or not drops:
             fitting.append((ids[:limit], learnt[:limit]))
-    kept = [(ids, learnt) for ids, learnt in fitting if learnt[1:].any()]
+    answered = [(ids, learnt) for ids, learnt in fitting if learnt[1:].any()]
     num_long = sum(len(ids) > limit for ids, _ in pairs)
-    rows = list(range(len(kept) + 1))
+    rows = list(range(len(answered) + 1))
     if packing:
-        order, rows = best_fit([len(ids) - 1 for ids, _ in kept], length)
-        kept = [kept[number] for number in order]
+        order, rows = best_fit([len(ids) - 1 for ids, _ in answered], length)
+        answered = [answered[number] for number in order]
     all_ids = [np.zeros(0, np.uint32)]
     all_learnt = [np.zeros(0, bool)]
-    for ids, learnt in kept:
+    for ids, learnt in answered:
         all_ids.append(ids)
         all_learnt.append(learnt)
     starts = np.cumsum([len(ids) for ids in all_ids])
     ids = np.concatenate(all_ids)
     learnt = np.concatenate(all_learnt)
-    facts = [f"{name}: {len(kept):,} of {counted(len(pairs), 'conversation')}"]
+    facts = [f"{name}: {len(answered):,} of {counted(len(pairs), 'conversation')}"]
     facts.append(f"{int(learnt.sum()):,} of {len(ids):,} tokens are learnt")
     if num_long and drops:
         facts.append(f"{num_long} too long, left out")
     elif num_long:
         facts.append(f"{num_long} too long, cut after {limit} tokens")
-    num_lost = len(fitting) - len(kept)
+    num_lost = len(fitting) - len(answered)
     if num_lost and num_long:
         facts.append(f"{num_lost} without an answer there, left out")
     elif num_lost:
         facts.append(f"{num_lost} without an answer, left out")
-    if packing and kept:
+    if packing and answered:
         num_rows = len(rows) - 1
-        share = (len(ids) - len(kept)) / (length * num_rows)
+        share = (len(ids) - len(answered)) / (length * num_rows)
         facts.append(f"packed into {counted(num_rows, 'row')}, {share:.1%} full")
     return ids, learnt, starts, np.array(rows), "; ".join(facts)
 

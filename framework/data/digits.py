@@ -44,7 +44,7 @@ def _read(image_size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], float
     the first part.
     """
     originals, labels = load_digits(return_X_y=True)
-    images = _enlarged(torch.from_numpy(originals).float().view(-1, 1, 8, 8), image_size)
+    images = _enlarge(torch.from_numpy(originals).float().view(-1, 1, 8, 8), image_size)
     train, evaluation = train_test_split(
         np.arange(len(labels)), test_size=NUM_EVALUATION, stratify=labels, random_state=_SPLIT_SEED
     )
@@ -53,7 +53,7 @@ def _read(image_size: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], float
     return images, torch.from_numpy(labels).long(), parts, mean.item(), std.item()
 
 
-def _enlarged(images: Tensor, image_size: int) -> Tensor:
+def _enlarge(images: Tensor, image_size: int) -> Tensor:
     """Enlarge float images (N, 1, 8, 8) of values 0 to 16 to uint8 (N, 1, image_size, image_size)
     of values 0 to 255.
     """

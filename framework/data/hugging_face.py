@@ -122,13 +122,13 @@ def _with_columns(
         rows = rows.to_iterable_dataset(num_shards=min(len(rows), 64))
     rows = as_tensors(rows)
     names = None if isinstance(columns, Mapping) else columns
-    collate_fn = partial(_collated, names=names)
+    collate_fn = partial(_collate, names=names)
     if streaming:
         return TakenStream(rows, collate_fn)
     return TakenSet(rows, collate_fn, None)
 
 
-def _collated(rows: Sequence[Mapping[str, Any]], *, names: Sequence[str] | None) -> Any:
+def _collate(rows: Sequence[Mapping[str, Any]], *, names: Sequence[str] | None) -> Any:
     """Collate rows; images, bytes of (batch, channels, height, width), become numbers in [0, 1]."""
     batch = {}
     for name, value in collate(rows).items():

@@ -81,7 +81,7 @@ class ImageTensors(BatchDataset):
         """
         images = self.images[torch.as_tensor(indices)]
         if self.augment:
-            images = _cropped_and_flipped(images, seeds)
+            images = _crop_and_flip(images, seeds)
         return self._batch(images, indices)
 
     def _batch(self, images: Tensor, indices: Sequence[int]) -> WholeBatch:
@@ -89,7 +89,7 @@ class ImageTensors(BatchDataset):
         return WholeBatch((pixels, self.labels[torch.as_tensor(indices)]))
 
 
-def _cropped_and_flipped(images: Tensor, seeds: Seeds) -> Tensor:
+def _crop_and_flip(images: Tensor, seeds: Seeds) -> Tensor:
     """Cut a window out of every padded image and mirror half of them, in one gather.
 
     Args:

@@ -42,12 +42,12 @@ def bucketed(
     steps: int,
 ) -> Any:
     """Return a function of an epoch, as `MicroBatchSampler` takes it: orders with steps of like
-    lengths. Arguments are as of `_bucketed`.
+    lengths. Arguments are as of `_bucketed_order`.
     """
-    return partial(_bucketed, order_of, lengths, positions, seed=seed, size=size, steps=steps)
+    return partial(_bucketed_order, order_of, lengths, positions, seed=seed, size=size, steps=steps)
 
 
-def _bucketed(
+def _bucketed_order(
     order_of: Callable[..., Order],
     lengths: Positions,
     positions: Positions,
@@ -65,8 +65,10 @@ def _bucketed(
     for start in range(0, end, steps * size):
         window = samples[start : min(start + steps * size, end)]
         by_length = window[np.argsort(lengths[window], kind="stable")].reshape(-1, size)
-        drawn = ComputedOrder(len(by_length), seed=mix_int(_WINDOW_SALT, seed, start), epoch=epoch)
-        window[:] = by_length[drawn[np.arange(len(by_length))]].ravel()
+        order_of_steps = ComputedOrder(
+            len(by_length), seed=mix_int(_WINDOW_SALT, seed, start), epoch=epoch
+        )
+        window[:] = by_length[order_of_steps[np.arange(len(by_length))]].ravel()
     order: Order = samples.take
     return order
 
@@ -80,5 +82,5 @@ def shortest_first(step: int, *, by_length: Positions, seed: int, size: int, ste
     """
     share = np.sqrt((step + 1) / steps * (1 - _EASIEST**2) + _EASIEST**2)
     pool = by_length[: max(size, int(share * len(by_length)))]
-    drawn = ComputedOrder(len(pool), seed=seed, epoch=-1 - step)
-    return lambda positions: pool[drawn[positions]]
+    order = ComputedOrder(len(pool), seed=seed, epoch=-1 - step)
+    return lambda positions: pool[order[positions]]

@@ -61,7 +61,7 @@ def _code_of(collate_fn: Any) -> Any:
     return getattr(collate_fn, "__func__", collate_fn)
 
 
-def _named(collate_fn: Any) -> str:
+def _name_of(collate_fn: Any) -> str:
     if collate_fn is None:
         return "default"
     code = _code_of(collate_fn)
@@ -99,8 +99,8 @@ class Mixture:
             collate_fn = own_collate(part)
             if _code_of(collate_fn) != _code_of(first):
                 reason = (
-                    f"part {number} makes batches by {_named(collate_fn)}, part 0 by "
-                    f"{_named(first)}, and a batch has both"
+                    f"part {number} makes batches by {_name_of(collate_fn)}, part 0 by "
+                    f"{_name_of(first)}, and a batch has both"
                 )
                 fix = "give all parts the same collate_fn, or columns of the same names"
                 raise ConfigError.of("mixture-collate", reason, fix, "data.parts")
@@ -138,9 +138,9 @@ class Mixture:
             if is_stream(part):
                 takes.append(self._start_lane(number, part, num_read).take)
             else:
-                samples = self._numbered(part, num_read, self.seed + number)
+                samples = self._samples_by_number(part, num_read, self.seed + number)
                 takes.append(partial(next, samples))
-        return self._mixed(chosen, takes)
+        return self._take_in_turn(chosen, takes)
 
     def _start_lane(self, number: int, part: Any, num_read: int) -> Lane:
         seed = mix_int(_PART_SALT, self.seed, number)
@@ -153,13 +153,13 @@ class Mixture:
         lane.start(num_read, LanePlace(*self._places.get(number, (0,))))
         return lane
 
-    def _mixed(self, chosen: Positions, takes: Sequence[Callable[[], Any]]) -> Iterator[Any]:
+    def _take_in_turn(self, chosen: Positions, takes: Sequence[Callable[[], Any]]) -> Iterator[Any]:
         while True:
             part = chosen[self._count % len(chosen)]
             self._count += 1
             yield takes[part]()
 
-    def _numbered(self, dataset: Any, first: int, seed: int) -> Iterator[Any]:
+    def _samples_by_number(self, dataset: Any, first: int, seed: int) -> Iterator[Any]:
         """Yield the samples of this lane, from number `first` on, of a dataset with samples by
         number: every `self._lanes`-th of its epochs' orders.
         """

@@ -52,7 +52,7 @@ def mix(*parts: int | npt.NDArray[np.integer]) -> Seeds:
             word = np.uint64(part & _MASK)
         else:
             word = part.astype(np.uint64)
-        state = _scrambled((state ^ word) + _GAMMA)
+        state = _scramble((state ^ word) + _GAMMA)
     return state
 
 
@@ -61,7 +61,7 @@ def mix_int(*parts: int) -> int:
     return int(mix(*parts)[0])
 
 
-def _scrambled(state: Seeds) -> Seeds:
+def _scramble(state: Seeds) -> Seeds:
     """Apply the output function of splitmix64: a bijection that spreads every input bit over all
     output bits.
     """
@@ -146,16 +146,16 @@ class ComputedOrder:
 
     def __getitem__(self, positions: Positions) -> Positions:
         """Return the samples at these positions, each from 0 to N - 1, in the same shape."""
-        samples = self._once(positions.astype(np.uint64).ravel())
+        samples = self._permute(positions.astype(np.uint64).ravel())
         while (outside := samples >= self._num_samples).any():
-            samples[outside] = self._once(samples[outside])
+            samples[outside] = self._permute(samples[outside])
         return samples.astype(np.int64).reshape(positions.shape)
 
-    def _once(self, numbers: Seeds) -> Seeds:
+    def _permute(self, numbers: Seeds) -> Seeds:
         side = np.uint64(self._side)
         right, left = np.divmod(numbers, side)
         for key in self._keys:
-            left, right = right, (left + _scrambled((right ^ np.uint64(key)) * _GAMMA)) % side
+            left, right = right, (left + _scramble((right ^ np.uint64(key)) * _GAMMA)) % side
         joined: Seeds = left + side * right
         return joined
 

@@ -66,7 +66,7 @@ def as_splits(result: object) -> Splits:
         ConfigError: kind ``data-target-result``, with every reason why the result cannot be trained
             on.
     """
-    return _checked(*_pair(result, _RETURNED), _RETURNED)
+    return _check(*_pair(result, _RETURNED), _RETURNED)
 
 
 def given_splits(train_data: object, eval_data: object = None) -> Splits:
@@ -85,7 +85,7 @@ def given_splits(train_data: object, eval_data: object = None) -> Splits:
         raise ConfigError.of("data-target-result", reason, "leave one of them out", "eval_data")
     if evaluation is None:
         evaluation = eval_data
-    return _checked(train, evaluation, _GIVEN)
+    return _check(train, evaluation, _GIVEN)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _pair(result: object, origin: _Origin) -> tuple[Any, Any]:
     raise ConfigError.of("data-target-result", reason, fix, origin.train_key)
 
 
-def _checked(train: Any, evaluation: Any, origin: _Origin) -> Splits:
+def _check(train: Any, evaluation: Any, origin: _Origin) -> Splits:
     train, taken = taken_over(train, key=origin.train_key, trains=True)
     problems = [_problem_of(train, origin, name="training")]
     is_by_name = isinstance(evaluation, Mapping)
@@ -146,12 +146,12 @@ _NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 
 def _problem_of(dataset: object, origin: _Origin, *, name: str) -> Problem | None:
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
-    wanted = (
+    usual_fix = (
         f"{origin.give} a map-style dataset with __len__ and __getitem__, a stream with "
         "__iter__, or a tuple of two"
     )
 
-    def problem(reason: str, fix: str = wanted) -> Problem:
+    def problem(reason: str, fix: str = usual_fix) -> Problem:
         key = origin.train_key if name == "training" else origin.eval_key
         return Problem("data-target-result", f"the {name} set {reason}", fix, key)
 

@@ -128,7 +128,7 @@ class Lane:
             ConfigError: kind ``stream-empty``: a whole pass has no sample.
         """
         while True:
-            self._draw_by(_SAMPLE_SALT, self.count)
+            self._seed_draws(_SAMPLE_SALT, self.count)
             try:
                 sample = next(self._samples)
             except StopIteration:
@@ -172,13 +172,13 @@ class Lane:
         _set_epoch(self._part, number)
         if state is not None:
             self._part.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
-        self._draw_by(_PASS_SALT, number)
+        self._seed_draws(_PASS_SALT, number)
         samples = iter(self._part)
         self._pass = number
         self._samples = samples
         self._place = LanePlace(self.count, number, state)
 
-    def _draw_by(self, salt: int, number: int) -> None:
+    def _seed_draws(self, salt: int, number: int) -> None:
         if self._seed is not None:
             seed_generators(mix_int(salt, self._seed, self.index, number))
 
@@ -318,7 +318,7 @@ class StreamLoader:
                         parts_of[part[0]].append(part)
                     # Places come with the step that ends beyond them, however far a worker is.
                     self.places |= places
-                yield from map(self._joined, parts_of)
+                yield from map(self._join, parts_of)
         finally:
             # the last reference: a DataLoader iterator stops its workers when it is collected
             del steps
@@ -382,13 +382,13 @@ class StreamLoader:
                 values = seeded_collate(self._collate_fn, values, self._seed, key)
             yield number, key, values
 
-    def _joined(self, batch_parts: Sequence[_BatchPart]) -> Any:
+    def _join(self, batch_parts: Sequence[_BatchPart]) -> Any:
         """Join the parts of a micro-batch, which several workers may have read."""
         parts = [part for _, _, part in batch_parts]
         if len(parts) == 1:
             return parts[0]
         if self._collate_fn is None:
-            batch = _concatenated(parts)
+            batch = _concatenate(parts)
         else:
             samples = list(chain.from_iterable(parts))
             _, key, _ = batch_parts[0]
@@ -398,16 +398,16 @@ class StreamLoader:
         return batch
 
 
-def _concatenated(parts: Sequence[Any]) -> Any:
+def _concatenate(parts: Sequence[Any]) -> Any:
     """Join collated parts of a batch: tensors along the first dimension, in any containers."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(parts))
     if isinstance(first, Mapping):
-        return {name: _concatenated([part[name] for part in parts]) for name in first}
+        return {name: _concatenate([part[name] for part in parts]) for name in first}
     if isinstance(first, list | tuple) and first and isinstance(first[0], str | bytes):
         return type(first)(chain.from_iterable(parts))
-    joined = [_concatenated(values) for values in zip(*parts, strict=True)]
+    joined = [_concatenate(values) for values in zip(*parts, strict=True)]
     if hasattr(first, "_fields"):
         return type(first)(*joined)
     return type(first)(joined)

@@ -107,7 +107,7 @@ class TextPairs(TextSamples):
             input_ids, token_type_ids, attention_mask, mlm_labels of shape (B, S), nsp_label (B,).
         """
         starts, lengths, next_label = self._segments(np.asarray(indices, dtype=np.int64), seeds)
-        ids, types, is_text = self._laid_out(starts, lengths)
+        ids, types, is_text = self._lay_out(starts, lengths)
         attention = np.arange(self.tokens_per_sample) < lengths.sum(0)[:, None] + _NUM_SPECIAL
         labels = self._hide(ids, is_text, seeds)
         fields = (ids, types, attention.astype(np.int64), labels, next_label)
@@ -154,7 +154,7 @@ class TextPairs(TextSamples):
         start = self.tokens.offsets[documents]
         return start, self.tokens.offsets[documents + 1] - start - 1
 
-    def _laid_out(self, starts: Ints, lengths: Ints) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
+    def _lay_out(self, starts: Ints, lengths: Ints) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
         """Return input_ids, token_type_ids, and a mask of positions that hold text, (B, S) each."""
         column = np.arange(self.tokens_per_sample, dtype=np.int64)
         middle = lengths[0][:, None] + 1  # of the first [SEP]

@@ -100,14 +100,14 @@ def _read(file: Path) -> Iterator[tuple[str, Row]]:
 def sentences() -> Iterator[Row]:
     """Yield the first sentences of functions' documentation, labelled by their modules."""
     for module in DOCUMENTED:
-        for _, text, _ in _documented(module):
+        for _, text, _ in _functions_of(module):
             yield {"text": text, "label": module}
 
 
 def questions() -> Iterator[Row]:
     """Yield conversations about the purpose of a function, and how it is called."""
     for module in DOCUMENTED:
-        for name, text, call in _documented(module):
+        for name, text, call in _functions_of(module):
             messages = [
                 {"role": "user", "content": f"What does {name} do?"},
                 {"role": "assistant", "content": text},
@@ -118,7 +118,7 @@ def questions() -> Iterator[Row]:
             yield {"messages": messages}
 
 
-def _documented(module: str) -> Iterator[tuple[str, str, str]]:
+def _functions_of(module: str) -> Iterator[tuple[str, str, str]]:
     """Yield name, first sentence and call of the functions of a module."""
     seen: set[str] = set()
     for name, value in _members(module):

@@ -127,7 +127,7 @@ def _load(source: _Source, folder: Path, *, root: str, train: bool, augment: boo
         raise ConfigError.of(
             "dataset-unreadable",
             f"the {part} files in {folder / source.folder} cannot be "
-            f"read as {source.name} ({_shown(error)})",
+            f"read as {source.name} ({_describe(error)})",
             "delete that folder and set data.download: true, or copy the files there again",
             "data.root",
             root,
@@ -155,7 +155,7 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
     """
     aside = folder / f".{source.name}.partial"
     try:
-        with _alone_in(folder, f".{source.name}.lock"):
+        with _locking(folder, f".{source.name}.lock"):
             if not source.missing(folder):
                 return
             shutil.rmtree(aside, ignore_errors=True)
@@ -175,7 +175,7 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
     except Exception as error:
         raise ConfigError.of(
             "dataset-download-failed",
-            f"{source.name} could not be fetched ({_shown(error)})",
+            f"{source.name} could not be fetched ({_describe(error)})",
             f"put torchvision's {source.folder} under {root} from a machine with a network, or "
             "try again",
             "data.root",
@@ -184,14 +184,14 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
 
 
 @contextmanager
-def _alone_in(folder: Path, lock_name: str) -> Iterator[None]:
+def _locking(folder: Path, lock_name: str) -> Iterator[None]:
     """Hold the lock in a folder. A failure removes the lock and the folders made for it."""
     lock = FileLock(folder / lock_name)
-    made: list[Path] = []
+    made_folders: list[Path] = []
     while not lock.is_locked:
         for place in (folder, *folder.parents):  # the innermost first
             if not place.exists():
-                made.append(place)
+                made_folders.append(place)
         folder.mkdir(parents=True, exist_ok=True)
         # The process that this one waited for may have failed and removed the folder.
         with suppress(FileNotFoundError):
@@ -202,14 +202,14 @@ def _alone_in(folder: Path, lock_name: str) -> Iterator[None]:
         with suppress(OSError):
             # A waiting process finds its lock file removed, and makes another one.
             (folder / lock_name).unlink()
-            for place in made:
+            for place in made_folders:
                 place.rmdir()  # unless it holds something
         raise
     finally:
         lock.release()
 
 
-def _shown(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Describe an error by type and text, without torchvision's advice to pass an argument that our
     users do not write.
     """
