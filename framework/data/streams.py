@@ -60,25 +60,24 @@ def num_divisions(dataset: Any) -> int:
     return 1
 
 
-def num_lanes(dataset: Any, *, global_size: int, asked: int | None = None) -> int:
-    """Return the number of lanes of a run: `asked`, or the largest divisor of the global batch up
-    to 64 and the number of the source's parts.
+def num_lanes(dataset: Any, *, global_size: int, requested: int | None = None) -> int:
+    """Return the number of lanes of a run: `requested`, or the largest divisor of the global batch
+    up to 64 and the number of the source's parts.
 
     Raises:
-        ConfigError: kind ``stream-lanes``: the stream cannot be read in `asked` lanes.
+        ConfigError: kind ``stream-lanes``: the stream cannot be read in `requested` lanes.
     """
     most = num_divisions(dataset)
-    largest = min(most, asked or _MOST_LANES, global_size)
+    largest = min(most, requested or _MOST_LANES, global_size)
     while global_size % largest:
         largest -= 1
-    if asked is None or asked == largest:
+    if requested is None or requested == largest:
         return largest
     reason = (
         f"the stream has {most} parts, and a step of {global_size} samples takes as many of each"
     )
-    raise ConfigError.of(
-        "stream-lanes", reason, f"set data.lanes: {largest}, or leave it out", "data.lanes", asked
-    )
+    fix = f"set data.lanes: {largest}, or leave it out"
+    raise ConfigError.of("stream-lanes", reason, fix, "data.lanes", requested)
 
 
 @dataclass(frozen=True)
@@ -292,7 +291,7 @@ class StreamLoader:
         self.places = dict(places or {})
         self._collate_fn = own_collate(dataset)
         self._sample_seed = seed if random_samples else None
-        self.num_lanes = num_lanes(dataset, global_size=share.global_size, asked=lanes)
+        self.num_lanes = num_lanes(dataset, global_size=share.global_size, requested=lanes)
         self.per_lane = share.global_size // self.num_lanes
         self._per_rank = share.global_size // share.world_size
         self._first = share.rank * self._per_rank  # sample of a step

@@ -215,7 +215,7 @@ def _num_lanes(plan: Plan, parts: Parts) -> int:
     from framework.data.streams import num_lanes
 
     requested = getattr(plan.config.data, "lanes", None)
-    return num_lanes(train, global_size=plan.layout.global_size, asked=requested)
+    return num_lanes(train, global_size=plan.layout.global_size, requested=requested)
 
 
 def _shared_lanes(plan: Plan, parts: Parts) -> Iterator[Problem]:
