@@ -185,7 +185,7 @@ class Checkpointer:
         """
         if step == self._last_step or is_final:
             raise StorageError(
-                f"{_described(self._folder, step, failure)}; free space or check permissions, "
+                f"{_failure_text(self._folder, step, failure)}; free space or check permissions, "
                 "then resume with checkpoint.resume=auto [checkpoint-not-written]"
             )
         if self._is_main and not is_reported:
@@ -200,7 +200,7 @@ def first_failure(failures: Sequence[str]) -> str:
     return ""
 
 
-def _described(folder: Path, step: int, failure: str) -> str:
+def _failure_text(folder: Path, step: int, failure: str) -> str:
     return (
         f"{folder / tag_of(step)}: the checkpoint cannot be written ({failure}); earlier ones "
         "are untouched"
@@ -210,7 +210,7 @@ def _described(folder: Path, step: int, failure: str) -> str:
 def warn_of_failure(folder: Path, step: int, failure: str) -> None:
     """Warn of a failed save that the run continues without."""
     warn(
-        f"{_described(folder, step, failure)}, training goes on, and the next save tries again "
+        f"{_failure_text(folder, step, failure)}, training goes on, and the next save tries again "
         "[checkpoint-not-written]"
     )
 
@@ -269,7 +269,7 @@ def publish(
     sync_folder(folder)
     replace_text(folder / LATEST, tag)
     kept[tag] = SavedCheckpoint(folder, tag, _step_and_metrics(description))
-    _tidy(folder, aside, retention=retention, newest=int(description["step"]), kept=kept)
+    _clean_up(folder, aside, retention=retention, newest=int(description["step"]), kept=kept)
 
 
 def _step_and_metrics(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def _all_records(
     return all_records, folders
 
 
-def _kept(folder: Path, kept: dict[str, SavedCheckpoint]) -> list[SavedCheckpoint]:
+def _finished(folder: Path, kept: dict[str, SavedCheckpoint]) -> list[SavedCheckpoint]:
     """List the finished checkpoints, oldest first, with step and metrics alone. Manifests of a
     thousand ranks are large: each is read once in a run.
     """
@@ -318,7 +318,7 @@ def _kept(folder: Path, kept: dict[str, SavedCheckpoint]) -> list[SavedCheckpoin
     return [kept[tag] for tag in paths if tag in kept]
 
 
-def _tidy(
+def _clean_up(
     folder: Path,
     replaced: Path,
     *,
@@ -336,7 +336,7 @@ def _tidy(
         remove_folder(folder / SAVING)
         if replaced.exists():
             remove_folder(replaced)
-        checkpoints = _kept(folder, kept)
+        checkpoints = _finished(folder, kept)
         absence = retention.describe_absence(checkpoints, newest=newest)
         if absence:
             warn(absence)

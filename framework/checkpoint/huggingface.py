@@ -63,7 +63,7 @@ class Form:
 
     @cached_property
     def weights(self) -> Mapping[str, Joined]:
-        """All weights, by their name there."""
+        """All weights, by their name in transformers."""
         table = self.table
         names = dict(table["weights"])
         if getattr(self.model, "tie_embeddings", False):
@@ -83,7 +83,7 @@ class Form:
         return weights
 
     def _modules(self) -> dict[str, str]:
-        """Our modules, several joined by spaces -> their module."""
+        """Return our modules (several joined by spaces) -> their module."""
         modules = dict(self.table["modules"])
         for number in range(self.model.num_layers):
             for ours, theirs in self.table["block"].items():

@@ -151,7 +151,7 @@ def read_checkpoint(path: Path) -> SavedCheckpoint | None:
         return None
     if text is None:
         return None
-    manifest = _parsed(text, step=int(name["step"]))
+    manifest = _parse(text, step=int(name["step"]))
     if manifest is None:
         return None
     return SavedCheckpoint(path.parent, path.name, manifest)
@@ -186,7 +186,7 @@ def _hash_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _parsed(text: bytes, *, step: int) -> dict[str, Any] | None:
+def _parse(text: bytes, *, step: int) -> dict[str, Any] | None:
     """Parse the manifest of a step's checkpoint; None if the text is cut off, was changed, or holds
     other types.
     """

@@ -61,7 +61,7 @@ def rule_of(key: str) -> Rule:
     return "refused"
 
 
-def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a saved config with its missing keys at their defaults: an older version did not know
     them and trained with these.
     """
@@ -167,7 +167,7 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
     if not checkpoint.verified:  # there is no config to be compared
         return
     saved = checkpoint.manifest["config"]
-    before = _flat(_completed(saved))
+    before = _flat(_with_defaults(saved))
     now = _flat(config)
     has_args = "args" in (saved.get("optimizer") or {})  # an older release did not note them
     for key in sorted(before.keys() | now.keys()):
@@ -218,7 +218,7 @@ def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) 
     """
     if not checkpoint.verified:  # the config that it was trained with is unknown
         return []
-    saved = _completed(checkpoint.manifest["config"])
+    saved = _with_defaults(checkpoint.manifest["config"])
     before = _flat(saved)
     now = _flat(config)
     changes = []
@@ -326,7 +326,7 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
         (checkpoint.manifest, f"the checkpoint {checkpoint.path} holds", f"{restore} as they were"),
         (description, "this run keeps", f"{restore}, or {_WEIGHTS_ALONE}"),
     ):
-        zero = _completed(manifest["config"]).get("zero") or {}
+        zero = _with_defaults(manifest["config"]).get("zero") or {}
         for section in _OFFLOADS:
             if (zero.get(section) or {}).get("device") == "nvme":
                 same = "which can be resumed in the very same layout only"
@@ -342,7 +342,7 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
 def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that decide which numbers lie in which of DeepSpeed's files."""
     layout = manifest["layout"]
-    config = _completed(manifest["config"])
+    config = _with_defaults(manifest["config"])
     bounds = (manifest.get("pipeline") or {}).get("bounds")
     arrangement = {
         "ranks": layout["world_size"],

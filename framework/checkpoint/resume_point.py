@@ -68,7 +68,9 @@ def find_sound_checkpoint(
             candidates = list_checkpoints(run_checkpoints)[::-1]
             faults = _unreadable(run_checkpoints, known=candidates, key=_RESUME)
         else:
-            candidates, faults = _at(resume, key=_RESUME, allow_unverified=allow_unverified)
+            candidates, faults = _checkpoints_at(
+                resume, key=_RESUME, allow_unverified=allow_unverified
+            )
     if resume != "auto":
         if not candidates:
             raise _not_found(resume)
@@ -152,7 +154,7 @@ def newest_at(path: str, *, key: str, allow_unverified: bool = False) -> SavedCh
         StorageError: the manifest of the newest checkpoint is damaged, or storage does not answer.
     """
     with explaining_storage_errors(key, path):
-        checkpoints, faults = _at(path, key=key, allow_unverified=allow_unverified)
+        checkpoints, faults = _checkpoints_at(path, key=key, allow_unverified=allow_unverified)
     if not checkpoints:
         return None
     newest = checkpoints[0]
@@ -213,7 +215,7 @@ def explaining_storage_errors(key: str, value: str) -> Iterator[None]:
         ) from error
 
 
-def _at(
+def _checkpoints_at(
     path: str, *, key: str, allow_unverified: bool
 ) -> tuple[list[SavedCheckpoint], dict[int, str]]:
     """Return the finished checkpoints at a path, the newest first; and the unreadable ones, if it

@@ -36,7 +36,7 @@ def describe_raw(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     folder = checkpoint.path
     damage = checkpoint.damage()
     if damage:
-        raise _refused(folder, damage[0])
+        raise _refusal(folder, damage[0])
     names = read_names(folder)
     _refuse_other_kinds(folder, names)
     try:
@@ -44,7 +44,7 @@ def describe_raw(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     except StorageError:
         raise
     except Exception as error:  # another release, or no checkpoint at all, fails in a dozen ways
-        raise _refused(folder, in_one_line(error)) from error
+        raise _refusal(folder, in_one_line(error)) from error
 
 
 def warn_of(checkpoint: SavedCheckpoint, *, resumed: bool = False) -> None:
@@ -67,17 +67,17 @@ def warn_of(checkpoint: SavedCheckpoint, *, resumed: bool = False) -> None:
 
 def _refuse_other_kinds(folder: Path, names: RawNames) -> None:
     if names.has_layers:
-        raise _refused(folder, "it is a pipeline's, whose layers DeepSpeed only numbers")
+        raise _refusal(folder, "it is a pipeline's, whose layers DeepSpeed only numbers")
     if names.model_parallel > 1:
-        raise _refused(
+        raise _refusal(
             folder,
             f"it has {names.model_parallel} model-parallel parts, which cannot be put together "
             "without knowing how the model was cut",
         )
     if any(folder.glob("*_expert_*")):
-        raise _refused(folder, "it holds experts, which no model of this framework has")
+        raise _refusal(folder, "it holds experts, which no model of this framework has")
     if (folder / SWAPPED).exists():
-        raise _refused(
+        raise _refusal(
             folder, "its optimizer state was offloaded to NVMe, in the files of DeepSpeed's swapper"
         )
 
@@ -92,7 +92,7 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
     samples = counters["global_samples"]
     ranks = counters["dp_world_size"]
     if names.step is not None and names.step != step:
-        raise _refused(folder, f"its name says step {names.step} and its files say step {step}")
+        raise _refusal(folder, f"its name says step {names.step} and its files say step {step}")
     if 3 in names.stages:
         _check_all_ranks(folder, model_files, ranks, kind="model")
     if names.stages != (0,):
@@ -105,7 +105,7 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
     if names.stages != (0,):
         stage = int(_read(folder / optimizer_files[0])["optimizer_state_dict"]["zero_stage"])
         if stage not in names.stages:
-            raise _refused(
+            raise _refusal(
                 folder, f"its files are named as at stage {names.stages[0]} and say stage {stage}"
             )
     return {
@@ -131,18 +131,18 @@ def _check_all_ranks(folder: Path, files: Mapping[int, str], ranks: int, *, kind
     """
     for rank in range(ranks):
         if rank not in files:
-            raise _refused(
+            raise _refusal(
                 folder, f"{ranks} ranks wrote it, and there is no {kind} file of rank {rank}"
             )
     if len(files) != ranks:
-        raise _refused(folder, f"{ranks} ranks wrote it, and there are {len(files)} {kind} files")
+        raise _refusal(folder, f"{ranks} ranks wrote it, and there are {len(files)} {kind} files")
 
 
 def _read(file: Path) -> Any:
     try:
         return read_or_explain(file, mmap=True)
     except StorageError as error:
-        raise _refused(file.parent, str(error)) from error
+        raise _refusal(file.parent, str(error)) from error
 
 
 def _count(value: Any, name: str) -> int:
@@ -161,7 +161,7 @@ def _dtype(ds_config: Any) -> str:
     return "fp32"
 
 
-def _refused(folder: Path, reason: str) -> StorageError:
+def _refusal(folder: Path, reason: str) -> StorageError:
     return StorageError(
         f"{folder}: it cannot be read without a manifest: {reason}; name another checkpoint "
         f"[{UNVERIFIED}]"

@@ -87,7 +87,7 @@ def opened(optimizer: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Span:
+class _ParameterPiece:
     """This rank's piece of a parameter.
 
     Attributes:
@@ -151,25 +151,25 @@ class OptimizerViews:
         """Yield all pieces of this rank: ``fp32``, and `keys` of the optimizer's state, made of
         zeros if it has none. `keys_of` limits the keys of a parameter, by its name.
         """
-        spans = list(self._spans())
+        pieces = list(self._pieces())
         keys_by_name: dict[str, Sequence[str]] = {}
         needed: dict[torch.Tensor, list[str]] = {}
-        for span in spans:
-            name = self._names[span.parameter]
+        for piece in pieces:
+            name = self._names[piece.parameter]
             keys_by_name[name] = keys if keys_of is None else keys_of(name)
-            needed.setdefault(span.stepped, []).extend(keys_by_name[name])
-        for stepped, _ in self._stepped():
+            needed.setdefault(piece.stepped, []).extend(keys_by_name[name])
+        for stepped, _ in self._stepped_tensors():
             # A tensor without a piece is nothing but padding; it is stepped with all keys.
             self._add_state(stepped, needed.get(stepped, keys))
-        for span in spans:
-            name = self._names[span.parameter]
-            weights = span.stepped.data.view(-1).narrow(0, span.offset, span.num)
-            yield View(name, FP32, span.start, weights)
+        for piece in pieces:
+            name = self._names[piece.parameter]
+            weights = piece.stepped.data.view(-1).narrow(0, piece.offset, piece.num)
+            yield View(name, FP32, piece.start, weights)
             for key in keys_by_name[name]:
-                values = self._base.state[span.stepped][key].view(-1)
+                values = self._base.state[piece.stepped][key].view(-1)
                 if key not in _FACTORED:
-                    values = values.narrow(0, span.offset, span.num)
-                yield View(name, key, span.start, values)
+                    values = values.narrow(0, piece.offset, piece.num)
+                yield View(name, key, piece.start, values)
 
     def _add_state(self, stepped: torch.nn.Parameter, keys: Sequence[str]) -> None:
         state = self._base.state[stepped]
@@ -177,12 +177,12 @@ class OptimizerViews:
             if key not in state:
                 state[key] = stepped.data.new_zeros(_shape_of_state(key, stepped.shape))
 
-    def _spans(self) -> Iterator[_Span]:
+    def _pieces(self) -> Iterator[_ParameterPiece]:
         optimizer = self._optimizer
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-            yield from self._stage3_spans()
+            yield from self._stage3_pieces()
         elif self._fragments():
-            yield from self._stage12_spans()
+            yield from self._stage12_pieces()
         elif hasattr(optimizer, "fp32_groups_flat"):
             # Half precision at stage 0 with DeepSpeed's FusedAdam: the fp32 copies of a group lie
             # end to end.
@@ -190,15 +190,15 @@ class OptimizerViews:
             for group, flat in zip(stepped_groups(optimizer), flats, strict=True):
                 offset = 0
                 for parameter in group:
-                    yield _Span(parameter, flat, 0, offset, parameter.numel())
+                    yield _ParameterPiece(parameter, flat, 0, offset, parameter.numel())
                     offset += parameter.numel()
         else:
             # In half precision the optimizer steps fp32 copies, which have no name of their own.
             parameters = chain(*stepped_groups(optimizer))
-            for parameter, (copy, _) in zip(parameters, self._stepped(), strict=True):
-                yield _Span(parameter, copy, 0, 0, copy.numel())
+            for parameter, (copy, _) in zip(parameters, self._stepped_tensors(), strict=True):
+                yield _ParameterPiece(parameter, copy, 0, 0, copy.numel())
 
-    def _stage3_spans(self) -> Iterator[_Span]:
+    def _stage3_pieces(self) -> Iterator[_ParameterPiece]:
         """Yield the pieces of stage 3: parameters are cut into equal pieces, the last one padded; a
         sub-group lays its pieces in a row.
         """
@@ -211,10 +211,10 @@ class OptimizerViews:
                 size = parameter.partition_numel()
                 num = min(size, parameter.ds_numel - size * rank)
                 if num > 0:
-                    yield _Span(parameter, flat, size * rank, offset, num)
+                    yield _ParameterPiece(parameter, flat, size * rank, offset, num)
                 offset += size
 
-    def _stage12_spans(self) -> Iterator[_Span]:
+    def _stage12_pieces(self) -> Iterator[_ParameterPiece]:
         """Yield the pieces of stages 1 and 2: the parameters of a group lie in a row, and every
         rank has an equal part of it. `_hp_mapping` is of another order if gradients go round robin.
         """
@@ -227,7 +227,7 @@ class OptimizerViews:
                 start = max(offset, 0)
                 stop = min(offset + parameter.numel(), flat.numel())
                 if start < stop:
-                    yield _Span(parameter, flat, start - offset, start, stop - start)
+                    yield _ParameterPiece(parameter, flat, start - offset, start, stop - start)
                 offset += parameter.numel()
 
     def set_steps(self, step_of: Callable[[str], float | None]) -> None:
@@ -235,12 +235,12 @@ class OptimizerViews:
         name; a weight that was never stepped (None) has no state.
         """
         names: dict[torch.Tensor, list[str]] = {}
-        for span in self._spans():
-            names.setdefault(span.stepped, []).append(self._names[span.parameter])
+        for piece in self._pieces():
+            names.setdefault(piece.stepped, []).append(self._names[piece.parameter])
         names_in_group: dict[int, list[str]] = {}
         for group, members in zip(self._base.param_groups, self._members(), strict=True):
             names_in_group[id(group)] = [self._names[parameter] for parameter in members]
-        for stepped, group in self._stepped():
+        for stepped, group in self._stepped_tensors():
             # A rank may have nothing but the padding of a row.
             stepped_names = names.get(stepped) or names_in_group[id(group)]
             steps = [step_of(name) for name in stepped_names]
@@ -300,13 +300,13 @@ class OptimizerViews:
         """Put back fp16's dynamic loss scale and its counters, if this optimizer has a dynamic
         one.
         """
-        holder = getattr(self._optimizer, "loss_scaler", None) or getattr(
-            self._optimizer, "loss_scale_config", None
-        )
-        if isinstance(holder, DynamicLossScaler) or getattr(holder, "dynamic_loss_scale", False):
+        scaler = getattr(self._optimizer, "loss_scaler", None)
+        if not scaler:
+            scaler = getattr(self._optimizer, "loss_scale_config", None)
+        if isinstance(scaler, DynamicLossScaler) or getattr(scaler, "dynamic_loss_scale", False):
             for name, value in values.items():
-                if hasattr(holder, name):
-                    setattr(holder, name, value)
+                if hasattr(scaler, name):
+                    setattr(scaler, name, value)
 
     @torch.no_grad()
     def spread_weights(self) -> set[torch.Tensor]:
@@ -343,7 +343,7 @@ class OptimizerViews:
             for partition, piece in zip(partitions, pieces, strict=True):
                 partition.data = piece.data
 
-    def _stepped(self) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Any]]]:
+    def _stepped_tensors(self) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Any]]]:
         """Yield the tensors that the wrapped optimizer steps (flat pieces, or the model's own
         parameters), and their groups.
         """

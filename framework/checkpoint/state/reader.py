@@ -56,7 +56,7 @@ class StoredState:
         self._division = division
         self._tensor_size = checkpoint.tensor_size
         seen: set[ValuePath] = set()
-        with self._reading():
+        with self._explaining_errors():
             self._map = map_checkpoint(checkpoint)
             self._files = self._map.files
             self.common: Mapping[str, Any] = self._files[self._files.named(MODEL_FILE)[0, 0]]
@@ -84,7 +84,7 @@ class StoredState:
         """Return the `keys` that a parameter has: Muon and Adafactor keep other state of matrices
         than of vectors.
         """
-        with self._reading():
+        with self._explaining_errors():
             state = self._state_of(name)
             return [key for key in self.keys if key in state]
 
@@ -93,7 +93,7 @@ class StoredState:
         parameter if it does not count this one's; None if it has no state of it, having
         taken none.
         """
-        with self._reading():
+        with self._explaining_errors():
             state = self._state_of(name)
             if state:
                 return float(state.get(_STEP, self._most_steps))
@@ -114,7 +114,7 @@ class StoredState:
         """Return the options of the parameter group that a parameter was in; None if the optimizer
         keeps no state of it.
         """
-        with self._reading():
+        with self._explaining_errors():
             path = self._stored(name).first_state
             if path is None:
                 return None
@@ -130,7 +130,7 @@ class StoredState:
         """
         if not self._state_paths:
             return {}
-        with self._reading():
+        with self._explaining_errors():
             content = self._files[self._state_paths[0].file]
             optimizer = content.get("optimizer_state_dict") or content["optimizer"]
             if "loss_scaler" in optimizer:
@@ -146,7 +146,7 @@ class StoredState:
         """Return the state of a rank's random generators, or None if the checkpoint has none. At
         stage 3 it is in the rank's own file.
         """
-        with self._reading():
+        with self._explaining_errors():
             states = self.common[STATE_KEY].get("random_states", ())
             if isinstance(states, Mapping) and rank not in states:
                 rank_file = model_file_of(rank, tensor_size=self._tensor_size)
@@ -163,12 +163,12 @@ class StoredState:
         result = torch.empty(count, dtype=torch.float32)
         done = 0
         for piece in self._pieces(name, start, start + count):
-            with self._reading():
+            with self._explaining_errors():
                 result[done : done + piece.num] = self._files.numbers(piece, state=state)
             done += piece.num
         if done != count:
             num_stored = self._stored(name).shape.numel()
-            raise self._lacks(name, f"{num_stored:,} numbers of it, and the run has more")
+            raise self._mismatch(name, f"{num_stored:,} numbers of it, and the run has more")
         return result
 
     def _pieces(self, name: str, start: int, stop: int) -> Iterator[ShardPiece]:
@@ -196,7 +196,7 @@ class StoredState:
             self.refuse_other_shape(name, shape)
         else:
             self.refuse_other_shape(name, split.whole_shape(shape))
-        with self._reading():
+        with self._explaining_errors():
             pieces = self._pieces(name, 0, shape.numel())
             return self._files.joined(pieces, shape, self._stored(name).dtype)
 
@@ -206,7 +206,9 @@ class StoredState:
         """
         stored = self._stored(name)
         if stored.shape != shape:
-            raise self._lacks(name, f"shape {tuple(stored.shape)}, and the run has {tuple(shape)}")
+            raise self._mismatch(
+                name, f"shape {tuple(stored.shape)}, and the run has {tuple(shape)}"
+            )
 
     def refuse_others(self, names: Iterable[str], *, is_elsewhere: Callable[[str], bool]) -> None:
         """Raise StorageError if the checkpoint holds weights beside these names and those that are
@@ -222,16 +224,16 @@ class StoredState:
             first = min(others)
             if len(others) > 1:
                 first += f" (and {len(others) - 1} more)"
-            raise self._lacks(first, "numbers, and the run's model has nothing of that name")
+            raise self._mismatch(first, "numbers, and the run's model has nothing of that name")
 
     def _stored(self, name: str) -> Stored:
         stored = self._map.stored.get(self._map.ties.get(name, name))
         if stored is None:
-            raise self._lacks(name, "nothing of that name")
+            raise self._mismatch(name, "nothing of that name")
         return stored
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _explaining_errors(self) -> Iterator[None]:
         """Turn any error into StorageError: files of another release of DeepSpeed fail in a dozen
         ways.
         """
@@ -245,7 +247,7 @@ class StoredState:
                 f"{in_one_line(error)} [checkpoint-not-loaded]"
             ) from error
 
-    def _lacks(self, name: str, what: str) -> StorageError:
+    def _mismatch(self, name: str, what: str) -> StorageError:
         return StorageError(
             f"{self._path}: of {name} it holds {what}; the model or its optimizer has changed "
             "[checkpoint-not-loaded]"
@@ -305,7 +307,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         self.stored: Mapping[str, Stored] = shard_map.stored
         self.ties: Mapping[str, str] = shard_map.ties
         self.lacking: Sequence[str] = shard_map.lacking
-        if average and all(self._averaged(stored) is stored for stored in self.stored.values()):
+        if average and all(self._average_of(stored) is stored for stored in self.stored.values()):
             raise self._not_read("nothing in its files is a moving average")
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -316,17 +318,17 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         try:
             source = stored
             if self._average:
-                source = self._averaged(stored)
+                source = self._average_of(stored)
             return self._files.joined(source.pieces(), stored.shape, stored.dtype)
         except Exception as error:
             raise self._not_read(in_one_line(error)) from error
 
-    def _averaged(self, stored: Stored) -> Stored:
+    def _average_of(self, stored: Stored) -> Stored:
         """Return where the average lies, which is laid out as the weight is; a weight without
         gradients has none and is returned itself.
         """
         if stored.parts:
-            parts = tuple(map(self._averaged, stored.parts))
+            parts = tuple(map(self._average_of, stored.parts))
             if parts == stored.parts:
                 return stored
             return replace(stored, parts=parts)

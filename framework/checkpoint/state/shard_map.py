@@ -263,11 +263,11 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
         for name, (dim, sections) in splits.items():
             stored_name = ties.get(name, name)
             parts = [rank_map[stored_name] for rank_map in rank_maps]
-            stored[stored_name] = _joined(name, Split(dim, tuple(sections)), parts)
+            stored[stored_name] = _join_parts(name, Split(dim, tuple(sections)), parts)
     return ShardMap(files, stored, ties, lacking)
 
 
-def _joined(name: str, split: Split, parts: Sequence[Stored]) -> Stored:
+def _join_parts(name: str, split: Split, parts: Sequence[Stored]) -> Stored:
     whole = split.whole_shape(parts[0].shape)
     for rank, part in enumerate(parts):
         if part.shape != split.part_shape(whole, rank, len(parts)):
@@ -290,7 +290,7 @@ def _map_of_rank(
         tensors = _layer_tensors(files, pipeline, None if size == 1 else rank)
     else:
         tensors = _dict_tensors(files, models[0, 0], "module")
-    stored, ties = _stored_once(tensors)
+    stored, ties = _store_once(tensors)
     empty: set[str] = set()
     weights: Iterable[tuple[str, Stored]]
     if not optimizers:
@@ -376,7 +376,7 @@ def _layer_tensors(
             yield from _dict_tensors(files, file, prefix=f"{layer}.")
 
 
-def _stored_once(tensors: Iterable[_NamedTensor]) -> tuple[dict[str, Stored], dict[str, str]]:
+def _store_once(tensors: Iterable[_NamedTensor]) -> tuple[dict[str, Stored], dict[str, str]]:
     """Return all tensors by name, and the further names of a tensor -> its first name."""
     stored: dict[str, Stored] = {}
     ties: dict[str, str] = {}
@@ -489,7 +489,7 @@ def _rows_of_stage(
     rows = []
     parts_in: dict[str, list[tuple[Mapping[str, Stored], int]]] = {file: [] for file in ranks}
     for group, shapes in enumerate(model["param_shapes"]):
-        for row_ranks, row_shapes in _divided(shapes, ranks, *experts):
+        for row_ranks, row_shapes in _rows_by_expert_rank(shapes, ranks, *experts):
             row = _row_of_group(files, row_ranks, group, row_shapes)
             rows.append(row)
             for rank, file in enumerate(row_ranks):
@@ -502,7 +502,7 @@ def _rows_of_stage(
     return rows
 
 
-def _divided(
+def _rows_by_expert_rank(
     shapes: Mapping[str, torch.Size], ranks: Sequence[str], num_experts: int, expert_size: int
 ) -> Iterator[tuple[Sequence[str], Mapping[str, torch.Size]]]:
     """Yield the rows of a group of parameters, each with its files: one row per expert-parallel

@@ -1,9 +1,10 @@
 """Weights in files of other programs: safetensors, one or several with Hugging Face's index,
 written and read back; under the names of transformers' models.
 
-Read: ours or anybody's, mapped by the library, so that the ranks of a host share one copy
-(`LazyWeights`). Written: a length, a JSON header and the numbers, tensor by tensor: the library's
-own function wants all tensors of a file in memory at once, and one file may be the whole model.
+Reading maps files of any origin by the library, so that the ranks of a host share one copy
+(`LazyWeights`). Writing appends a length, a JSON header and the numbers, tensor by tensor: the
+library's own function needs all tensors of a file in memory at once, and one file may be the whole
+model.
 """
 
 from __future__ import annotations
