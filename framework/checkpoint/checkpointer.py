@@ -393,14 +393,17 @@ class Retention:
     def best_of(self, checkpoints: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
         """Return the checkpoint with the best value, the newest of equals; None if none has one."""
         sign = 1 if self.best_is == "max" else -1
-        known = []
+        best = None
+        best_rank = None
         for checkpoint in checkpoints:
             value = checkpoint.manifest.get("metrics", {}).get(self.best)
-            if isinstance(value, (int, float)) and not math.isnan(value):
-                known.append((sign * value, checkpoint.step, checkpoint))
-        if known:
-            return max(known, key=lambda entry: entry[:2])[2]
-        return None
+            if not isinstance(value, (int, float)) or math.isnan(value):
+                continue
+            rank = (sign * value, checkpoint.step)
+            if best_rank is None or rank > best_rank:
+                best = checkpoint
+                best_rank = rank
+        return best
 
     def describe_absence(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> str:
         """Describe, at the first save of a run, that `best` was not measured at its step; otherwise

@@ -213,7 +213,9 @@ def _is_further_name(
 
 def _part_shape(shape: torch.Size, joined: Joined, form: Form) -> torch.Size:
     """Return the shape of each of our weights in one of theirs, which has this shape."""
-    num_rows, *others = reversed(shape) if joined.transposed else shape
+    if joined.transposed:
+        shape = torch.Size(reversed(shape))
+    num_rows, *others = shape
     num_rows //= len(joined.ours)
     if joined.rows:
         our_rows = getattr(form.model, joined.rows)
