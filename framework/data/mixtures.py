@@ -94,9 +94,9 @@ class Mixture:
         self._count = 0
         self._places: dict[int, Any] = {}
         self._streams: dict[int, Lane] = {}
-        first = own_collate(parts[0][1])
-        for number, (_, part) in enumerate(parts):
-            collate_fn = own_collate(part)
+        collate_fns = [own_collate(part) for _, part in parts]
+        first = collate_fns[0]
+        for number, collate_fn in enumerate(collate_fns):
             if _code_of(collate_fn) != _code_of(first):
                 reason = (
                     f"part {number} makes batches by {_name_of(collate_fn)}, part 0 by "
