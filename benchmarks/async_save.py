@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,29 +53,28 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "async_save.json")
     arguments = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine(), "load_at_start": load_average()}
+    results: dict[str, Any] = {"machine": machine(), "load_at_start": load_average()}
     with process_group(None), tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        found |= _measure(Path(folder), rounds=arguments.rounds, hidden=arguments.hidden)
-    found |= {"load_at_end": load_average()}
-    write(found, arguments.out)
+        results |= _measure(Path(folder), rounds=arguments.rounds, hidden=arguments.hidden)
+    results["load_at_end"] = load_average()
+    write(results, arguments.out)
     for name in ("blocked_share_of_sync", "bandwidth_share_of_plain_write"):
-        print(f"{name}: {found[name]}")
+        print(f"{name}: {results[name]}")
 
 
 def _engine(hidden: int) -> tuple[PlainEngine, dict[str, Any], Callable[[], None]]:
-    """An engine that has taken a step, what its checkpoints say, and another step."""
-    prepared = prepare(
-        config_from_values(
-            {
-                "run": {"name": "async_save"},
-                "model": {"kind": "mlp", "hidden_sizes": [hidden] * 3},
-                "zero": {"stage": 1},
-                "batch": {"global_size": 16},
-                "training": {"max_steps": 10_000},
-                "monitors": {"progress": "off"},
-            }
-        )
-    )
+    """Return an engine that has taken a step, the description for its checkpoints, and a function
+    that takes another step.
+    """
+    values = {
+        "run": {"name": "async_save"},
+        "model": {"kind": "mlp", "hidden_sizes": [hidden, hidden, hidden]},
+        "zero": {"stage": 1},
+        "batch": {"global_size": 16},
+        "training": {"max_steps": 10_000},
+        "monitors": {"progress": "off"},
+    }
+    prepared = prepare(config_from_values(values))
     random_state.seed_everything(0)
     engine = build_engine(
         prepared.plan,
@@ -83,23 +83,23 @@ def _engine(hidden: int) -> tuple[PlainEngine, dict[str, Any], Callable[[], None
         task=prepared.parts.task,
     )
     batches = make_train_loader(prepared.plan, prepared.parts.splits, rank=0).stream(0)
-    engine.train_step(batches).read()
-    return (
-        engine,
-        prepared.description(),
-        lambda: (engine.train_step(batches).read(), None)[1],
-    )
+
+    def train() -> None:
+        engine.train_step(batches).read()
+
+    train()
+    return engine, prepared.description(), train
 
 
 def _measure(folder: Path, *, rounds: int, hidden: int) -> dict[str, Any]:
-    engine, described, train = _engine(hidden)
+    engine, description, train = _engine(hidden)
     options: dict[str, Any] = {
         "retention": Retention(1),
         "is_main": True,
         "gather": gather,
         "last_step": None,
         "position": lambda step: {},
-        "description": described,
+        "description": description,
     }
     at_once = Checkpointer(engine, folder / "sync", **options)
     behind = AsyncCheckpointer(engine, folder / "async", rank=0, world_size=1, **options)
@@ -115,9 +115,7 @@ def _measure(folder: Path, *, rounds: int, hidden: int) -> dict[str, Any]:
         train()  # so that no save writes the bytes of the one before
         times["sync"].append(_seconds(lambda: at_once.save(next(steps))))
         files = _files(folder / "sync")
-        times["plain_write"].append(
-            _seconds(lambda files=files: _write_plainly(folder / "plain", files))
-        )  # type: ignore[misc]
+        times["plain_write"].append(_seconds(partial(_write_plainly, folder / "plain", files)))
         num_bytes = sum(map(len, files))
         del files
         for path in (folder / "plain").iterdir():
@@ -130,8 +128,8 @@ def _measure(folder: Path, *, rounds: int, hidden: int) -> dict[str, Any]:
 
 
 def _save_behind(checkpointer: AsyncCheckpointer, folder: Path, step: int) -> tuple[float, float]:
-    """Seconds for which the loop stands still, and from then on until the checkpoint is
-    published.
+    """Return the seconds for which the loop stands still, and the seconds from then on until the
+    checkpoint is published.
     """
     blocked = _seconds(lambda: checkpointer.save(step))
     written = _seconds(lambda: _await_text(folder / "latest", f"global_step{step}"))
@@ -168,30 +166,28 @@ def _write_plainly(path: Path, files: list[bytes]) -> None:
 def _reported(
     times: dict[str, list[float]], *, num_bytes: int, first_blocked: float
 ) -> dict[str, Any]:
-    blocked = [
-        mine / other for mine, other in zip(times["async_blocked"], times["sync"], strict=True)
-    ]
-    bandwidth = [
-        plain / mine
-        for plain, mine in zip(times["plain_write"], times["async_written"], strict=True)
-    ]
+    blocked = []
+    bandwidth = []
+    for blocked_seconds, sync_seconds in zip(times["async_blocked"], times["sync"], strict=True):
+        blocked.append(blocked_seconds / sync_seconds)
+    for plain_seconds, seconds in zip(times["plain_write"], times["async_written"], strict=True):
+        bandwidth.append(plain_seconds / seconds)
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    blocked_at_medians = medians["async_blocked"] / medians["sync"]
+    bandwidth_at_medians = medians["plain_write"] / medians["async_written"]
     return {
         "state_bytes": num_bytes,
         "rounds": len(blocked),
         "seconds": {name: spread(seconds) for name, seconds in times.items()},
         "first_async_blocked_seconds": round(first_blocked, 4),
         "megabytes_per_second": {
-            name: round(num_bytes / 1e6 / statistics.median(times[name]))
+            name: round(num_bytes / 1e6 / medians[name])
             for name in ("plain_write", "sync", "async_written")
         },
         "blocked_share_of_sync": spread(blocked),
-        "blocked_share_of_sync_at_medians": round(
-            statistics.median(times["async_blocked"]) / statistics.median(times["sync"]), 4
-        ),
+        "blocked_share_of_sync_at_medians": round(blocked_at_medians, 4),
         "bandwidth_share_of_plain_write": spread(bandwidth),
-        "bandwidth_share_of_plain_write_at_medians": round(
-            statistics.median(times["plain_write"]) / statistics.median(times["async_written"]), 4
-        ),
+        "bandwidth_share_of_plain_write_at_medians": round(bandwidth_at_medians, 4),
         "targets": {"blocked_share_of_sync": 0.15, "bandwidth_share_of_plain_write": 0.8},
     }
 

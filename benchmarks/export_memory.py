@@ -42,7 +42,7 @@ def watch():
     while not done.wait(0.002):
         for number, field in enumerate(("RssAnon", "VmRSS")):
             peak[number] = max(peak[number], now(field))
-# A daemon: where `main` raises, the process must end, not wait for a thread that nobody tells to stop.
+# A daemon: if `main` raises, the process must end, and not wait for a thread that never stops.
 thread = threading.Thread(target=watch, daemon=True); thread.start()
 started = time.perf_counter()
 code = main(sys.argv[1:])

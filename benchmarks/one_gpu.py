@@ -25,7 +25,8 @@ from benchmarks.records import RESULTS, machine, read_metrics, write
 from framework.engine.distributed import process_group
 from framework.errors import FrameworkError
 
-STEPS, LOG_EVERY = 40, 10
+STEPS = 40
+LOG_EVERY = 10
 LARGER = {"model": {"kind": "gpt", "size": "gpt2-xl"}, "batch": {"global_size": 8, "micro_size": 8}}
 CASES: dict[str, dict[str, Any]] = {
     **{f"ZeRO {stage}": {"zero": {"stage": stage}} for stage in range(4)},
@@ -54,17 +55,18 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
     parser.add_argument("--out", type=Path, default=RESULTS / "one_gpu.json")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     gpu = torch.cuda.get_device_properties(0)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "machine": machine() | {"gpu": gpu.name, "gpu_bytes": gpu.total_memory},
         "cases": {},
     }
     with process_group(None), tempfile.TemporaryDirectory() as folder:
-        for name in given.only:
-            found["cases"][name] = measure(name, Path(folder))
-            write(found, given.out)
-            print(f"{name}: {json.dumps(found['cases'][name])}", flush=True)
+        for name in arguments.only:
+            figures = measure(name, Path(folder))
+            results["cases"][name] = figures
+            write(results, arguments.out)
+            print(f"{name}: {json.dumps(figures)}", flush=True)
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:
@@ -72,7 +74,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before, case = torch.cuda.memory_allocated(), CASES[name]
+    bytes_before = torch.cuda.memory_allocated()
+    case = CASES[name]
     try:
         framework.fit(
             {
@@ -98,23 +101,27 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     except (FrameworkError, RuntimeError) as error:
         return {"failed": str(error)[:2000]}
     rows = [row for row in read_metrics(folder / name / "case") if "time/step_ms" in row]
-    against = json.loads((folder / name / "case/plan.json").read_text(encoding="utf-8"))["measured"]
+    plan = json.loads((folder / name / "case/plan.json").read_text(encoding="utf-8"))
+    measured = plan["measured"]
+    last_rows = rows[-2:]
     return {
-        "step_ms": round(statistics.median(row["time/step_ms"] for row in rows[-2:]), 2),
-        "estimated_step_ms": _rounded(against["step_seconds"].get("estimate"), 1e3),
+        "step_ms": round(statistics.median(row["time/step_ms"] for row in last_rows), 2),
+        "estimated_step_ms": _rounded(measured["step_seconds"].get("estimate"), 1e3),
         "tokens_per_second": round(
-            statistics.median(row["throughput/tokens_per_sec"] for row in rows[-2:])
+            statistics.median(row["throughput/tokens_per_sec"] for row in last_rows)
         ),
-        "mfu": round(statistics.median(row.get("throughput/mfu", 0.0) for row in rows[-2:]), 4),
-        "peak_gib": round((rows[0]["memory/device_peak_bytes"] - before) / 2**30, 3),
-        "estimated_peak_gib": _rounded(against["device_peak_bytes"].get("estimate"), 2**-30),
+        "mfu": round(statistics.median(row.get("throughput/mfu", 0.0) for row in last_rows), 4),
+        "peak_gib": round((rows[0]["memory/device_peak_bytes"] - bytes_before) / 2**30, 3),
+        "estimated_peak_gib": _rounded(measured["device_peak_bytes"].get("estimate"), 2**-30),
         "loss": rows[-1]["train/loss"],
-        "left_by_others_bytes": before,
+        "left_by_others_bytes": bytes_before,
     }
 
 
 def _rounded(value: float | None, factor: float) -> float | None:
-    return None if value is None else round(factor * value, 3)
+    if value is None:
+        return None
+    return round(factor * value, 3)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ from typing import Any
 
 from benchmarks.records import RESULTS, load_average, machine, write
 
-BLOCK, NUM_BLOCKS, WARM_UP = 50, 178, 100
+BLOCK = 50
+NUM_BLOCKS = 178
+WARM_UP = 100
 
 
 class Switch:
@@ -42,34 +44,36 @@ class Switch:
         self.is_on = len(self.wall) // BLOCK % 2 == 0
 
     def silence(self, kind: Any) -> None:
-        """Have a kind of sink told nothing while it is off."""
-        told = kind.write
+        """Replace a kind of sink's `write` by one that skips points while the switch is off."""
+        original_write = kind.write
 
         def write(sink: Any, point: Any) -> None:
             if self.is_on or sink.name == "metrics.jsonl":
-                told(sink, point)
+                original_write(sink, point)
 
         kind.write = write
 
     def differences(self, clock: list[float]) -> list[float]:
-        """Microseconds per step by which a block with sinks is longer than the next one without."""
-        steps = range(WARM_UP, WARM_UP + BLOCK * (NUM_BLOCKS - 2), 2 * BLOCK)
-        took = [
-            (clock[step + BLOCK] - clock[step], clock[step + 2 * BLOCK] - clock[step + BLOCK])
-            for step in steps
-        ]
-        return [1e6 * (with_sinks - without) / BLOCK for with_sinks, without in took]
+        """Return the microseconds per step by which each block with sinks is longer than the next one
+        without.
+        """
+        differences = []
+        for step in range(WARM_UP, WARM_UP + BLOCK * (NUM_BLOCKS - 2), 2 * BLOCK):
+            with_sinks = clock[step + BLOCK] - clock[step]
+            without_sinks = clock[step + 2 * BLOCK] - clock[step + BLOCK]
+            differences.append(1e6 * (with_sinks - without_sinks) / BLOCK)
+        return differences
 
 
 def interval(values: list[float]) -> list[float]:
-    """95 % of medians of samples drawn anew."""
+    """Return the interval that holds 95 % of the medians of resampled values."""
     drawn = random.Random(0)
     medians = sorted(statistics.median(drawn.choices(values, k=len(values))) for _ in range(2000))
     return [round(medians[50], 1), round(medians[1949], 1)]
 
 
 def main() -> None:
-    """Train, and print what was found."""
+    """Train, and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,28 +87,33 @@ def main() -> None:
     from framework.train.monitors.base import Behind
     from framework.train.monitors.services import ServiceProcess
 
-    switch, load = Switch(), load_average()
+    switch = Switch()
+    load = load_average()
     for kind in (Behind, ServiceProcess):
         switch.silence(kind)
     with tempfile.TemporaryDirectory() as folder:
-        services: dict[str, Any] = {
-            "wandb": {"offline": True},
-            "mlflow": {"tracking_uri": f"file:{folder}/mlflow"},
-        }
+        monitors: dict[str, Any] = {"progress": "off"}
+        if options.services:
+            monitors["wandb"] = {"offline": True}
+            monitors["mlflow"] = {"tracking_uri": f"file:{folder}/mlflow"}
         config = {
             "run": {"output_dir": folder},
             "batch": {"global_size": 128},
             "training": {"max_steps": WARM_UP + BLOCK * NUM_BLOCKS, "log_every": 10},
             "evaluation": {"at_end": False},
             "checkpoint": {"at_end": False},
-            "monitors": {"progress": "off", **(services if options.services else {})},
+            "monitors": monitors,
         }
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             fit(config, callbacks=[switch])
-    wall, processor = switch.differences(switch.wall), switch.differences(switch.processor)
-    sinks = "TensorBoard, CSV, report" + (", W&B offline, MLflow files" if options.services else "")
-    found = {
-        "step_ms": round(1000 * statistics.median(b - a for a, b in pairwise(switch.wall)), 3),
+    wall = switch.differences(switch.wall)
+    processor = switch.differences(switch.processor)
+    sinks = "TensorBoard, CSV, report"
+    if options.services:
+        sinks += ", W&B offline, MLflow files"
+    step_seconds = [end - start for start, end in pairwise(switch.wall)]
+    figures = {
+        "step_ms": round(1000 * statistics.median(step_seconds), 3),
         "pairs_of_blocks": len(wall),
         "microseconds_per_step": {
             "median": round(statistics.median(wall), 1),
@@ -115,8 +124,11 @@ def main() -> None:
             "interval_95": interval(processor),
         },
     }
-    before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
-    write({**before, sinks: {"machine": machine(), "load_before": load, **found}}, options.out)
+    results = {}
+    if options.out.exists():
+        results = json.loads(options.out.read_text(encoding="utf-8"))
+    results[sinks] = {"machine": machine(), "load_before": load, **figures}
+    write(results, options.out)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ HERE = Path(__file__).resolve().parent
 
 
 def read_points(split: str | None = None) -> list[dict[str, Any]]:
-    """Return the points, `source` and `model` replaced by their entries; those of one half of the
-    split, or all.
+    """Return the points of one half of the split, or all, with the entries of `source` and `model`
+    in the place of their names.
     """
     file = json.loads((HERE / "points.json").read_text(encoding="utf-8"))
     points = [dict(zip(file["fields"], row, strict=True)) for row in file["points"]]
@@ -33,8 +33,8 @@ def read_devices() -> dict[str, dict[str, Any]]:
 
 
 def tokens_per_second_per_gpu(point: dict[str, Any]) -> float | None:
-    """Return what was printed, else what batch, sequence length and step time amount to; None where
-    that is open.
+    """Return the printed figure, or else that of batch, sequence length and step time; None if
+    neither is known.
     """
     if point["tokens_per_second_per_gpu"] is not None:
         return float(point["tokens_per_second_per_gpu"])

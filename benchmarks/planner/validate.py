@@ -1,5 +1,5 @@
-"""The planner's estimates against published measurements: ``python -m benchmarks.planner.validate
-[--fit]``.
+"""Compares the planner's estimates with published measurements: ``python -m
+benchmarks.planner.validate [--fit]``.
 
 ``--fit`` chooses the constants of `framework/plan/time.py` on the `fit` half of the points alone
 and prints them; without it the errors of both halves are written to
@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from math import log, sqrt
 from typing import Any, Final
 
@@ -32,8 +33,7 @@ from framework.plan.time import RATES, Parallelism, Rates, StepTime, step_time
 from framework.plan.work import LayerWork, ModelWork, model_work
 
 Point = dict[str, Any]
-# A bare name is the kind that most of them are; 40 GB of an A100 and 96 of a GH200 stand in
-# `device_gb`.
+# A bare name means the most common size; an A100 of 40 GB and a GH200 of 96 are in `device_gb`.
 _DEVICES: Final = {
     "A100": "a100-80gb",
     "H100": "h100-80gb",
@@ -42,8 +42,8 @@ _DEVICES: Final = {
     "MI300X": "mi300x-192gb",
     "GH200": "gh200-96gb",
 }
-# What a source says about its network or devices where that is not the usual (`notes` in
-# points.json; the card of the model that bigscience trained names 4 Omni-Path links for 8 GPUs).
+# Unusual networks and hosts of sources (`notes` in points.json; the card of the model that
+# bigscience trained names 4 Omni-Path links for 8 GPUs).
 _NETWORKS: Final = {"bigscience-tr11": "omni-path"}
 _DEVICES_PER_HOST: Final = {"lsaie": 4}
 # Share of the forward pass that runs again. Selective, of torchtitan: every second matrix product.
@@ -51,44 +51,51 @@ _RECOMPUTED: Final = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
 
 def speed(point: Point) -> float | None:
-    """Tokens per second of one device; where no batch is printed a step is one micro-batch, as
-    frameworks have it.
+    """Return the tokens per second of one device, or None if they are not known.
+
+    If no batch is printed, a step is one micro-batch, the default of frameworks.
     """
-    found = tokens_per_second_per_gpu(point)
-    known = [point[key] for key in ("micro_batch", "sequence", "step_seconds")]
-    if found is not None or None in known or point["global_batch"] or point["accumulation"]:
-        return found
-    is_data_parallel = {point["tensor"], point["pipeline"], point["sequence_parallel"]} <= {None, 1}
-    return float(known[0] * known[1] / known[2]) if is_data_parallel else None
+    tokens_per_second = tokens_per_second_per_gpu(point)
+    micro_batch = point["micro_batch"]
+    sequence = point["sequence"]
+    step_seconds = point["step_seconds"]
+    if tokens_per_second is not None or point["global_batch"] or point["accumulation"]:
+        return tokens_per_second
+    if None in (micro_batch, sequence, step_seconds):
+        return None
+    if not {point["tensor"], point["pipeline"], point["sequence_parallel"]} <= {None, 1}:
+        return None
+    return float(micro_batch * sequence / step_seconds)
 
 
 def vocabulary(point: Point) -> int | None:
-    """The model's vocabulary: printed, or what the printed number of parameters leaves for two
-    matrices of it.
+    """Return the size of the model's vocabulary, or None.
+
+    If it is not printed, it is computed from the printed number of parameters: those outside the
+    blocks are two matrices of the vocabulary.
     """
     model = point["model"]
-    if model["vocab"] is not None or None in (
-        model["layers"],
-        model["hidden"],
-        point["parameters"],
-    ):
-        return None if model["vocab"] is None else int(model["vocab"])
+    if model["vocab"] is not None:
+        return int(model["vocab"])
+    if None in (model["layers"], model["hidden"], point["parameters"]):
+        return None
     blocks = 12 * model["layers"] * model["hidden"] ** 2
     return round((point["parameters"] - blocks) / model["hidden"] / 2)
 
 
 def left_out(point: Point) -> str | None:
-    """Why a point's throughput is not compared; decided by its fields."""
-    model, note = point["model"], point["note"] or ""
-    shape = [*(model[key] for key in ("layers", "hidden", "heads")), vocabulary(point)]
+    """Return why a point's throughput is not compared, or None; its fields decide."""
+    model = point["model"]
+    note = point["note"] or ""
+    shape = (model["layers"], model["hidden"], model["heads"], vocabulary(point))
+    size = (point["num_gpus"], point["micro_batch"], point["sequence"])
     reasons = {
         "no throughput printed": speed(point) is None,
         "no dense transformer": model["kind"] not in ("gpt", "llama"),
         "shape of the model not printed": None in shape,
         "precision not modelled or not printed": point["precision"] not in ("bf16", "fp16"),
         "device not printed or not listed": point["device"] not in _DEVICES,
-        "size of the run not printed": None
-        in [point[key] for key in ("num_gpus", "micro_batch", "sequence")],
+        "size of the run not printed": None in size,
         "compiled": "compile" in note.lower(),
         "power limited": "power limited" in note,
         "deterministic mode": "deterministic" in note,
@@ -96,36 +103,46 @@ def left_out(point: Point) -> str | None:
         "context parallelism, which is not DeepSpeed's": (point["sequence_parallel"] or 1) > 1,
         "offloaded, bandwidth of the host not printed": point["offload"] not in (None, "none"),
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    return _first_reason(reasons)
+
+
+def _first_reason(reasons: Mapping[str, bool]) -> str | None:
+    for reason, applies in reasons.items():
+        if applies:
+            return reason
+    return None
 
 
 def recompute_of(point: Point) -> str:
-    """What is computed again. Where the source leaves it open: what its own TFLOP/s count
-    (Megatron's formula, of Narayanan et al. 2021, has 4 passes with it and 3 without), else
-    nothing, which is every framework's default.
+    """Return the activations that are computed again: none, selective or full.
+
+    If the source leaves it open, its own TFLOP/s decide: Megatron's formula (Narayanan et al. 2021)
+    counts 4 passes with recomputation and 3 without. Else it is none, every framework's default.
     """
     printed = re.search(r"([\d.]+) TFLOP/s as printed", point["note"] or "")
     if point["recompute"] != "unknown" or not printed or point["step_seconds"] is None:
         return str(point["recompute"] or "none").replace("unknown", "none")
-    model, length = point["model"], point["sequence"]
-    hidden, layers = model["hidden"], model["layers"]
-    once = 24 * point["global_batch"] * length * layers * hidden**2
-    once *= 1 + length / (6 * hidden) + model["vocab"] / (16 * layers * hidden)
-    passes = float(printed[1]) * 1e12 * point["step_seconds"] * point["num_gpus"] / once
+    model = point["model"]
+    length = point["sequence"]
+    hidden = model["hidden"]
+    layers = model["layers"]
+    pass_flops = 24 * point["global_batch"] * length * layers * hidden**2
+    pass_flops *= 1 + length / (6 * hidden) + model["vocab"] / (16 * layers * hidden)
+    passes = float(printed[1]) * 1e12 * point["step_seconds"] * point["num_gpus"] / pass_flops
     return "full" if passes > 3.5 else "none"
 
 
 def config_of(point: Point) -> GPT:
-    """The point's model as a run config describes it."""
+    """Return the section of a run config for the point's model."""
     model = point["model"]
-    is_llama, is_mosaic = model["kind"] == "llama", point["source"]["name"] == "llm-foundry"
+    is_llama = model["kind"] == "llama"
+    is_mosaic = point["source"]["name"] == "llm-foundry"
     kv_heads = model["kv_heads"] or model["heads"]
     perceptron = model["ffn"] or 4 * model["hidden"]
     if is_llama and model["ffn"] is None:  # the printed number of parameters leaves one width
         attention = 2 * model["hidden"] ** 2 * (1 + kv_heads / model["heads"])
-        perceptron = round(
-            (point["parameters"] / model["layers"] - attention) / 3 / model["hidden"]
-        )
+        block = point["parameters"] / model["layers"]
+        perceptron = round((block - attention) / 3 / model["hidden"])
     return GPT(
         num_layers=model["layers"],
         hidden_size=model["hidden"],
@@ -144,7 +161,7 @@ def config_of(point: Point) -> GPT:
 
 
 def work_of(point: Point, micro_size: int = 1) -> ModelWork:
-    """The work of the point's model."""
+    """Return the work of the point's model."""
     work = model_work(config_of(point), micro_size=micro_size, sequence_length=point["sequence"])
     assert work is not None
     if point["source"]["framework"] == "Megatron-DeepSpeed":
@@ -153,59 +170,67 @@ def work_of(point: Point, micro_size: int = 1) -> ModelWork:
 
 
 def with_scores(work: ModelWork, scores: int) -> ModelWork:
-    """The work where attention writes all of its scores to memory, as before FlashAttention (Dao et
-    al. 2022): two products, a fused softmax and a dropout read and write them in half precision,
-    and three tensors of them are saved.
+    """Return the work with attention that writes all of its scores to memory, as before
+    FlashAttention (Dao et al. 2022): two products, a fused softmax and a dropout read and write
+    them in half precision, and three tensors of scores are saved.
     """
-    moved, saved = (2 + 4 + 5 + 2) * scores, 5 * scores
-    parts = (
-        replace(
-            part,
-            masked_flops=0,
-            moved_bytes=part.moved_bytes + moved,
-            saved_bytes=part.saved_bytes + saved,
-            split_bytes=part.split_bytes + saved,
-        )
-        if part.count > 1
-        else part
-        for part in work.parts
-    )
+    moved_bytes = (2 + 4 + 5 + 2) * scores
+    saved_bytes = 5 * scores
+    parts = []
+    for part in work.parts:
+        if part.count > 1:
+            part = replace(
+                part,
+                masked_flops=0,
+                moved_bytes=part.moved_bytes + moved_bytes,
+                saved_bytes=part.saved_bytes + saved_bytes,
+                split_bytes=part.split_bytes + saved_bytes,
+            )
+        parts.append(part)
     return replace(work, parts=tuple(parts))
 
 
 def bucket_of(point: Point) -> int:
-    """Elements of DeepSpeed's buckets: as the source's notes print them, else its default."""
+    """Return the elements of DeepSpeed's buckets, from the source's notes or else the default."""
     printed = re.search(r"buckets of (\d+e\d+)", point["source"].get("notes", ""))
-    return int(float(printed[1])) if printed else 500_000_000
+    if printed:
+        return int(float(printed[1]))
+    return 500_000_000
 
 
 def parallelism_of(point: Point) -> Parallelism:
-    """The distribution of the point's step."""
-    tensor, pipe = point["tensor"] or 1, point["pipeline"] or 1
+    """Return the distribution of the point's step."""
+    tensor = point["tensor"] or 1
+    pipe = point["pipeline"] or 1
     data = point["num_gpus"] // tensor // pipe
-    stage = int(point["strategy"][-1]) if (point["strategy"] or "ddp") != "ddp" else 0
+    stage = 0
+    if (point["strategy"] or "ddp") != "ddp":
+        stage = int(point["strategy"][-1])
     accumulation = point["accumulation"]
     if accumulation is None:
         accumulation = max((point["global_batch"] or 0) // (point["micro_batch"] * data), 1)
     is_fsdp = "DeepSpeed" not in point["source"]["framework"] and stage > 1
-    # llm-foundry's DEFAULT sums in fp32, PURE does not; bigscience does so where it trains in bf16
+    # llm-foundry's DEFAULT sums in fp32, PURE does not; bigscience does if it trains in bf16
     # (`notes`).
-    in_fp32 = "DEFAULT" in (point["note"] or "")
-    in_fp32 = in_fp32 or (
-        point["source"]["name"] == "bigscience-tr11" and point["precision"] == "bf16"
-    )
+    is_bigscience = point["source"]["name"] == "bigscience-tr11"
+    sums_in_fp32 = "DEFAULT" in (point["note"] or "")
+    if is_bigscience and point["precision"] == "bf16":
+        sums_in_fp32 = True
+    # a bucket of FSDP is a block
+    bucket = 12 * point["model"]["hidden"] ** 2 if is_fsdp else bucket_of(point)
     return Parallelism(
         data=data,
         pipe=pipe,
         tensor=tensor,
-        zero_stage=3 if is_fsdp else stage,  # FSDP's SHARD_GRAD_OP is stage 3 whose weights stay
+        zero_stage=3
+        if is_fsdp
+        else stage,  # FSDP's SHARD_GRAD_OP is stage 3 that keeps the weights
         accumulation=accumulation,
         micro_size=point["micro_batch"],
         dtype=point["precision"],
-        gradient_bytes=4 if in_fp32 else 2,
+        gradient_bytes=4 if sums_in_fp32 else 2,
         recomputed=_RECOMPUTED[recompute_of(point)],
-        # FSDP's is a block
-        bucket=12 * point["model"]["hidden"] ** 2 if is_fsdp else bucket_of(point),
+        bucket=bucket,
         overlaps=is_fsdp or stage in (0, 3),
         scatters=is_fsdp or stage == 3,
         live=0 if stage == 3 else 10**12,
@@ -216,15 +241,18 @@ def parallelism_of(point: Point) -> Parallelism:
 
 
 def machine_of(point: Point) -> Machine:
-    """The machine of the point."""
+    """Return the machine of the point."""
     name = _DEVICES[point["device"]]
     if point["device_gb"] == 40:
         name = "a100-40gb"
     source = point["source"]["name"]
-    per_host = _DEVICES_PER_HOST.get(
-        source, point["num_gpus"] // (point["nodes"] or 0) if point["nodes"] else 8
-    )
-    machine = Machine.listed(name, devices_per_host=per_host)
+    if source in _DEVICES_PER_HOST:
+        devices_per_host = _DEVICES_PER_HOST[source]
+    elif point["nodes"]:
+        devices_per_host = point["num_gpus"] // point["nodes"]
+    else:
+        devices_per_host = 8
+    machine = Machine.listed(name, devices_per_host=devices_per_host)
     if source in _NETWORKS:
         machine = replace(machine, network=find_network(_NETWORKS[source]))
     if (point["device"], point["device_gb"]) == ("H100", 96):  # 2.4 TB/s (notes of the source)
@@ -234,7 +262,7 @@ def machine_of(point: Point) -> Machine:
 
 @dataclass(frozen=True)
 class Case:
-    """A point that is compared; `measured` in tokens per second of one device."""
+    """A point that is compared, with `measured` in tokens per second of one device."""
 
     point: Point
     work: ModelWork
@@ -243,131 +271,148 @@ class Case:
     measured: float
 
     def time(self, rates: Rates = RATES) -> StepTime:
-        """The estimate."""
+        """Return the estimate."""
         return step_time(self.work, self.parallelism, self.machine, rates)
 
     def ratio(self, rates: Rates = RATES) -> float:
-        """Estimated by measured throughput."""
+        """Return the estimated throughput divided by the measured one."""
         estimated = self.time(rates).tokens_per_second_per_device
         assert estimated is not None
         return estimated / self.measured
 
 
 def cases(split: str) -> list[Case]:
-    """The points of one half that are compared."""
-    found = []
+    """Return the points of one half that are compared."""
+    compared = []
     for point in read_points(split):
         if left_out(point) is None:
             measured = speed(point)
             assert measured is not None
-            found.append(
+            compared.append(
                 Case(point, work_of(point), parallelism_of(point), machine_of(point), measured)
             )
-    return found
+    return compared
 
 
 def memory_left_out(point: Point) -> str | None:
-    """Why a point's memory is not compared; decided by its fields. Nothing was fitted for
-    memory.
+    """Return why a point's memory is not compared, or None; its fields decide. Nothing was fitted
+    for memory.
     """
+    size = (point["num_gpus"], point["micro_batch"], point["sequence"])
+    peak_of_start = "the peak is that of the initialization"
     reasons = {
         "no memory printed": point["memory_gib"] is None,
         "not DeepSpeed, which the estimate is of": "DeepSpeed" not in point["source"]["framework"],
-        "micro-batch or length not printed": None
-        in [point[key] for key in ("num_gpus", "micro_batch", "sequence")],
-        "the largest at its start, not in a step": "the peak is that of the initialization"
-        in (point["note"] or ""),
+        "micro-batch or length not printed": None in size,
+        "the largest at its start, not in a step": peak_of_start in (point["note"] or ""),
         "selective recomputation": point["recompute"] == "selective",
     }
-    shared = left_out(point)
-    if shared == "no throughput printed":
-        shared = left_out(point | {"tokens_per_second_per_gpu": 1.0})
-    return next((reason for reason, applies in reasons.items() if applies), shared)
+    reason = _first_reason(reasons)
+    if reason is not None:
+        return reason
+    reason = left_out(point)
+    if reason == "no throughput printed":
+        reason = left_out(point | {"tokens_per_second_per_gpu": 1.0})
+    return reason
 
 
 def plan_of(point: Point) -> Plan:
-    """The point as a plan of ours: its ranks are those of one tensor-parallel rank each."""
-    by, precision, model = parallelism_of(point), point["precision"], config_of(point)
-    sums = "fp32" if by.gradient_bytes == 4 else precision
+    """Return the point as a plan of ours, without tensor parallelism: one rank stands for each
+    tensor group.
+    """
+    parallelism = parallelism_of(point)
+    precision = point["precision"]
+    model = config_of(point)
+    sums = "fp32" if parallelism.gradient_bytes == 4 else precision
     values = {
         "model": {"kind": "gpt"} | model.model_dump(exclude_unset=True),
         "data": {"kind": "text", "sequence_length": point["sequence"]},
         "task": {"kind": "causal_lm"},
-        "batch": {"micro_size": by.micro_size, "accumulation_steps": by.accumulation},
+        "batch": {
+            "micro_size": parallelism.micro_size,
+            "accumulation_steps": parallelism.accumulation,
+        },
         "precision": {"dtype": precision, "grad_accumulation": sums, "grad_reduction": sums},
         "zero": {
-            "stage": by.zero_stage,
-            "reduce_bucket_size": by.bucket,
-            "allgather_bucket_size": by.bucket,
+            "stage": parallelism.zero_stage,
+            "reduce_bucket_size": parallelism.bucket,
+            "allgather_bucket_size": parallelism.bucket,
         },
-        "parallel": {"pipe": by.pipe},
+        "parallel": {"pipe": parallelism.pipe},
         "optimizer": {"kind": "adamw", "implementation": "deepspeed"},
-        "training": {"max_steps": 10, "recompute_every": int(by.recomputed)},
+        "training": {"max_steps": 10, "recompute_every": int(parallelism.recomputed)},
     }
-    return make_plan(config_from_values(values), Cluster(by.data * by.pipe, 1, "cuda"))
+    cluster = Cluster(parallelism.data * parallelism.pipe, 1, "cuda")
+    return make_plan(config_from_values(values), cluster)
 
 
 def of_one_rank(work: ModelWork, tensor: int) -> ModelWork:
-    """The work of one of the tensor-parallel ranks, which split matrices and what Megatron splits
-    between them.
+    """Return the work of one tensor-parallel rank: its share of the matrices, and of the
+    activations that Megatron splits.
     """
 
     def split(part: LayerWork) -> LayerWork:
         is_last = part.name in ("head", "loss")
-        share = 1.0 if is_last else part.split_bytes / max(part.saved_bytes, 1)
-        sizes = {
-            key: round(getattr(part, key) * (1 - share + share / tensor))
-            for key in ("saved_bytes", "peak_bytes", "backward_bytes", "passing_bytes")
-        }
-        output = part.output_bytes // (tensor if is_last else 1)
-        return replace(part, num_params=part.num_params // tensor, output_bytes=output, **sizes)
+        split_share = 1.0 if is_last else part.split_bytes / max(part.saved_bytes, 1)
+        factor = 1 - split_share + split_share / tensor
+        return replace(
+            part,
+            num_params=part.num_params // tensor,
+            output_bytes=part.output_bytes // tensor if is_last else part.output_bytes,
+            saved_bytes=round(part.saved_bytes * factor),
+            peak_bytes=round(part.peak_bytes * factor),
+            backward_bytes=round(part.backward_bytes * factor),
+            passing_bytes=round(part.passing_bytes * factor),
+        )
 
-    weights = {
-        name: (shape[0] // tensor, *shape[1:]) if len(shape) > 1 else shape
-        for name, shape in work.weights.items()
-    }
+    weights = {}
+    for name, shape in work.weights.items():
+        if len(shape) > 1:
+            shape = (shape[0] // tensor, *shape[1:])
+        weights[name] = shape
     return replace(work, weights=weights, parts=tuple(map(split, work.parts)))
 
 
 def memory_of(point: Point) -> float:
-    """Estimated GiB of the fullest rank at its fullest moment.
+    """Return the estimated GiB of the fullest rank at its fullest moment.
 
     Raises:
         NotEstimatedError: the estimate lacks something that the point has.
     """
-    by = parallelism_of(point)
-    work = work_of(point, micro_size=by.micro_size)
-    found = estimate(plan_of(point), work=of_one_rank(work, by.tensor))
-    moment = "between" if point["memory_kind"] == "live_allocated" else found.peak
-    # nvidia-smi shows what no tensor holds too; torch's own figure of what it reserves only its
-    # unused pieces.
-    beside = beside_tensors(found, plan_of(point), _DEVICES[point["device"]])
-    kinds = {"nvidia_smi": {*beside}, "peak_reserved": {"fragmentation"}}.get(
-        point["memory_kind"], set()
-    )
-    return (
-        found.total(moment) + sum(size for name, size in beside.items() if name in kinds)
-    ) / 2**30
+    parallelism = parallelism_of(point)
+    work = work_of(point, micro_size=parallelism.micro_size)
+    memory = estimate(plan_of(point), work=of_one_rank(work, parallelism.tensor))
+    moment = "between" if point["memory_kind"] == "live_allocated" else memory.peak
+    size_by_name = beside_tensors(memory, plan_of(point), _DEVICES[point["device"]])
+    # nvidia-smi counts all memory beside tensors, torch's figure of reserved memory only the unused
+    # pieces.
+    beside = 0
+    for name, size in size_by_name.items():
+        is_reserved = name == "fragmentation" and point["memory_kind"] == "peak_reserved"
+        if is_reserved or point["memory_kind"] == "nvidia_smi":
+            beside += size
+    return (memory.total(moment) + beside) / 2**30
 
 
 def unused_share() -> float:
-    """Fit the `unused_share` of devices.json: what torch reserves beyond its tensors, as a share of
-    what grows with the micro-batch, on the points of the fit half that print both for DeepSpeed.
+    """Fit the `unused_share` of devices.json: the memory that torch reserves beyond its tensors, as
+    a share of the memory that grows with the micro-batch. Fitted on the points of the fit half that
+    print both for DeepSpeed.
     """
     pairs = []
     for point in read_points("fit"):
         printed = re.search(r"DeepSpeed;.* ([\d.]+) GiB reserved", point["note"] or "")
         if printed and point["memory_kind"] == "peak_allocated":
             pairs.append((point["micro_batch"], point["memory_gib"], float(printed[1])))
-    slope = statistics.linear_regression(
-        [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    ).slope
+    micro_sizes = [micro for micro, _, _ in pairs]
+    allocated_gib = [allocated for _, allocated, _ in pairs]
+    slope = statistics.linear_regression(micro_sizes, allocated_gib).slope
     return statistics.median(
         (reserved - allocated) / (slope * micro) for micro, allocated, reserved in pairs
     )
 
 
-# Fitted; the others of `Rates` have a source of their own, or nothing in the points shows them.
+# Fitted; other fields of `Rates` have a source of their own, or do not show in the points.
 _FITTED: Final = ("plateau", "plateau_hopper", "attention", "attention_hopper", "width", "memory")
 
 
@@ -380,81 +425,90 @@ def fit(start: Rates = RATES) -> tuple[Rates, float]:
     def loss(rates: Rates) -> float:
         return sqrt(statistics.fmean(min(log(case.ratio(rates)) ** 2, 0.09) for case in points))
 
-    best, least, step = start, loss(start), 0.1
+    best = start
+    least_loss = loss(start)
+    step = 0.1
     while step > 0.002:
-        before = least
+        loss_before = least_loss
         for name in _FITTED:
+            largest = 1e5 if name == "width" else 1.0
             for factor in (1 + step, 1 / (1 + step)):
-                tried = replace(
-                    best,
-                    **{name: min(getattr(best, name) * factor, 1.0 if name != "width" else 1e5)},
-                )
-                if (found := loss(tried)) < least:
-                    best, least = tried, found
-        if least > before - 1e-6:
+                value = min(getattr(best, name) * factor, largest)
+                candidate = replace(best, **{name: value})
+                candidate_loss = loss(candidate)
+                if candidate_loss < least_loss:
+                    best = candidate
+                    least_loss = candidate_loss
+        if least_loss > loss_before - 1e-6:
             step /= 2
-    return best, least
+    return best, least_loss
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """The place of each value, ties sharing theirs."""
+    """Return the rank of each value; equal values share the mean of their ranks."""
     ordered = sorted(values)
     return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Rank correlation of two rows of figures."""
+    """Return the rank correlation of two rows of figures."""
     return statistics.correlation(ranks(one), ranks(other))
 
 
 def summary(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Errors of pairs of an estimate and a measurement."""
-    errors = sorted(abs(estimated / measured - 1) for estimated, measured in pairs)
-    measured = [pair[1] for pair in pairs]
-    ranked = len(pairs) >= 5 and len({*measured}) > 1
+    """Return the errors of pairs of an estimate and a measurement."""
+    estimates = [estimated for estimated, _ in pairs]
+    measurements = [measured for _, measured in pairs]
+    ratios = [estimated / measured for estimated, measured in pairs]
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    correlation = None
+    if len(pairs) >= 5 and len(set(measurements)) > 1:
+        correlation = round(spearman(estimates, measurements), 3)
     return {
         "points": len(pairs),
         "median_error": round(statistics.median(errors), 4),
         "p90_error": round(errors[min(int(0.9 * len(errors)), len(errors) - 1)], 4),
-        "median_ratio": round(
-            statistics.median(estimated / measured for estimated, measured in pairs), 4
-        ),
-        "spearman": round(spearman([pair[0] for pair in pairs], measured), 3) if ranked else None,
+        "median_ratio": round(statistics.median(ratios), 4),
+        "spearman": correlation,
     }
 
 
-def by_source(pairs: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
-    """Errors of all, and by source, of names of sources with an estimate and a measurement."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for source, estimated, measured in pairs:
-        found.setdefault(source, []).append((estimated, measured))
-    if not found:
+def by_source(rows: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
+    """Return the errors of all rows together and by source. A row is the name of a source, an
+    estimate and a measurement.
+    """
+    pairs_by_source: dict[str, list[tuple[float, float]]] = {}
+    for source, estimated, measured in rows:
+        pairs_by_source.setdefault(source, []).append((estimated, measured))
+    if not pairs_by_source:
         return {}
-    total = [pair for those in found.values() for pair in those]
-    return {"all": summary(total), **{source: summary(those) for source, those in found.items()}}
+    errors = {"all": summary(list(chain.from_iterable(pairs_by_source.values())))}
+    for source, pairs in pairs_by_source.items():
+        errors[source] = summary(pairs)
+    return errors
 
 
 def throughput_errors(split: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Errors of one half, and how many points are left out for which reason."""
-    pairs = [
-        (case.point["source"]["name"], case.ratio() * case.measured, case.measured)
-        for case in cases(split)
-    ]
-    return by_source(pairs), _counted(map(left_out, read_points(split)))
+    """Return the errors of one half, and the number of points left out for each reason."""
+    rows = []
+    for case in cases(split):
+        rows.append((case.point["source"]["name"], case.ratio() * case.measured, case.measured))
+    return by_source(rows), _counted(map(left_out, read_points(split)))
 
 
 def memory_errors(split: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Errors of one half, and how many points are left out for which reason."""
-    pairs, reasons = [], list[str | None]()
+    """Return the errors of one half, and the number of points left out for each reason."""
+    rows = []
+    reasons = list[str | None]()
     for point in read_points(split):
         reason = memory_left_out(point)
         if reason is None:
             try:
-                pairs.append((point["source"]["name"], memory_of(point), point["memory_gib"]))
+                rows.append((point["source"]["name"], memory_of(point), point["memory_gib"]))
             except NotEstimatedError as error:
                 reason = str(error)
         reasons.append(reason)
-    return by_source(pairs), _counted(reasons)
+    return by_source(rows), _counted(reasons)
 
 
 def _counted(reasons: Iterable[str | None]) -> dict[str, int]:
@@ -462,41 +516,46 @@ def _counted(reasons: Iterable[str | None]) -> dict[str, int]:
 
 
 def results() -> dict[str, Any]:
-    """What is written: errors and what is left out, by half, and the constants."""
-    found: dict[str, Any] = {"constants": asdict(RATES)}
-    for what, errors in (("throughput", throughput_errors), ("memory", memory_errors)):
-        halves = {half: errors(half) for half in ("fit", "holdout")}
-        found[what] = {half: rows for half, (rows, _) in halves.items()}
-        found[f"{what}_left_out"] = {half: reasons for half, (_, reasons) in halves.items()}
-    return found
+    """Return the results to write: errors and points left out, by half, and the constants."""
+    written: dict[str, Any] = {"constants": asdict(RATES)}
+    for quantity, find_errors in (("throughput", throughput_errors), ("memory", memory_errors)):
+        errors = {}
+        reasons = {}
+        for half in ("fit", "holdout"):
+            errors[half], reasons[half] = find_errors(half)
+        written[quantity] = errors
+        written[f"{quantity}_left_out"] = reasons
+    return written
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """The results as the page shows them."""
+def table(written: Mapping[str, Any]) -> str:
+    """Return the results as the page shows them."""
     lines = [
-        "| what | source | half | points | median error | nine of ten within | estimated / measured | Spearman |",
+        "| what | source | half | points | median error | nine of ten within "
+        "| estimated / measured | Spearman |",
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
-    for what in ("throughput", "memory"):
-        for half, sources in found[what].items():
-            for name, row in sources.items():
+    for quantity in ("throughput", "memory"):
+        for half, errors_by_source in written[quantity].items():
+            for name, errors in errors_by_source.items():
                 source = f"**all of {half}**" if name == "all" else name
-                ranked = (
-                    "" if row["spearman"] is None or name == "all" else f"{row['spearman']:.2f}"
-                )
-                errors = f"{row['median_error']:.1%} | {row['p90_error']:.1%} | {row['median_ratio']:.2f}"
+                correlation = ""
+                if errors["spearman"] is not None and name != "all":
+                    correlation = f"{errors['spearman']:.2f}"
                 lines.append(
-                    f"| {what} | {source} | {half} | {row['points']} | {errors} | {ranked} |"
+                    f"| {quantity} | {source} | {half} | {errors['points']} "
+                    f"| {errors['median_error']:.1%} | {errors['p90_error']:.1%} "
+                    f"| {errors['median_ratio']:.2f} | {correlation} |"
                 )
     lines += [
         "",
         "Left out, by a rule on their fields (`left_out` and `memory_left_out` in `validate.py`):",
         "",
     ]
-    for what in ("throughput", "memory"):
-        for half, reasons in found[f"{what}_left_out"].items():
+    for quantity in ("throughput", "memory"):
+        for half, reasons in written[f"{quantity}_left_out"].items():
             listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-            lines.append(f"- {what}, {half}: {listed}.")
+            lines.append(f"- {quantity}, {half}: {listed}.")
     return "\n".join(lines) + "\n"
 
 
@@ -504,18 +563,16 @@ def main() -> None:
     """Fit, or write the results and the page's table."""
     if "--fit" in sys.argv[1:]:
         rates, loss = fit()
-        print(
-            f"{rates}\nroot of the mean square of log ratios: {loss:.4f}\nunused share: {unused_share():.4f}"
-        )
+        print(f"{rates}\nroot of the mean square of log ratios: {loss:.4f}")
+        print(f"unused share: {unused_share():.4f}")
         return
-    found = results()
-    (RESULTS / "planner.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    written = results()
+    (RESULTS / "planner.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     page = ROOT / "docs/planner.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
-    page.write_text(
-        f"{before}{_BEGIN}{table(found)}{_END}{rest.partition(_END)[2]}", encoding="utf-8"
-    )
-    print(table(found))
+    _, _, after = rest.partition(_END)
+    page.write_text(f"{before}{_BEGIN}{table(written)}{_END}{after}", encoding="utf-8")
+    print(table(written))
 
 
 _BEGIN: Final = "<!-- python -m benchmarks.planner.validate -->\n"
