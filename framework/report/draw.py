@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -20,7 +20,7 @@ from framework.report.figures import number
 from framework.report.series import Series
 from framework.system.output import visible
 
-# Six colours each, found by search: whichever kind of colour blindness is simulated, any two differ
+# Six colours each, found by search: in a simulation of each kind of colour blindness any two differ
 # by 25 in CIELAB; on their paper each has at least three times its contrast. After six lines they
 # come again with other dashes.
 LIGHT: Final = ("#0b63b0", "#b7456b", "#090a32", "#997815", "#5519c0", "#770409")
@@ -38,27 +38,39 @@ PARTS: Final = (
 )
 _DASHES: Final = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2", "1 2", "9 2 2 2 2 2")
 STYLES: Final = 24
+
+
+def _variables(prefix: str, colors: Sequence[str]) -> str:
+    return "".join(f"--{prefix}{number}:{color};" for number, color in enumerate(colors))
+
+
+def _class_styles(number: int) -> str:
+    """Return the CSS of a line, of its marks and of a part of a bar."""
+    color = number % 6
+    dashes = _DASHES[(number + number // 6) % 8] or "none"
+    return (
+        f".chart .l{number}{{stroke:var(--l{color});stroke-dasharray:{dashes}}}"
+        f".chart .m{number}{{fill:var(--l{color})}}.chart .p{number}{{fill:var(--p{number % 8})}}"
+    )
+
+
 STYLE: Final = (
     ":root{--paper:#fff;--ink:#1b1f24;--soft:#57606a;--grid:#d8dee4;"
-    + "".join(f"--l{n}:{color};" for n, color in enumerate(LIGHT))
-    + "".join(f"--p{n}:{color};" for n, color in enumerate(PARTS))
+    + _variables("l", LIGHT)
+    + _variables("p", PARTS)
     + "}@media screen and "
     "(prefers-color-scheme:dark){:root{--paper:#14171b;--ink:#e6e9ed;--soft:#a2abb5;"
     + "--grid:#343a42;"
-    + "".join(f"--l{n}:{color};" for n, color in enumerate(DARK))
+    + _variables("l", DARK)
     + "}}.chart text{font:11px system-ui,sans-serif;fill:var(--soft)}.chart "
     "text.t{font-size:13px;font-weight:600;fill:var(--ink)}.chart "
     ".g{stroke:var(--grid);fill:none}.chart "
     ".l{fill:none;stroke-width:1.6;stroke-linejoin:round}.chart "
     ".a{stroke:var(--paper);stroke-width:.7}.chart .w,.chart "
     ".r{stroke:var(--ink);fill:none}.chart .r{stroke-dasharray:3 3}"
-    + "".join(
-        f".chart .l{n}{{stroke:var(--l{n % 6});stroke-dasharray:{_DASHES[(n + n // 6) % 8] or 'none'}}}"
-        f".chart .m{n}{{fill:var(--l{n % 6})}}.chart .p{n}{{fill:var(--p{n % 8})}}"
-        for n in range(STYLES)
-    )
+    + "".join(_class_styles(number) for number in range(STYLES))
 )
-# The same part has the same colour wherever it is drawn; others take the next one.
+# A part has the same colour in every chart; parts that are not listed take the next one.
 _STYLE_OF_PART: Final = {
     "waiting for data": 0,
     "copy to device": 1,
@@ -90,9 +102,7 @@ _MOST_ROWS: Final = 40
 
 
 def text(value: object) -> str:
-    """Escape a text of unknown origin for HTML and SVG, with what would steer the page made
-    visible.
-    """
+    """Escape a text of unknown origin for HTML and SVG; control characters are made visible."""
     return escape(visible(str(value), keeps=""))
 
 
@@ -104,7 +114,7 @@ class Line:
         label: what the legend calls it.
         series: points.
         style: number of its colour and its dashes.
-        shows_points: each point is marked as well, as of few measurements.
+        shows_points: each point is marked as well, for few measurements.
     """
 
     label: str
@@ -115,7 +125,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step: ``save``, ``skip`` or ``restart``."""
+    """An event at a step; its kind is a key of `_MARKS`, such as ``save``."""
 
     kind: str
     step: int
@@ -130,7 +140,7 @@ class Chart:
         title: what it shows.
         svg: the element, for a page that has the style.
         columns, rows: its table.
-        wide: a second drawing for wide screens; empty where one size is enough.
+        wide: a second drawing for wide screens; empty if one size is enough.
         note: line below its table.
     """
 
@@ -146,7 +156,7 @@ class Chart:
     """In every file of a chart."""
 
     def file(self) -> str:
-        """The chart as an SVG file that stands alone, in light and dark."""
+        """Return the chart as an SVG file that stands alone, in light and dark."""
         opening, _, rest = (self.wide or self.svg).partition(">")
         paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'
         return (
@@ -170,19 +180,20 @@ class _Frame:
     is_log: bool = False
 
     def x(self, step: float) -> float:
-        return self.left + (step - self.first) / ((self.last - self.first) or 1) * (
-            self.right - self.left
-        )
+        """Return the pixel across of a step."""
+        share = (step - self.first) / ((self.last - self.first) or 1)
+        return self.left + share * (self.right - self.left)
 
     def y(self, value: float) -> float:
-        low, high = (
-            (math.log10(self.low), math.log10(self.high)) if self.is_log else (self.low, self.high)
-        )
+        """Return the pixel down of a value."""
+        low = self.low
+        high = self.high
         if self.is_log:
+            low = math.log10(low)
+            high = math.log10(high)
             value = math.log10(max(value, 1e-300))
-        else:
-            value = value
-        return self.bottom - (value - low) / ((high - low) or 1) * (self.bottom - self.top)
+        share = (value - low) / ((high - low) or 1)
+        return self.bottom - share * (self.bottom - self.top)
 
 
 def thin(series: Series, columns: int) -> list[list[tuple[int, float]]]:
@@ -192,33 +203,37 @@ def thin(series: Series, columns: int) -> list[list[tuple[int, float]]]:
     if len(series.steps) > 2 * columns:
         series = _extremes(series, columns)
     pairs = zip(series.steps, series.values, strict=True)
-    return [
-        list(piece)
-        for is_number, piece in groupby(pairs, lambda pair: math.isfinite(pair[1]))
-        if is_number
-    ]
+    pieces = []
+    for is_number, piece in groupby(pairs, lambda pair: math.isfinite(pair[1])):
+        if is_number:
+            pieces.append(list(piece))
+    return pieces
 
 
 def _extremes(series: Series, columns: int) -> Series:
+    """Return the least and largest value of each column, and the ends of the series; of a column
+    without a number one point, which is a gap.
+    """
     steps = series.steps
     values = series.values
     kept = Series()
     begin = 0
-    first = steps[0]
-    last = steps[-1]
     for column in range(columns):
-        bound = first + (last - first) * (column + 1) / columns
-        if column + 1 == columns:
-            end = len(steps)
-        else:
+        bound = steps[0] + (steps[-1] - steps[0]) * (column + 1) / columns
+        end = len(steps)
+        if column + 1 < columns:
             end = bisect_left(steps, bound, begin)
-        here = range(begin, end)
-        finite = [index for index in here if math.isfinite(values[index])]
+        finite = [index for index in range(begin, end) if math.isfinite(values[index])]
+        chosen = set[int]()
         if finite:
-            chosen = {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-            chosen |= {here[0]} if not column else {here[-1]} if end == len(steps) else set()
-        else:
-            chosen = set(here[:1])  # a gap
+            chosen.add(min(finite, key=values.__getitem__))
+            chosen.add(max(finite, key=values.__getitem__))
+            if column == 0:
+                chosen.add(begin)
+            elif end == len(steps):
+                chosen.add(end - 1)
+        elif begin < end:
+            chosen.add(begin)
         for index in sorted(chosen):
             kept.steps.append(steps[index])
             kept.values.append(values[index])
@@ -227,36 +242,54 @@ def _extremes(series: Series, columns: int) -> Series:
 
 
 def ticks(low: float, high: float, *, most: int = 5, is_log: bool = False) -> list[float]:
-    """Round values between two others, at most so many."""
+    """Return about `most` round values from a low to a high one."""
     if is_log:
-        first = math.ceil(math.log10(low) - 1e-9)
-        last = math.floor(math.log10(high) + 1e-9)
-        stride = max(1, -(-(last - first + 1) // most))
-        powers = [10.0**power for power in range(first, last + 1, stride)]
-        if len(powers) > 1:
-            return powers
-        return [low, *powers, high] if low < high else [low]
+        return _powers_of_ten(low, high, most)
     if not high > low:
         return [low]
-    rough = (high - low) / most
+    stride = _round_stride((high - low) / most)
+    first = math.ceil(low / stride - 1e-9)
+    last = math.floor(high / stride + 1e-9)
+    return [index * stride for index in range(first, min(last, first + 2 * most) + 1)]
+
+
+def _powers_of_ten(low: float, high: float, most: int) -> list[float]:
+    first = math.ceil(math.log10(low) - 1e-9)
+    last = math.floor(math.log10(high) + 1e-9)
+    stride = max(1, -(-(last - first + 1) // most))
+    powers = [10.0**power for power in range(first, last + 1, stride)]
+    if len(powers) > 1:
+        return powers
+    if low < high:
+        return [low, *powers, high]
+    return [low]
+
+
+def _round_stride(rough: float) -> float:
+    """Return the first of 1, 2, 5 and 10 times a power of ten that is no less than a stride."""
     unit = 10.0 ** math.floor(math.log10(rough))
-    stride_ = next(
-        (unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * 0.999), unit * 10
-    )
-    first = math.ceil(low / stride_ - 1e-9)
-    last = math.floor(high / stride_ + 1e-9)
-    return [index * stride_ for index in range(first, min(last, first + 2 * most) + 1)]
+    for factor in (1, 2, 5):
+        if unit * factor >= rough * 0.999:
+            return unit * factor
+    return unit * 10
 
 
 def tick(value: float) -> str:
-    """Text of a tick: short, with a prefix of the SI where it is large."""
-    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+    """Return the text of a tick: short, with a prefix of the SI if it is large."""
+    for limit, divisor, letter in (
+        (1e12, 1e12, "T"),
+        (1e9, 1e9, "G"),
+        (1e6, 1e6, "M"),
+        (1e4, 1000, "k"),
+    ):
         if abs(value) >= limit:
-            return f"{value / (1000 if letter == 'k' else limit):.4g}{letter}"
-    return f"{0.0 if abs(value) < 1e-300 else value:.4g}"
+            return f"{value / divisor:.4g}{letter}"
+    if abs(value) < 1e-300:
+        value = 0.0
+    return f"{value:.4g}"
 
 
-# name of the axis below, and text of a whole number on it
+# Name of the axis below, and the function that writes its ticks.
 _Across = tuple[str, Callable[[float], str]]
 _STEPS: Final[_Across] = ("optimizer step", tick)
 
@@ -274,16 +307,16 @@ def line_chart(
     from_zero: bool = False,
     across: _Across = _STEPS,
 ) -> Chart | None:
-    """Draw values over steps, or over something else; None where no point is a number.
+    """Draw values over steps, or over something else; None if no point is a number.
 
     Args:
         slug, title: name of the file, and of the chart.
         unit: of the values, as the axis names it.
         lines: the curves.
-        marks: what happened at some steps.
+        marks: events at some steps.
         reference: a value to compare with, and its name.
-        is_log: a logarithmic axis; left out: where the values, all positive, span more than a
-            factor of 30.
+        is_log: a logarithmic axis; left out: if the values, all positive, span more than a factor
+            of 30.
         has_wide: also a drawing for wide screens.
         from_zero: the axis begins at 0.
         across: the axis below.
@@ -300,105 +333,107 @@ def line_chart(
         is_log = low > 0 and high > 30 * low
     if from_zero and not is_log:
         low = min(0.0, low)
-    if is_log:
-        axis = f"{unit} (log scale)"
-    else:
-        axis = unit
+    axis = f"{unit} (log scale)" if is_log else unit
     shown = [line for line in lines if line.series.finite]
-    counts = ", ".join(
-        f"{line.label}: {number(line.series.finite[-1][1])} at the end" for line in shown[:8]
+    ends = []
+    for line in shown[:8]:
+        ends.append(f"{line.label}: {number(line.series.finite[-1][1])} at the end")
+    described = (
+        f"{axis} over {across[0]}s; from {number(low)} to {number(high)}. {', '.join(ends)}."
     )
-    described = f"{axis} over {across[0]}s; from {number(low)} to {number(high)}. {counts}."
-
-    def drawn(width: float, height: float) -> str:
-        return _lines_svg(
-            slug,
-            title,
-            axis,
-            described,
-            shown,
-            (low, high, is_log),
-            marks,
-            reference,
-            (width, height),
-            across,
-        )
-
+    drawing = _LineDrawing(
+        slug, title, axis, described, shown, low, high, is_log, marks, reference, across
+    )
     columns, rows, note = _table(shown)
-    if has_wide:
-        wide = drawn(980, 340)
-    else:
-        wide = ""
-    return Chart(slug, title, drawn(400, 250), columns, rows, wide, note)
+    wide = drawing.svg(980, 340) if has_wide else ""
+    return Chart(slug, title, drawing.svg(400, 250), columns, rows, wide, note)
 
 
-def _lines_svg(
-    slug: str,
-    title: str,
-    axis: str,
-    described: str,
-    lines: Sequence[Line],
-    span: tuple[float, float, bool],
-    marks: Sequence[Mark],
-    reference: tuple[str, float] | None,
-    size: tuple[float, float],
-    across: _Across,
-) -> str:
-    low, high, is_log = span
-    first = min(line.series.steps[0] for line in lines)
-    last = max(line.series.steps[-1] for line in lines)
-    entries = [
-        (
-            line.label,
-            f'<path class="l l{line.style % STYLES}" d="M0 '
-            f'0h20"/>{_dot(10, 0, line) if line.shows_points else ""}',
-        )
-        for line in lines
-    ]
-    if len(lines) > 1 or marks or reference:
-        entries = entries
-    else:
+@dataclass(frozen=True)
+class _LineDrawing:
+    """What a chart of lines shows, in any size; see `line_chart`."""
+
+    slug: str
+    title: str
+    axis: str
+    described: str
+    lines: Sequence[Line]
+    low: float
+    high: float
+    is_log: bool
+    marks: Sequence[Mark]
+    reference: tuple[str, float] | None
+    across: _Across
+
+    def svg(self, width: float, height: float) -> str:
+        legend, top = _legend(self._legend_entries(), width)
+        low, high = self._bounds()
+        heights = ticks(low, high, is_log=self.is_log)
+        left = _left_of(heights)
+        first = min(line.series.steps[0] for line in self.lines)
+        last = max(line.series.steps[-1] for line in self.lines)
+        frame = _Frame(left, top + 18, width - 14, height - 36, first, last, low, high, self.is_log)
+        parts = [legend, _axes(frame, heights, self.axis, top, self.across)]
+        columns = max(40, min(int(frame.right - frame.left), 2400 // len(self.lines)))
+        for line in self.lines:
+            parts.append(_curve(line, frame, columns))
+        if self.reference:
+            y = frame.y(self.reference[1])
+            parts.append(f'<path class="r" d="M{frame.left:.1f} {y:.1f}H{frame.right:.1f}"/>')
+        parts += self._drawn_marks(frame)
+        return _svg(self.slug, self.title, self.described, (width, height), parts)
+
+    @property
+    def _kinds(self) -> list[str]:
+        """Kinds of marks, in the order in which they come first."""
+        return list(dict.fromkeys(mark.kind for mark in self.marks))
+
+    def _legend_entries(self) -> list[tuple[str, str]]:
         entries = []
-    kinds = dict.fromkeys(mark.kind for mark in marks)
-    entries += [
-        (
-            _MARKS[kind][0],
-            f'<path {_MARKS[kind][1]} transform="translate(10,{4 if kind == "save" else -4})"/>',
-        )
-        for kind in kinds
-    ]
-    if reference:
-        entries.append((f"{reference[0]}: {number(reference[1])}", '<path class="r" d="M0 0h20"/>'))
-    legend, top = _legend(entries, size[0])
-    if is_log:
-        pad = 0.0
-    else:
+        if len(self.lines) > 1 or self.marks or self.reference:
+            for line in self.lines:
+                dot = _dot(10, 0, line) if line.shows_points else ""
+                stroke = f'<path class="l l{line.style % STYLES}" d="M0 0h20"/>'
+                entries.append((line.label, stroke + dot))
+        for kind in self._kinds:
+            name, shape = _MARKS[kind]
+            down = 4 if kind == "save" else -4
+            entries.append((name, f'<path {shape} transform="translate(10,{down})"/>'))
+        if self.reference:
+            name, value = self.reference
+            entries.append((f"{name}: {number(value)}", _REFERENCE))
+        return entries
+
+    def _bounds(self) -> tuple[float, float]:
+        """Return the values at the lower and upper edge, with room beyond the curves."""
+        low = self.low
+        high = self.high
+        if self.is_log:
+            if low < high:
+                return low, high
+            return low * 0.9, high * 1.1
         pad = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
-    low, high = (low, high) if low < high else (low * 0.9, high * 1.1) if is_log else (low, high)
-    bottom_value = low if is_log or (low == 0 and high > 0) else low - pad
-    heights = ticks(bottom_value, high + pad, is_log=is_log)
-    left = 14 + _CHARACTER * max(len(tick(value)) for value in heights)
-    frame = _Frame(
-        left, top + 18, size[0] - 14, size[1] - 36, first, last, bottom_value, high + pad, is_log
-    )
-    parts = [legend, _axes(frame, heights, axis, top, across)]
-    columns = max(40, min(int(frame.right - frame.left), 2400 // len(lines)))
-    for line in lines:
-        parts.append(_curve(line, frame, columns))
-    if reference:
-        y = frame.y(reference[1])
-        parts.append(f'<path class="r" d="M{frame.left:.1f} {y:.1f}H{frame.right:.1f}"/>')
-    for kind in kinds:
-        steps = sorted(
-            {mark.step for mark in marks if mark.kind == kind and first <= mark.step <= last}
-        )
-        stride = -(-len(steps) // _MOST_MARKS) or 1
-        at = frame.bottom if kind == "save" else frame.top
-        for step in steps[::stride]:
-            parts.append(
-                f'<path {_MARKS[kind][1]} transform="translate({frame.x(step):.1f},{at:.1f})"/>'
-            )
-    return _svg(slug, title, described, size, parts)
+        if low == 0 and high > 0:
+            return low, high + pad
+        return low - pad, high + pad
+
+    def _drawn_marks(self, frame: _Frame) -> Iterator[str]:
+        for kind in self._kinds:
+            steps = {mark.step for mark in self.marks if mark.kind == kind}
+            inside = sorted(step for step in steps if frame.first <= step <= frame.last)
+            stride = -(-len(inside) // _MOST_MARKS) or 1
+            y = frame.bottom if kind == "save" else frame.top
+            for step in inside[::stride]:
+                place = f"translate({frame.x(step):.1f},{y:.1f})"
+                yield f'<path {_MARKS[kind][1]} transform="{place}"/>'
+
+
+_REFERENCE: Final = '<path class="r" d="M0 0h20"/>'
+
+
+def _left_of(heights: Sequence[float]) -> float:
+    """Return the left edge of a frame: room for the ticks of its upright axis."""
+    return 14 + _CHARACTER * max(len(tick(value)) for value in heights)
 
 
 # Marks: name in the legend, and attributes of a path around its place on the upper or lower edge of
@@ -417,18 +452,19 @@ _MARKS: Final = {
 
 def _curve(line: Line, frame: _Frame, columns: int) -> str:
     pieces = thin(line.series, columns)
-    drawn = []
+    strokes = []
+    dots = []
     for piece in pieces:
-        at = [f"{frame.x(step):.1f} {frame.y(value):.1f}" for step, value in piece]
-        drawn.append("M" + "L".join(at) + ("h.1" if len(at) == 1 else ""))
-    few = sum(map(len, pieces)) <= 60
-    dots = (
-        _dot(frame.x(s), frame.y(v), line)
-        for piece in pieces
-        for s, v in piece
-        if line.shows_points and few
-    )
-    return f'<path class="l l{line.style % STYLES}" d="{"".join(drawn)}"/>{"".join(dots)}'
+        points = [f"{frame.x(step):.1f} {frame.y(value):.1f}" for step, value in piece]
+        stroke = "M" + "L".join(points)
+        if len(points) == 1:
+            stroke += "h.1"
+        strokes.append(stroke)
+        if line.shows_points:
+            dots += [_dot(frame.x(step), frame.y(value), line) for step, value in piece]
+    if len(dots) > 60:
+        dots = []
+    return f'<path class="l l{line.style % STYLES}" d="{"".join(strokes)}"/>{"".join(dots)}'
 
 
 def _dot(x: float, y: float, line: Line) -> str:
@@ -449,10 +485,7 @@ def _axes(
         if value == int(value):
             x = frame.x(value)
             parts.append(f'<path class="g" d="M{x:.1f} {frame.bottom:.1f}v4"/>')
-            parts.append(
-                f'<text x="{x:.1f}" y="{frame.bottom + 16:.1f}" '
-                f'text-anchor="middle">{across[1](value)}</text>'
-            )
+            parts.append(_below(frame, x, across[1](value)))
     middle = (frame.left + frame.right) / 2
     parts.append(
         f'<text x="{middle:.1f}" y="{frame.bottom + 31:.1f}" '
@@ -461,148 +494,170 @@ def _axes(
     return "".join(parts)
 
 
+def _below(frame: _Frame, x: float, label: str) -> str:
+    return f'<text x="{x:.1f}" y="{frame.bottom + 16:.1f}" text-anchor="middle">{label}</text>'
+
+
 def _legend(entries: Sequence[tuple[str, str]], width: float) -> tuple[str, float]:
     """Return the legend below the title, and where it ends."""
     x = 6.0
     y = 38.0
     parts = []
     for label, symbol in entries:
-        if len(label) <= _LONGEST_NAME:
-            name = label
-        else:
-            name = label[: _LONGEST_NAME - 3] + "..."
+        name = _cut(label, _LONGEST_NAME)
         needed = 36 + _CHARACTER * len(visible(name, keeps=""))
         if x > 6 and x + needed > width:
             x = 6.0
-            y = y + 16
+            y += 16
         parts.append(
             f'<g transform="translate({x:.1f},{y - 4:.1f})">{symbol}<text x="25" '
             f'y="4">{text(name)}</text></g>'
         )
         x += needed
-    return "".join(parts), (y + 8 if entries else 28.0)
+    bottom = y + 8 if entries else 28.0
+    return "".join(parts), bottom
+
+
+def _cut(label: str, longest: int) -> str:
+    if len(label) <= longest:
+        return label
+    return label[: longest - 3] + "..."
 
 
 def _svg(
     slug: str, title: str, described: str, size: tuple[float, float], parts: Sequence[str]
 ) -> str:
-    name = f"{slug}-{size[0]:.0f}"
+    width, height = size
+    name = f"{slug}-{width:.0f}"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" role="img" viewBox="0 0 {size[0]:.0f} {size[1]:.0f}" '
+        '<svg xmlns="http://www.w3.org/2000/svg" class="chart" role="img" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" '
         f'aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{text(title)}</title>'
-        f'<desc id="{name}-d">{text(described)}</desc><text class="t" x="6" y="18">{text(title)}</text>'
+        f'<desc id="{name}-d">{text(described)}</desc>'
+        f'<text class="t" x="6" y="18">{text(title)}</text>'
         f"{''.join(parts)}</svg>"
     )
 
 
 def _table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]], str]:
-    """Columns, rows and a note: at most so many steps, evenly chosen from all that any line has."""
+    """Return columns, rows and a note: at most `_MOST_ROWS` steps and the first, evenly chosen from
+    all that any line has.
+    """
     steps = sorted({step for line in lines for step in line.series.steps})
     stride = -(-len(steps) // _MOST_ROWS) or 1
-    chosen = sorted({*steps[::-1][::stride], steps[0]})
-    found = [dict(zip(line.series.steps, line.series.values, strict=True)) for line in lines]
-    rows = [
-        [f"{step:,}", *(number(each[step]) if step in each else "" for each in found)]
-        for step in chosen
-    ]
+    chosen = set(steps[::-1][::stride])
+    chosen.add(steps[0])
+    value_at = [dict(zip(line.series.steps, line.series.values, strict=True)) for line in lines]
+    rows = []
+    for step in sorted(chosen):
+        row = [f"{step:,}"]
+        for values in value_at:
+            row.append(number(values[step]) if step in values else "")
+        rows.append(row)
+    note = ""
     if stride > 1:
         note = f"{len(chosen)} of {len(steps):,} steps; metrics.jsonl has all"
-    else:
-        note = ""
-    return ["step", *(line.label for line in lines)], rows, note
+    columns = ["step"]
+    columns += [line.label for line in lines]
+    return columns, rows, note
+
+
+Bar = tuple[str, Sequence[tuple[str, float]]]
+"""Label, and parts with their values."""
 
 
 def bar_chart(
     slug: str,
     title: str,
     unit: str,
-    bars: Sequence[tuple[str, Sequence[tuple[str, float]]]],
+    bars: Sequence[Bar],
     *,
     show: Callable[[float], str] = number,
     shown_unit: float = 1.0,
     spans: Sequence[tuple[float, float, Sequence[float]]] = (),
     limit: tuple[str, float] | None = None,
 ) -> Chart | None:
-    """Draw horizontal bars of parts; None where there is nothing to draw.
+    """Draw horizontal bars of parts; None if there is nothing to draw.
 
     Args:
         slug, title: name of the file, and of the chart.
         unit: of the values, as the axis names it.
         bars: label, and parts with their values.
-        show: text of a value in legend and table.
+        show: writes a value in legend and table.
         shown_unit: what a value is divided by on the axis.
-        spans: of each bar the middle half of what was measured, and all of it.
+        spans: for each bar the ends of the middle half of its measurements, and all of them.
         limit: a value to stay below, and its name.
     """
     names = list(dict.fromkeys(name for _, parts in bars for name, _ in parts))
     sums = [sum(value for _, value in parts) for _, parts in bars]
-    most = max(
-        [0.0, *sums, limit[1] if limit else 0.0, *(max(high, *points) for _, high, points in spans)]
-    )
+    most = max([0.0, *sums])
+    for _, high, points in spans:
+        most = max(most, high, *points)
+    if limit:
+        most = max(most, limit[1])
     if not most > 0:
         return None
-    if len(bars) == 1 and not spans:
-        single = dict(bars[0][1])
-    else:
-        single = {}
-
-    def labelled(name: str) -> str:
+    style_of = _part_styles(names)
+    single = dict(bars[0][1]) if len(bars) == 1 and not spans else {}
+    entries = []
+    for name in names:
+        label = name
         if name in single:
-            return f"{name} {show(single[name])} ({single[name] / most:.0%})"
-        return name
-
-    styles = [_STYLE_OF_PART.get(name, place % 8) for place, name in enumerate(names)]
-    entries = [(labelled(name), _swatch(style)) for name, style in zip(names, styles, strict=True)]
-    entries += (
-        [("middle half", _whisker(0, 18, 0)), ("one measurement", _POINT.format(9, 0))]
-        if spans
-        else []
-    )
-    entries += [(limit[0], '<path class="r" d="M0 0h20"/>')] if limit else []
+            label = f"{name} {show(single[name])} ({single[name] / most:.0%})"
+        entries.append((label, _swatch(style_of[name])))
+    if spans:
+        entries.append(("middle half", _whisker(0, 18, 0)))
+        entries.append(("one measurement", _POINT.format(9, 0)))
+    if limit:
+        entries.append((limit[0], _REFERENCE))
     legend, top = _legend(entries, 400)
     height = top + 34 * len(bars) + 40
     frame = _Frame(14, top, 386, height - 36, 0, most / shown_unit, 0, 1)
     parts = [legend]
-    for value in ticks(0, most / shown_unit):
-        x = frame.x(value)
-        parts.append(f'<path class="g" d="M{x:.1f} {frame.top:.1f}V{frame.bottom + 4:.1f}"/>')
-        parts.append(
-            f'<text x="{x:.1f}" y="{frame.bottom + 16:.1f}" '
-            f'text-anchor="middle">{tick(value)}</text>'
-        )
+    parts += _upright_lines(frame)
     parts.append(f'<text x="200" y="{height - 5:.1f}" text-anchor="middle">{text(unit)}</text>')
     for row, ((label, values), total) in enumerate(zip(bars, sums, strict=True)):
         y = top + 34 * row + 14
+        heading = f"{text(_cut(label, 44))}: {text(show(total))}"
+        parts.append(f'<text x="14" y="{y - 3:.1f}">{heading}</text>')
         x = frame.left
-        if len(label) <= 44:
-            short = label
-        else:
-            short = label[:41] + "..."
-        parts.append(f'<text x="14" y="{y - 3:.1f}">{text(short)}: {text(show(total))}</text>')
         for name, value in values:
             width = value / most * (frame.right - frame.left)
-            part = (
-                f'<rect class="a p{styles[names.index(name)]}" x="{x:.1f}" y="{y:.1f}" '
-                f'width="{width:.1f}" height="14">'
-            )
-            parts.append(f"{part}<title>{text(name)}: {text(show(value))}</title></rect>")
+            shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="14"'
+            about = f"<title>{text(name)}: {text(show(value))}</title>"
+            parts.append(f'<rect class="a p{style_of[name]}" {shape}>{about}</rect>')
             x += width
-        for low, high, points in spans[row : row + 1]:
+        if spans:
+            low, high, points = spans[row]
             parts.append(_whisker(frame.x(low / shown_unit), frame.x(high / shown_unit), y + 7))
-            parts += [
-                _POINT.format(f"{frame.x(value / shown_unit):.1f}", f"{y + 17:.1f}")
-                for value in points
-            ]
+            for value in points:
+                point_x = frame.x(value / shown_unit)
+                parts.append(_POINT.format(f"{point_x:.1f}", f"{y + 17:.1f}"))
     if limit:
         x = frame.x(limit[1] / shown_unit)
         parts.append(f'<path class="r" d="M{x:.1f} {frame.top:.1f}V{frame.bottom:.1f}"/>')
-    described = "; ".join(
-        f"{label}: " + ", ".join(f"{name} {show(value)}" for name, value in values)
-        for label, values in bars[:8]
-    )
-    rows = [[name, *_shares(name, bars, sums, show)] for name in names]
-    columns = ["part", *(label for label, _ in bars)]
-    return Chart(slug, title, _svg(slug, title, described, (400, height), parts), columns, rows)
+    described = "; ".join(_bar_text(label, values, show) for label, values in bars[:8])
+    svg = _svg(slug, title, described, (400, height), parts)
+    columns = ["part"]
+    columns += [label for label, _ in bars]
+    rows = [_shares(name, bars, sums, show) for name in names]
+    return Chart(slug, title, svg, columns, rows)
+
+
+def _part_styles(names: Sequence[str]) -> dict[str, int]:
+    return {name: _STYLE_OF_PART.get(name, place % 8) for place, name in enumerate(names)}
+
+
+def _bar_text(label: str, values: Sequence[tuple[str, float]], show: Callable[[float], str]) -> str:
+    return f"{label}: " + ", ".join(f"{name} {show(value)}" for name, value in values)
+
+
+def _upright_lines(frame: _Frame) -> Iterator[str]:
+    """Draw the ticks of bars: lines through the frame, with their values below."""
+    for value in ticks(frame.first, frame.last):
+        x = frame.x(value)
+        yield f'<path class="g" d="M{x:.1f} {frame.top:.1f}V{frame.bottom + 4:.1f}"/>'
+        yield _below(frame, x, tick(value))
 
 
 _POINT: Final = '<circle class="m2" cx="{}" cy="{}" r="1.6"/>'
@@ -620,123 +675,175 @@ def _swatch(style: int) -> str:
 
 
 def _shares(
-    name: str,
-    bars: Sequence[tuple[str, Sequence[tuple[str, float]]]],
-    sums: Sequence[float],
-    show: Callable[[float], str],
-) -> Iterator[str]:
+    name: str, bars: Sequence[Bar], sums: Sequence[float], show: Callable[[float], str]
+) -> list[str]:
+    """Return the row of a part: its name, and in each bar its value and share."""
+    row = [name]
     for (_, parts), total in zip(bars, sums, strict=True):
         value = dict(parts).get(name)
-        yield "" if value is None else f"{show(value)} ({value / (total or 1):.1%})"
+        if value is None:
+            row.append("")
+        else:
+            row.append(f"{show(value)} ({value / (total or 1):.1%})")
+    return row
 
 
 def area_chart(
     slug: str, title: str, unit: str, parts: Sequence[tuple[str, Series]]
 ) -> Chart | None:
-    """Draw parts stacked over steps; None where there are fewer than two points. All have the same
-    steps.
+    """Draw parts stacked over steps, which are the same for all; None if there are fewer than two
+    points.
     """
     if not parts or len(parts[0][1].steps) < 2:
         return None
-    bins = list(_bins([series for _, series in parts], 180))
-    most = max(sum(values) for *_, values in bins)
+    columns = list(_area_columns([series for _, series in parts], 180))
+    most = max(sum(column.values) for column in columns)
     if not most > 0:
         return None
-    styles = [_STYLE_OF_PART.get(name, place % 8) for place, (name, _) in enumerate(parts)]
-    legend, top = _legend(
-        [(name, _swatch(style)) for (name, _), style in zip(parts, styles, strict=True)], 400
-    )
+    style_of = _part_styles([name for name, _ in parts])
+    legend, top = _legend([(name, _swatch(style)) for name, style in style_of.items()], 400)
     size = (400.0, top + 212)
     heights = ticks(0, most * 1.04)
-    left = 14 + _CHARACTER * max(len(tick(value)) for value in heights)
-    frame = _Frame(left, top + 18, 386, size[1] - 36, bins[0][0], bins[-1][1], 0, most * 1.04)
+    frame = _Frame(
+        _left_of(heights),
+        top + 18,
+        386,
+        size[1] - 36,
+        columns[0].first,
+        columns[-1].last,
+        0,
+        most * 1.04,
+    )
     drawn = [legend, _axes(frame, heights, unit, top)]
-    below = [0.0] * len(bins)
-    for index, style in enumerate(styles):
-        above = [low + values[index] for low, (*_, values) in zip(below, bins, strict=True)]
-        edges = [(edge, a, b) for c, a, b in zip(bins, above, below, strict=True) for edge in c[:2]]
-        upper = "L".join(f"{frame.x(x):.1f} {frame.y(a):.1f}" for x, a, _ in edges)
-        lower = "L".join(f"{frame.x(x):.1f} {frame.y(b):.1f}" for x, _, b in reversed(edges))
-        drawn.append(f'<path class="a p{style}" d="M{upper}L{lower}z"/>')
-        below = above
+    below = [0.0 for _ in columns]
+    for index, style in enumerate(style_of.values()):
+        upper = []
+        lower = []
+        for place, column in enumerate(columns):
+            above = below[place] + column.values[index]
+            for step in (column.first, column.last):
+                upper.append(f"{frame.x(step):.1f} {frame.y(above):.1f}")
+                lower.append(f"{frame.x(step):.1f} {frame.y(below[place]):.1f}")
+            below[place] = above
+        outline = "L".join(upper + lower[::-1])
+        drawn.append(f'<path class="a p{style}" d="M{outline}z"/>')
     described = (
         f"{unit} by part over optimizer steps, stacked: {', '.join(name for name, _ in parts)}."
     )
-    lines = [Line(name, series) for name, series in parts]
-    columns, rows, note = _table(lines)
-    return Chart(slug, title, _svg(slug, title, described, size, drawn), columns, rows, "", note)
+    headings, rows, note = _table([Line(name, series) for name, series in parts])
+    svg = _svg(slug, title, described, size, drawn)
+    return Chart(slug, title, svg, headings, rows, "", note)
 
 
-def _bins(series: Sequence[Series], most: int) -> Iterator[tuple[int, int, list[float]]]:
-    """Divide the steps of series that have the same ones into at most so many columns that touch:
-    first and last step, and the mean of each series.
+@dataclass(frozen=True)
+class _AreaColumn:
+    """Some steps of stacked parts: the step that the column before ends with, its own last step,
+    and the mean of each part.
     """
-    steps = series[0].steps
+
+    first: int
+    last: int
+    values: list[float]
+
+
+def _area_columns(parts: Sequence[Series], most: int) -> Iterator[_AreaColumn]:
+    """Divide the steps of series, which are the same for all, into at most `most` columns that
+    touch.
+    """
+    steps = parts[0].steps
     stride = -(-len(steps) // most)
     begin = 0
     for start in range(0, len(steps), stride):
         end = steps[min(start + stride, len(steps)) - 1]
-        parts = [
-            [value for value in each.values[start : start + stride] if math.isfinite(value)]
-            for each in series
-        ]
-        yield begin, end, [max(0.0, sum(part) / len(part)) if part else 0.0 for part in parts]
+        means = [_mean(series.values[start : start + stride]) for series in parts]
+        yield _AreaColumn(begin, end, means)
         begin = end
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean of the values that are numbers, at least 0."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return 0.0
+    return max(0.0, sum(finite) / len(finite))
 
 
 _INK_ON_PART: Final = {"forward": "#000", "backward": "#fff"}
 
 
-def timeline_chart(
-    slug: str, title: str, rows: Sequence[tuple[str, Sequence[tuple[float, float, str, int]]]]
-) -> Chart:
-    """Draw who does what when, a row for each; of each part begin and length in ms, name and
-    number.
+TimelinePart = tuple[float, float, str, int]
+"""Begin and length in ms, name and number."""
+_TimelineRow = tuple[str, Sequence[TimelinePart]]
+
+
+def timeline_chart(slug: str, title: str, rows: Sequence[_TimelineRow]) -> Chart:
+    """Draw parts of a step by their time, a row for each rank or stage.
+
+    Args:
+        slug, title: name of the file, and of the chart.
+        rows: label, and the parts.
     """
-    begin = min((at for _, parts in rows for at, *_ in parts), default=0.0)
-    length = max((at + each for _, parts in rows for at, each, *_ in parts), default=1.0) - begin
-    names = list(dict.fromkeys(name for _, parts in rows for *_, name, _ in parts))
-    styles = {name: _STYLE_OF_PART.get(name, place % 8) for place, name in enumerate(names)}
-    sums = [
-        {name: sum(each for _, each, own, _ in parts if own == name) for name in names}
-        for _, parts in rows
-    ]
-    described = "; ".join(
-        f"{label}: " + ", ".join(f"{name} {number(value)} ms" for name, value in each.items())
-        for (label, _), each in zip(rows[:8], sums, strict=False)
-    )
+    parts = [part for _, row_parts in rows for part in row_parts]
+    names = list(dict.fromkeys(name for _, _, name, _ in parts))
+    sums = []
+    for _, row_parts in rows:
+        total = dict.fromkeys(names, 0.0)
+        for _, length, name, _ in row_parts:
+            total[name] += length
+        sums.append(total)
+    lines = []
+    for (label, _), total in zip(rows[:8], sums, strict=False):
+        lines.append(_bar_text(label, list(total.items()), lambda value: f"{number(value)} ms"))
+    drawing = _TimelineDrawing(slug, title, "; ".join(lines), rows, _part_styles(names))
+    columns = [""]
+    columns += [f"{name} (ms)" for name in names]
+    table = []
+    for (label, _), total in zip(rows, sums, strict=True):
+        table.append([label, *map(number, total.values())])
+    return Chart(slug, title, drawing.svg(400), columns, table, drawing.svg(980))
 
-    def drawn(width: float) -> str:
-        legend, top = _legend([(name, _swatch(style)) for name, style in styles.items()], width)
-        height = top + 34 * len(rows) + 40
+
+@dataclass(frozen=True)
+class _TimelineDrawing:
+    """What a timeline shows, in any width; see `timeline_chart`."""
+
+    slug: str
+    title: str
+    described: str
+    rows: Sequence[_TimelineRow]
+    style_of: Mapping[str, int]
+
+    def svg(self, width: float) -> str:
+        parts = [part for _, row_parts in self.rows for part in row_parts]
+        begin = min((at for at, _, _, _ in parts), default=0.0)
+        length = max((at + spent for at, spent, _, _ in parts), default=1.0) - begin
+        legend, top = _legend(
+            [(name, _swatch(style)) for name, style in self.style_of.items()], width
+        )
+        height = top + 34 * len(self.rows) + 40
         frame = _Frame(14, top, width - 14, height - 36, 0, length, 0, 1)
-        svg = [legend]
-        for value in ticks(0, length):
-            x = frame.x(value)
-            svg.append(f'<path class="g" d="M{x:.1f} {frame.top:.1f}V{frame.bottom + 4:.1f}"/>')
-            svg.append(
-                f'<text x="{x:.1f}" y="{frame.bottom + 16:.1f}" '
-                f'text-anchor="middle">{tick(value)}</text>'
-            )
-        svg.append(f'<text x="{width / 2:.0f}" y="{height - 5:.1f}" text-anchor="middle">ms</text>')
-        for row, (label, parts) in enumerate(rows):
+        drawn = [legend]
+        drawn += _upright_lines(frame)
+        drawn.append(
+            f'<text x="{width / 2:.0f}" y="{height - 5:.1f}" text-anchor="middle">ms</text>'
+        )
+        for row, (label, row_parts) in enumerate(self.rows):
             y = top + 34 * row + 14
-            svg.append(f'<text x="14" y="{y - 3:.1f}">{text(label)}</text>')
-            for at, each, name, place in parts:
-                x = frame.x(at - begin)
-                wide = each / (length or 1) * (frame.right - frame.left)
-                if wide >= 0.15:
-                    shape = f'x="{x:.2f}" y="{y:.1f}" width="{wide:.2f}" height="14"'
-                    about = f"<title>{text(name)} {place}: {number(each)} ms</title>"
-                    svg.append(f'<rect class="p{styles[name]}" {shape}>{about}</rect>')
-                ink = _INK_ON_PART.get(name)
-                if ink and wide >= 4 + _CHARACTER * len(str(place)):
-                    middle = f'x="{x + wide / 2:.1f}" y="{y + 11:.1f}" text-anchor="middle"'
-                    svg.append(f'<text {middle} style="fill:{ink}">{place}</text>')
-        return _svg(slug, title, described, (width, height), svg)
+            drawn.append(f'<text x="14" y="{y - 3:.1f}">{text(label)}</text>')
+            for at, spent, name, place in row_parts:
+                part_width = spent / (length or 1) * (frame.right - frame.left)
+                drawn += self._part(frame.x(at - begin), y, part_width, name, place, spent)
+        return _svg(self.slug, self.title, self.described, (width, height), drawn)
 
-    columns = ["", *(f"{name} (ms)" for name in names)]
-    table = [
-        [label, *map(number, each.values())] for (label, _), each in zip(rows, sums, strict=True)
-    ]
-    return Chart(slug, title, drawn(400), columns, table, drawn(980))
+    def _part(
+        self, x: float, y: float, width: float, name: str, place: int, spent: float
+    ) -> Iterator[str]:
+        """Draw one part, and its number if there is room."""
+        if width >= 0.15:
+            shape = f'x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="14"'
+            about = f"<title>{text(name)} {place}: {number(spent)} ms</title>"
+            yield f'<rect class="p{self.style_of[name]}" {shape}>{about}</rect>'
+        ink = _INK_ON_PART.get(name)
+        if ink and width >= 4 + _CHARACTER * len(str(place)):
+            middle = f'x="{x + width / 2:.1f}" y="{y + 11:.1f}" text-anchor="middle"'
+            yield f'<text {middle} style="fill:{ink}">{place}</text>'
