@@ -1,10 +1,11 @@
-"""Charts of a report: which there are, and what each shows of which run."""
+"""Charts of a report: their selection, and what each of them shows of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from math import isfinite
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from framework.report.draw import Chart, Line, Mark, area_chart, bar_chart, line_chart
 from framework.report.figures import PHASE_NAMES, duration, means, number, size, time_split
@@ -28,19 +29,25 @@ _RATES: Final[Mapping[str, tuple[str, str, float]]] = {
 }
 _SHOWN_ELSEWHERE: Final = ("time/", "memory/", "eval/")
 _MOST_OTHERS: Final = 24
+_GIB: Final = 1 << 30
 
 
 def charts_of(runs: Sequence[RunRecords]) -> dict[str, list[Chart]]:
     """Draw all charts, by section of the page; a section without a chart is left out."""
-    sections = {
-        "Curves": [*_loss(runs), *_curves(runs), *_evaluations(runs)],
-        "Speed": [*_rates(runs), *_split(runs)],
-        "Timeline": [*_timelines(runs)],
-        "Memory": [*_memory(runs)],
-        "Goodput": [*_goodput(runs)],
-        "Other metrics": [*_others(runs)],
+    charts_by_section = {
+        "Curves": chain(_loss(runs), _curves(runs), _evaluations(runs)),
+        "Speed": chain(_rates(runs), _split(runs)),
+        "Timeline": _timelines(runs),
+        "Memory": _memory(runs),
+        "Goodput": _goodput(runs),
+        "Other metrics": _others(runs),
     }
-    return {name: charts for name, charts in sections.items() if charts}
+    sections = {}
+    for name, charts in charts_by_section.items():
+        drawn = [chart for chart in charts if chart is not None]
+        if drawn:
+            sections[name] = drawn
+    return sections
 
 
 def _lines(
@@ -63,103 +70,83 @@ def marks_of(run: RunRecords) -> list[Mark]:
     """List checkpoints, skipped steps and restarts of a run; without events, of what its metrics
     and folder hold.
     """
-    saved = {event["step"] for event in run.happened("save") if "step" in event} or set(
-        run.saved_steps
-    )
-    marks = [Mark("save", step) for step in sorted(saved)]
+    saved = _steps_of(run, "save") or run.saved_steps
+    marks = [Mark("save", step) for step in sorted(set(saved))]
     marks += [Mark("restart", event.get("step", 0)) for event in run.happened("resume")]
     marks += [Mark("back", event.get("step", 0)) for event in run.happened("roll_back")]
     skipped = run.metrics.get("train/skipped_steps", Series()).finite
     before = 0.0
     for step, value in skipped:
-        marks += [Mark("skip", step)] if value > before else []
+        if value > before:
+            marks.append(Mark("skip", step))
         before = value
     if not skipped:
-        marks += [Mark("skip", event["step"]) for event in run.happened("skip") if "step" in event]
+        marks += [Mark("skip", step) for step in _steps_of(run, "skip")]
     return marks
 
 
-def _loss(runs: Sequence[RunRecords]) -> Iterator[Chart]:
-    lines = []
+def _steps_of(run: RunRecords, kind: str) -> list[int]:
+    return [event["step"] for event in run.happened(kind) if "step" in event]
+
+
+def _loss(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
     several = len(runs) > 1
-    for style, run in enumerate(runs):
-        losses = [
-            name
-            for name in ("train/loss", *_names([run], "eval/"))
-            if name in run.metrics and _is_loss(name)
-        ]
-        # Of one run, a colour each; of several, each its own, and evaluations as points of it.
-        lines += [
-            Line(
-                f"{run.name} {name}" if several else name,
-                run.metrics[name],
-                style if several else number,
-                name != "train/loss",
-            )
-            for number, name in enumerate(losses)
-        ]
-    if several:
-        marks = []
-    else:
-        marks = marks_of(runs[0])
-    for run in runs:
+    lines = []
+    marks = [] if several else marks_of(runs[0])
+    for run_number, run in enumerate(runs):
+        names = [name for name in _names([run], "eval/") if _is_loss(name)]
+        if "train/loss" in run.metrics:
+            names.insert(0, "train/loss")
+        # Of one run, a colour for each loss; of several, a colour for each run, with evaluations as
+        # points.
+        for loss_number, name in enumerate(names):
+            label = f"{run.name} {name}" if several else name
+            style = run_number if several else loss_number
+            lines.append(Line(label, run.metrics[name], style, name != "train/loss"))
         loss = run.metrics.get("train/loss", Series())
-        marks += [
-            Mark("nan", s) for s, v in zip(loss.steps, loss.values, strict=True) if not isfinite(v)
-        ]
-    chart = line_chart("loss", "Loss", "loss", lines, marks=marks, has_wide=True)
-    if chart:
-        yield chart
+        for step, value in zip(loss.steps, loss.values, strict=True):
+            if not isfinite(value):
+                marks.append(Mark("nan", step))
+    yield line_chart("loss", "Loss", "loss", lines, marks=marks, has_wide=True)
 
 
 def _is_loss(name: str) -> bool:
     return name.endswith("/loss")
 
 
-def _curves(runs: Sequence[RunRecords]) -> Iterator[Chart]:
+def _curves(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
+    marks = []
+    if len(runs) == 1:
+        marks = [mark for mark in marks_of(runs[0]) if mark.kind == "skip"]
     for name, (title, unit) in _CURVES.items():
-        if len(runs) == 1:
-            marks = [mark for mark in marks_of(runs[0]) if mark.kind == "skip"]
-        else:
-            marks = []
         is_log = False if name == "train/lr" else None
-        chart = line_chart(
-            name.replace("/", "-"), title, unit, _lines(runs, name), marks=marks, is_log=is_log
-        )
-        if chart:
-            yield chart
+        slug = name.replace("/", "-")
+        yield line_chart(slug, title, unit, _lines(runs, name), marks=marks, is_log=is_log)
 
 
-def _evaluations(runs: Sequence[RunRecords]) -> Iterator[Chart]:
+def _evaluations(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
     names = [name for name in _names(runs, "eval/") if not _is_loss(name)]
     for index, name in enumerate(names[:_MOST_OTHERS]):
+        title = f"Evaluation: {name.removeprefix('eval/')}"
         lines = _lines(runs, name, shows_points=True)
-        chart = line_chart(
-            f"evaluation-{index}", f"Evaluation: {name.removeprefix('eval/')}", name, lines
-        )
-        if chart:
-            yield chart
+        yield line_chart(f"evaluation-{index}", title, name, lines)
 
 
-def _rates(runs: Sequence[RunRecords]) -> Iterator[Chart]:
+def _rates(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
     has_tokens = all("throughput/tokens_per_sec" in run.metrics for run in runs)
     for name, (title, unit, factor) in _RATES.items():
         if has_tokens and name == "throughput/samples_per_sec":
             continue  # the same curve in another unit
-        lines = _lines(runs, name, factor=factor)
+        planned = None
         if name == "time/step_ms" and len(runs) == 1:
             planned = _planned_step(runs[0])
-        else:
-            planned = None
-        chart = line_chart(
-            name.replace("/", "-"), title, unit, lines, from_zero=True, reference=planned
-        )
-        if chart:
-            yield chart
+        slug = name.replace("/", "-")
+        lines = _lines(runs, name, factor=factor)
+        yield line_chart(slug, title, unit, lines, from_zero=True, reference=planned)
 
 
 def _planned_step(run: RunRecords) -> tuple[str, float] | None:
-    """Time of a step that the plan has estimated, in milliseconds."""
+    """Return the time of a step that the plan has estimated, in milliseconds, with its name."""
     compared = run.section("measured").get("step_seconds")
     if isinstance(compared, Mapping):
         seconds = compared.get("estimate")
@@ -182,124 +169,115 @@ def step_bars(splits: Sequence[tuple[str, Mapping[str, float]]]) -> Chart | None
     )
 
 
-def _split(runs: Sequence[RunRecords]) -> Iterator[Chart]:
-    chart = step_bars([(run.name, time_split(means(run))) for run in runs])
-    if chart:
-        yield chart
+def _split(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
+    yield step_bars([(run.name, time_split(means(run))) for run in runs])
     if len(runs) == 1:
         parts = _parts_over_time(runs[0])
-    else:
-        parts = []
-    # Of waits for data and the rest alone, the curve of the whole shows as much.
-    if len(parts) > 2 and (chart := area_chart("step-parts-over-time", *_OVER_TIME, parts)):
-        yield chart
+        # Of waits for data and the rest alone, the curve of the step's time shows as much.
+        if len(parts) > 2:
+            yield area_chart("step-parts-over-time", *_OVER_TIME, parts)
 
 
 _OVER_TIME: Final = ("Parts of a step over the run", "ms per step")
+Value = TypeVar("Value")
 
 
-def _named(split: Mapping[str, float]) -> dict[str, float]:
+def _named(split: Mapping[str, Value]) -> dict[str, Value]:
     return {PHASE_NAMES.get(phase, phase): value for phase, value in split.items()}
 
 
 def _parts_over_time(run: RunRecords) -> list[tuple[str, Series]]:
-    """Parts of a step at every logged point, and the rest of the step."""
-    step = run.metrics.get("time/step_ms", Series())
-    found = {
-        phase: run.metrics[f"time/{phase}_ms"]
-        for phase in PHASES
-        if f"time/{phase}_ms" in run.metrics
-    }
-    at = {phase: dict(zip(each.steps, each.values, strict=True)) for phase, each in found.items()}
-    parts = {
-        phase: [values.get(step_, 0.0) for step_ in step.steps] for phase, values in at.items()
-    }
-    rest = [
-        whole - sum(part[index] for part in parts.values() if isfinite(part[index]))
-        for index, whole in enumerate(step.values)
-    ]
-    if sum(value for value in rest if isfinite(value)) > 0.02 * sum(
-        value for value in step.values if isfinite(value)
-    ):
+    """Return the parts of a step at every logged point, and the rest of the step."""
+    step_times = run.metrics.get("time/step_ms", Series())
+    rest = list(step_times.values)
+    parts: dict[str, list[float]] = {}
+    for phase in PHASES:
+        series = run.metrics.get(f"time/{phase}_ms")
+        if series is not None:
+            times = dict(zip(series.steps, series.values, strict=True))
+            parts[phase] = [times.get(step, 0.0) for step in step_times.steps]
+    for index, step_time in enumerate(step_times.values):
+        timed = [values[index] for values in parts.values() if isfinite(values[index])]
+        rest[index] = step_time - sum(timed)
+    if _finite_sum(rest) > 0.02 * _finite_sum(step_times.values):
         parts["not timed"] = rest
-    return [
-        (PHASE_NAMES.get(phase, phase), Series(step.steps, values))
-        for phase, values in parts.items()
-    ]
+    return [(name, Series(step_times.steps, values)) for name, values in _named(parts).items()]
 
 
-def _timelines(runs: Sequence[RunRecords]) -> Iterator[Chart]:
+def _finite_sum(values: Sequence[float]) -> float:
+    return sum(value for value in values if isfinite(value))
+
+
+def _timelines(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
     for index, run in enumerate(runs):
-        if len(runs) > 1:
-            name = f"{run.name}: "
-        else:
-            name = ""
-        chart = timeline_of(run.profile, slug=f"timeline-{index}", run=name)
-        if chart:
-            yield chart
+        yield timeline_of(run.profile, slug=f"timeline-{index}", run=_prefix(run, runs))
 
 
-def _memory(runs: Sequence[RunRecords]) -> Iterator[Chart]:
-    gib = 1.0 / (1 << 30)
+def _prefix(run: RunRecords, runs: Sequence[RunRecords]) -> str:
+    if len(runs) > 1:
+        return f"{run.name}: "
+    return ""
+
+
+def _memory(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
     bars = []
     for run in runs:
-        if len(runs) > 1:
-            prefix = f"{run.name}: "
-        else:
-            prefix = ""
-        bars += [(f"{prefix}{label}", parts) for label, parts in _memory_bars(run)]
+        for label, parts in _memory_bars(run):
+            bars.append((_prefix(run, runs) + label, parts))
     title = "Peak memory of a device: plan and run"
-    chart = bar_chart("memory-plan", title, "GiB", bars, show=size, shown_unit=1 << 30)
-    if chart:
-        yield chart
+    yield bar_chart("memory-plan", title, "GiB", bars, show=size, shown_unit=_GIB)
     for index, name in enumerate(_names(runs, "memory/")[:_MOST_OTHERS]):
-        where = name.removeprefix("memory/").removesuffix("_bytes").replace("_", " ")
-        lines = _lines(runs, name, factor=gib if name.endswith("_bytes") else 1.0)
+        factor = 1.0
+        unit = name
         if name.endswith("_bytes"):
+            factor = 1.0 / _GIB
             unit = "GiB"
-        else:
-            unit = name
+        reference = None
         if len(runs) == 1 and name == "memory/device_peak_bytes":
-            known = plan_peak(runs[0])
-        else:
-            known = None
-        reference = ("plan", known * gib) if known else None
-        chart = line_chart(
-            f"memory-{index}", f"Memory: {where}", unit, lines, from_zero=True, reference=reference
+            peak = plan_peak(runs[0])
+            if peak is not None:
+                reference = ("plan", peak * factor)
+        where = name.removeprefix("memory/").removesuffix("_bytes").replace("_", " ")
+        yield line_chart(
+            f"memory-{index}",
+            f"Memory: {where}",
+            unit,
+            _lines(runs, name, factor=factor),
+            from_zero=True,
+            reference=reference,
         )
-        if chart:
-            yield chart
 
 
 def _memory_bars(run: RunRecords) -> Iterator[tuple[str, list[tuple[str, float]]]]:
-    """Estimate of the plan by component where it has that, and what was measured. A process on a
-    host holds libraries as well, which no plan counts.
+    """Yield the estimate of the plan, by component if it has them, and what was measured. A process
+    on a host holds libraries as well, which no plan counts.
     """
     memory = run.section("memory")
     by_moment = memory.get("bytes")
+    components = None
     if isinstance(by_moment, Mapping):
         components = by_moment.get(memory.get("peak"))
-    else:
-        components = None
-    if isinstance(components, Mapping) and (parts := _positive(components)):
+    parts = []
+    if isinstance(components, Mapping):
+        parts = _positive(components)
+    peak = plan_peak(run)
+    if not parts and peak is not None:
+        parts = [("estimate", peak)]
+    if parts:
         yield "plan", parts
-    elif (known := plan_peak(run)) is not None:
-        yield "plan", [("estimate", known)]
     points = run.metrics.get("memory/device_peak_bytes", Series()).finite
     if points:
         yield "measured", [("measured peak", max(value for _, value in points))]
 
 
 def plan_peak(run: RunRecords) -> float | None:
-    """Peak of a device that the plan has estimated, in bytes; None where it has not."""
+    """Return the peak of a device that the plan has estimated, in bytes, or None."""
     memory = run.section("memory")
     compared = run.section("measured").get("device_peak_bytes")
     totals = memory.get("total_bytes")
-    peak = memory.get("peak")
+    known = None
     if isinstance(totals, Mapping):
-        known = totals.get(peak)
-    else:
-        known = None
+        known = totals.get(memory.get("peak"))
     if known is None and isinstance(compared, Mapping):
         known = compared.get("estimate")
     if isinstance(known, int | float) and isfinite(known) and known > 0:
@@ -308,39 +286,44 @@ def plan_peak(run: RunRecords) -> float | None:
 
 
 def _positive(values: Mapping[str, Any]) -> list[tuple[str, float]]:
-    return [
-        (str(name).replace("_", " "), float(value))
-        for name, value in values.items()
-        if isinstance(value, int | float) and isfinite(value) and value > 0
-    ]
+    positive = []
+    for name, value in values.items():
+        if isinstance(value, int | float) and isfinite(value) and value > 0:
+            positive.append((str(name).replace("_", " "), float(value)))
+    return positive
 
 
-def _goodput(runs: Sequence[RunRecords]) -> Iterator[Chart]:
-    found = [
-        (run.name, list(each.parts.items())) for run in runs if (each := goodput(run)) is not None
-    ]
-    longest = max((sum(value for _, value in parts) for _, parts in found), default=0.0)
-    unit, divisor = (
-        ("h", 3600.0) if longest > 7200 else ("min", 60.0) if longest > 120 else ("s", 1.0)
-    )
+def _goodput(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
+    bars = []
+    longest = 0.0
+    for run in runs:
+        attributed = goodput(run)
+        if attributed is not None:
+            bars.append((run.name, list(attributed.parts.items())))
+            longest = max(longest, sum(attributed.parts.values()))
+    unit = "s"
+    divisor = 1.0
+    if longest > 7200:
+        unit = "h"
+        divisor = 3600.0
+    elif longest > 120:
+        unit = "min"
+        divisor = 60.0
     title = "What the time of the run was spent on"
-    chart = bar_chart("goodput", title, unit, found, show=duration, shown_unit=divisor)
-    if chart:
-        yield chart
+    yield bar_chart("goodput", title, unit, bars, show=duration, shown_unit=divisor)
 
 
-def _others(runs: Sequence[RunRecords]) -> Iterator[Chart]:
-    drawn = {"train/loss", *_CURVES, *_RATES}
-    names = [
-        name
-        for name in _names(runs, "")
-        if name not in drawn and not name.startswith(_SHOWN_ELSEWHERE)
-    ]
+def _others(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
+    """Draw the metrics without a chart elsewhere, if one of their values is not 0."""
+    names = []
+    for name in _names(runs, ""):
+        if name != "train/loss" and name not in _CURVES and name not in _RATES:
+            names.append(name)
+    names = [name for name in names if not name.startswith(_SHOWN_ELSEWHERE)]
     for index, name in enumerate(names[:_MOST_OTHERS]):
-        is_used = any(value for run in runs for _, value in run.metrics.get(name, Series()).finite)
-        chart = line_chart(f"other-{index}", name, name.rpartition("/")[2], _lines(runs, name))
-        if is_used and chart:
-            yield chart
+        lines = _lines(runs, name)
+        if any(value for line in lines for _, value in line.series.finite):
+            yield line_chart(f"other-{index}", name, name.rpartition("/")[2], lines)
 
 
 def _names(runs: Sequence[RunRecords], prefix: str) -> list[str]:

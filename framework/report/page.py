@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ _MOST_ROWS: Final = 200
 _MOST_WARNINGS: Final = 100
 _LONGEST_TEXT: Final = 500
 _LONGEST_CONFIG: Final = 60_000
-# Nothing may be fetched, and nothing may run, whatever a name or a config holds.
+# Nothing may be fetched, and nothing may run, with any text in a name or a config.
 _POLICY: Final = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'"
@@ -41,17 +41,20 @@ p {margin: .3em 0}
 ul {margin: .4em 0; padding-left: 1.2em; overflow-wrap: anywhere}
 a {color: var(--l0)}
 .soft {color: var(--soft)}
-.verdict {margin: 16px 0; padding: 12px 16px; border: 1px solid var(--grid); border-left: 5px solid; border-radius: 6px}
+.verdict {margin: 16px 0; padding: 12px 16px; border: 1px solid var(--grid); \
+border-left: 5px solid; border-radius: 6px}
 .verdict p {overflow-wrap: anywhere}
 .verdict strong {font-size: 1.12rem}
 nav {margin: 0 0 14px}
 nav a {margin-right: 14px; display: inline-block}
-.tiles {display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 10px; margin: 18px 0}
+.tiles {display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); \
+gap: 10px; margin: 18px 0}
 .tiles div {border: 1px solid var(--grid); border-radius: 6px; padding: 8px 12px; min-width: 0}
 .tiles dt {font-size: .8rem; color: var(--soft); overflow-wrap: anywhere}
 .tiles dd {margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums}
 .tiles span {display: block; font-size: .8rem; font-weight: 400}
-.charts {display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 14px}
+.charts {display: grid; \
+grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 14px}
 figure {margin: 0; border: 1px solid var(--grid); border-radius: 6px; padding: 8px; min-width: 0}
 figure svg {display: block; width: 100%; height: auto}
 .wide {grid-column: 1 / -1}
@@ -62,7 +65,8 @@ summary {cursor: pointer; font-size: .85rem; color: var(--soft)}
 .scroll {overflow-x: auto; max-width: 100%}
 figure .scroll, .tall {max-height: 340px; overflow-y: auto}
 table {border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums}
-th, td {text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--grid); vertical-align: top}
+th, td {text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--grid); \
+vertical-align: top}
 td {max-width: 560px; overflow-wrap: break-word}
 .best {font-weight: 700}
 pre {font: 12px/1.45 ui-monospace, monospace; margin: 0}
@@ -87,21 +91,25 @@ def page(runs: Sequence[RunRecords], *, refresh_seconds: int = 0) -> str:
         runs: at least one.
         refresh_seconds: after how long a browser loads it anew; 0 for never.
     """
-    if len(runs) == 1:
-        title = runs[0].name
-    else:
+    title = runs[0].name
+    if len(runs) > 1:
         title = f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-    if len(title) <= 160:
-        title = title
-    else:
-        title = title[:157] + "..."
-    charts = charts_of(runs)
-    sections = [(name, figures(found)) for name, found in charts.items()]
+    sections = [(name, figures(charts)) for name, charts in charts_of(runs).items()]
     sections += [(name, content) for name, content in _tables(runs) if content]
-    parts = {"top": _top(runs), "lead": _figures(runs)}
     return document(
-        title, sections, about="Report of training", **parts, refresh_seconds=refresh_seconds
+        _cut(title, 160),
+        sections,
+        about="Report of training",
+        top=_top(runs),
+        lead=_figures(runs),
+        refresh_seconds=refresh_seconds,
     )
+
+
+def _cut(words: str, longest: int) -> str:
+    if len(words) <= longest:
+        return words
+    return words[: longest - 3] + "..."
 
 
 def document(
@@ -113,53 +121,62 @@ def document(
     lead: str = "",
     refresh_seconds: int = 0,
 ) -> str:
-    """Make a page: heading, the line above it, sections by headings, and HTML before and after the
-    links to them.
+    """Make a page.
+
+    Args:
+        title: heading of the page.
+        sections: heading and HTML of each.
+        about: line above the title.
+        top: HTML before the links to the sections.
+        lead: HTML after them.
+        refresh_seconds: after how long a browser loads it anew; 0 for never.
     """
-    links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name, _ in sections)
-    body = "".join(
-        f'<section aria-labelledby="{_anchor(name)}"><h2 '
-        f'id="{_anchor(name)}">{name}</h2>{content}</section>'
-        for name, content in sections
-    )
+    links = ""
+    body = ""
+    for name, content in sections:
+        anchor = name.lower().replace(" ", "-")
+        links += f'<a href="#{anchor}">{name}</a>'
+        heading = f'<h2 id="{anchor}">{name}</h2>'
+        body += f'<section aria-labelledby="{anchor}">{heading}{content}</section>'
+    refresh = ""
     if refresh_seconds:
         refresh = f'<meta http-equiv="refresh" content="{refresh_seconds}">'
-    else:
-        refresh = ""
+    written = f"{text(framework.__version__)}, {moment(time.time())} UTC."
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{text(title)}</title>{refresh}'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><link rel="icon" href="data:,">'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{text(title)}</title>{refresh}"
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<link rel="icon" href="data:,">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><style>{STYLE}{_PAGE_STYLE}</style></head>\n'
+        '<meta name="color-scheme" content="light dark">'
+        f"<style>{STYLE}{_PAGE_STYLE}</style></head>\n"
         f'<body><header><p class="soft">{text(about)}</p><h1>{text(title)}</h1>{top}'
         f'<nav aria-label="Sections">{links}</nav></header>\n<main>{lead}{body}</main>\n'
-        f'<footer class="soft">Written by dsf-trainer {text(framework.__version__)}, {moment(time.time())} UTC.'
-        "</footer></body></html>\n"
+        f'<footer class="soft">Written by dsf-trainer {written}</footer></body></html>\n'
     )
 
 
 def write_page(folder: Path, out: Path) -> None:
-    """Write the page of a run that ends, of a long one with every n-th point, so that its end does
-    not wait.
+    """Write the page of a run that ends; a long run has every n-th point, so that its end does not
+    wait.
     """
     replace_text(out, page([read_run(folder, most_points=MOST_POINTS_AT_END)]))
 
 
 def _top(runs: Sequence[RunRecords]) -> str:
-    """Verdict of each run, how far it came, and what its folder lacks."""
+    """Return the verdict of each run, how far it came, and what its folder lacks."""
     parts = []
     for style, run in enumerate(runs):
         verdict = verdict_of(run)
-        several = len(runs) > 1
-        if several:
-            name = f"{text(run.name)}: "
-        else:
-            name = ""
-        notes = _list([*run.notes, *([f"last error: {run.last_error}"] if run.last_error else [])])
+        name = f"{text(run.name)}: " if len(runs) > 1 else ""
+        notes = list(run.notes)
+        if run.last_error:
+            notes.append(f"last error: {run.last_error}")
+        about = f"{text(_sentence(state(run)))}{text(_where(run))}"
         parts.append(
             f'<div class="verdict" style="border-left-color:var(--l{style % 6})"><p><strong>{name}'
             f"{text(verdict.sentence)}.</strong></p><p>Try next: {text(verdict.advice)}.</p>"
-            f'<p class="soft">{text(_sentence(state(run)))}{text(_where(run))}</p>{notes}</div>'
+            f'<p class="soft">{about}</p>{_list(notes)}</div>'
         )
     return "".join(parts)
 
@@ -169,17 +186,21 @@ def _sentence(words: str) -> str:
 
 
 def _where(run: RunRecords) -> str:
-    """Devices, model and dates in a line, as far as they are known."""
+    """Return devices, model and dates in a line, as far as they are known."""
     config = run.config
     cluster = run.section("cluster")
-    stamps = [value for _, value in run.clock.finite]
+    model = _of(config, "model", "kind") or _of(config, "model", "target") or "unknown"
+    device = run.environment.get("device", cluster.get("device"))
     facts = [
-        f"model {show_value(_of(config, 'model', 'kind') or _of(config, 'model', 'target') or 'unknown')}",
-        f"{cluster.get('world_size')} x {run.environment.get('device', cluster.get('device'))}",
+        f"model {show_value(model)}",
+        f"{cluster.get('world_size')} x {device}",
         f"{_of(config, 'precision', 'dtype')}, ZeRO {_of(config, 'zero', 'stage')}",
-        f"last record {moment(stamps[-1])} UTC" if stamps else "None",
     ]
-    return "".join(f" {fact[:1].upper()}{fact[1:]}." for fact in facts if "None" not in fact)
+    stamps = [value for _, value in run.clock.finite]
+    if stamps:
+        facts.append(f"last record {moment(stamps[-1])} UTC")
+    known = [fact for fact in facts if "None" not in fact]
+    return "".join(f" {fact[:1].upper()}{fact[1:]}." for fact in known)
 
 
 def _of(values: Mapping[str, Any], section: str, key: str) -> Any:
@@ -190,185 +211,204 @@ def _of(values: Mapping[str, Any], section: str, key: str) -> Any:
 
 
 def _figures(runs: Sequence[RunRecords]) -> str:
-    """Headline figures: tiles of one run, a table of several."""
-    found = [headline(run) for run in runs]
+    """Return the headline figures: tiles of one run, a table of several."""
     if len(runs) == 1:
-        # What a number belongs to stands below it: best at which step, rate of what.
-        parts = (
-            (label, *((value, "", "") if label == "duration" else value.partition(" ")))
-            for label, value in found[0]
+        return _tiles(headline(runs[0]))
+    columns = [dict(headline(run)) for run in runs]
+    table = _rows_of(columns)
+    return _table(["", *_names(runs)], table, label="Headline figures")
+
+
+def _names(runs: Sequence[RunRecords]) -> list[str]:
+    return [run.name for run in runs]
+
+
+def _rows_of(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Return a row for each key of some columns, in the order in which keys come first; a column
+    without the key has an empty cell.
+    """
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = []
+    for key in keys:
+        row = [key]
+        row += [column.get(key, "") for column in columns]
+        rows.append(row)
+    return rows
+
+
+def _tiles(figures: Sequence[tuple[str, str]]) -> str:
+    tiles = ""
+    for label, value in figures:
+        below = ""
+        if label != "duration":
+            # The unit, or the step, of a number stands below it.
+            value, _, below = value.partition(" ")
+        tiles += (
+            f"<div><dt>{text(label)}</dt><dd>{text(value)} <span>{text(below)}</span></dd></div>"
         )
-        tiles = (
-            f"<div><dt>{text(a)}</dt><dd>{text(b)} <span>{text(c)}</span></dd></div>"
-            for a, b, _, c in parts
-        )
-        return f'<dl class="tiles">{"".join(tiles)}</dl>'
-    labels = dict.fromkeys(label for rows in found for label, _ in rows)
-    table = [[label, *(dict(rows).get(label, "") for rows in found)] for label in labels]
-    return _table(["", *(run.name for run in runs)], table, label="Headline figures")
+    return f'<dl class="tiles">{tiles}</dl>'
 
 
 def figures(charts: Sequence[Chart]) -> str:
-    """Charts side by side, each with its data as a table."""
-    return f'<div class="charts">{"".join(map(_figure, charts))}</div>'
+    """Return charts side by side, each with its data as a table."""
+    content = "".join(_figure(chart) for chart in charts)
+    return f'<div class="charts">{content}</div>'
 
 
 def _figure(chart: Chart) -> str:
+    shape = ""
     drawings = chart.svg
     if chart.wide:
+        shape = " class=wide"
         drawings = f'<div class="small">{chart.svg}</div><div class="large">{chart.wide}</div>'
+    data = _table(chart.columns, chart.rows, label=f"Data of {chart.title}")
     if chart.note:
-        note = f'<p class="soft">{text(chart.note)}</p>'
-    else:
-        note = ""
-    table = _table(chart.columns, chart.rows, label=f"Data of {chart.title}")
+        data += f'<p class="soft">{text(chart.note)}</p>'
     return (
-        f'<figure{" class=wide" if chart.wide else ""} id="chart-{chart.slug}">{drawings}'
-        f"<details><summary>Data: {text(chart.title)}</summary>{table}{note}</details></figure>"
+        f'<figure{shape} id="chart-{chart.slug}">{drawings}'
+        f"<details><summary>Data: {text(chart.title)}</summary>{data}</details></figure>"
     )
 
 
 def _tables(runs: Sequence[RunRecords]) -> Iterator[tuple[str, str]]:
-    """Sections without charts."""
-    yield (
-        "Profile",
-        "".join(_heading(run, runs) + found for run in runs if (found := _profile(run))),
-    )
-    yield (
-        "Evaluation",
-        "".join(_heading(run, runs) + found for run in runs if (found := _evaluation(run))),
-    )
-    yield "Events", "".join(_heading(run, runs) + found for run in runs if (found := _events(run)))
-    yield "Config", (_differences(runs) if len(runs) > 1 else "") + "".join(map(_config, runs))
-    facts = [flat(run.environment) | flat(run.section("layout"), prefix="layout") for run in runs]
-    keys = dict.fromkeys(key for each in facts for key in each)
-    rows = [
-        [key, *(show_value(each[key]) if key in each else "" for each in facts)]
-        for key in list(keys)[:_MOST_ROWS]
-    ]
-    columns = ["", *(run.name if len(runs) > 1 else "value" for run in runs)]
-    yield "Environment", _table(columns, rows, label="Environment") if rows else ""
-
-
-def _heading(run: RunRecords, runs: Sequence[RunRecords]) -> str:
+    """Yield heading and HTML of the sections without charts; the HTML may be empty."""
+    yield "Profile", _for_each(runs, _profile)
+    yield "Evaluation", _for_each(runs, _evaluation)
+    yield "Events", _for_each(runs, _events)
+    configs = "".join(_config(run) for run in runs)
     if len(runs) > 1:
-        return f"<h3>{text(run.name)}</h3>"
-    return ""
+        configs = _differences(runs) + configs
+    yield "Config", configs
+    yield "Environment", _environment(runs)
+
+
+def _for_each(runs: Sequence[RunRecords], content_of: Callable[[RunRecords], str]) -> str:
+    """Return the content of each run that has some, below its name if there are several runs."""
+    parts = []
+    for run in runs:
+        content = content_of(run)
+        if content and len(runs) > 1:
+            parts.append(f"<h3>{text(run.name)}</h3>")
+        parts.append(content)
+    return "".join(parts)
+
+
+def _environment(runs: Sequence[RunRecords]) -> str:
+    columns = []
+    for run in runs:
+        facts = flat(run.environment) | flat(run.section("layout"), prefix="layout")
+        columns.append({key: show_value(value) for key, value in facts.items()})
+    rows = _rows_of(columns)[:_MOST_ROWS]
+    if not rows:
+        return ""
+    headings = _names(runs) if len(runs) > 1 else ["value"]
+    return _table(["", *headings], rows, label="Environment")
 
 
 def _profile(run: RunRecords) -> str:
-    tables = tables_of(run.profile)
-    return "".join(
-        f"<h3>{text(title)}</h3>{_table(cols, rows, label=title, is_tall=True)}"
-        for title, cols, rows in tables
-    )
+    content = ""
+    for title, columns, rows in tables_of(run.profile):
+        content += f"<h3>{text(title)}</h3>{_table(columns, rows, label=title, is_tall=True)}"
+    return content
 
 
 def _evaluation(run: RunRecords) -> str:
-    """A row for each evaluation, the best of every metric marked; of very many, those at even
-    distances.
+    """Return a row for each evaluation, the best of every metric marked; of very many evaluations,
+    rows at even distances.
     """
-    found = {
-        name: each
-        for name, each in sorted(run.metrics.items())
-        if name.startswith("eval/") and each.finite
-    }
-    if not found:
+    metrics = {}
+    for name, series in sorted(run.metrics.items()):
+        if name.startswith("eval/") and series.finite:
+            metrics[name] = series
+    if not metrics:
         return ""
-    bests = {name: best(name, each)[0] for name, each in found.items()}
-    at = {name: dict(zip(each.steps, each.values, strict=True)) for name, each in found.items()}
-    steps = sorted({step for each in found.values() for step in each.steps})
+    best_step = {name: best(name, series)[0] for name, series in metrics.items()}
+    steps = sorted({step for series in metrics.values() for step in series.steps})
     stride = -(-len(steps) // _MOST_ROWS)
-    rows = [
-        [f"{step:,}", *(_marked(at[name].get(step), is_best=bests[name] == step) for name in found)]
-        for step in sorted({*steps[::-1][::stride], *bests.values()})
-    ]
-    return _table(["step", *found], rows, label="Evaluation", is_tall=True)
+    shown = set(steps[::-1][::stride]) | set(best_step.values())
+    columns = [dict(zip(evals.steps, evals.values, strict=True)) for evals in metrics.values()]
+    rows = []
+    for step in sorted(shown):
+        row = [f"{step:,}"]
+        for name, values in zip(metrics, columns, strict=True):
+            row.append(_marked(values.get(step), is_best=best_step[name] == step))
+        rows.append(row)
+    return _table(["step", *metrics], rows, label="Evaluation", is_tall=True)
 
 
 def _marked(value: float | None, *, is_best: bool) -> str:
     if value is None:
         return ""
-    return number(value) + (" (best)" if is_best else "")
+    if is_best:
+        return f"{number(value)} (best)"
+    return number(value)
 
 
 def _events(run: RunRecords) -> str:
-    """Events in their order, or what metrics and folder know of them, and the warnings."""
-    rows = [
-        [
-            moment(event.get("time_seconds", float("nan"))),
-            str(event.get("step", "")),
-            event["kind"],
-            "" if "seconds" not in event else f"{number(event['seconds'])} s",
-            _shortened(_details(event)),
-        ]
-        for event in run.events
-    ]
+    """Return the events in their order, or what metrics and folder show of them, and the
+    warnings.
+    """
+    rows = [_event_row(event) for event in run.events] or _rows_of_marks(run)
+    notes = []
+    if len(rows) > _MOST_ROWS:
+        notes.append(f"{len(rows) - _MOST_ROWS:,} events in between are left out")
+        rows = rows[: _MOST_ROWS // 2] + rows[-_MOST_ROWS // 2 :]
+    known = set()
+    for event in run.happened("warning", "straggler"):
+        known.add(str(event.get("text", event.get("message", ""))))
+    warnings = [_shortened(warning) for warning in run.warnings if warning not in known]
+    notes += [f"warning: {warning}" for warning in warnings[:_MOST_WARNINGS]]
+    if len(warnings) > _MOST_WARNINGS:
+        notes.append(f"{len(warnings) - _MOST_WARNINGS} more warnings")
+    content = ""
+    if rows:
+        columns = ["time (UTC)", "step", "event", "duration", "details"]
+        content = _table(columns, rows, label="Events", is_tall=True)
+    return content + _list(notes)
+
+
+def _event_row(event: Mapping[str, Any]) -> list[str]:
+    spent = ""
+    if "seconds" in event:
+        spent = f"{number(event['seconds'])} s"
+    stamp = event.get("time_seconds", float("nan"))
+    details = _shortened(_details(event))
+    return [moment(stamp), str(event.get("step", "")), event["kind"], spent, details]
+
+
+def _rows_of_marks(run: RunRecords) -> list[list[str]]:
     names = {
         "save": "checkpoint",
         "skip": "skipped step",
         "restart": "restart",
         "back": "roll back",
     }
-    if not rows:
-        marks = sorted(marks_of(run), key=lambda mark: mark.step)
-        rows = [["", f"{mark.step:,}", names[mark.kind], "", ""] for mark in marks]
-    known = {
-        str(event.get("text", event.get("message", "")))
-        for event in run.happened("warning", "straggler")
-    }
-    warnings = [_shortened(warning) for warning in run.warnings if warning not in known]
-    if len(rows) > _MOST_ROWS:
-        left_out = f"{len(rows) - _MOST_ROWS:,} events in between are left out"
-    else:
-        left_out = ""
-    if not left_out:
-        rows = rows
-    else:
-        rows = [*rows[: _MOST_ROWS // 2], *rows[-_MOST_ROWS // 2 :]]
-    columns = ["time (UTC)", "step", "event", "duration", "details"]
-    if rows:
-        table = _table(columns, rows, label="Events", is_tall=True)
-    else:
-        table = ""
-    listed = [left_out] if left_out else []
-    listed += [f"warning: {warning}" for warning in warnings[:_MOST_WARNINGS]]
-    listed += (
-        [f"{len(warnings) - _MOST_WARNINGS} more warnings"]
-        if len(warnings) > _MOST_WARNINGS
-        else []
-    )
-    return table + _list(listed)
+    marks = sorted(marks_of(run), key=lambda mark: mark.step)
+    return [["", f"{mark.step:,}", names[mark.kind], "", ""] for mark in marks]
 
 
 def _details(event: Mapping[str, Any]) -> str:
-    shown = {
-        key: value
-        for key, value in event.items()
-        if key not in ("time_seconds", "step", "kind", "seconds")
-    }
-    return ", ".join(f"{key}: {show_value(value)}" for key, value in list(shown.items())[:20])
+    details = []
+    for key, value in event.items():
+        if key not in ("time_seconds", "step", "kind", "seconds"):
+            details.append(f"{key}: {show_value(value)}")
+    return ", ".join(details[:20])
 
 
 def _shortened(words: str) -> str:
-    if len(words) <= _LONGEST_TEXT:
-        return words
-    return words[: _LONGEST_TEXT - 3] + "..."
+    return _cut(words, _LONGEST_TEXT)
 
 
 def _differences(runs: Sequence[RunRecords]) -> str:
-    """Keys of the configs whose values differ between the runs."""
-    found = [flat(run.config) for run in runs]
-    keys = dict.fromkeys(key for each in found for key in each)
-    rows = [
-        [key, *(show_value(each[key]) if key in each else "" for each in found)] for key in keys
-    ]
-    rows = [row for row in rows if len(set(row[1:])) > 1]
+    """Return the keys of the configs that differ between the runs, with their values."""
+    columns = []
+    for run in runs:
+        columns.append({key: show_value(value) for key, value in flat(run.config).items()})
+    rows = [row for row in _rows_of(columns) if len(set(row[1:])) > 1]
     if not rows:
         return "<p>The configs are equal.</p>"
-    return "<p>What differs between the configs:</p>" + _table(
-        ["key", *(run.name for run in runs)], rows[:_MOST_ROWS], label="Differences"
-    )
+    table = _table(["key", *_names(runs)], rows[:_MOST_ROWS], label="Differences")
+    return "<p>What differs between the configs:</p>" + table
 
 
 def _config(run: RunRecords) -> str:
@@ -377,11 +417,9 @@ def _config(run: RunRecords) -> str:
     except OSError:
         return ""
     words = content.decode("utf-8", "replace")
-    if len(content) <= _LONGEST_CONFIG:
-        words = words
-    else:
+    if len(content) > _LONGEST_CONFIG:
         words = words[:_LONGEST_CONFIG] + "\n... (cut off)"
-    lines = "\n".join(map(text, words.splitlines()))
+    lines = "\n".join(text(line) for line in words.splitlines())
     place = _scroll(f"<pre>{lines}</pre>", f"config.yaml of {run.name}", is_tall=True)
     return (
         f"<details><summary>config.yaml of {text(run.name)}, with every "
@@ -392,17 +430,8 @@ def _config(run: RunRecords) -> str:
 def _table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, is_tall: bool = False
 ) -> str:
-    def row_of(cells: Sequence[str], scope: str) -> str:
-        if cells[0]:
-            first = f'<th scope="{scope}">{text(cells[0])}</th>'
-        else:
-            first = "<td></td>"
-        name = "th scope=col" if scope == "col" else "td"
-        rest = (f"<{name}{_class(cell)}>{text(cell)}</{name[:2]}>" for cell in cells[1:])
-        return f"<tr>{first}{''.join(rest)}</tr>"
-
-    head = row_of(columns, "col")
-    body = "".join(row_of(row, "row") for row in rows)
+    head = _row(columns, scope="col", tag="th", attributes=" scope=col")
+    body = "".join(_row(row, scope="row", tag="td") for row in rows)
     return _scroll(
         f"<table><thead>{head}</thead><tbody>{body}</tbody></table>", label, is_tall=is_tall
     )
@@ -411,10 +440,15 @@ def _table(
 table: Final = _table  # for pages of other things than runs
 
 
-def _class(cell: str) -> str:
-    if cell.endswith(" (best)"):
-        return ' class="best"'
-    return ""
+def _row(cells: Sequence[str], *, scope: str, tag: str, attributes: str = "") -> str:
+    """Return a row; its first cell is a heading of the row, or of the column."""
+    row = "<td></td>"
+    if cells[0]:
+        row = f'<th scope="{scope}">{text(cells[0])}</th>'
+    for cell in cells[1:]:
+        style = ' class="best"' if cell.endswith(" (best)") else ""
+        row += f"<{tag}{attributes}{style}>{text(cell)}</{tag}>"
+    return f"<tr>{row}</tr>"
 
 
 def _scroll(content: str, label: str, *, is_tall: bool = False) -> str:
@@ -430,7 +464,3 @@ def _list(lines: Sequence[str]) -> str:
     if items:
         return f"<ul>{items}</ul>"
     return ""
-
-
-def _anchor(name: str) -> str:
-    return name.lower().replace(" ", "-")
