@@ -28,39 +28,45 @@ COLUMNS: Final = (
 
 def speed_chart(variants: Sequence[Variant]) -> Chart | None:
     """Draw the median of every variant that ran as a bar, with its quartiles and every window; None
-    where none ran.
+    if none ran.
     """
-    ran = [each for each in variants if each.windows]
-    bars = [(each.name, [("median", each.quartiles[1])]) for each in ran]
-    spans = [(each.quartiles[0], each.quartiles[2], each.windows) for each in ran]
+    bars = []
+    spans = []
+    for variant in variants:
+        if variant.windows:
+            low, middle, high = variant.quartiles
+            bars.append((variant.name, [("median", middle)]))
+            spans.append((low, high, variant.windows))
     chart = bar_chart("bench", "Samples per second", "samples/s: more is better", bars, spans=spans)
-    return chart and replace(chart, columns=COLUMNS, rows=rows_of(variants))
+    if chart is None:
+        return None
+    return replace(chart, columns=COLUMNS, rows=rows_of(variants))
 
 
 def rows_of(variants: Sequence[Variant]) -> list[list[str]]:
-    """Rows of a table with `COLUMNS`, one for each variant."""
-    return [
-        _row(each) if each.windows else [each.name, each.failure, *[""] * 6] for each in variants
-    ]
+    """Return the rows of a table with `COLUMNS`, one for each variant."""
+    return [_row(variant) for variant in variants]
 
 
 def _row(variant: Variant) -> list[str]:
-    mean, (low, middle, high), busy = variant.means(), variant.quartiles, variant.busy_cores
-    memory = mean.get("memory/device_peak_bytes", mean.get("memory/host_peak_bytes", 0.0))
+    if not variant.windows:
+        return [variant.name, variant.failure, "", "", "", "", "", ""]
+    mean = variant.means()
+    low, middle, high = variant.quartiles
     tokens = mean.get("throughput/tokens_per_sec")
+    memory = mean.get("memory/device_peak_bytes", mean.get("memory/host_peak_bytes", 0.0))
+    busy = ""
+    if variant.busy_cores:
+        busy = f"{min(variant.busy_cores):.1f} to {max(variant.busy_cores):.1f} cores"
     return [
-        *(
-            variant.name,
-            number(middle),
-            f"{number(low)} to {number(high)}",
-            number(tokens) if tokens else "",
-        ),
-        *(
-            f"{number(mean['time/step_ms'])} ms",
-            size(memory),
-            " + ".join(str(len(start)) for start in variant.rounds),
-        ),
-        f"{min(busy):.1f} to {max(busy):.1f} cores" if busy else "",
+        variant.name,
+        number(middle),
+        f"{number(low)} to {number(high)}",
+        number(tokens) if tokens else "",
+        f"{number(mean['time/step_ms'])} ms",
+        size(memory),
+        " + ".join(str(len(start)) for start in variant.rounds),
+        busy,
     ]
 
 
@@ -71,19 +77,28 @@ def bench_page(
     notes: Sequence[str],
     environment: Mapping[str, Any],
 ) -> str:
-    """Make the page: what is faster, in sentences, and how that was found, in notes; charts, table,
-    environment.
+    """Make the page of a bench.
+
+    Args:
+        title: heading of the page.
+        variants: what was measured.
+        sentences: which variant is faster.
+        notes: how that was found.
+        environment: versions and devices.
     """
     verdict = "".join(f"<p><strong>{text(line)}.</strong></p>" for line in sentences)
     verdict += "".join(f"<p>{text(note)}.</p>" for note in notes)
-    splits = step_bars([(each.name, time_split(each.means())) for each in variants if each.windows])
-    settings = [
-        [each.name, each.settings, str(each.plan.cluster), str(each.plan.layout)]
-        for each in variants
-    ]
+    splits = []
+    settings = []
+    for variant in variants:
+        plan = variant.plan
+        settings.append([variant.name, variant.settings, str(plan.cluster), str(plan.layout)])
+        if variant.windows:
+            splits.append((variant.name, time_split(variant.means())))
+    charts = [chart for chart in (speed_chart(variants), step_bars(splits)) if chart]
     facts = [[key, show_value(value)] for key, value in flat(environment).items()]
     sections = [
-        ("Speed", figures([chart for chart in (speed_chart(variants), splits) if chart])),
+        ("Speed", figures(charts)),
         ("Figures", table(COLUMNS, rows_of(variants), label="Figures")),
         ("Variants", table(("", "settings", "devices", "samples"), settings, label="Variants")),
         ("Environment", table(("", "value"), facts, label="Environment")),

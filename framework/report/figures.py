@@ -19,49 +19,68 @@ PHASE_NAMES: Final[Mapping[str, str]] = {
     "copy": "copy to device",
     "not timed": "not timed in parts",
 }
-# Of a metric that falls while a model improves, by its last word; of all others more is better.
+# Last words of the names of metrics that fall while a model improves; of all others more is better.
 _LESS_IS_BETTER: Final = ("loss", "perplexity", "error", "mae", "mse", "rmse", "wer", "cer")
 
 
 def weights(series: Series) -> list[float]:
-    """Steps that each point of a series stands for: those since the point before."""
-    return list(map(float.__sub__, map(float, series.steps), map(float, [0, *series.steps[:-1]])))
+    """Return for each point of a series the steps that it stands for: all since the point before."""
+    counts = []
+    before = 0
+    for step in series.steps:
+        counts.append(float(step) - float(before))
+        before = step
+    return counts
 
 
 def means(run: RunRecords) -> Mapping[str, float]:
-    """Mean of every time, throughput and memory metric per step, without the first interval where
-    there are others: it pays for warm-up. Parts of a step keep adding up to the whole, which
-    medians would not.
+    """Return the mean per step of every time and throughput metric, and the peak of every memory
+    metric.
+
+    The first interval pays for warm-up and is left out if there are others. Parts of a step keep
+    adding up to the step's time, which medians would not.
     """
-    if run.means:  # of a long run they take a second, and a page asks for them often
+    if run.means:  # of a long run they take a second, and a page needs them often
         return run.means
-    found = run.means
     for name, series in run.metrics.items():
+        mean = None
         if name.startswith(("time/", "throughput/", "ranks/")):
-            pairs = list(zip(weights(series), series.values, strict=True))
-            pairs = [
-                (weight, value) for weight, value in pairs[1:] or pairs if math.isfinite(value)
-            ]
-            total = sum(weight for weight, _ in pairs)
-            if total:
-                # A rate is averaged over time, of which slow intervals take more.
-                if name.endswith("_per_sec") and all(value > 0 for _, value in pairs):
-                    found[name] = total / sum(weight / value for weight, value in pairs)
-                else:
-                    found[name] = sum(weight * value for weight, value in pairs) / total
-        elif name.startswith("memory/") and (values := series.finite):
-            found[name] = max(value for _, value in values)
-    return found
+            mean = _mean(series, is_rate=name.endswith("_per_sec"))
+        elif name.startswith("memory/") and series.finite:
+            mean = max(value for _, value in series.finite)
+        if mean is not None:
+            run.means[name] = mean
+    return run.means
 
 
-def time_split(found: Mapping[str, float]) -> dict[str, float]:
-    """Parts of a mean step in milliseconds, in the order of a step; what no metric covers is ``not
-    timed``.
+def _mean(series: Series, *, is_rate: bool) -> float | None:
+    """Return the mean of a metric over steps; None without a finite value."""
+    pairs = list(zip(weights(series), series.values, strict=True))
+    pairs = pairs[1:] or pairs
+    pairs = [(weight, value) for weight, value in pairs if math.isfinite(value)]
+    total = sum(weight for weight, _ in pairs)
+    if not total:
+        return None
+    # A rate is averaged over time: slow intervals take more of it.
+    if is_rate and all(value > 0 for _, value in pairs):
+        return total / sum(weight / value for weight, value in pairs)
+    return sum(weight * value for weight, value in pairs) / total
+
+
+def time_split(means: Mapping[str, float]) -> dict[str, float]:
+    """Return the parts of a mean step in milliseconds, in the order of a step; time without a
+    metric is ``not timed``.
     """
-    parts = {phase: found[f"time/{phase}_ms"] for phase in PHASES if f"time/{phase}_ms" in found}
-    rest = found.get("time/step_ms", 0.0) - sum(parts.values())
+    parts = {}
+    for phase in PHASES:
+        if f"time/{phase}_ms" in means:
+            parts[phase] = means[f"time/{phase}_ms"]
+    step = means.get("time/step_ms", 0.0)
+    rest = step - sum(parts.values())
     # Less is what rounding leaves of parts that were timed.
-    return parts | ({"not timed": rest} if rest > 0.02 * found.get("time/step_ms", 0.0) else {})
+    if rest > 0.02 * step:
+        parts["not timed"] = rest
+    return parts
 
 
 def verdict_of(run: RunRecords) -> Verdict:
@@ -78,17 +97,19 @@ def verdict_of(run: RunRecords) -> Verdict:
 
 
 def _saving_share(run: RunRecords) -> float:
-    """Part of the time for steps and saves that saves take; 0 where no event tells of them."""
-    found = goodput(run)
-    parts = found.parts if found else {}
+    """Return the share of saves in the time of steps and saves; 0 if no event records a save."""
+    attributed = goodput(run)
+    if attributed is None:
+        return 0.0
+    parts = attributed.parts
     saving = parts.get("saving", 0.0)
-    if saving:
-        return saving / (saving + parts.get("training", 0.0) + parts.get("waiting for data", 0.0))
-    return 0.0
+    if not saving:
+        return 0.0
+    return saving / (saving + parts.get("training", 0.0) + parts.get("waiting for data", 0.0))
 
 
 def device_bytes(run: RunRecords) -> float | None:
-    """Memory of one device; None where the run did not record it."""
+    """Return the memory of one device; None if the run did not record it."""
     values = run.metrics.get("memory/device_total_bytes", Series()).finite
     known = values[-1][1] if values else run.environment.get("device_memory_bytes")
     if isinstance(known, int | float) and known > 0:
@@ -97,30 +118,31 @@ def device_bytes(run: RunRecords) -> float | None:
 
 
 def total_steps(run: RunRecords) -> int:
-    """Steps that were planned; 0 where that is not known."""
+    """Return the number of steps that were planned; 0 if that is not known."""
     return _count(run.section("length").get("total_steps"), least=0)
 
 
 def is_finished(run: RunRecords) -> bool:
     """Check whether the run has reached its last step, or was ended early by a callback."""
-    last = run.happened("start", "resume", "end")[-1:]
-    has_ended = any(
-        event["kind"] == "end" and event.get("is_finished", "error" not in event) for event in last
-    )
-    return has_ended or 0 < total_steps(run) <= run.last_step
+    if 0 < total_steps(run) <= run.last_step:
+        return True
+    events = run.happened("start", "resume", "end")
+    if not events or events[-1]["kind"] != "end":
+        return False
+    return bool(events[-1].get("is_finished", "error" not in events[-1]))
 
 
 def state(run: RunRecords) -> str:
-    """How far the run has come, and how it ended, in a few words."""
+    """Return how far the run has come, and how it ended, in a few words."""
     steps = run.last_step
     planned = total_steps(run)
-    if planned:
-        reached = f"{steps:,} of {planned:,} steps"
-    else:
-        reached = f"{steps:,} steps"
     if is_finished(run):
         return f"finished after {steps:,} steps"
-    if [event["kind"] for event in run.happened("start", "resume", "stop")[-1:]] == ["stop"]:
+    reached = f"{steps:,} steps"
+    if planned:
+        reached = f"{steps:,} of {planned:,} steps"
+    events = run.happened("start", "resume", "stop")
+    if events and events[-1]["kind"] == "stop":
         return f"stopped on request after {reached}"
     if run.last_error:
         return f"ended by an error after {reached}"
@@ -128,92 +150,111 @@ def state(run: RunRecords) -> str:
 
 
 def seconds(run: RunRecords) -> float:
-    """Time from the first event or the begin of the first logged interval to the last record,
-    without breaks.
+    """Return the time from the first event or the begin of the first logged interval to the last
+    record, without breaks.
     """
-    found = goodput(run)
-    return found.total if found else 0.0
+    attributed = goodput(run)
+    return attributed.total if attributed else 0.0
 
 
-def goodput_line(found: Goodput) -> str:
-    """Goodput and what the rest of the time went to, the most first, in a line; less than a
-    hundredth is left out.
+def goodput_line(attributed: Goodput) -> str:
+    """Return a line with goodput and the rest of the time by what it was spent on, the most first;
+    less than a hundredth is left out.
     """
-    parts = sorted(found.parts.items(), key=lambda part: -part[1])
-    shown = [
-        f"{name} {duration(value)}" + (f" ({found.restarts})" if name == "between restarts" else "")
-        for name, value in parts
-        if value >= 0.01 * found.total
-    ]
-    return f"{found.share:.1%} of {duration(found.total)}: {', '.join(shown)}"
+    total = attributed.total
+    shown = []
+    for name, value in sorted(attributed.parts.items(), key=lambda part: -part[1]):
+        if value >= 0.01 * total:
+            text = f"{name} {duration(value)}"
+            if name == "between restarts":
+                text += f" ({attributed.restarts})"
+            shown.append(text)
+    return f"{attributed.share:.1%} of {duration(total)}: {', '.join(shown)}"
 
 
 def headline(run: RunRecords) -> list[tuple[str, str]]:
-    """Figures for the top of the page: label and text."""
+    """Return the figures for the top of the page: label and text."""
+    rows = _progress(run)
+    rows += _speed(run)
     mean = means(run)
-    last = {name: points[-1] for name, each in run.metrics.items() if (points := each.finite)}
+    if "memory/device_peak_bytes" in mean:
+        rows.append(("peak device memory", size(mean["memory/device_peak_bytes"])))
+    if "memory/host_peak_bytes" in mean:
+        rows.append(("peak host memory", size(mean["memory/host_peak_bytes"])))
+    attributed = goodput(run)
+    if attributed is not None:
+        rows.append(("goodput", f"{attributed.share:.1%}"))
+    return rows
+
+
+def _progress(run: RunRecords) -> list[tuple[str, str]]:
+    """Return how far the run has come, and its losses and best evaluations."""
+    steps = f"{run.last_step:,}"
     planned = total_steps(run)
-    rows = [
-        ("steps", f"{run.last_step:,}" + (f" of {planned:,}" if planned > run.last_step else ""))
-    ]
-    epochs = run.epochs.finite
-    if epochs:
-        rows.append(("epochs", f"{epochs[-1][1]:.4g}"))
+    if planned > run.last_step:
+        steps += f" of {planned:,}"
+    rows = [("steps", steps)]
+    if run.epochs.finite:
+        rows.append(("epochs", f"{run.epochs.finite[-1][1]:.4g}"))
     spent = seconds(run)
     if spent:
         rows.append(("duration", duration(spent)))
-    if "train/loss" in last:
-        rows.append(("last train/loss", number(last["train/loss"][1])))
-    for name in sorted(run.metrics):
-        if name.startswith("eval/") and name in last:
-            step, value = best(name, run.metrics[name])
+    loss = run.metrics.get("train/loss", Series()).finite
+    if loss:
+        rows.append(("last train/loss", number(loss[-1][1])))
+    for name, series in sorted(run.metrics.items()):
+        if name.startswith("eval/") and series.finite:
+            step, value = best(name, series)
             rows.append((f"best {name}", f"{number(value)} at step {step:,}"))
-    rates = {
-        "tokens_per_sec": "tokens/s",
-        "samples_per_sec": "samples/s",
-        "tflops": "TFLOP/s per device",
-    }
-    for name, unit in rates.items():
-        if f"throughput/{name}" in mean:
-            rows.append(
-                (
-                    name.replace("_per_sec", " per second"),
-                    f"{number(mean[f'throughput/{name}'])} {unit}",
-                )
-            )
+    return rows
+
+
+def _speed(run: RunRecords) -> list[tuple[str, str]]:
+    """Return rates, the time of a step, and the slowest rank."""
+    mean = means(run)
+    rows = []
+    for name, label, unit in (
+        ("throughput/tokens_per_sec", "tokens per second", "tokens/s"),
+        ("throughput/samples_per_sec", "samples per second", "samples/s"),
+        ("throughput/tflops", "tflops", "TFLOP/s per device"),
+    ):
+        if name in mean:
+            rows.append((label, f"{number(mean[name])} {unit}"))
     if "throughput/mfu" in mean:
         rows.append(("MFU", f"{mean['throughput/mfu']:.1%}"))
     if "time/step_ms" in mean:
         rows.append(("mean step", f"{number(mean['time/step_ms'])} ms"))
     factor = mean.get("ranks/slowest_factor", 0.0)
     if factor >= SLOW_RANK:
-        rows.append(
-            ("slowest rank", f"{last['ranks/slowest'][1]:.0f} works {factor:.2f} times as long")
-        )
-    for name, label in (
-        ("memory/device_peak_bytes", "device memory"),
-        ("memory/host_peak_bytes", "host memory"),
-    ):
-        if name in mean:
-            rows.append((f"peak {label}", size(mean[name])))
-    found = goodput(run)
-    if found is not None:
-        rows.append(("goodput", f"{found.share:.1%}"))
+        _, rank = run.metrics["ranks/slowest"].finite[-1]
+        rows.append(("slowest rank", f"{rank:.0f} works {factor:.2f} times as long"))
     return rows
 
 
 def best(name: str, series: Series) -> tuple[int, float]:
-    """The best point of a metric that has one."""
-    less = name.rpartition("/")[2].lower().endswith(_LESS_IS_BETTER)
-    return (min if less else max)(series.finite, key=lambda point: point[1])
+    """Return the best finite point of a metric: step and value."""
+    word = name.rpartition("/")[2].lower()
+    if word.endswith(_LESS_IS_BETTER):
+        return min(series.finite, key=lambda point: point[1])
+    return max(series.finite, key=lambda point: point[1])
 
 
 def summary(run: RunRecords) -> dict[str, Any]:
-    """Everything as plain values, for ``--json``."""
+    """Return everything as plain values, for ``--json``."""
     verdict = verdict_of(run)
-    found = goodput(run)
     mean = means(run)
-    finite = {name: points for name, each in run.metrics.items() if (points := each.finite)}
+    last_values = {}
+    best_points = {}
+    for name, series in run.metrics.items():
+        if series.finite:
+            last_values[name] = series.finite[-1][1]
+            if name.startswith("eval/"):
+                step, value = best(name, series)
+                best_points[name] = {"step": step, "value": value}
+    goodput_values = None
+    attributed = goodput(run)
+    if attributed is not None:
+        goodput_values = {"share": attributed.share, "seconds": dict(attributed.parts)}
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -226,22 +267,18 @@ def summary(run: RunRecords) -> dict[str, Any]:
             "advice": verdict.advice,
             "share": verdict.share,
         },
-        "last": {name: points[-1][1] for name, points in finite.items()},
-        "best": {
-            name: dict(zip(("step", "value"), best(name, run.metrics[name]), strict=True))
-            for name in finite
-            if name.startswith("eval/")
-        },
+        "last": last_values,
+        "best": best_points,
         "mean": mean,
         "time_split_ms": time_split(mean),
-        "goodput": None if found is None else {"share": found.share, "seconds": dict(found.parts)},
+        "goodput": goodput_values,
         "warnings": run.warnings,
         "notes": run.notes,
     }
 
 
 def number(value: float) -> str:
-    """A number with four digits that count."""
+    """Write a number with four significant digits."""
     if not math.isfinite(value):
         return "NaN"
     if 1000 <= abs(value) < 1e9:
@@ -250,7 +287,7 @@ def number(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in a unit that fits."""
+    """Write bytes in a unit that fits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.4g} {unit}"
@@ -259,7 +296,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(spent: float) -> str:
-    """Seconds as a person says them."""
+    """Write seconds in the units that a person reads."""
     if spent < 60:
         return f"{spent:.3g} s"
     minutes, rest = divmod(round(spent), 60)
@@ -270,7 +307,7 @@ def duration(spent: float) -> str:
 
 
 def moment(stamp: float) -> str:
-    """A Unix time in UTC; empty where it is none."""
+    """Write a Unix time in UTC; empty if it is no time."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(stamp))
     except (OverflowError, ValueError, OSError):

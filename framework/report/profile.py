@@ -20,8 +20,8 @@ Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 
 def timeline_of(ranks: Sequence[Mapping[str, Any]], *, slug: str, run: str) -> Chart | None:
-    """Draw the last step that all ranks have traced, a row for each; None where there is none.
-    `slug` is the name of its file, and its title begins with `run`.
+    """Draw the last step that all ranks have traced, a row for each rank; None if there is no such
+    step. `slug` is the name of its file, and its title begins with `run`.
     """
     try:
         rows, step = _timeline(ranks)
@@ -34,38 +34,34 @@ def timeline_of(ranks: Sequence[Mapping[str, Any]], *, slug: str, run: str) -> C
 
 
 def _timeline(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[Any]]], int]:
-    if ranks:
-        steps = set.intersection(*(set(rank.get("steps", ())) for rank in ranks))
-    else:
-        steps = set()
-    step = max(steps, default=0)
-    rows = list[tuple[str, list[Any]]]()
-    for rank in ranks if steps else ():
+    """Return the rows of the last step that all ranks have traced, and the step."""
+    if not ranks:
+        return [], 0
+    steps = set.intersection(*(set(rank.get("steps", ())) for rank in ranks))
+    if not steps:
+        return [], 0
+    step = max(steps)
+    rows = []
+    for rank in ranks:
+        label = f"rank {rank['rank']}"
+        if any(other["stage"] for other in ranks):
+            label += f", stage {rank['stage']}"
         began = 1000.0 * rank["began_seconds"]
         parts = [part for part in rank["timeline"] if part["step"] == step]
-        if any(each["stage"] for each in ranks):
-            stage = f", stage {rank['stage']}"
-        else:
-            stage = ""
-        bars = [
-            (
-                began + part["at_ms"],
-                part["ms"],
-                PHASE_NAMES.get(part["phase"], part["phase"]),
-                part["micro_batch"],
-            )
-            for part in parts[: _MOST_INTERVALS // len(ranks)]
-        ]
-        rows.append((f"rank {rank['rank']}{stage}", bars))
+        bars = []
+        for part in parts[: _MOST_INTERVALS // len(ranks)]:
+            phase = PHASE_NAMES.get(part["phase"], part["phase"])
+            bars.append((began + part["at_ms"], part["ms"], phase, part["micro_batch"]))
+        rows.append((label, bars))
     return rows, step
 
 
 def tables_of(ranks: Sequence[Mapping[str, Any]]) -> list[Table]:
     """Make the tables of the profiled steps: of rank 0, and the modules of every stage."""
-    try:
-        if ranks:
-            return list(_tables(ranks))
+    if not ranks:
         return []
+    try:
+        return list(_tables(ranks))
     except _DAMAGED:
         return [("Damaged", ["file"], [["profile/tables*.json"]])]
 
@@ -87,41 +83,43 @@ def _tables(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
         )
         if rows:
             yield f"{title}, rank 0", ["kind", "count", "bytes", "time", "bandwidth"], rows
+    stages = []
     for rank in ranks:
-        is_new_stage = all(
-            rank is each or rank["stage"] != each["stage"] for each in ranks[: ranks.index(rank)]
-        )
-        modules = sorted(rank.get("modules", ()), key=lambda row: row["depth"])[:_MOST_ROWS]
-        if is_new_stage:
-            modules = [row for row in rank.get("modules", ()) if row in modules]
-        else:
-            modules = []
-        rows = _rows(
-            modules, name=str, kind=str, ms=_ms, flops=number, params=number, kept_bytes=size
-        )
-        if rows:
-            rows = [[row[0] or "(all)", *row[1:]] for row in rows]
+        rows = _module_rows(rank)
+        if rows and rank["stage"] not in stages:
+            where = f"rank {rank['rank']}, stage {rank['stage']}, step {measured}"
             columns = ["module", "kind", "time", "FLOPs", "parameters", "kept for backward"]
-            yield (
-                f"Modules, per forward pass (rank {rank['rank']}, stage {rank['stage']}, step "
-                f"{measured})",
-                columns,
-                rows,
-            )
+            yield f"Modules, per forward pass ({where})", columns, rows
+        stages.append(rank["stage"])
     timers = first.get("timers")
     if timers:
         rows = [[name, _ms(value)] for name, value in timers.items()]
         yield f"DeepSpeed's timers (rank 0, step {measured})", ["timer", "time"], rows
 
 
+def _module_rows(rank: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of the outermost modules of a rank, in the model's order."""
+    modules = rank.get("modules", ())
+    outermost = sorted(modules, key=lambda row: row["depth"])[:_MOST_ROWS]
+    shown = [row for row in modules if row in outermost]
+    rows = _rows(shown, name=str, kind=str, ms=_ms, flops=number, params=number, kept_bytes=size)
+    for row in rows:
+        row[0] = row[0] or "(all)"
+    return rows
+
+
 _LOGGED: Final = "Sent by DeepSpeed, which waits for each (step {})"
 
 
-def _rows(found: Any, **columns: Callable[[Any], str]) -> list[list[str]]:
-    return [
-        ["unknown" if row.get(name) is None else show(row[name]) for name, show in columns.items()]
-        for row in found or ()
-    ]
+def _rows(entries: Any, **columns: Callable[[Any], str]) -> list[list[str]]:
+    """Return a row for each entry, its values written by the columns' functions."""
+    rows = []
+    for entry in entries or ():
+        row = []
+        for name, show in columns.items():
+            row.append("unknown" if entry.get(name) is None else show(entry[name]))
+        rows.append(row)
+    return rows
 
 
 def _ms(value: float) -> str:

@@ -1,5 +1,5 @@
 """Records of a run: its folder, read for a report. A run that was killed, is old or trains at this
-moment leaves files out or half written: what can be read is read, and a note says what could not.
+moment leaves files out or half written: what can be read is read, and a note names the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,9 +44,10 @@ class ReadPosition:
     """How far a file was read: it grows while a run trains.
 
     Attributes:
-        number, num_bytes: of the file, and of the lines that were read.
-        end: the last bytes of those, by which it is seen that they are still there.
-        num_lines, num_broken: lines, and those that are damaged.
+        number: inode number of the file.
+        num_bytes: bytes of the lines that were read.
+        end: their last bytes, which show whether the lines are still there.
+        num_lines, num_broken: lines, and how many of them are damaged.
     """
 
     number: int = 0
@@ -57,7 +59,7 @@ class ReadPosition:
 
 @dataclass(eq=False)
 class RunRecords:
-    """Everything a report needs of one run folder.
+    """Contents of one run folder, as a report needs them.
 
     Attributes:
         folder: where it is.
@@ -65,15 +67,15 @@ class RunRecords:
         clock, epochs: Unix time, and passes over the data, of every logged point.
         events: of ``events.jsonl``, in order; each has ``kind`` and, unless they were lost,
             ``step`` and ``time_seconds`` as numbers.
-        config, plan, environment: those files; empty where there is none.
-        saved_steps: steps whose checkpoints are in the folder.
-        warnings: what ranks logged as warnings, each once.
-        last_error: the last line that rank 0 logged as an error; empty where there is none.
+        config, plan, environment: contents of these files; empty if the file is missing.
+        saved_steps: steps with a checkpoint in the folder.
+        warnings: lines that ranks logged as warnings, each once.
+        last_error: the last line that rank 0 logged as an error; empty if there is no such line.
         notes: what was missing or damaged.
         profile: tables of the steps that were profiled, by rank (`framework.report.profile`).
-        means: of every metric, once they were asked for (`framework.report.figures.means`).
+        means: of every metric, once they were needed (`framework.report.figures.means`).
         places: how far its growing files were read.
-        others: names of metrics beyond those that are kept.
+        others: names of metrics that are beyond the limit, and not kept.
     """
 
     folder: Path
@@ -102,32 +104,34 @@ class RunRecords:
 
     @property
     def last_logged_step(self) -> int:
-        """The step of the last point; 0 where none is."""
-        return self.clock.steps[-1] if self.clock.steps else 0
+        """The step of the last point; 0 without points."""
+        if self.clock.steps:
+            return self.clock.steps[-1]
+        return 0
 
     @cached_property
     def last_step(self) -> int:
         """How far the run has come, by its points, the events of its last start, and its
         checkpoints: a disk that was full may have cost some of them.
         """
-        steps = [self.last_logged_step, *self.saved_steps]
+        by_events = 0
         for event in self.events:
             if event["kind"] in ("start", "resume"):
-                steps = [self.last_logged_step, *self.saved_steps]
+                by_events = 0
             step = event.get("step", 0)
             if 0 <= step < _LARGEST_STEP:
-                steps.append(int(step))
-        return max(steps)
+                by_events = max(by_events, int(step))
+        return max([self.last_logged_step, by_events, *self.saved_steps])
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """A section of the plan; empty where it has none."""
-        found = self.plan.get(name)
-        if isinstance(found, Mapping):
-            return found
+        """Return a section of the plan; empty if the plan has no such section."""
+        section = self.plan.get(name)
+        if isinstance(section, Mapping):
+            return section
         return {}
 
     def happened(self, *kinds: str) -> list[dict[str, Any]]:
-        """Events of some kinds."""
+        """Return the events of some kinds."""
         return [event for event in self.events if event["kind"] in kinds]
 
 
@@ -138,22 +142,22 @@ def read_run(
 
     Args:
         folder: of the run.
-        most_points: of a longer run only every n-th logged point is looked at, and all with
-            evaluations; left out: all.
+        most_points: of a longer run only every n-th logged point is read, and all with evaluations;
+            left out: all.
         before: the run as it was read earlier, which is not used any more: only what is new is
             read.
 
     Raises:
-        ConfigError: there is no such folder, or it is no run's; kind ``run-not-found`` or
-            ``not-a-run``.
+        ConfigError: there is no such folder, kind ``run-not-found``, or it is not the folder of a
+            run, kind ``not-a-run``.
     """
     run = RunRecords(folder)
     try:
-        found = {entry.name for entry in folder.iterdir()}
+        names = {entry.name for entry in folder.iterdir()}
     except OSError as error:
         reason = f"the run folder cannot be read ({error.strerror or error})"
         raise ConfigError.of("run-not-found", reason, "check the path", file=str(folder)) from None
-    if not found.intersection(_OF_A_RUN):
+    if not names.intersection(_OF_A_RUN):
         reason = f"it is no run folder: it has none of {', '.join(_OF_A_RUN)}"
         fix = "name <run.output_dir>/<run.name>, for example runs/quickstart"
         raise ConfigError.of("not-a-run", reason, fix, file=str(folder))
@@ -167,13 +171,13 @@ def read_run(
     run.saved_steps = sorted(_saved_steps(folder / CHECKPOINTS))
     _read_logs(run)
     _note_lost_points(run)
-    if "profile" in found:
+    if "profile" in names:
         run.profile = list(_profile(folder / "profile"))
     return run
 
 
 def _take_over(run: RunRecords, before: RunRecords) -> None:
-    """Take what was read of files that have only grown since."""
+    """Reuse the records of files that have only grown since."""
     if _has_only_grown(run.folder / "metrics.jsonl", before.places.get("metrics.jsonl")):
         run.places["metrics.jsonl"] = before.places["metrics.jsonl"]
         run.metrics = before.metrics
@@ -204,9 +208,16 @@ def _read_metrics(run: RunRecords, most_points: int | None) -> None:
             last = line
         else:
             last = b""
-            place.num_broken += not _add_point(run, line)
-    if last:
-        place.num_broken += not _add_point(run, last)
+            if not _add_point(run, line):
+                place.num_broken += 1
+    if last and not _add_point(run, last):
+        place.num_broken += 1
+    _note_metrics(run, place, stride)
+    for series in (run.clock, run.epochs, *run.metrics.values()):
+        series.sort()
+
+
+def _note_metrics(run: RunRecords, place: ReadPosition, stride: int) -> None:
     if stride > 1:
         run.notes.append(
             f"metrics.jsonl has {place.num_lines:,} points: one of {stride} was read; "
@@ -222,19 +233,18 @@ def _read_metrics(run: RunRecords, most_points: int | None) -> None:
             f"metrics.jsonl: {place.num_broken} of {place.num_lines} lines are damaged and left out"
         )
     if run.others:
-        num = len(run.metrics) + len(run.others)
-        more = f"more than {num}" if len(run.others) == _MOST_OTHERS else num
-        run.notes.append(f"metrics.jsonl: the first {_MOST_METRICS} of {more} metrics are shown")
-    for series in (run.clock, run.epochs, *run.metrics.values()):
-        series.sort()
+        num = str(len(run.metrics) + len(run.others))
+        if len(run.others) == _MOST_OTHERS:
+            num = f"more than {num}"
+        run.notes.append(f"metrics.jsonl: the first {_MOST_METRICS} of {num} metrics are shown")
 
 
 def _note_lost_points(run: RunRecords) -> None:
-    """Note where the run has gone on without metrics for longer than from any point to the next."""
+    """Note that the run has gone on without metrics for longer than from any point to the next."""
     steps = run.clock.steps
     if not steps:
         return
-    gaps = map(int.__sub__, steps[1:], steps)
+    gaps = [later - step for step, later in pairwise(steps)]
     longest = max(gaps, default=steps[0])
     if run.last_step - steps[-1] > longest:
         run.notes.append(
@@ -244,15 +254,17 @@ def _note_lost_points(run: RunRecords) -> None:
 
 
 def _stride(path: Path, most_points: int | None) -> int:
-    """Of how many lines one is read."""
+    """Return n if every n-th line is read."""
     if most_points is None:
         return 1
+    num_lines = 0
     try:
         with open_own(path, "rb") as stream:
-            blocks: Iterator[bytes] = iter(lambda: stream.read(1 << 20), b"")
-            return max(1, -(-sum(block.count(b"\n") for block in blocks) // most_points))
+            while block := stream.read(1 << 20):
+                num_lines += block.count(b"\n")
     except OSError:  # as its reader will find
         return 1
+    return max(1, math.ceil(num_lines / most_points))
 
 
 def _add_point(run: RunRecords, line: bytes) -> bool:
@@ -267,20 +279,27 @@ def _add_point(run: RunRecords, line: bytes) -> bool:
         stamp = math.nan
     run.clock.add(step, stamp)
     run.epochs.add(step, _number(point.get("epoch")))
-    nested = point.get("metrics")
-    for name, value in (nested if isinstance(nested, dict) else point).items():
+    metrics = point.get("metrics")
+    if not isinstance(metrics, dict):
+        metrics = point
+    for name, value in metrics.items():
         if name not in _NOT_METRICS and (value is None or isinstance(value, int | float)):
-            series = run.metrics.get(name)
-            if series is None:
-                if len(run.metrics) >= _MOST_METRICS:
-                    if len(run.others) < _MOST_OTHERS:
-                        run.others.add(name)
-                    continue
-                is_mean = name.startswith(("time/", "throughput/", "ranks/"))
-                series = Series(thinning="means" if is_mean else "extremes")
-                run.metrics[name] = series
-            series.add(step, _number(value))
+            series = _series_of(run, name)
+            if series is not None:
+                series.add(step, _number(value))
     return True
+
+
+def _series_of(run: RunRecords, name: str) -> Series | None:
+    """Return the series of a metric; None if there are too many metrics."""
+    if name not in run.metrics:
+        if len(run.metrics) >= _MOST_METRICS:
+            if len(run.others) < _MOST_OTHERS:
+                run.others.add(name)
+            return None
+        is_mean = name.startswith(("time/", "throughput/", "ranks/"))
+        run.metrics[name] = Series(thinning="means" if is_mean else "extremes")
+    return run.metrics[name]
 
 
 def _read_events(run: RunRecords) -> None:
@@ -296,7 +315,7 @@ def _read_events(run: RunRecords) -> None:
             place.num_broken += 1
             continue
         for name in ("time_seconds", "seconds", "step"):
-            # Of a number beyond all times sums are none.
+            # Sums with a number beyond all times are no numbers.
             if name in event and not abs(_number(event[name])) < _LARGEST_STEP:
                 del event[name]
         run.events.append(event)
@@ -309,8 +328,10 @@ def _read_events(run: RunRecords) -> None:
 def _lines(
     run: RunRecords, name: str, place: ReadPosition, *, is_expected: bool = True
 ) -> Iterator[bytes]:
-    """Lines behind a place that were written to the end, and how far that is: a kill may leave half
-    a line behind, even one that reads well. One that is too long is damaged.
+    """Yield the lines behind a place that were written to the end, and move the place.
+
+    A kill may leave half a line behind, even one that can be read. A line that is too long is
+    damaged.
     """
     try:
         with open_own(run.folder / name, "rb") as stream:
@@ -338,21 +359,21 @@ def _lines(
 
 
 def _mapping(run: RunRecords, name: str, read: Callable[[str], Any]) -> Mapping[str, Any]:
+    """Read a file with a mapping; empty, with a note, if it cannot be read."""
+    values = None
     try:
         content = read_regular(run.folder / name, num_bytes=_LARGEST_TEXT + 1)
-        if content is None or len(content) > _LARGEST_TEXT:
-            found = None
-        else:
-            found = read(content.decode("utf-8", "replace"))
+        if content is not None and len(content) <= _LARGEST_TEXT:
+            values = read(content.decode("utf-8", "replace"))
     except FileNotFoundError:
         run.notes.append(f"{name} is missing")
         return {}
     except (OSError, ValueError, RecursionError, ConfigError):
-        found = None
-    if not isinstance(found, dict):
+        values = None
+    if not isinstance(values, dict):
         run.notes.append(f"{name} cannot be read")
         return {}
-    return found
+    return values
 
 
 def _yaml(text: str) -> Any:
@@ -360,16 +381,14 @@ def _yaml(text: str) -> Any:
 
 
 def _profile(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Read what the first ranks have written of the profiled steps; nothing of a start with another
-    number of ranks.
+    """Yield the tables that the first ranks have written of the profiled steps, without files of a
+    start with another number of ranks.
     """
     world_size = None
     for rank in range(_MOST_RANKS):
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            content = (
-                read_regular(folder / f"tables{rank}.json", num_bytes=_LARGEST_PROFILE) or b"null"
-            )
-            tables = json.loads(content)
+            content = read_regular(folder / f"tables{rank}.json", num_bytes=_LARGEST_PROFILE)
+            tables = json.loads(content or b"null")
             world_size = world_size or tables["world_size"]
             if tables["world_size"] == world_size:
                 yield tables
@@ -386,13 +405,12 @@ def _saved_steps(folder: Path) -> Iterator[int]:
 
 
 def _read_logs(run: RunRecords) -> None:
-    """Gather what ranks logged as warnings and errors, of a large log the beginning."""
+    """Gather the warnings and errors that ranks logged, in the first bytes of a large log."""
     try:
-        logs = sorted(
-            (run.folder / "logs").glob("rank*.log"), key=lambda path: (len(path.name), path.name)
-        )
+        logs = list((run.folder / "logs").glob("rank*.log"))
     except OSError:
         return
+    logs.sort(key=lambda path: (len(path.name), path.name))
     warnings: dict[str, None] = {}
     for path in logs[:_MOST_LOGS]:
         try:
@@ -408,17 +426,16 @@ def _read_logs(run: RunRecords) -> None:
 
 
 def _whole(value: Any) -> int:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 <= value < _LARGEST_STEP
-    ):
+    """Return a step of a file; raises ValueError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError
+    if not 0 <= value < _LARGEST_STEP:
         raise ValueError
     return int(value)
 
 
 def _number(value: Any) -> float:
-    """A number of a file; NaN where it is none."""
+    """Return a number of a file; NaN if it is none."""
     if isinstance(value, int | float):
         try:
             if math.isfinite(value):
@@ -430,15 +447,15 @@ def _number(value: Any) -> float:
 
 
 def flat(values: Any, *, prefix: str = "") -> dict[str, Any]:
-    """Entries of nested mappings under dotted keys; of a large or a deep one the first."""
-    found: dict[str, Any] = {}
+    """Return the entries of nested mappings under dotted keys; a large or deep mapping is cut off."""
+    entries: dict[str, Any] = {}
 
     def walk(value: Any, key: str, depth: int) -> None:
         if isinstance(value, Mapping) and value and depth < _DEEPEST:
-            for name, each in value.items():
-                walk(each, f"{key}.{name}" if key else str(name), depth + 1)
-        elif len(found) < _MOST_ENTRIES:
-            found[key] = value
+            for name, nested in value.items():
+                walk(nested, f"{key}.{name}" if key else str(name), depth + 1)
+        elif len(entries) < _MOST_ENTRIES:
+            entries[key] = value
 
     walk(values, prefix, 0)
-    return found
+    return entries

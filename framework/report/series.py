@@ -1,6 +1,4 @@
-"""Points of one metric in bounded memory: of a long run a point stands for several that were
-logged.
-"""
+"""Points of one metric in bounded memory: in a long run a point stands for several logged ones."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ class Series:
 
     @cached_property
     def finite(self) -> list[tuple[int, float]]:
-        """Points that are numbers; new once something was added."""
+        """Points that are numbers; computed anew once a point was added."""
         pairs = zip(self.steps, self.values, strict=True)
         return [(step, value) for step, value in pairs if math.isfinite(value)]
 
@@ -58,7 +56,7 @@ class Series:
         self.values.append(value)
 
     def sort(self) -> None:
-        """Put the points in order of steps, where a file was put together by hand."""
+        """Put the points in order of steps, if a file was put together by hand."""
         steps = self.steps
         if any(later < step for step, later in pairwise(steps)):
             pairs = sorted(zip(steps, self.values, strict=True), key=lambda pair: pair[0])
@@ -76,10 +74,7 @@ class Series:
 
     def _thin(self) -> None:
         """Keep two of each four points."""
-        if self._stride > 1:
-            num = self._num_thinned
-        else:
-            num = len(self.steps)
+        num = self._num_thinned if self._stride > 1 else len(self.steps)
         num -= num % 4
         kept: list[tuple[int, float]] = []
         for begin in range(0, num, 4):
@@ -115,10 +110,14 @@ class Series:
 
 
 def _extremes(values: Sequence[float], begin: int, end: int) -> list[int]:
+    """Return the places of the least and the largest value; where fewer than two are finite, the
+    last others as well.
+    """
     finite = [at for at in range(begin, end) if math.isfinite(values[at])]
     if len(finite) < 2:
         others = [at for at in range(begin, end) if at not in finite]
-        return sorted([*finite, *others[-2:]][:2])
+        two = (finite + others[-2:])[:2]
+        return sorted(two)
     least = min(finite, key=values.__getitem__)
     largest = max(finite, key=values.__getitem__)
     if least == largest:  # all are equal
