@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold the same weights and sum their gradients, of other samples or positions."""
+        """Ranks that hold the same weights and sum their gradients of other samples or positions."""
         return self.data_parallel_size * self.sequence_size
 
     def data_parallel_rank(self, rank: int) -> int:

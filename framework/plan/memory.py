@@ -146,7 +146,8 @@ def _without_other_experts(work: ModelWork, plan: Plan) -> ModelWork:
     size = plan.layout.expert_size
     if size == 1:
         return work
-    num_experts = plan.config.model.moe.num_experts // size  # type: ignore[union-attr]  # a rule has seen to it
+    moe = plan.config.model.moe  # type: ignore[union-attr]  # a rule requires it
+    num_experts = moe.num_experts // size
 
     def is_on_rank(name: str) -> bool:
         if EXPERTS not in name:

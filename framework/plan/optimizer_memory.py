@@ -45,7 +45,7 @@ def state_of(optimizer: OptimizerSection, shapes: Mapping[str, Shape]) -> Optimi
 
 
 def _state_numbers(name: str, shape: Shape, optimizer: Muon | Adafactor) -> int:
-    """Count the numbers kept of a weight: Adafactor keeps the means of a matrix's rows and columns."""
+    """Count the numbers kept of a weight: Adafactor keeps means of a matrix's rows and columns."""
     if isinstance(optimizer, Muon):
         if stepped_by_muon(name, shape, optimizer):
             return prod(shape)

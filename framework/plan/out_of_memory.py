@@ -117,7 +117,8 @@ _COMPONENTS: Final = {
     "reduce bucket": r"zero/\w+\.py \w*(bucket|ipg)\w*$",
     "gradients": r"zero/\w+\.py "
     r"(\w*fp32_grad\w*|get_flat_partition|average_tensor|partition_grads|\w+_sub_group)$",
-    "optimizer copies": r"_(multi|single)_tensor_\w+$|(optim|optimizers|adam|lion|lamb)/\w+\.py step$",
+    "optimizer copies": r"_(multi|single)_tensor_\w+$"
+    r"|(optim|optimizers|adam|lion|lamb)/\w+\.py step$",
     "logits and loss": r"(cross_entropy|nll_loss|log_softmax|compute_loss_func|ForCausalLMLoss)$",
 }
 # Less is the driver's, or of texts that round.

@@ -153,7 +153,7 @@ class Plan:
 
 
 def _refuse_epochs(config: RunConfig, source: Source) -> None:
-    """Raise ConfigError for what happens every few epochs of a stream: an epoch is the entire run."""
+    """Raise ConfigError for what is set by epochs of a stream: an epoch is the entire run."""
     fix = "set every_steps or every_minutes; or data.train_samples, the samples of an epoch"
     problems = []
     for section, every in (
@@ -272,7 +272,7 @@ def _errors(findings: Iterable[Problem], source: Source) -> list[Problem]:
 
 
 def accepted(findings: Iterable[Problem], source: Source) -> tuple[Problem, ...]:
-    """Return the findings with their places in the config; raises ConfigError if some are errors."""
+    """Return the findings with their places in the config; raises ConfigError for errors."""
     errors = _errors(findings, source)
     if errors:
         raise ConfigError(errors)

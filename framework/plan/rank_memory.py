@@ -249,8 +249,8 @@ class RankMemory:
 
     @cached_property
     def touched_before(self) -> int:
-        """`touched` without the last group: DeepSpeed frees the gradients that it has copied, but not
-        the gradients of an earlier group.
+        """`touched` without the last group: DeepSpeed frees the gradients that it has copied, except
+        for those of an earlier group.
         """
         return max(self._touched_by_rank(self.groups[:-1]))
 

@@ -385,8 +385,8 @@ class _Step:
     # The passes of one micro-batch.
 
     def slowest_stage(self) -> tuple[Seconds, Seconds]:
-        """Return the forward and backward seconds of a micro-batch on the slowest pipeline stage, or
-        on the only one, by component.
+        """Return the forward and backward seconds of a micro-batch, by component, on the slowest
+        pipeline stage or the only one.
         """
         parts = self.work.parts
         *layers, loss = parts
@@ -558,8 +558,8 @@ class _Step:
         return num_sums * (num_buckets * bucket_seconds - hidden)
 
     def weight_gathers(self, forward: float, backward: float) -> float:
-        """Return the seconds of the gathers of weights: once a step at stages 1 and 2, for each pass
-        at stage 3, ahead of their use.
+        """Return the seconds of the gathers of weights: once a step at stages 1 and 2; at stage 3
+        for each pass, ahead of their use.
         """
         by = self.by
         if self.ranks == 1 or not by.zero_stage:
@@ -611,8 +611,8 @@ class _Step:
         return self.stage_params
 
     def offload_transfers(self, backward: float) -> float:
-        """Return the seconds of gradients to the host, beside the backward pass, and of weights back
-        from it.
+        """Return the seconds of gradients on their way to the host, beside the backward pass, and of
+        weights on their way back.
         """
         by = self.by
         device = self.machine.device
@@ -664,8 +664,8 @@ class _Step:
         return latency + 2 * (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
 
     def scatter(self, size: float, ranks: int, stride: int) -> float:
-        """Return the seconds of a gather, a scattered sum or an exchange of `size` bytes in all over
-        ranks.
+        """Return the seconds of a gather, a scattered sum or an exchange of `size` bytes, in all,
+        over ranks.
         """
         inside, hosts = self.placed(ranks, stride)
         sent = (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)

@@ -189,8 +189,8 @@ class ModelWork:
 def named_work(
     config: RunConfig, micro_size: int, *, device: Device = "cuda", share: RankShare = UNDIVIDED
 ) -> ModelWork | None:
-    """Return the work of a run's model, or of a rank's share of it, on a micro-batch of `micro_size`
-    samples; None as `model_work`.
+    """Return the work of a run's model, or of a rank's share of it, on a micro-batch of
+    `micro_size` samples; None as `model_work`.
 
     If only the user's own data has the length of sequences, the model's longest is taken; a loss of
     the user's own counts as the one that belongs to the model.
@@ -220,7 +220,7 @@ def named_work(
 
 
 def work_of_rank(plan: Plan) -> ModelWork | None:
-    """Return `work_of` a rank of a tensor or sequence group; None also if the model is not divided."""
+    """Return `work_of` a rank of a tensor or sequence group; None also for undivided models."""
     layout = plan.layout
     share = RankShare(layout.tensor_size, layout.sequence_size)
     return named_work(plan.config, layout.micro_size, device=_device_of(plan), share=share)

@@ -24,7 +24,7 @@ _LESS_IS_BETTER: Final = ("loss", "perplexity", "error", "mae", "mse", "rmse", "
 
 
 def weights(series: Series) -> list[float]:
-    """Return for each point of a series the steps that it stands for: all since the point before."""
+    """Return for each point of a series how many steps it stands for: all since the last point."""
     counts = []
     before = 0
     for step in series.steps:

@@ -2,9 +2,9 @@
 what it was spent on, over all of its starts. The one computation, for the report, for ``--json``
 and for the last line of a run.
 
-Steps are timed by metrics, of which a run that goes on keeps those of the last attempt alone; the
+Steps are timed by metrics; a run that goes on keeps the metrics of the last attempt alone, and the
 rest is in events. Time that the failure of a start has made worthless, from the checkpoint that the
-next one goes on from to the last sign of life, is one class, whatever was done in it.
+next start goes on from to the last sign of life, is one class for all that was done in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Final
 from framework.report.records import RunRecords
 from framework.report.series import Series
 
-# Of these events `seconds` is time beside the steps, at their end.
+# Events with `seconds` of work beside the steps, at their end -> category of that time.
 _BESIDE: Final = {
     "evaluate": "evaluation",
     "save": "saving",
@@ -30,15 +30,18 @@ _BESIDE: Final = {
 }
 _ROUNDING: Final = 0.002  # of the stamps of events
 _LOOK_SECONDS: Final = 1.0  # in which a thread sees that a run goes on
-# Of threads that know the last logged step alone, or of a later process: not how far a start had
-# come.
+# Events of threads that know the last logged step alone, or of a later process: they do not show
+# how far a start had come.
 _NOT_REACHED: Final = ("warning", "hang", "slow", "straggler", "restart")
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Time of a run by what it was spent on, in the categories of ml-goodput: seconds of each; and
-    how many starts failed before another one.
+    """Time of a run by what it was spent on.
+
+    Attributes:
+        parts: category of ml-goodput -> seconds.
+        restarts: starts that failed before another one.
     """
 
     parts: Mapping[str, float]
@@ -51,7 +54,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Share of the time that trained something which was kept."""
+        """Share of the time in which steps were trained that were kept."""
         if self.total:
             return self.parts.get("training", 0.0) / self.total
         return math.nan
@@ -74,7 +77,7 @@ class _Attempt:
         return next(iter(self.happened("first_step")), None)
 
     def loop_begin(self) -> float:
-        """When the first step began."""
+        """Return the time at which the first step began."""
         first = self.first_step()
         if first is not None:
             return max(self.begin, _stamp(first) - _seconds(first))
@@ -83,28 +86,31 @@ class _Attempt:
         return self.begin
 
     def last(self) -> float:
-        """Its last sign of life."""
-        stamps = [_stamp(event) for event in self.events if event["kind"] != "restart"]
-        return max([self.loop_begin(), *stamps, *(stamp for _, stamp in self.points)])
+        """Return the time of its last sign of life."""
+        stamps = [self.loop_begin()]
+        stamps += [_stamp(event) for event in self.events if event["kind"] != "restart"]
+        stamps += [stamp for _, stamp in self.points]
+        return max(stamps)
 
     def kept_until(self, step: int) -> float:
-        """When it had come as far as a step from which another one goes on."""
-        stamps = [stamp for at, stamp in self.points if at <= step]
+        """Return the time at which it had reached a step from which another start goes on."""
+        stamps = [self.loop_begin()]
+        stamps += [stamp for at, stamp in self.points if at <= step]
         for event in self.events:
             if event["kind"] not in _NOT_REACHED and event.get("step", 0) <= step:
                 stamps.append(_stamp(event))
-        return max([self.loop_begin(), *stamps])
+        return max(stamps)
 
     def shift(self, seconds: float) -> None:
-        """Move it in time."""
+        """Move all of its times."""
         self.begin += seconds
         self.shifted += seconds
         self.points = [(step, stamp + seconds) for step, stamp in self.points]
         self.events = [event | {"time_seconds": _stamp(event) + seconds} for event in self.events]
 
     def hang(self) -> dict[str, Any] | None:
-        """The hang in which it ended; one after which it went on was slow, and is part of what was
-        slow.
+        """Return the hang in which it ended, or None; a hang after which it went on is part of a
+        slow step.
         """
         hangs = self.happened("hang")
         if not hangs:
@@ -112,61 +118,72 @@ class _Attempt:
         noted = _stamp(hangs[-1]) - _LOOK_SECONDS
         later = [event for event in self.events if event["kind"] not in _NOT_REACHED]
         later = [event for event in later if _stamp(event) >= noted]
-        if later and later[0]["kind"] == "stop":  # which was asked for while it stood still
+        if later and later[0]["kind"] == "stop":  # requested while it stood still
             return hangs[-1]
-        has_gone_on = bool(later) or any(stamp >= noted for _, stamp in self.points)
-        return None if has_gone_on else hangs[-1]
+        if later or any(stamp >= noted for _, stamp in self.points):
+            return None
+        return hangs[-1]
 
 
 def goodput(run: RunRecords) -> Goodput | None:
-    """Attribute the time between the first and the last record, all of it; None where no step was
-    taken.
-    """
+    """Attribute all time between the first and the last record; None if no step was taken."""
     attempts = _attempts(run)
     times = _Times(run, attempts)
     if not attempts or not (times.is_timed or run.happened("first_step")):
         return None
     parts: dict[str, float] = {}
-
-    def add(category: str, seconds: float) -> None:
-        parts[category] = parts.get(category, 0.0) + seconds
-
     restarts = 0
-    for attempt, later in zip(attempts, [*attempts[1:], None], strict=True):
-        loop_begin = attempt.loop_begin()
+    for number, attempt in enumerate(attempts):
+        later = attempts[number + 1] if number + 1 < len(attempts) else None
         last = attempt.last()
         kept = last
         if later is not None:
             kept = min(last, attempt.kept_until(later.events[0].get("step", 0)))
-        for category, seconds in _of_start(attempt, loop_begin).items():
-            add(category, seconds)
-        for category, seconds in _of_loop(attempt, loop_begin, kept, times).items():
-            add(category, seconds)
-        hang = attempt.hang()
-        hanging = 0.0
-        if hang is not None and _stamp(hang) > kept:
-            hanging = min(_seconds(hang), last - kept)
-        add("hanging", hanging)
-        add("steps taken again", last - kept - hanging)
+        loop_begin = attempt.loop_begin()
+        _add(parts, _of_start(attempt, loop_begin))
+        _add(parts, _of_loop(attempt, loop_begin, kept, times))
+        _add(parts, _lost(attempt, kept, last))
         if later is not None:
             end = later.begin
         else:
             end = max([last, *map(_stamp, attempt.events)])
-        was_asked = any("error" not in event for event in attempt.happened("end"))
-        went_back = bool(attempt.happened("roll_back"))
-        category = "between restarts"
-        if went_back:
-            category = "rolling back"
-        elif was_asked:
-            category = "stopped"
-        add(category, end - last)
-        restarts += later is not None and not (was_asked or went_back)
+        category = _after(attempt)
+        _add(parts, {category: end - last})
+        if later is not None and category == "between restarts":
+            restarts += 1
     return Goodput({name: value for name, value in parts.items() if value > 0}, restarts)
 
 
+def _add(parts: dict[str, float], more: Mapping[str, float]) -> None:
+    for category, seconds in more.items():
+        parts[category] = parts.get(category, 0.0) + seconds
+
+
+def _lost(attempt: _Attempt, kept: float, last: float) -> dict[str, float]:
+    """Return the time from the last step that was kept to the last sign of life: it is lost."""
+    hang = attempt.hang()
+    hanging = 0.0
+    if hang is not None and _stamp(hang) > kept:
+        hanging = min(_seconds(hang), last - kept)
+    return {"hanging": hanging, "steps taken again": last - kept - hanging}
+
+
+def _after(attempt: _Attempt) -> str:
+    """Return the category of the time after a start's last sign of life."""
+    if attempt.happened("roll_back"):
+        return "rolling back"
+    if any("error" not in event for event in attempt.happened("end")):
+        return "stopped"
+    return "between restarts"
+
+
 class _Times:
-    """Time of the steps by the metrics: of a usual step, and of those of each start by (step, Unix
-    time).
+    """Time of the steps by the metrics.
+
+    Attributes:
+        usual: seconds of a usual step.
+        is_timed: whether metrics have the time of steps.
+        seconds, waits: id of a start -> (Unix time, seconds) of its points.
     """
 
     def __init__(self, run: RunRecords, attempts: Sequence[_Attempt]) -> None:
@@ -176,31 +193,31 @@ class _Times:
         self._steps = [step for step, _ in self._stamps]
         self.seconds = self._by_attempt(timed, attempts)
         self.waits = self._by_attempt(waits, attempts)
-        # Of a run that has several points the first one pays for compiling; a slow step is no usual
-        # one.
-        each = [0.001 * value for _, _, value in _weighted(timed)]
-        self.is_timed = sum(each) > 0
-        self.usual = median(each[1:] or each or [0.0])
+        # If there are several points the first one pays for compiling; the median leaves out slow
+        # steps.
+        step_seconds = [0.001 * value for _, _, value in _weighted(timed)]
+        self.is_timed = sum(step_seconds) > 0
+        self.usual = median(step_seconds[1:] or step_seconds or [0.0])
 
     def _by_attempt(
         self, series: Series, attempts: Sequence[_Attempt]
     ) -> dict[int, list[tuple[float, float]]]:
-        """Number of a start -> Unix time and seconds of each point; of a thinned series a point may
-        have the time of the next one that is known.
+        """Return id of a start -> (Unix time, seconds) of its points; a point of a thinned series
+        may have the time of the next one that is known.
         """
-        found: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        points: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for step, weight, value in _weighted(series):
             if not self._stamps or not attempts:
                 break
             at = min(bisect_left(self._steps, step), len(self._steps) - 1)
             owner = _owner(attempts, step, self._stamps[at][1])
             stamp = self._stamps[at][1] + owner.shifted
-            found[id(owner)].append((stamp, 0.001 * weight * value))
-        return found
+            points[id(owner)].append((stamp, 0.001 * weight * value))
+        return points
 
 
 def _of_start(attempt: _Attempt, loop_begin: float) -> dict[str, float]:
-    """Time before the first step, with what was done beside steps there."""
+    """Return the time before the first step, by category."""
     left = loop_begin - attempt.begin
     parts: dict[str, float] = {}
     for event in attempt.happened(*_BESIDE):
@@ -213,8 +230,8 @@ def _of_start(attempt: _Attempt, loop_begin: float) -> dict[str, float]:
 
 
 def _of_loop(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -> dict[str, float]:
-    """Time from the first step to the last one that was kept: steps, what was done beside them, and
-    the rest.
+    """Return the time from the first step to the last one that was kept, by category: steps, what
+    was done beside them, and the rest.
     """
     beside: dict[str, float] = {}
     for event in attempt.happened(*_BESIDE):
@@ -228,6 +245,16 @@ def _of_loop(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -
     if hang is not None and _stamp(hang) <= kept:
         beside["hanging"] = _seconds(hang)
 
+    steps = _of_steps(attempt, loop_begin, kept, times)
+    # Clocks are read apart, and a mean is no sum: what is too much is taken from the steps.
+    total = kept - loop_begin
+    steps = _scaled(steps, most=max(0.0, total - sum(beside.values())))
+    parts = steps | _scaled(beside, most=total)
+    return parts | {"other": max(0.0, total - sum(parts.values()))}
+
+
+def _of_steps(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -> dict[str, float]:
+    """Return the time of the steps that were kept, by category."""
     timed = [seconds for stamp, seconds in times.seconds[id(attempt)] if stamp <= kept]
     waited = [seconds for stamp, seconds in times.waits[id(attempt)] if stamp <= kept]
     waits = sum(waited)
@@ -241,36 +268,35 @@ def _of_loop(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -
         if isinstance(known, int | float) and known >= 0:
             wait = min(_seconds(first), waits, known)
         compiling = min(training, max(0.0, _seconds(first) - wait - times.usual))
-    steps = {
+    return {
         "training": max(0.0, training - compiling),
         "waiting for data": waits,
         "compiling": compiling,
     }
-    # Clocks are read apart, and a mean is no sum: what is too much is taken from the steps.
-    total = kept - loop_begin
-    steps = _scaled(steps, most=max(0.0, total - sum(beside.values())))
-    parts = steps | _scaled(beside, most=total)
-    return parts | {"other": max(0.0, total - sum(parts.values()))}
 
 
 def _not_timed(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -> float:
-    """Time of steps after the last point, of which events know: a full disk may have cost the
+    """Return the time of steps after the last point, by events: a full disk may have cost the
     points.
     """
-    points = [(step, stamp) for step, stamp in attempt.points if stamp <= kept]
-    step, since = points[-1] if points else (attempt.from_step, loop_begin)
-    reached = [
-        event
-        for event in attempt.events
-        if event["kind"] not in (*_NOT_REACHED, "closed") and since < _stamp(event) <= kept
-    ]
+    step = attempt.from_step
+    since = loop_begin
+    for point_step, stamp in attempt.points:
+        if stamp <= kept:
+            step = point_step
+            since = stamp
+    reached = []
+    for event in attempt.events:
+        is_progress = event["kind"] != "closed" and event["kind"] not in _NOT_REACHED
+        if is_progress and since < _stamp(event) <= kept:
+            reached.append(event)
     later = [event for event in reached if float(event.get("step", 0)) > step]
     if not later:
         return 0.0
     num_steps = max(float(event["step"]) for event in later) - step
-    end = max(map(_stamp, later))
+    end = max(_stamp(event) for event in later)
     beside = [event for event in reached if event["kind"] in _BESIDE and _stamp(event) <= end]
-    seconds = max(0.0, end - since - sum(map(_seconds, beside)))
+    seconds = max(0.0, end - since - sum(_seconds(event) for event in beside))
     if not times.is_timed:
         return seconds
     return min(seconds, 2 * times.usual * num_steps)
@@ -284,7 +310,7 @@ def _scaled(parts: Mapping[str, float], *, most: float) -> dict[str, float]:
 
 
 def _attempts(run: RunRecords) -> list[_Attempt]:
-    """The starts of a run, in order; one without events where nothing is known of any."""
+    """Return the starts of a run, in order; one without events if there are only points."""
     attempts: list[_Attempt] = []
     for event in run.events:
         if "time_seconds" not in event:
@@ -306,13 +332,13 @@ def _attempts(run: RunRecords) -> list[_Attempt]:
 
 
 def _add_begin(run: RunRecords, attempts: list[_Attempt], point: tuple[int, float]) -> None:
-    """Begin with the first point where no event knows of the first step, as in runs of older
+    """Begin with the first point if no event records the first step, as in runs of older
     releases.
     """
     step, stamp = point
     spent = 0.0
     for at, weight, milliseconds in _weighted(run.metrics.get("time/step_ms", Series())):
-        # Of a thinned series the first point may be behind that of the clock.
+        # The first point of a thinned series may be behind the clock's first point.
         num_steps = min(weight, step - (at - weight))
         if num_steps <= 0:
             break
@@ -326,9 +352,10 @@ def _add_begin(run: RunRecords, attempts: list[_Attempt], point: tuple[int, floa
 
 
 def _owner(attempts: Sequence[_Attempt], step: int, stamp: float) -> _Attempt:
-    """Find the start that has logged a point: the last one from an earlier step, for each drops the
-    points after the step that it begins from; or one from that step that has evaluated there at
-    that time.
+    """Find the start that has logged a point.
+
+    It is the last start from an earlier step, because each start drops the points after the step
+    that it begins from; or a start from that step that has evaluated there at that time.
     """
     for attempt in reversed(attempts):
         if attempt.from_step < step:
@@ -342,9 +369,10 @@ def _owner(attempts: Sequence[_Attempt], step: int, stamp: float) -> _Attempt:
 
 
 def _shift(attempt: _Attempt, later: _Attempt) -> float:
-    """Seconds by which the clock of a start differs from that of the one before, where both are
-    known to a machine's clock that nothing sets; otherwise none that lets it begin before the last
-    sign of life.
+    """Return the seconds by which a start must be moved, because clocks of machines differ.
+
+    If both starts have the time since the same boot, which nothing sets, it decides. Otherwise the
+    later start is moved behind the last sign of life of the one before.
     """
     start = attempt.events[0]
     resume = later.events[0]
@@ -365,7 +393,7 @@ def _boot_seconds(event: Mapping[str, Any]) -> float:
 
 
 def _weighted(series: Series) -> Iterator[tuple[int, float, float]]:
-    """Points that are numbers: step, steps since the point before, value."""
+    """Yield the points that are numbers: step, steps since the point before, value."""
     before = 0
     for step, value in zip(series.steps, series.values, strict=True):
         if math.isfinite(value):

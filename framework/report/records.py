@@ -447,7 +447,7 @@ def _number(value: Any) -> float:
 
 
 def flat(values: Any, *, prefix: str = "") -> dict[str, Any]:
-    """Return the entries of nested mappings under dotted keys; a large or deep mapping is cut off."""
+    """Return the entries of nested mappings under dotted keys; a large or deep one is cut off."""
     entries: dict[str, Any] = {}
 
     def walk(value: Any, key: str, depth: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from framework.checkpoint.names import CHECKPOINTS, tag_of
+from framework.config.training import Checkpoint
 from framework.errors import counted, in_one_line
 from framework.plan.cluster import RANKS_ON_CPU
 from framework.plan.plan import Plan
@@ -23,11 +24,11 @@ from framework.train.trainer import Outcome
 if TYPE_CHECKING:
     from framework.plan.balance import StageTable
 
-# From launch.sh, which puts its environment's programs in front of the PATH: what the person's own
-# shell finds, and how the script is called from there.
+# From launch.sh, which puts its environment's programs in front of the PATH: the PATH of the
+# person's own shell, and how the script is called from there.
 SHELL_PATH: Final = "DSF_SHELL_PATH"
 DOOR: Final = "DSF_DOOR"
-# Of a step; without a device's clock only the first is known, and the rest is computing.
+# Parts of a step; without a device's clock only the first is known, and the rest is computing.
 _PARTS: Final = (
     "data",
     "copy",
@@ -53,11 +54,11 @@ class RunResult:
         metrics: the last value of every metric.
         samples_per_sec: mean training throughput without the first logged interval.
         start_step: the step that this process started from.
-        tokens_per_sec: throughput in tokens; 0 where the data has none.
+        tokens_per_sec: throughput in tokens; 0 if the data has none.
         best: the best value of the metric that `checkpoint.keep_best` names, from the first step
-            on, also of the processes that this one went on from; None where it names none, or none
+            on, also of the processes that this one went on from; None if it names none, or none
             was measured.
-        ended_early: why a callback ended it before its last step; empty where none did.
+        ended_early: why a callback ended it before its last step; empty if none did.
     """
 
     folder: Path
@@ -86,11 +87,17 @@ def print_start(
     num_params: int | None = None,
     num_trained: int | None = None,
 ) -> None:
-    """The plan's warnings and notes, the balance of the stages, and what is about to happen: one
-    line, and the sizes below it where they are known.
+    """Print the plan's warnings and notes, the balance of the stages, and one line about the run
+    that begins, with sizes below it if they are known.
 
-    `evaluates` says whether there is evaluation data, which the plan does not know, and
-    `num_params` the size of the model, of which `num_trained` are trained.
+    Args:
+        plan: of the run.
+        folder: its folder.
+        start_step: the step that it starts from.
+        stages: of its pipeline.
+        evaluates: whether there is evaluation data, which is not in the plan.
+        num_params: size of the model.
+        num_trained: how many of them are trained; None: all.
     """
     for finding in plan.findings:
         print_line(f"{finding.severity}: {finding}")
@@ -104,33 +111,28 @@ def print_start(
     if not evaluates:
         for line in _without_evaluation_data(plan):
             print_line(line)
-    for line in stages.lines() if stages else ():
-        print_line(line)
-    if start_step:
-        begin = f"from step {start_step} "
-    else:
-        begin = ""
+    if stages:
+        for line in stages.lines():
+            print_line(line)
+    begin = f"from step {start_step} " if start_step else ""
     steps = counted(plan.length.total_steps or 0, "step")
     print_line(
         f"training {plan.config.run.name} {begin}on {plan.cluster}: {steps}, {plan.layout}, "
         f"ZeRO {plan.config.zero.stage}, {plan.config.precision.dtype} -> {folder}"
     )
     if num_params is not None:
-        _print_rows(_sizes(plan, num_params, num_params if num_trained is None else num_trained))
+        if num_trained is None:
+            num_trained = num_params
+        _print_rows(_sizes(plan, num_params, num_trained))
 
 
 def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str, str]]:
-    config, save = plan.config, plan.config.checkpoint
-    model = next(
-        getattr(config.model, tag)
-        for tag in ("kind", "target", "object")
-        if hasattr(config.model, tag)
-    )
+    config = plan.config
+    tags = [tag for tag in ("kind", "target", "object") if hasattr(config.model, tag)]
+    model = f"{getattr(config.model, tags[0])}, {num_params:,} parameters"
     if num_trained < num_params:
-        trained = f", {num_trained:,} of them trained ({num_trained / num_params:.2%})"
-    else:
-        trained = ""
-    yield "model", f"{model}, {num_params:,} parameters{trained}"
+        model += f", {num_trained:,} of them trained ({num_trained / num_params:.2%})"
+    yield "model", model
     compiled = config.training.compile
     if compiled is not None:
         yield (
@@ -147,16 +149,24 @@ def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str,
             "estimate",
             f"{_size(memory.total(memory.peak))} of {where} per rank, without activations",
         )
-    every = [
-        f"every {counted(count, unit)}"
-        for count, unit in ((save.every_steps, "step"), (save.every_epochs, "epoch"))
-        if count
-    ][:1]
-    every += [f"every {save.every_minutes:g} minutes"] if save.every_minutes else []
-    yield "checkpoints", ", ".join([*every, *(["at the end"] if save.at_end else [])]) or "none"
-    csv = ["metrics.csv"] if config.monitors.csv else []
-    others = [*config.monitors.sinks(), *(other.target for other in config.monitors.others)]
-    yield "metrics", ", ".join(["metrics.jsonl", *csv, *others])
+    yield "checkpoints", ", ".join(_saves(config.checkpoint)) or "none"
+    metrics = ["metrics.jsonl"]
+    if config.monitors.csv:
+        metrics.append("metrics.csv")
+    metrics += config.monitors.sinks()
+    metrics += [other.target for other in config.monitors.others]
+    yield "metrics", ", ".join(metrics)
+
+
+def _saves(checkpoint: Checkpoint) -> Iterator[str]:
+    if checkpoint.every_steps:
+        yield f"every {counted(checkpoint.every_steps, 'step')}"
+    elif checkpoint.every_epochs:
+        yield f"every {counted(checkpoint.every_epochs, 'epoch')}"
+    if checkpoint.every_minutes:
+        yield f"every {checkpoint.every_minutes:g} minutes"
+    if checkpoint.at_end:
+        yield "at the end"
 
 
 def _size(count: float) -> str:
@@ -193,10 +203,8 @@ def _without_evaluation_data(plan: Plan) -> Iterator[str]:
 
 
 def write_report(folder: Path) -> Path | None:
-    """Write the page of a run that has ended; a failure costs the page alone, with a warning.
-
-    Returns:
-        its place, or None.
+    """Write the page of a run that has ended, and return its path; a failure costs the page alone,
+    with a warning, and returns None.
     """
     try:
         # Here, so that nothing of a page can keep a run from starting.
@@ -219,8 +227,8 @@ def write_report(folder: Path) -> Path | None:
 
 
 def describe_goodput(folder: Path) -> str:
-    """Share of the time of a run, over all of its starts, that trained something; empty where
-    nothing is known.
+    """Return a line with the share of the time of a run, over all of its starts, in which it
+    trained; empty if nothing is known.
     """
     with suppress(Exception):  # as with a page: nothing of it may end a run otherwise
         from framework.report.figures import goodput_line
@@ -244,35 +252,30 @@ def print_end(
     report: Path | None = None,
     goodput: str = "",
 ) -> None:
-    """The summary: what was reached, how fast, where it is; `report` is the place of its page."""
+    """Print the summary of a run that has ended.
+
+    Args:
+        result: of the run.
+        plan: of the run.
+        environment: the process's own.
+        report: path of its page.
+        goodput: line about its goodput.
+    """
     print_line()
+    name = plan.config.run.name
     if result.step == result.start_step:
-        print_line(
-            f"{plan.config.run.name}: nothing left to do, step {result.step} was reached before"
-        )
+        print_line(f"{name}: nothing left to do, step {result.step} was reached before")
     else:
+        text = f"{name}: finished after {counted(result.step, 'step')}"
         if result.ended_early:
-            early = f" of {plan.length.total_steps}: {result.ended_early}"
-        else:
-            early = ""
-        print_line(f"{plan.config.run.name}: finished after {counted(result.step, 'step')}{early}")
-    rows = [
-        (f"final {name}", f"{value:.4f}")
-        for name, value in sorted(result.metrics.items())
-        if name.startswith("eval/")
-    ]
-    if result.best is not None:
-        rows.append(
-            (f"best {result.best.metric}", f"{result.best.value:.4f} at step {result.best.step}")
-        )
-    if "train/loss" in result.metrics:
-        rows.append(("final train/loss", f"{result.metrics['train/loss']:.4f}"))
+            text += f" of {plan.length.total_steps}: {result.ended_early}"
+        print_line(text)
+    rows = _losses(result)
     if result.samples_per_sec:
+        throughput = f"{result.samples_per_sec:,.0f} samples/s"
         if result.tokens_per_sec:
-            tokens = f" = {result.tokens_per_sec:,.0f} tokens/s"
-        else:
-            tokens = ""
-        rows.append(("throughput", f"{result.samples_per_sec:,.0f} samples/s{tokens}"))
+            throughput += f" = {result.tokens_per_sec:,.0f} tokens/s"
+        rows.append(("throughput", throughput))
     rows += _bounded_by(result.metrics)
     if goodput:
         rows.append(("goodput", goodput))
@@ -280,30 +283,36 @@ def print_end(
     if report is not None:
         rows.append(("report", str(report)))
     if plan.config.monitors.tensorboard:
-        rows.append(
-            (
-                "TensorBoard",
-                f"{_tensorboard(environment)} --logdir {shlex.quote(str(result.folder.parent))}",
-            )
-        )
+        folder = shlex.quote(str(result.folder.parent))
+        rows.append(("TensorBoard", f"{_tensorboard(environment)} --logdir {folder}"))
     _print_rows(rows)
 
 
+def _losses(result: RunResult) -> list[tuple[str, str]]:
+    rows = []
+    for name, value in sorted(result.metrics.items()):
+        if name.startswith("eval/"):
+            rows.append((f"final {name}", f"{value:.4f}"))
+    best = result.best
+    if best is not None:
+        rows.append((f"best {best.metric}", f"{best.value:.4f} at step {best.step}"))
+    if "train/loss" in result.metrics:
+        rows.append(("final train/loss", f"{result.metrics['train/loss']:.4f}"))
+    return rows
+
+
 def _bounded_by(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """The parts of the last interval's steps, the largest first: what to look at where a run is too
-    slow.
+    """Yield the parts of the last interval's steps, the largest first, and the peak memory: they
+    show why a run is slow.
     """
     step = metrics.get("time/step_ms", 0.0)
     parts = {name: metrics[f"time/{name}_ms"] for name in _PARTS if f"time/{name}_ms" in metrics}
-    known = sorted(
-        ((value / step, name) for name, value in parts.items() if step and value >= step / 100),
-        reverse=True,
-    )
     if parts and step:
+        sizable = [(value / step, name) for name, value in parts.items() if value >= step / 100]
+        shares = [f"{name} {share:.0%}" for share, name in sorted(sizable, reverse=True)]
         rest = 1 - sum(parts.values()) / step
-        shares = [f"{name} {share:.0%}" for share, name in known] + (
-            [f"computing {rest:.0%}"] if rest >= 0.01 else []
-        )
+        if rest >= 0.01:
+            shares.append(f"computing {rest:.0%}")
         yield "step", f"{step:,.1f} ms: {', '.join(shares)}"
     peak = metrics.get("memory/device_peak_bytes")
     if peak is not None:
@@ -311,7 +320,7 @@ def _bounded_by(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
 
 
 def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, str]) -> None:
-    """Print the next command to try, for whoever started from the command line: it can be pasted.
+    """Print the next command to try, so that a person can paste it into the command line.
 
     Args:
         plan: of the run that has ended.
@@ -319,19 +328,18 @@ def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, st
         environment: the process's own.
     """
     config = plan.config
-    plain_fp32 = config.precision.dtype == "fp32" and config.precision.model_fields_set <= {"dtype"}
+    changed = [f"run.seed={config.run.seed + 1}"]
+    if config.precision.dtype == "fp32" and config.precision.model_fields_set <= {"dtype"}:
+        changed = ["precision.dtype=autocast"]
     name = "second" if config.run.name != "second" else "third"
-    changed = [
-        "precision.dtype=autocast" if plain_fp32 else f"run.seed={config.run.seed + 1}",
-        f"run.name={name}",
-    ]
-    replaced = {setting.partition("=")[0] for setting in changed} | {
-        "checkpoint.resume"
-    }  # the new run has nothing to resume
-    words = [
-        word for word in words if not (is_setting(word) and word.partition("=")[0] in replaced)
-    ]
-    if plan.cluster.num_hosts > 1:  # who starts several hosts, and how, is not known here
+    changed.append(f"run.name={name}")
+    replaced = {setting.partition("=")[0] for setting in changed}
+    replaced.add("checkpoint.resume")  # the new run has nothing to resume
+    command = []
+    for word in words:
+        if not (is_setting(word) and word.partition("=")[0] in replaced):
+            command.append(word)
+    if plan.cluster.num_hosts > 1:  # how several hosts are started is not known here
         print_line(f"try next: the same command with {' '.join(changed)}")
         return
     python = _program(Path(sys.executable).name, environment)
@@ -339,13 +347,13 @@ def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, st
         door = f"{environment[DOOR]} train"
     else:
         door = f"{python} -m framework launch"
-    implied = config.run.world_size or (RANKS_ON_CPU if plan.cluster.device == "cpu" else None)
+    implied_ranks = config.run.world_size
+    if not implied_ranks and plan.cluster.device == "cpu":
+        implied_ranks = RANKS_ON_CPU
     ranks = plan.cluster.world_size
-    if ranks == implied:
-        where = []
-    else:
-        where = ["--num_gpus", str(ranks)]
-    print_line(f"try next: {door} {shlex.join([*words, *where, *changed])}")
+    if ranks != implied_ranks:
+        command += ["--num_gpus", str(ranks)]
+    print_line(f"try next: {door} {shlex.join(command + changed)}")
 
 
 def _tensorboard(environment: Mapping[str, str]) -> str:
@@ -356,15 +364,16 @@ def _tensorboard(environment: Mapping[str, str]) -> str:
 
 
 def _program(name: str, environment: Mapping[str, str]) -> str:
-    """A program of this Python's environment: its name where the shell finds that one, else its
+    """Return a program of this Python's environment: its name if the shell finds that one, else its
     path.
     """
-    own = Path(sys.executable).with_name(name)
-    found = shutil.which(name, path=environment.get(SHELL_PATH, environment.get("PATH", "")))
-    if found is not None and Path(found).absolute() == own:
+    program = Path(sys.executable).with_name(name)
+    in_shell = shutil.which(name, path=environment.get(SHELL_PATH, environment.get("PATH", "")))
+    if in_shell is not None and Path(in_shell).absolute() == program:
         return name
-    inside = own.is_relative_to(Path.cwd())
-    return shlex.quote(str(own.relative_to(Path.cwd()) if inside else own))
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    return shlex.quote(str(program))
 
 
 def describe_stop(result: RunResult, stopped: str, plan: Plan) -> str:
