@@ -1,5 +1,5 @@
-"""Bytes that values take in the forward and backward pass of a micro-batch: at which moment they
-are most depends on what else is there, so all moments that may be the fullest are listed.
+"""Bytes that values take in the forward and backward pass of a micro-batch. The fullest moment
+depends on what else is there, so all moments that may be the fullest are listed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Moment:
     Attributes:
         activations: bytes that autograd has saved, and that the part at work takes.
         loss: bytes of logits and loss.
-        gradients: elements of the weights whose gradients are there.
-        waiting: those of `gradients` that wait for what an earlier layer adds to them.
-        beside: those of `own` that are made while nothing of the part has gone.
-        own: elements of the weights of the part at work, whose gradients it makes.
+        gradients: elements of the weights that have a gradient by then.
+        own: elements of the weights of the part at work: it makes their gradients.
+        waiting: the part of `gradients` that an earlier layer still adds to.
+        beside: the part of `own` that is made while nothing of the part is freed.
     """
 
     activations: int
@@ -34,8 +34,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Passes:
-    """Moments of the forward and of the backward pass over the layers of one rank; `kept_bytes`:
-    what one micro-batch leaves for its backward pass.
+    """Moments of the forward and of the backward pass over the layers of one rank.
+
+    Attributes:
+        forward, backward: moments that may be the fullest.
+        kept_bytes: what one micro-batch leaves for its backward pass.
     """
 
     forward: tuple[Moment, ...]
@@ -50,7 +53,7 @@ def passes_over(
 
     Args:
         layers: of the rank, each by itself.
-        loss: where the rank has it.
+        loss: None if it is on another rank.
         recompute_every: layers of a group that keeps only its input and runs again in the backward
             pass; 0: none.
     """
@@ -58,57 +61,63 @@ def passes_over(
     if not layers:
         return Passes((Moment(0),), (Moment(0),), 0)
     groups = [layers[start : start + every] for start in range(0, len(layers), every)]
-    outputs = [0, *(layer.output_bytes for layer in layers)]  # of the layer before
-    held = list(accumulate(outputs[::every][: len(groups)]))  # inputs of the groups up to each one
+    input_bytes = [0]  # of each layer: the output of the layer before
+    input_bytes += [layer.output_bytes for layer in layers]
+    held = list(accumulate(input_bytes[::every][: len(groups)]))  # by the groups up to each one
     if recompute_every:
         kept = held[-1]
     else:
         kept = sum(layer.saved_bytes for layer in layers)
     forward = []
     backward = []
-    behind = 0
+    num_done = 0  # elements of the weights of later layers, which have their gradients
     names = {layer.name for layer in layers}
-    ties = dict[str, int]()
+    ties = dict[str, int]()  # earlier layer -> elements that it adds to
     if loss is not None:
         forward = [Moment(kept, loss.saved_bytes + loss.peak_bytes)]
         backward = [Moment(kept, loss.saved_bytes + loss.backward_bytes)]
     for number in reversed(range(len(groups))):
         group = groups[number]
-        reduced = behind
-        beside = held[number] - (group[0].input_bytes if number else 0)
-        saved = list(accumulate((layer.saved_bytes for layer in group), initial=beside))
+        done_before_group = num_done
+        held_here = held[number]
+        if number:
+            held_here -= group[0].input_bytes
+        saved = list(accumulate((layer.saved_bytes for layer in group), initial=held_here))
         for place in reversed(range(len(group))):
             layer = group[place]
-            before = outputs[number * every + place]
+            layer_input = input_bytes[number * every + place]
             is_last = loss is not None and number * every + place == len(layers) - 1
             here = saved[place + 1]
-            own = layer.num_params + layer.shared_params
             if recompute_every:
-                forward.append(
-                    _moment(
-                        held[number], layer.passing_bytes - (0 if place else before), 0, is_last
-                    )
-                )
-                beside_held = layer.peak_bytes - (0 if place or layer.input_bytes else before)
-                backward.append(
-                    _moment(here, beside_held + group[-1].output_bytes, reduced, is_last)
-                )
+                passing = layer.passing_bytes
+                running_again = layer.peak_bytes + group[-1].output_bytes
+                if place == 0:  # the group's input is counted as held
+                    passing -= layer_input
+                    if not layer.input_bytes:
+                        running_again -= layer_input
+                forward.append(_moment(held[number], passing, 0, is_last))
+                backward.append(_moment(here, running_again, done_before_group, is_last))
             else:
                 forward.append(_moment(here, layer.peak_bytes, 0, is_last))
-            beside = own if layer.is_product else 0
-            # a tied weight's gradient waits
-            reduced_now = layer.num_params if layer.shares in names else own
-            waiting = sum(ties.values())
+            num_own = layer.num_params + layer.shared_params
             backward.append(
-                _moment(here, layer.backward_bytes, behind, is_last, reduced_now, waiting, beside)
+                _moment(
+                    here,
+                    layer.backward_bytes,
+                    num_done,
+                    is_last,
+                    # a tied weight's gradient waits
+                    own=layer.num_params if layer.shares in names else num_own,
+                    waiting=sum(ties.values()),
+                    beside=num_own if layer.is_product else 0,
+                )
             )
             if layer.shares in names:
                 ties[layer.shares] = layer.shared_params
             ties.pop(layer.name, None)
-            behind += own
-            backward.append(
-                _moment(saved[place], before, behind, is_logits=False, waiting=sum(ties.values()))
-            )
+            num_done += num_own
+            waiting = sum(ties.values())
+            backward.append(_moment(saved[place], layer_input, num_done, False, waiting=waiting))
     return Passes(tuple(forward), tuple(backward), kept)
 
 
@@ -121,6 +130,11 @@ def _moment(
     waiting: int = 0,
     beside: int = 0,
 ) -> Moment:
-    """Count the last layer's output as logits."""
-    activations, loss = (saved, passing) if is_logits else (saved + passing, 0)
+    """Make a moment; what passes through the last layer is counted as logits."""
+    activations = saved
+    loss = 0
+    if is_logits:
+        loss = passing
+    else:
+        activations += passing
     return Moment(activations, loss, gradients, own, waiting, beside)

@@ -40,9 +40,10 @@ _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> Hardware:
-    """The devices of this machine, as far as they can be found without torch: NVIDIA's by their
-    driver, processors by the memory of the host, of which each rank gets its share, others by
-    ``DSF_GPU``.
+    """Return the devices of this machine, as far as they can be found without torch.
+
+    NVIDIA's are found by their driver, other GPUs by ``DSF_GPU``. On CPUs each rank gets its share
+    of the host's memory.
     """
     ranks = cluster.devices_per_host
     host = host_memory_bytes()
@@ -54,73 +55,69 @@ def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ
         if measured is not None and measured.name == "cpu":
             return measured
         return Hardware("cpu", host // ranks)
-    if cluster.device == "cuda" and (found := _ask_driver()):
-        name, memory = found
-        known = _listed_name(name, memory)
-        if known is None:
-            return Hardware(name, memory, host)
-        return replace(
-            listed_target(known, devices_per_host=ranks, host_bytes=host), memory_bytes=memory
-        )
-    return Hardware()
+    smallest = _ask_driver() if cluster.device == "cuda" else None
+    if smallest is None:
+        return Hardware()
+    name, memory = smallest
+    known = _listed_name(name, memory)
+    if known is None:
+        return Hardware(name, memory, host)
+    target = listed_target(known, devices_per_host=ranks, host_bytes=host)
+    return replace(target, memory_bytes=memory)
 
 
 def peaks_at_hand(
     cluster: Cluster, environment: Mapping[str, str] = os.environ
 ) -> dict[str, float]:
-    """Listed peaks of this machine's devices, type of numbers -> operations per second; empty where
-    they are not known.
+    """Return the listed peaks of this machine's devices, type of numbers -> operations per second;
+    empty if they are not known.
     """
     with suppress(UsageError):  # a name that is not listed
         machine = target_at_hand(cluster, environment).machine
         if machine is not None and not machine.measured:
             return dict(machine.device.flops_per_second)
-        return {}
     return {}
 
 
 def listed_target(
     gpu: str, *, devices_per_host: int, network: str | None = None, host_bytes: int | None = None
 ) -> Hardware:
-    """Devices of a listed kind; a UsageError where it, or the network, is not listed."""
+    """Return devices of a listed kind; raises UsageError if it, or the network, is not listed."""
     machine = Machine.listed(gpu, devices_per_host=devices_per_host, network=network)
     return Hardware(machine.device.name, machine.device.memory_bytes, host_bytes, machine)
 
 
 def measured_target(cluster: Cluster) -> Hardware | None:
-    """This machine by its measured rates; None for several hosts, or where none were measured with
-    so many ranks.
+    """Return this machine with its measured rates; None for several hosts, or if no rates were
+    measured with as many ranks.
     """
-    ranks = cluster.world_size
-    if cluster.num_hosts == 1:
-        found = measured_rates(ranks)
-    else:
-        found = None
-    if found is None:
+    if cluster.num_hosts > 1:
         return None
-    is_cpu = found["identity"]["is_cpu"]
-    machine = Machine.from_measured(found, devices_per_host=ranks)
-    if is_cpu:
-        own = Hardware("cpu", host_memory_bytes() // ranks)
+    ranks = cluster.world_size
+    rates = measured_rates(ranks)
+    if rates is None:
+        return None
+    machine = Machine.from_measured(rates, devices_per_host=ranks)
+    if rates["identity"]["is_cpu"]:
+        target = Hardware("cpu", host_memory_bytes() // ranks)
     else:
-        own = Hardware("this machine")
-    return replace(own, machine=machine, rates=conditions(found))
+        target = Hardware("this machine")
+    return replace(target, machine=machine, rates=conditions(rates))
 
 
-def conditions(found: Mapping[str, Any]) -> str:
-    """When rates were measured, and what else the machine did then, in words."""
-    if "time_seconds" not in found:
+def conditions(rates: Mapping[str, Any]) -> str:
+    """Return the time at which rates were measured, and the load of the machine then, in words."""
+    if "time_seconds" not in rates:
         return "rates measured at an unknown time"
-    hours = (time.time() - found["time_seconds"]) / 3600
-    if found["spread"] > MOST_SPREAD:
-        spread = f", unsteady: the same took up to {found['spread']:.0%} longer"
-    else:
-        spread = ""
-    return f"rates measured {hours:,.1f} h ago at a load of {found['load_average']:.1f}{spread}"
+    hours = (time.time() - rates["time_seconds"]) / 3600
+    text = f"rates measured {hours:,.1f} h ago at a load of {rates['load_average']:.1f}"
+    if rates["spread"] > MOST_SPREAD:
+        text += f", unsteady: the same took up to {rates['spread']:.0%} longer"
+    return text
 
 
 def host_memory_bytes() -> int:
-    """Memory of this machine, or of the container that this process is in."""
+    """Return the memory of this machine, or of the container that this process is in."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no limit is the word max
         return min(memory, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
@@ -128,31 +125,38 @@ def host_memory_bytes() -> int:
 
 
 def _ask_driver() -> tuple[str, int] | None:
-    """Name and memory of the smallest NVIDIA GPU here."""
+    """Return name and memory of the smallest NVIDIA GPU here, or None."""
     program = shutil.which("nvidia-smi")
+    if not program:
+        return None
+    command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.TimeoutExpired, ValueError):
-        if program:
-            command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-            asked = subprocess.run(
-                command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
-            )
-            rows = [line.rpartition(",") for line in asked.stdout.splitlines() if line.strip()]
-            found = sorted((int(mib) * 2**20, name.strip()) for name, _, mib in rows)
-            return (found[0][1], found[0][0]) if found else None
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+        )
+        devices = []
+        for line in answer.stdout.splitlines():
+            if line.strip():
+                name, _, mib = line.rpartition(",")
+                devices.append((int(mib) * 2**20, name.strip()))
+        if devices:
+            memory, name = min(devices)
+            return name, memory
     return None
 
 
 def _listed_name(name: str, memory_bytes: int) -> str | None:
-    """The listed device that a driver's name means, such as ``NVIDIA H100 80GB HBM3``: the longest
-    whose name is in it and whose memory is as large, to a tenth.
+    """Return the listed device that a driver's name means, such as ``NVIDIA H100 80GB HBM3``.
+
+    It is the longest listed name that is part of the driver's, with as much memory, to a tenth.
     """
     text = re.sub(r"[^a-z0-9]", "", name.lower())
-    found = [kind for kind in tables()["devices"] if kind.partition("-")[0] in text]
-    close = [
-        kind
-        for kind in found
-        if abs((find_device(kind).memory_bytes or 0) / memory_bytes - 1) < _CLOSE
-    ]
+    close = []
+    for kind in tables()["devices"]:
+        if kind.partition("-")[0] in text:
+            listed_bytes = find_device(kind).memory_bytes or 0
+            if abs(listed_bytes / memory_bytes - 1) < _CLOSE:
+                close.append(kind)
     return max(close, key=lambda kind: len(kind.partition("-")[0]), default=None)
 
 
@@ -174,7 +178,7 @@ def resolve(
         cluster: where it is to run.
         target: its devices.
         source: where the config's values came from.
-        num_train_samples: size of the training data, where it is known.
+        num_train_samples: size of the training data, if it is known.
         saved: manifest of the checkpoint that the run goes on from: on as many ranks its values are
             kept.
         is_proposal: nothing is started, so that the device may be unknown.
@@ -202,20 +206,22 @@ def resolve(
             f"{GPU_VARIABLE} to the kind"
         )
         raise _refused("auto-without-device", reason, fix, key, source)
-    free = config.auto | ({ACCUMULATION} if config.batch.accumulation_steps is None else set())
+    free = set(config.auto)
+    if config.batch.accumulation_steps is None:
+        free.add(ACCUMULATION)
     try:
-        found = search(Request(config, cluster, target, free, num_train_samples, work))
+        result = search(Request(config, cluster, target, free, num_train_samples, work))
     except NotEstimatedError as error:
         reason = f"the memory of this run is not known: {error}"
         fix = "let `plan CONFIG --apply` look at it and write it"
         raise _refused("auto-not-estimated", reason, fix, key, source) from None
-    if not found.ranked:
+    if not result.ranked:
         fix = "use more devices, or `plan` with --search, which may also offload and recompute"
-        raise _refused("auto-nothing-fits", found.block, fix, key, source)
-    best = found.ranked[0]
-    chosen = config.auto | (
-        {ACCUMULATION} if best.plan.layout.pipe_size > 1 and MICRO in config.auto else set()
-    )
+        raise _refused("auto-nothing-fits", result.block, fix, key, source)
+    best = result.ranked[0]
+    chosen = set(config.auto)
+    if best.plan.layout.pipe_size > 1 and MICRO in config.auto:
+        chosen.add(ACCUMULATION)
     settings = {name: value for name, value in best.settings.items() if name in chosen}
     line = f"auto: {settings_text(settings)}: {choice_text(best, target)}"
     return _with(config, settings, source), settings, line
@@ -240,18 +246,16 @@ def chosen_here(
 
 
 def choice_text(best: Candidate, target: Hardware) -> str:
-    """Memory and speed of a choice, in words that say how far they are known."""
+    """Return memory and speed of a choice, in words that show how far they are known."""
+    memory = size_text(best.peak_bytes)
     usable = target.usable_bytes(best.memory)
     if usable:
-        of = f" of {size_text(usable)}"
-    else:
-        of = ""
-    memory = f"{size_text(best.peak_bytes)}{of} on each rank at most ({fullest(best.memory)})"
+        memory += f" of {size_text(usable)}"
+    memory += f" on each rank at most ({fullest(best.memory)})"
     if best.samples_per_second is None:
+        why = "no device named"
         if target.name:
             why = f"that of {target.name} is not listed"
-        else:
-            why = "no device named"
         return f"{memory}, estimated; speed unknown: {why}, so the least traffic is taken"
     return (
         f"{memory}, {best.samples_per_second:,.0f} samples per second; estimated for {target.text}"
@@ -263,17 +267,17 @@ def _with(config: RunConfig, settings: Mapping[str, Any], source: Source) -> Run
 
 
 def _as_saved(config: RunConfig, cluster: Cluster, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that the run had so far; none where it ran on another number of ranks."""
+    """Return the values that the run had so far; none if it ran on another number of ranks."""
     layout = saved.get("layout")
     before = saved.get("config")
     if not isinstance(layout, Mapping) or not isinstance(before, Mapping):
         return {}
     if layout.get("world_size") != cluster.world_size:
         return {}
-    found = {"parallel.pipe": layout.get("pipe_size", 1), MICRO: layout.get("micro_size")}
+    values = {"parallel.pipe": layout.get("pipe_size", 1), MICRO: layout.get("micro_size")}
     with suppress(KeyError, TypeError):
-        found["zero.stage"] = before["zero"]["stage"]
-    kept = {key: found[key] for key in sorted(config.auto) if isinstance(found.get(key), int)}
+        values["zero.stage"] = before["zero"]["stage"]
+    kept = {key: values[key] for key in sorted(config.auto) if isinstance(values.get(key), int)}
     if kept.keys() == config.auto:
         return kept
     return {}

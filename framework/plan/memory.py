@@ -15,6 +15,7 @@ from math import prod
 from typing import Any, Final
 
 from framework.config.freezing import always_frozen
+from framework.config.model import MoE
 from framework.config.training import Parallel
 from framework.errors import Problem
 from framework.plan.activations import Passes, passes_over
@@ -146,7 +147,7 @@ def _without_other_experts(work: ModelWork, plan: Plan) -> ModelWork:
     size = plan.layout.expert_size
     if size == 1:
         return work
-    moe = plan.config.model.moe  # type: ignore[union-attr]  # a rule requires it
+    moe: MoE = plan.config.model.moe  # type: ignore[union-attr, assignment]  # a rule requires it
     num_experts = moe.num_experts // size
 
     def is_on_rank(name: str) -> bool:

@@ -26,7 +26,7 @@ class RankShare:
     Attributes:
         tensor: ranks that share every weight that is divided.
         sequence: ranks that share every sequence.
-        tile: positions whose logits are there at once; 0: all.
+        tile: positions that have logits at once; 0: all.
     """
 
     tensor: int = 1
@@ -34,32 +34,30 @@ class RankShare:
     tile: int = 0
 
     def of(self, size: int) -> int:
-        """The largest share of a size that is divided."""
+        """Return the largest share of a size that is divided."""
         return ceil(size / self.tensor)
 
     def logits(self, tape: Tape, value: Value, count: int) -> Value:
-        """Logits of this rank's tokens, or in tiles their loss."""
+        """Apply the output layer: logits of this rank's tokens, or in tiles their loss."""
         if self.tile:
             return tape.tiled_loss(value, self.of(count), self.tile)
-        return tape.linear(
-            value, self.of(count), has_bias=False, split=True if self.tensor > 1 else None
-        )
+        split = True if self.tensor > 1 else None
+        return tape.linear(value, self.of(count), has_bias=False, split=split)
 
     def heads(self, tape: Tape, value: Value, head_size: int) -> Value:
-        """(batch, own positions, size) to (batch, own heads, all positions, head size)."""
+        """Map (batch, own positions, size) to (batch, own heads, all positions, head size)."""
         batch, length, size = value.shape
-        heads = value.view(batch, size // head_size, length, head_size)
-        return self._exchanged(
-            tape, heads, (batch, max(heads.shape[1] // self.sequence, 1), length * self.sequence)
-        )
+        num_heads = size // head_size
+        heads = value.view(batch, num_heads, length, head_size)
+        own_heads = max(num_heads // self.sequence, 1)
+        return self._exchanged(tape, heads, (batch, own_heads, length * self.sequence))
 
     def rows(self, tape: Tape, heads: Value, size: int) -> Value:
-        """The way back from `heads`."""
+        """Map `heads` back to (batch, own positions, size)."""
         batch, num_heads, length, _ = heads.shape
-        back = self._exchanged(
-            tape, heads, (batch, num_heads * self.sequence, length // self.sequence)
-        )
-        return back.view(batch, length // self.sequence, size)
+        positions = length // self.sequence
+        back = self._exchanged(tape, heads, (batch, num_heads * self.sequence, positions))
+        return back.view(batch, positions, size)
 
     def _exchanged(self, tape: Tape, value: Value, shape: tuple[int, ...]) -> Value:
         if self.sequence == 1:
@@ -71,21 +69,23 @@ UNDIVIDED: Final = RankShare()
 
 
 def forward_of(model: models.ModelSection, share: RankShare = UNDIVIDED) -> Layers | None:
-    """The layers of a named model, or of a rank's share of it; None for a model of the user's, and
-    for a share of one that is not divided.
+    """Return the layers of a named model, or of a rank's share of it; None for a model of the
+    user's, and for a share of a model that is not divided.
     """
     if isinstance(model, models.GPT):
         return _gpt(model, share)
     if isinstance(model, models.BERT):
         return _bert(model, share)
-    found = _FORWARDS.get(type(model))
-    if found is None or share != UNDIVIDED:
+    forward = _FORWARDS.get(type(model))
+    if forward is None or share != UNDIVIDED:
         return None
-    return found(model)
+    return forward(model)
 
 
 def num_layers(model: models.ModelSection) -> int | None:
-    """Count what a pipeline can cut a named model into; None for a model of the user's."""
+    """Count the layers between which a pipeline can cut a named model; None for a model of the
+    user's.
+    """
     layers = forward_of(model)
     if layers is None:
         return None
@@ -97,15 +97,13 @@ def _flatten(tape: Tape, value: Value) -> Value:
 
 
 def _with(operation: Callable[..., Value], *args: Any, **options: Any) -> Run:
+    """Return an operation of a tape with arguments behind the value."""
     return lambda tape, value: operation(tape, value, *args, **options)
 
 
 def _lenet(model: models.LeNet) -> Layers:
-    yield (
-        "conv1",
-        _with(Tape.convolution, 6, kernel=5, padding=(32 - model.image_size) // 2, has_bias=True),
-        1,
-    )
+    padding = (32 - model.image_size) // 2
+    yield "conv1", _with(Tape.convolution, 6, kernel=5, padding=padding, has_bias=True), 1
     yield "relu1", Tape.relu, 1
     yield "pool1", _with(Tape.max_pool, 2, 2), 1
     yield "conv2", _with(Tape.convolution, 16, kernel=5, padding=0, has_bias=True), 1
@@ -130,25 +128,28 @@ def _mlp(model: models.MLP) -> Layers:
 def _residual(
     width: int, *, kernels: Sequence[int], expansion: int, stride: int, norm: str, shortcut: str
 ) -> Run:
-    """A residual block: a convolution and a norm for each kernel; the stride is that of the first
-    of 3 pixels.
+    """Return a residual block: a convolution and a norm for each kernel; the first kernel of 3
+    pixels has the stride.
     """
     strided = kernels.index(3)
+    last = len(kernels) - 1
+    channels = width * expansion
 
     def run(tape: Tape, images: Value) -> Value:
         value = images
-        last = width * expansion
         for number, kernel in enumerate(kernels):
-            outputs = last if number == len(kernels) - 1 else width
-            by = stride if number == strided else 1
-            value = tape.convolution(value, outputs, f"conv{number + 1}", kernel=kernel, stride=by)
+            value = tape.convolution(
+                value,
+                channels if number == last else width,
+                f"conv{number + 1}",
+                kernel=kernel,
+                stride=stride if number == strided else 1,
+            )
             value = tape.batch_norm(value, f"{norm}{number + 1}")
-            if number < len(kernels) - 1:
+            if number < last:
                 value = tape.relu(value)
-            else:
-                value = value
-        if stride > 1 or images.shape[1] != last:
-            images = tape.convolution(images, last, f"{shortcut}.0", kernel=1, stride=stride)
+        if stride > 1 or images.shape[1] != channels:
+            images = tape.convolution(images, channels, f"{shortcut}.0", kernel=1, stride=stride)
             images = tape.batch_norm(images, f"{shortcut}.1")
         return tape.relu(tape.add(value, images))
 
@@ -158,12 +159,9 @@ def _residual(
 def _residual_blocks(names: str, *, counts: Sequence[int], **options: Any) -> Layers:
     for stage, (width, count) in enumerate(zip((64, 128, 256, 512), counts, strict=True), start=1):
         for block in range(count):
-            stride = 2 if stage > 1 and not block else 1
-            yield (
-                names.format(stage, block, block + 1),
-                _residual(width, stride=stride, **options),
-                1,
-            )
+            stride = 2 if stage > 1 and block == 0 else 1
+            name = names.format(stage, block, block + 1)
+            yield name, _residual(width, stride=stride, **options), 1
 
 
 def _small_resnet18(model: models.SmallResNet18) -> Layers:
@@ -192,40 +190,33 @@ def _resnet(model: models.Classifier, **shape: Any) -> Layers:
 
 def _gpt(model: models.GPT, share: RankShare) -> Layers:
     def norm(tape: Tape, value: Value, name: str = "") -> Value:
-        is_rms = model.norm == "rmsnorm"
-        if is_rms:
+        if model.norm == "rmsnorm":
             return tape.rms_norm(value, name)
         return tape.layer_norm(value, name, has_bias=model.bias)
 
     def positions(tape: Tape, value: Value) -> Value:
         flows = tape.own((model.max_positions, model.hidden_size)) or value.has_gradient
-        return tape.dropout(
-            tape.run(value, shape=value.shape, has_gradient=flows, passes=True), model.dropout
-        )
+        added = tape.run(value, shape=value.shape, has_gradient=flows, passes=True)
+        return tape.dropout(added, model.dropout)
+
+    def embed(tape: Tape, tokens: Value) -> Value:
+        return tape.embedding(tokens, share.of(model.vocab_size), model.hidden_size)
 
     def head(tape: Tape, value: Value) -> Value:
         if model.tie_embeddings:
             tape.prefix = "embed"
         return share.logits(tape, value, model.vocab_size)
 
-    yield (
-        "embed",
-        lambda tape, tokens: tape.embedding(tokens, share.of(model.vocab_size), model.hidden_size),
-        1,
-    )
-    yield (
-        ("positions", positions, 1)
-        if model.positions == "learned"
-        else ("dropout", _with(Tape.dropout, model.dropout), 1)
-    )
+    yield "embed", embed, 1
+    if model.positions == "learned":
+        yield "positions", positions, 1
+    else:
+        yield "dropout", _with(Tape.dropout, model.dropout), 1
     if model.moe is None or model.moe.every == 1:
         yield "blocks.{}", partial(_gpt_block, model, share, norm, model.moe), model.num_layers
     else:
         for block in range(model.num_layers):
-            if model.moe.is_in(block):
-                moe = model.moe
-            else:
-                moe = None
+            moe = model.moe if model.moe.is_in(block) else None
             yield f"blocks.{block}", partial(_gpt_block, model, share, norm, moe), 1
     yield "norm", norm, 1
     yield "head", head, 1
@@ -248,20 +239,23 @@ def _gpt_block(
 
     normed = norm(tape, hidden, "attention_norm")
     kv_size = share.of(head_size * model.num_kv_heads)
-    heads = [
-        share.heads(tape, linear(normed, outputs, f"attention.{name}", split=True), head_size)
-        for name, outputs in {"query": own, "key": kv_size, "value": kv_size}.items()
-    ]
+
+    def heads(name: str, outputs: int) -> Value:
+        projected = linear(normed, outputs, f"attention.{name}", split=True)
+        return share.heads(tape, projected, head_size)
+
+    query = heads("query", own)
+    key = heads("key", kv_size)
+    value = heads("value", kv_size)
     if model.positions == "rotary":
-        heads[:2] = tape.rotate(*heads[:2])
-    mixed = tape.attention(*heads, dropout=model.dropout, is_causal=True)
+        query, key = tape.rotate(query, key)
+    mixed = tape.attention(query, key, value, dropout=model.dropout, is_causal=True)
     # its output lies as the rotated query does, and is copied into rows
     if model.positions == "rotary":
         mixed = tape.run(mixed, shape=mixed.shape)
-    mixed = share.rows(tape, mixed, own)
-    hidden = tape.add(
-        hidden, tape.dropout(linear(mixed, size, "attention.output", split=False), model.dropout)
-    )
+    rows = share.rows(tape, mixed, own)
+    output = linear(rows, size, "attention.output", split=False)
+    hidden = tape.add(hidden, tape.dropout(output, model.dropout))
     normed = norm(tape, hidden, "mlp_norm")
     if moe:
         added = _mixture(model, moe, tape, normed)
@@ -273,21 +267,22 @@ def _gpt_block(
 def _perceptron(model: models.GPT, share: RankShare, tape: Tape, value: Value, name: str) -> Value:
     linear = partial(tape.linear, has_bias=model.bias)
     inner_size = share.of(model.mlp_size)
-    if model.mlp == "swiglu":  # the first of the weights, and the second that is used
+    has_gate = model.mlp == "swiglu"
+    if has_gate:  # it comes first in the model, and is used after `up`
         tape.own((inner_size, model.hidden_size), f"{name}.gate", has_bias=model.bias)
     inner = linear(value, inner_size, f"{name}.up", split=True)
-    if model.mlp == "swiglu":
-        inner = tape.multiply(
-            tape.gelu(linear(value, inner_size, f"{name}.gate", split=True)), inner
-        )
+    if has_gate:
+        gate = tape.gelu(linear(value, inner_size, f"{name}.gate", split=True))
+        inner = tape.multiply(gate, inner)
     else:
         inner = tape.gelu(inner)
     return linear(inner, model.hidden_size, f"{name}.down", split=False)
 
 
 def _mixture(model: models.GPT, moe: models.MoE, tape: Tape, normed: Value) -> Value:
-    """Every expert computes all rows that it has room for; `flops` are those of tokens, as if each
-    found room.
+    """Apply a mixture of experts: every expert computes all rows that it has room for.
+
+    `flops` are counted for the tokens, as if each of them found room.
     """
     size = model.hidden_size
     wide = model.mlp_size
@@ -304,18 +299,21 @@ def _mixture(model: models.GPT, moe: models.MoE, tape: Tape, normed: Value) -> V
     weights = tape.run(tape.relu(logits), shape=(choices, 1), saves=[chosen])
     if moe.top_k > 1:
         weights = tape.multiply(weights, tape.save_output(weights))
-    given = tape.run(flat, shape=(rows + 1, size), saves=[Value((choices,), 8, has_gradient=False)])
-    gate = {"gate": (wide, size)} if model.mlp == "swiglu" else {}
+    places = Value((choices,), 8, has_gradient=False)
+    expert_rows = tape.run(flat, shape=(rows + 1, size), saves=[places])
+    shapes = {"up": (wide, size), "down": (size, wide)}
+    if model.mlp == "swiglu":
+        shapes = {"gate": (wide, size)} | shapes
     for number in range(experts):  # in the order of the model
-        for name, shape in {**gate, "up": (wide, size), "down": (size, wide)}.items():
+        for name, shape in shapes.items():
             tape.own(shape, f"mlp.experts.{number}.{name}", has_bias=model.bias)
     tape.count = experts
     before = tape.flops
-    made = _perceptron(model, RankShare(), tape, given.view(rows, size), "mlp.experts.0")
+    made = _perceptron(model, RankShare(), tape, expert_rows.view(rows, size), "mlp.experts.0")
     tape.count = 1
     idle = (tape.flops - before) * (rows - choices) // rows
-    tape.flops = tape.flops - idle
-    tape.masked_flops = tape.masked_flops - idle
+    tape.flops -= idle
+    tape.masked_flops -= idle
     made = tape.run(tape.run(made, shape=made.shape), shape=(rows + 1, size))
     mixed = tape.multiply(tape.run(made, shape=(choices, size)), tape.cast(weights, made.width))
     if moe.top_k > 1:
@@ -329,9 +327,8 @@ def _bert(model: models.BERT, share: RankShare) -> Layers:
 
     def embeddings(tape: Tape, value: Value) -> Value:
         flows = tape.own((model.max_positions, size), weight="positions") or value.has_gradient
-        types = tape.embedding(
-            Value(value.shape[:2], 8, has_gradient=False), model.num_types, size, "types"
-        )
+        type_numbers = Value(value.shape[:2], 8, has_gradient=False)
+        types = tape.embedding(type_numbers, model.num_types, size, "types")
         value = tape.run(value, shape=value.shape, passes=True, has_gradient=flows)
         return tape.dropout(tape.layer_norm(tape.add(value, types), "norm"), model.dropout)
 
@@ -341,9 +338,8 @@ def _bert(model: models.BERT, share: RankShare) -> Layers:
         tape.own((size, size), "pooler", has_bias=True)
         transformed = tape.layer_norm(tape.gelu(tape.linear(hidden, size, "transform")), "norm")
         pooled = tape.relu(tape.linear(hidden.view(batch, 1, size), size, "pooler"))
-        return tape.run(
-            tape.cast(pooled, transformed.width), transformed, shape=(batch, length + 1, size)
-        )
+        pooled = tape.cast(pooled, transformed.width)
+        return tape.run(pooled, transformed, shape=(batch, length + 1, size))
 
     def decoder(tape: Tape, value: Value) -> tuple[Value, Value]:
         batch, length, _ = value.shape
@@ -365,13 +361,9 @@ def _bert(model: models.BERT, share: RankShare) -> Layers:
         pooled = tape.relu(tape.linear(hidden.view(hidden.shape[0], 1, size), size, "pooler"))
         return tape.linear(tape.dropout(pooled, model.dropout), model.num_classes or 0, "output")
 
-    yield "embed", lambda tape, tokens: tape.embedding(tokens, vocab_size, size), 1
+    yield "embed", _with(Tape.embedding, vocab_size, size), 1
     yield "embeddings", embeddings, 1
-    yield (
-        "blocks.{}",
-        lambda tape, hidden: _bert_block(model, share, tape, hidden),
-        model.num_layers,
-    )
+    yield "blocks.{}", partial(_bert_block, model, share), model.num_layers
     if model.num_classes:
         yield "classes", classes, 1
         return
@@ -381,17 +373,22 @@ def _bert(model: models.BERT, share: RankShare) -> Layers:
 
 
 def _bert_block(model: models.BERT, share: RankShare, tape: Tape, hidden: Value) -> Value:
-    size, own, (batch, length, _) = model.hidden_size, share.of(model.hidden_size), hidden.shape
-    heads = [
-        share.heads(
-            tape, tape.linear(hidden, own, f"attention.{name}", split=True), size // model.num_heads
-        )
-        for name in ("query", "key", "value")
-    ]
+    size = model.hidden_size
+    own = share.of(size)
+    batch, length, _ = hidden.shape
+
+    def heads(name: str) -> Value:
+        projected = tape.linear(hidden, own, f"attention.{name}", split=True)
+        return share.heads(tape, projected, size // model.num_heads)
+
+    query = heads("query")
+    key = heads("key")
+    value = heads("value")
     mask = Value((batch, 1, 1, length * share.sequence), 1, has_gradient=False)
-    mixed = share.rows(tape, tape.attention(*heads, dropout=model.dropout, mask=mask), own)
-    mixed = tape.dropout(tape.linear(mixed, size, "attention.output", split=False), model.dropout)
-    hidden = tape.layer_norm(tape.add(hidden, mixed), "attention_norm")
+    mixed = tape.attention(query, key, value, dropout=model.dropout, mask=mask)
+    rows = share.rows(tape, mixed, own)
+    output = tape.dropout(tape.linear(rows, size, "attention.output", split=False), model.dropout)
+    hidden = tape.layer_norm(tape.add(hidden, output), "attention_norm")
     inner = tape.gelu(tape.linear(hidden, share.of(model.mlp_size), "up", split=True))
     inner = tape.dropout(tape.linear(inner, size, "down", split=False), model.dropout)
     return tape.layer_norm(tape.add(hidden, inner), "mlp_norm")
