@@ -1,9 +1,9 @@
 """Compiled ops of DeepSpeed that a run loads, and their folder: known from its JSON and the device
 alone.
 
-torch compiles an op at its first use, which takes the compiler, ninja and Python's headers. What is
-compiled already is found again, and then only ninja must be there (torch 2.15 and DeepSpeed 0.19.8
-ask for it either way); an op for NVIDIA GPUs asks nvcc for its release each time
+torch compiles an op at its first use, which takes the compiler, ninja and Python's headers. A
+compiled op is found again, and then only ninja must be there (torch 2.15 and DeepSpeed 0.19.8
+require it either way); an op for NVIDIA GPUs runs nvcc to get its release each time
 (op_builder/builder.py `installed_cuda_version`).
 """
 
@@ -29,9 +29,9 @@ class Op:
     """One op.
 
     Attributes:
-        name: DeepSpeed's name, which is also that of its folder in the cache.
-        reason: what of the run config needs it.
-        needs_nvcc: whether CUDA's compiler is asked for it.
+        name: DeepSpeed's name, which is also the name of its folder in the cache.
+        reason: the setting of the run config that needs it.
+        needs_nvcc: whether CUDA's compiler is run for it.
         library: a system library that it is linked with, such as ``aio``.
     """
 
@@ -42,46 +42,48 @@ class Op:
 
 
 def needed_ops(ds_config: Mapping[str, Any], *, device: Device) -> tuple[Op, ...]:
-    """The ops that DeepSpeed 0.19.8 loads for this JSON; nothing for devices other than NVIDIA GPUs
-    and processors.
+    """Return the ops that DeepSpeed 0.19.8 loads for this JSON; none for devices other than NVIDIA
+    GPUs and CPUs.
     """
     if device not in ("cuda", "cpu"):
         return ()
     zero = ds_config.get("zero_optimization") or {}
-    devices = {
-        key: (zero.get(key) or {}).get("device", "none")
-        for key in ("offload_optimizer", "offload_param")
-    }
+    offload_devices = {}
+    for key in ("offload_optimizer", "offload_param"):
+        offload_devices[key] = (zero.get(key) or {}).get("device", "none")
+    reasons = {}
     if device == "cpu":
-        named = {"deepspeed_shm_comm": "ranks on processors talk through shared memory"}
-    else:
-        named = {}
-    on_host = devices["offload_optimizer"] in ("cpu", "nvme")
-    named |= _op_of_optimizer(ds_config.get("optimizer") or {}, on_host=on_host)
-    for key, where in devices.items():
-        if where == "nvme":
-            named |= dict.fromkeys(("pin_memory", "async_io"), f"zero.{key}.device is nvme")
+        reasons["deepspeed_shm_comm"] = "ranks on processors talk through shared memory"
+    on_host = offload_devices["offload_optimizer"] in ("cpu", "nvme")
+    reasons |= _op_of_optimizer(ds_config.get("optimizer") or {}, on_host=on_host)
+    for key, offload_device in offload_devices.items():
+        if offload_device == "nvme":
+            reasons["pin_memory"] = f"zero.{key}.device is nvme"
+            reasons["async_io"] = f"zero.{key}.device is nvme"
     for key in ("zero_quantized_weights", "zero_quantized_gradients"):
         if zero.get(key):
-            named["quantizer"] = f"{key} is on"
-    # Built where CUDA is, every op is a CUDAOpBuilder, those for the host's optimizers and its
-    # disks as well.
-    return tuple(
-        Op(name, reason, device == "cuda", "aio" if name == "async_io" else None)
-        for name, reason in named.items()
-    )
+            reasons["quantizer"] = f"{key} is on"
+    ops = []
+    for name, reason in reasons.items():
+        # On a machine with CUDA every op is a CUDAOpBuilder, also an op for the host's optimizers
+        # and disks.
+        library = "aio" if name == "async_io" else None
+        ops.append(Op(name, reason, needs_nvcc=device == "cuda", library=library))
+    return tuple(ops)
 
 
 def _op_of_optimizer(optimizer: Mapping[str, Any], *, on_host: bool) -> dict[str, str]:
-    """As runtime/engine.py `_configure_basic_optimizer` chooses."""
+    """Return the op that runtime/engine.py `_configure_basic_optimizer` chooses, and the reason."""
     kind = str(optimizer.get("type", "")).lower()
     prefix = "cpu" if on_host else "fused"
     if kind in ("adam", "adamw") and not (optimizer.get("params") or {}).get("torch_adam", False):
         return {f"{prefix}_adam": "optimizer.implementation is deepspeed"}
     if kind == "adagrad" and on_host:
         return {"cpu_adagrad": "optimizer.kind is adagrad, on the host"}
-    if kind in ("lion", "lamb"):
-        return {f"{prefix if kind == 'lion' else 'fused'}_{kind}": f"optimizer.kind is {kind}"}
+    if kind == "lion":
+        return {f"{prefix}_lion": "optimizer.kind is lion"}
+    if kind == "lamb":
+        return {"fused_lamb": "optimizer.kind is lamb"}
     return {}
 
 
@@ -101,15 +103,18 @@ def lost_gradients(torch_version: str) -> Problem | None:
 
 
 def missing_compiler(device: Device, environment: Mapping[str, str]) -> Problem | None:
-    """The compiler of torch.compile's inductor, where it is not here: for processors C++
-    (torch/_inductor/config.py `cpp.cxx`), elsewhere C for what starts Triton's kernels
-    (triton/runtime/build.py `_find_compiler`).
+    """Return a problem if the compiler of torch.compile's inductor is not here.
+
+    For CPUs it is C++ (torch/_inductor/config.py `cpp.cxx`), elsewhere C, for the code that starts
+    Triton's kernels (triton/runtime/build.py `_find_compiler`).
     """
-    variable, names = ("CXX", ["g++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
+    variable = "CC"
+    names = ["gcc", "clang"]
+    if device == "cpu":
+        variable = "CXX"
+        names = ["g++"]
     if environment.get(variable):
         names = environment[variable].split()[:1]
-    else:
-        names = names
     if any(shutil.which(name, path=environment.get("PATH")) for name in names):
         return None
     reason = (
@@ -123,22 +128,22 @@ def path_of_compilers(environment: Mapping[str, str]) -> str:
     """Return PATH with this Python's own programs first, its ninja among them, as an active
     environment has it.
     """
-    own = sysconfig.get_path("scripts")
+    scripts = sysconfig.get_path("scripts")
     path = environment.get("PATH") or os.defpath
-    if path.split(os.pathsep)[0] == own:
+    if path.split(os.pathsep)[0] == scripts:
         return path
-    return os.pathsep.join((own, path))
+    return os.pathsep.join((scripts, path))
 
 
 def extensions_folder(environment: Mapping[str, str], *, torch_version: str) -> Path:
     """Return the folder of compiled ops: TORCH_EXTENSIONS_DIR, or one folder for each environment
     and each ninja.
 
-    torch's default folder is shared by all environments of a user, but what is built names the
+    torch's default folder is shared by all environments of a user, but a built op contains the
     include paths of one of them. Two environments in use would compile the same op again and again,
-    and wait for each other's lock meanwhile. So would two releases of ninja (1.11 and 1.13, say),
-    which do not know each other's commands again: torch calls the first on the path that
-    `path_of_compilers` sets, which is the same whether or not the environment is active.
+    and wait for each other's lock meanwhile. So would two releases of ninja (such as 1.11 and
+    1.13), which do not recognise each other's commands: torch calls the first ninja on the path
+    that `path_of_compilers` sets, which is the same whether or not the environment is active.
     """
     if environment.get("TORCH_EXTENSIONS_DIR"):
         return Path(environment["TORCH_EXTENSIONS_DIR"])
@@ -149,8 +154,8 @@ def extensions_folder(environment: Mapping[str, str], *, torch_version: str) -> 
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return the user's folder for what can be made again."""
-    home = environment.get("HOME")
-    return Path(
-        environment.get("XDG_CACHE_HOME") or (Path(home) if home else Path.home()) / ".cache"
-    )
+    """Return the user's folder for files that can be made again."""
+    if environment.get("XDG_CACHE_HOME"):
+        return Path(environment["XDG_CACHE_HOME"])
+    home = environment.get("HOME") or Path.home()
+    return Path(home) / ".cache"

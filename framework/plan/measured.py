@@ -25,50 +25,50 @@ from framework.system.files import replace_text
 
 # Device files of drivers of accelerators: NVIDIA's, AMD's, Huawei's.
 _DRIVERS: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager")
-# More files are no project's own code, and looking at them would take longer than what they are
-# asked for.
+# More files are no project's own code, and reading their times would take longer than a measurement.
 _MOST_FILES: Final = 5_000
 
 
 def identity(num_ranks: int) -> dict[str, Any]:
-    """What rates depend on beside the code that found them: host, kind of device, versions, ranks
-    at work together.
+    """Return what rates depend on beside the code that measures them: host, kind of device,
+    versions, ranks at work together.
     """
     versions = {"framework": framework.__version__}
     for name in ("torch", "deepspeed"):
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
+    has_driver = any(map(os.path.exists, _DRIVERS))
+    accelerator = os.environ.get("DS_ACCELERATOR", "" if has_driver else "cpu")
     return {
         "host": socket.gethostname(),
         "processor": f"{platform.machine()} x {os.cpu_count()}",
-        "is_cpu": os.environ.get(
-            "DS_ACCELERATOR", "" if any(map(os.path.exists, _DRIVERS)) else "cpu"
-        )
-        == "cpu",
+        "is_cpu": accelerator == "cpu",
         "versions": versions,
         "num_ranks": num_ranks,
     }
 
 
 def path_of(num_ranks: int) -> Path:
-    """File of the rates of this machine with so many ranks."""
-    key = hashlib.sha256(json.dumps(identity(num_ranks), sort_keys=True).encode()).hexdigest()[:16]
+    """Return the file of the rates of this machine with a number of ranks."""
+    text = json.dumps(identity(num_ranks), sort_keys=True)
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return cache_folder(os.environ) / "dsf-trainer" / f"rates-{key}.json"
 
 
-def keep(found: Mapping[str, Any], num_ranks: int) -> Path:
-    """Write what was measured; returns the file."""
+def keep(rates: Mapping[str, Any], num_ranks: int) -> Path:
+    """Write measured rates; return the file."""
     path = path_of(num_ranks)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(dict(found) | {"identity": identity(num_ranks)}, indent=2) + "\n")
+    contents = dict(rates) | {"identity": identity(num_ranks)}
+    replace_text(path, json.dumps(contents, indent=2) + "\n")
     return path
 
 
 def measured_rates(num_ranks: int) -> dict[str, Any] | None:
-    """Return what was measured on this machine with so many ranks; None where nothing was."""
+    """Return the rates that were measured on this machine with a number of ranks, or None."""
     with suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads(path_of(num_ranks).read_text(encoding="utf-8"))
-        return found
+        rates: dict[str, Any] = json.loads(path_of(num_ranks).read_text(encoding="utf-8"))
+        return rates
     return None
 
 
@@ -85,7 +85,7 @@ class OptimizerState:
     copies_per_element: int = 0
 
 
-@lru_cache(maxsize=8)  # a search asks for every candidate; `state_file` says where the answer is
+@lru_cache(maxsize=8)  # a search reads it for every candidate
 def _kept(path: Path) -> OptimizerState | None:
     with suppress(OSError, ValueError, TypeError):
         return OptimizerState(**json.loads(path.read_text(encoding="utf-8")))
@@ -93,10 +93,8 @@ def _kept(path: Path) -> OptimizerState | None:
 
 
 def kept_state(optimizer: Target) -> OptimizerState | None:
-    """Return what `plan` measured of the user's own optimizer; None where nothing was, or where its
-    code has changed.
-
-    `keep_state` writes it.
+    """Return the state that `plan` measured of the user's own optimizer (`keep_state`); None if it
+    has not, or if the optimizer's code has changed.
     """
     path = state_file(optimizer.target, json.dumps(optimizer.args, sort_keys=True, default=str))
     if path is None:
@@ -105,9 +103,7 @@ def kept_state(optimizer: Target) -> OptimizerState | None:
 
 
 def keep_state(optimizer: Target, state: OptimizerState) -> None:
-    """Keep what was measured of the user's own optimizer; without a place for it, for this process
-    alone.
-    """
+    """Keep the measured state of the user's own optimizer, if its code is found."""
     path = state_file(optimizer.target, json.dumps(optimizer.args, sort_keys=True, default=str))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,42 +113,40 @@ def keep_state(optimizer: Target, state: OptimizerState) -> None:
 
 @lru_cache(maxsize=8)
 def state_file(target: str, arguments: str) -> Path | None:
-    """Place of the state of an optimizer, by a hash of its code; None where that is not found."""
+    """Return the file of an optimizer's state, by a hash of its code; None if that is not found."""
     with suppress(OSError, LookupError):
-        known = json.dumps(
-            [target, arguments, list(code_of(target)), identity(1)["versions"]], sort_keys=True
-        )
+        facts = [target, arguments, list(code_of(target)), identity(1)["versions"]]
+        known = json.dumps(facts, sort_keys=True)
         name = f"{hashlib.sha256(known.encode()).hexdigest()}.json"
         return cache_folder(os.environ) / "dsf-trainer" / "optimizers" / name
     return None
 
 
 def code_of(target: str) -> list[tuple[str, int, int]]:
-    """Files of a target's code: of its package, or those beside a module that is in none. Nothing
-    is imported.
+    """Return the files of a target's code, as `stamps_of` does: of its package, or beside a module
+    that is in no package. Nothing is imported.
 
     Raises:
-        LookupError: it is not found, or is too much.
+        LookupError: the code is not found, or has too many files.
     """
     first = target.partition(":")[0].partition(".")[0]
-    spec = machinery.PathFinder.find_spec(
-        first, [os.getcwd(), str(Path(framework.__file__).parents[1]), *sys.path]
-    )
+    project = str(Path(framework.__file__).parents[1])
+    spec = machinery.PathFinder.find_spec(first, [os.getcwd(), project, *sys.path])
     if spec is None or spec.origin is None:
         raise LookupError(first)
     return list(stamps_of(Path(spec.origin).parent))
 
 
 def stamps_of(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Name, size and time of the Python files below a folder, in order of names."""
+    """Yield name, size and time of the Python files below a folder, in order of names."""
     count = 0
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
         for name in sorted(files):
             if not name.endswith(".py"):
                 continue
-            count = count + 1
+            count += 1
             if count > _MOST_FILES:
                 raise LookupError(folder)
-            found = Path(place, name).stat()
-            yield f"{place}/{name}", found.st_size, found.st_mtime_ns
+            stat = Path(place, name).stat()
+            yield f"{place}/{name}", stat.st_size, stat.st_mtime_ns

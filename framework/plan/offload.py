@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ class Shares:
 
     Attributes:
         stage: of ZeRO.
-        ranks: that share.
+        ranks: that share the model.
         zero: section of the run config.
         width: bytes of a weight.
         sum_width: bytes of a summed gradient.
@@ -38,15 +39,15 @@ class Shares:
         state_bytes: bytes of optimizer state, moving average included, of an element.
         copies: bytes that the optimizer takes while it steps.
         groups: for each of the optimizer's groups the rank's share of every weight (stage 3), or of
-            all in one.
-        parts: what it steps at once.
-        weights: each whole trained weight.
-        touched: at most, of the whole weights that have a part in a rank's share.
-        frozen: each whole frozen weight.
-        saves_frozen: whether they are in checkpoints.
+            all weights in one.
+        parts: shares that the optimizer steps at once.
+        weights: sizes of all trained weights.
+        touched: at most, of the complete weights that have a part in a rank's share.
+        frozen: sizes of all frozen weights.
+        saves_frozen: whether frozen weights are in checkpoints.
         shared: trained elements that another pipeline stage writes into checkpoints.
         buffers: bytes beside the weights.
-        pins: whether the host's memory is pinned, where the config does not ask otherwise.
+        pins: whether the host's memory is pinned, unless the config turns it off.
         accumulates: whether a step has several micro-batches.
     """
 
@@ -71,39 +72,40 @@ class Shares:
 
     @property
     def _optimizer(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.zero["offload_optimizer"]
-        return found
+        section: Mapping[str, Any] = self.zero["offload_optimizer"]
+        return section
 
     @property
     def _params(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = (
-            self.zero["offload_param"] if self.stage == 3 else {"device": "none"}
-        )
-        return found
+        if self.stage < 3:
+            return {"device": "none"}
+        section: Mapping[str, Any] = self.zero["offload_param"]
+        return section
 
     @property
     def optimizer_place(self) -> str:
-        """Return where the optimizer's state is: ``none`` (the device), ``cpu`` or ``nvme``."""
+        """Device of the optimizer's state: ``none`` (it stays), ``cpu`` or ``nvme``."""
         if self.stage:
             return str(self._optimizer["device"])
         return "none"
 
     @property
     def _swapped(self) -> list[int]:
-        """Those of the parts whose optimizer state is on the drive."""
-        is_swapped = self.optimizer_place == "nvme"
-        return [part for part in self.parts if is_swapped and _FP32 * part >= _LEAST_SWAPPED]
+        """Parts with their optimizer state on the drive."""
+        if self.optimizer_place != "nvme":
+            return []
+        return [part for part in self.parts if _FP32 * part >= _LEAST_SWAPPED]
 
     @property
     def _swapped_gradients(self) -> list[int]:
-        """Shares of single weights whose gradients are swapped out."""
-        return [
-            share for share in self._shares if self._swapped and _FP32 * share >= _LEAST_SWAPPED
-        ]
+        """Shares of single weights with their gradients on the drive."""
+        if not self._swapped:
+            return []
+        return [share for share in self._shares if _FP32 * share >= _LEAST_SWAPPED]
 
     @property
-    def _shares(self) -> Iterator[int]:
-        return (share for group in self.groups for share in group)
+    def _shares(self) -> list[int]:
+        return list(chain(*self.groups))
 
     @property
     def unswapped_gradients(self) -> int:
@@ -115,110 +117,119 @@ class Shares:
         return 0
 
     def host(self, *, is_staged: bool) -> dict[str, int]:
-        """Bytes of host memory, by component; `is_staged`: saves are written in the background."""
-        found: dict[str, int] = {}
+        """Return the bytes of host memory, by component; `is_staged`: saves are written in the
+        background.
+        """
+        components: dict[str, int] = {}
         pinned: list[int] = []
         if self.optimizer_place != "none":
-            swapped = self._swapped
-            kept = sum(self.parts) - sum(swapped)
-            found |= {"fp32 weights": _FP32 * kept, "gradients": _FP32 * kept}
-            found |= {
-                "optimizer state": int(self.state_bytes * kept),
-                "optimizer copies": self.copies,
-            }
-            if self.stage == 3:
-                found["gradient buffer"] = self.sum_width * sum(self.parts)
-                pinned += [
-                    found["gradient buffer"],
-                    *(_FP32 * part for part in self.parts if part not in swapped),
-                ]
-            else:
-                largest = max(self.weights)
-                found["copies of weights"] = self.width * (kept + largest)
-                found["sums of gradients"] = self.width * self.touched * self.accumulates
-                pinned += [
-                    width * part for part in self.parts for width in (_FP32, _FP32, self.width)
-                ]
-                pinned.append(self.width * largest)
-            if swapped:
-                found["swap buffers"] = self._optimizer["buffer_count"] * _aligned(
-                    _FP32 * max(self.parts)
-                )
-            pinned = pinned if self._optimizer["pin_memory"] else []
+            self._add_optimizer(components, pinned)
         if self._params["device"] != "none":
-            flat = list(self._flat_weights())
-            pinned += [self.width * size for size in flat]
-            frozen = sum(ceil(size / self.ranks) for size in self.frozen)
-            found["weights"] = self.width * (sum(flat) + frozen)
-            if self._params["device"] == "nvme":
-                buffers = self._params["buffer_count"] * _aligned(
-                    self.width * self._params["buffer_size"]
-                )
-                # beside them one for what goes back to the drive after a step
-                if sum(flat) < sum(self._shares):
-                    buffers += self.width * max(self.parts)
-                found["swap buffers"] = found.get("swap buffers", 0) + buffers
+            self._add_weights(components, pinned)
         if is_staged:
-            model, own, single = self.saved()
-            found["checkpoint on its way to disk"] = model + own
-            if self.pins and self.optimizer_place == "none" and single <= _LARGEST_PINNED_SAVE:
-                pinned.append(single)
-                found["pinned buffer of a save"] = single
+            model, own, largest = self.saved()
+            components["checkpoint on its way to disk"] = model + own
+            if self.pins and self.optimizer_place == "none" and largest <= _LARGEST_PINNED_SAVE:
+                pinned.append(largest)
+                components["pinned buffer of a save"] = largest
         if self.pins:
-            found["pinned memory, rounded up"] = sum(
-                (1 << (size - 1).bit_length()) - size for size in pinned if size
-            )
-        return found
+            components["pinned memory, rounded up"] = sum(_rounding(size) for size in pinned)
+        return components
+
+    def _add_optimizer(self, components: dict[str, int], pinned: list[int]) -> None:
+        """Add an optimizer on the host, and the sizes of its tensors in pinned memory."""
+        swapped = self._swapped
+        kept = sum(self.parts) - sum(swapped)
+        components["fp32 weights"] = _FP32 * kept
+        components["gradients"] = _FP32 * kept
+        components["optimizer state"] = int(self.state_bytes * kept)
+        components["optimizer copies"] = self.copies
+        tensors = []
+        if self.stage == 3:
+            components["gradient buffer"] = self.sum_width * sum(self.parts)
+            tensors.append(components["gradient buffer"])
+            tensors += [_FP32 * part for part in self.parts if part not in swapped]
+        else:
+            largest = max(self.weights)
+            components["copies of weights"] = self.width * (kept + largest)
+            sums = self.width * self.touched if self.accumulates else 0
+            components["sums of gradients"] = sums
+            for part in self.parts:
+                tensors += [_FP32 * part, _FP32 * part, self.width * part]
+            tensors.append(self.width * largest)
+        if swapped:
+            buffer = _aligned(_FP32 * max(self.parts))
+            components["swap buffers"] = self._optimizer["buffer_count"] * buffer
+        if self._optimizer["pin_memory"]:
+            pinned += tensors
+
+    def _add_weights(self, components: dict[str, int], pinned: list[int]) -> None:
+        """Add weights of stage 3 on the host, and the sizes of their tensors in pinned memory."""
+        flat = list(self._flat_weights())
+        pinned += [self.width * size for size in flat]
+        frozen = sum(ceil(size / self.ranks) for size in self.frozen)
+        components["weights"] = self.width * (sum(flat) + frozen)
+        if self._params["device"] == "nvme":
+            buffer = _aligned(self.width * self._params["buffer_size"])
+            buffers = self._params["buffer_count"] * buffer
+            # beside them one for what goes back to the drive after a step
+            if sum(flat) < sum(self._shares):
+                buffers += self.width * max(self.parts)
+            components["swap buffers"] = components.get("swap buffers", 0) + buffers
 
     def _flat_weights(self) -> Iterator[int]:
-        """Elements of each group's weights that rest on the host."""
+        """Yield the elements of each group's weights that stay on the host."""
         left = self._params.get("max_in_cpu", 2**63)
         for group in self.groups:
             yield min(sum(group), max(left, 0))
             left -= sum(group)
 
     def drive(self) -> dict[str, int]:
-        """Bytes of the swapper's files, by component."""
-        found = {}
+        """Return the bytes of the swapper's files, by component."""
+        components = {}
         swapped = self._swapped
         if swapped:
-            found["fp32 weights"] = sum(_aligned(_FP32 * part) for part in swapped)
-            found["optimizer state"] = sum(
-                _aligned(int(self.state_bytes * part)) for part in swapped
-            )
-            found["gradients"] = sum(_aligned(_FP32 * share) for share in self._swapped_gradients)
+            state_files = [_aligned(int(self.state_bytes * part)) for part in swapped]
+            gradient_files = [_aligned(_FP32 * share) for share in self._swapped_gradients]
+            components["fp32 weights"] = sum(_aligned(_FP32 * part) for part in swapped)
+            components["optimizer state"] = sum(state_files)
+            components["gradients"] = sum(gradient_files)
         if self._params["device"] == "nvme":
-            shares = (*self._shares, *(ceil(size / self.ranks) for size in self.frozen))
-            files = (_aligned(self.width * share) for share in shares)
-            found["weights"] = sum(size for size in files if size >= _LEAST_SWAPPED)
-        return found
+            shares = self._shares
+            shares += [ceil(size / self.ranks) for size in self.frozen]
+            files = [_aligned(self.width * share) for share in shares]
+            components["weights"] = sum(size for size in files if size >= _LEAST_SWAPPED)
+        return components
 
     def saved(self) -> tuple[int, int, int]:
-        """Bytes of a checkpoint that one rank writes for all, that each writes beside, and of the
-        largest tensor.
+        """Return the bytes of a checkpoint that one rank writes for all, that each rank writes
+        beside, and of the largest tensor.
         """
-        kept = self.frozen if self.saves_frozen else ()
-        of_tensors = _PER_TENSOR * (len(self.weights) + len(kept))
+        frozen = self.frozen if self.saves_frozen else ()
+        num_frozen = sum(frozen)
+        tensor_bytes = _PER_TENSOR * (len(self.weights) + len(frozen))
         stepped = _FP32 * self.has_copies + self.state_bytes
-        frozen = sum(kept)
         share = sum(self.parts)
         if self.stage == 3:
-            own = (
-                stepped * share + self.width * ceil(frozen / self.ranks) + self.buffers + of_tensors
-            )
+            frozen_bytes = self.width * ceil(num_frozen / self.ranks)
+            own = stepped * share + frozen_bytes + self.buffers + tensor_bytes
             return 0, int(own), _FP32 * max(self.parts)
-        model = self.width * (sum(self.weights) + frozen - self.shared) + self.buffers + of_tensors
+        num_saved = sum(self.weights) + num_frozen - self.shared
+        model = self.width * num_saved + self.buffers + tensor_bytes
         if self.stage:
-            return (
-                model,
-                int(stepped * share),
-                max(self.width * max(self.weights), _FP32 * max(self.parts)),
-            )
-        model += int(
-            stepped * sum(self.weights) + _PER_TENSOR * len(self.weights) * stepped / _FP32
-        )
+            largest = max(self.width * max(self.weights), _FP32 * max(self.parts))
+            return model, int(stepped * share), largest
+        state_tensors = _PER_TENSOR * len(self.weights) * stepped / _FP32
+        model += int(stepped * sum(self.weights) + state_tensors)
         return model, 0, _FP32 * max(self.weights)
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _rounding(size: int) -> int:
+    """Return the bytes by which torch rounds a pinned tensor up: to a power of two."""
+    if not size:
+        return 0
+    return (1 << (size - 1).bit_length()) - size

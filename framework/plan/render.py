@@ -27,14 +27,15 @@ _NEVER: Final = 1_000_000_000
 
 
 def render(plan: Plan) -> Json:
-    """The DeepSpeed config of a plan, ready for `deepspeed.initialize(config=...)` or a file.
+    """Return the DeepSpeed config of a plan, for `deepspeed.initialize(config=...)` or a file.
 
     Raises:
         ConfigError: a schedule needs the length of the run and the size of the data is not known.
     """
-    config, layout, every = plan.config, plan.layout, plan.config.training.recompute_every
+    config = plan.config
+    layout = plan.layout
     decided: Json = {
-        # DeepSpeed takes the ranks of a sequence for data-parallel ones, whose samples it counts.
+        # DeepSpeed counts the ranks of a sequence as data-parallel ones, each with samples.
         "train_batch_size": layout.global_size * layout.sequence_size,
         "train_micro_batch_size_per_gpu": layout.micro_size,
         "gradient_accumulation_steps": layout.accumulation_steps,
@@ -42,26 +43,30 @@ def render(plan: Plan) -> Json:
         "steps_per_print": _NEVER,
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False, "synchronized": False}},
-        **_precision(plan),
-        **_sums(plan),
-        "zero_optimization": _zero(config.zero),
-        **({"pipeline": {"activation_checkpoint_interval": every}} if layout.pipe_size > 1 else {}),
-        **_optimizer(plan),
-        **_scheduler(plan),
     }
+    decided |= _precision(plan)
+    decided |= _sums(plan)
+    decided["zero_optimization"] = _zero(config.zero)
+    if layout.pipe_size > 1:
+        interval = config.training.recompute_every
+        decided["pipeline"] = {"activation_checkpoint_interval": interval}
+    decided |= _optimizer(plan)
+    decided |= _scheduler(plan)
     for key, value in config.deepspeed.items():
-        decided[key] = merged(decided.get(key, {}), value) if key in SHARED else value
+        if key in SHARED:
+            value = merged(decided.get(key, {}), value)
+        decided[key] = value
     return decided
 
 
 def merged(section: Any, further: Any) -> Any:
-    """Both together; a plan has seen to it that no key is in both."""
+    """Merge two sections; a plan has checked that no key is in both."""
     if not isinstance(section, Mapping) or not isinstance(further, Mapping):
         return further
-    return {
-        **section,
-        **{key: merged(section.get(key, {}), value) for key, value in further.items()},
-    }
+    both = dict(section)
+    for key, value in further.items():
+        both[key] = merged(section.get(key, {}), value)
+    return both
 
 
 def _precision(plan: Plan) -> Json:
@@ -82,24 +87,28 @@ def _precision(plan: Plan) -> Json:
 
 
 def _sums(plan: Plan) -> Json:
-    """What half-precision gradients are summed in; where it is their own type DeepSpeed needs no
-    word.
+    """Return the types that half-precision gradients are summed in; their own type is DeepSpeed's
+    default.
     """
     accumulation, reduction = sums_of(plan.config, plan.layout)
+    sections: Json = {}
     if accumulation:
-        section: Json = {"data_types": {"grad_accum_dtype": accumulation}}
-    else:
-        section = {}
-    return section | ({"communication_data_type": reduction} if reduction else {})
+        sections["data_types"] = {"grad_accum_dtype": accumulation}
+    if reduction:
+        sections["communication_data_type"] = reduction
+    return sections
 
 
 def _zero(zero: Zero) -> Json:
     if zero.stage == 0:
         return {"stage": 0}
+    overlap_comm = zero.overlap_comm
+    if overlap_comm is None:
+        overlap_comm = zero.stage == 3
     section: Json = {
         "stage": zero.stage,
         "reduce_bucket_size": zero.reduce_bucket_size,
-        "overlap_comm": zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm,
+        "overlap_comm": overlap_comm,
         "contiguous_gradients": zero.contiguous_gradients,
         "reduce_scatter": zero.reduce_scatter,
         "round_robin_gradients": zero.round_robin_gradients,
@@ -123,13 +132,13 @@ def _optimizer(plan: Plan) -> Json:
         return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": not offloaded}
     params: Json = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     name = type(optimizer).__name__  # DeepSpeed's too
-    if isinstance(optimizer, AdamW):  # and Adam, which DeepSpeed tells apart by adam_w_mode only
-        params |= {"betas": list(optimizer.betas), "eps": optimizer.eps}
-        params |= {
-            "torch_adam": optimizer.implementation != "deepspeed",
-            "adam_w_mode": name == "AdamW",
-        }
-        params |= {"fused": True} if optimizer.implementation == "fused" else {}
+    if isinstance(optimizer, AdamW):  # or Adam, which differs in adam_w_mode only
+        params["betas"] = list(optimizer.betas)
+        params["eps"] = optimizer.eps
+        params["torch_adam"] = optimizer.implementation != "deepspeed"
+        params["adam_w_mode"] = name == "AdamW"
+        if optimizer.implementation == "fused":
+            params["fused"] = True
     else:
         params |= optimizer.model_dump(exclude={"kind", "lr", "weight_decay", *GROUP_KEYS})
     return {
@@ -142,17 +151,17 @@ def _scheduler(plan: Plan) -> Json:
     scheduler = plan.config.scheduler
     if isinstance(scheduler, OURS):  # framework/engine/schedules.py
         return {}
-    name, theirs = SCHEDULES[type(scheduler)]
-    params = {their: _schedule_value(plan, ours) for ours, their in theirs.items()}
+    name, names = SCHEDULES[type(scheduler)]  # our fields -> DeepSpeed's
+    params = {key: _schedule_value(plan, field) for field, key in names.items()}
     return {"scheduler": {"type": name, "params": params}}
 
 
 def _schedule_value(plan: Plan, field: str) -> Any:
     """Return the schedule's value, or its replacement where it was left out."""
     scheduler = plan.config.scheduler
-    given = getattr(scheduler, field)
-    if given is not None:
-        return given
+    value = getattr(scheduler, field)
+    if value is not None:
+        return value
     if field == "max_lr":
         return optimizer_lr(plan.config.optimizer)
     if field == "second_steps" and isinstance(scheduler, OneCycle):
@@ -162,9 +171,9 @@ def _schedule_value(plan: Plan, field: str) -> Any:
 
 
 def schedule_steps(plan: Plan) -> int:
-    """Length of the schedule in steps: as configured, or the length of the run."""
-    given = getattr(plan.config.scheduler, "total_steps", None) or plan.length.total_steps
-    if given is None:
+    """Return the length of the schedule in steps: as configured, or the length of the run."""
+    steps = getattr(plan.config.scheduler, "total_steps", None) or plan.length.total_steps
+    if steps is None:
         raise ConfigError.of(
             "run-length-unknown",
             "the schedule needs the number of steps, and the size of the data is only known when "
@@ -172,4 +181,4 @@ def schedule_steps(plan: Plan) -> int:
             "set training.max_steps, scheduler.total_steps or data.train_samples",
             key="scheduler.total_steps",
         )
-    return int(given)
+    return int(steps)
