@@ -1,8 +1,8 @@
 """Parts of every rule: its kind and severity, and how what it finds becomes a problem.
 
-A rule that asks for settings only, and computes nothing, is a row of ``rules.json``
-(`plan/rows.py`): a key is ``given`` (somebody has written it), ``on`` or ``off``, ``above`` or
-``below`` a number, or has one of the values of a list; what a section lacks is null. In a sentence
+A rule that reads settings only, and computes nothing, is a row of ``rules.json``
+(`plan/rows.py`): a key is ``given`` (the config sets it), ``on`` or ``off``, ``above`` or ``below``
+a number, or has one of the values of a list; a key that its section lacks is null. In a sentence
 ``{zero.stage}`` is that key's value.
 """
 
@@ -22,7 +22,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.rows import Finding, Row, cases_of, findings, is_between
 
 Rule = Callable[[RunConfig, Cluster], Iterator[Problem]]
-# A whole problem where its kind or its value is not the rule's.
+# A complete problem if its kind or its value is not the rule's.
 Found = Iterator[Finding | Problem]
 LISTED: Final[list[Rule]] = []
 
@@ -30,21 +30,21 @@ LISTED: Final[list[Rule]] = []
 def rule(
     kind: str = "", severity: Severity = "error"
 ) -> Callable[[Callable[[RunConfig, Cluster], Found]], Rule]:
-    """List a function as a rule: its findings become problems of this kind, with the value that
-    their key has.
+    """List a function as a rule: its findings become problems of this kind, with the value of their
+    key.
     """
 
     def listed(find: Callable[[RunConfig, Cluster], Found]) -> Rule:
         @wraps(find)
         def check(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
             for found in find(config, cluster):
-                if not isinstance(found, Problem):
-                    key, reason, fix, *own = found
-                    level: Severity = own[0] if own else severity
-                    found = Problem(
-                        kind, reason, fix, key, _plain(attrgetter(key)(config)), severity=level
-                    )
-                yield found
+                if isinstance(found, Problem):
+                    yield found
+                    continue
+                key, reason, fix, *rest = found
+                level: Severity = rest[0] if rest else severity
+                value = _plain(attrgetter(key)(config))
+                yield Problem(kind, reason, fix, key, value, severity=level)
 
         LISTED.append(check)
         return check
@@ -53,8 +53,8 @@ def rule(
 
 
 def _value(config: RunConfig, cluster: Cluster, name: str) -> Any:
-    """Return the value of a key, None where its section lacks it; an unread section is an
-    AttributeError.
+    """Return the value of a key, or None if its section lacks it; raises AttributeError for a
+    section that could not be read.
     """
     if name == "cluster.device":
         return cluster.device
@@ -84,17 +84,19 @@ def _holds(config: RunConfig, cluster: Cluster, name: str, wanted: Any) -> bool:
     return is_between(value, wanted)
 
 
+def _finder(cases: list[Row]) -> Callable[[RunConfig, Cluster], Found]:
+    def find(config: RunConfig, cluster: Cluster) -> Found:
+        holds = partial(_holds, config, cluster)
+        yield from findings(cases, holds, partial(_value, config, cluster))
+
+    return find
+
+
 def list_rows() -> None:
     """List the rows of ``rules.json`` as rules."""
-    for kind, row in json.loads(
-        Path(__file__).with_name("rules.json").read_text(encoding="utf-8")
-    ).items():
-
-        def find(config: RunConfig, cluster: Cluster, cases: list[Row] = cases_of(row)) -> Found:  # noqa: B008 - one each
-            yield from findings(
-                cases, partial(_holds, config, cluster), partial(_value, config, cluster)
-            )
-
+    text = Path(__file__).with_name("rules.json").read_text(encoding="utf-8")
+    for kind, row in json.loads(text).items():
+        find = _finder(cases_of(row))
         find.__name__ = kind.replace("-", "_")
         find.__doc__ = row["source"]
         rule(kind)(find)

@@ -16,7 +16,7 @@ from framework.plan.rules.base import Found, rule
 
 @rule("world-size-differs")
 def world_size_differs(config: RunConfig, cluster: Cluster) -> Found:
-    """The run is meant for another number of devices."""
+    """Find a run that is meant for another number of devices."""
     planned = config.run.world_size
     if planned is not None and planned != cluster.world_size:
         yield (
@@ -35,27 +35,31 @@ is rounded.
 
 
 def sums_of(config: RunConfig, layout: Layout) -> tuple[str, str]:
-    """What half-precision gradients are summed in, over micro-batches and over ranks; empty for
-    their own type.
+    """Return the types that half-precision gradients are summed in, over micro-batches and over
+    ranks; empty for their own type.
     """
     precision = config.precision
     if not isinstance(precision, BF16 | FP16):
         return "", ""
-    own = precision.dtype
-    accumulation = precision.grad_accumulation or (
-        "fp32" if layout.accumulation_steps > LONG_SUM else own
-    )
-    reduction = precision.grad_reduction or ("fp32" if layout.num_replicas > LONG_SUM else own)
-    return (
-        "fp32" if accumulation == "fp32" and config.zero.stage else "",
-        "fp32" if reduction == "fp32" else "",
-    )
+    accumulation = ""
+    if config.zero.stage and _is_fp32(precision.grad_accumulation, layout.accumulation_steps):
+        accumulation = "fp32"
+    reduction = ""
+    if _is_fp32(precision.grad_reduction, layout.num_replicas):
+        reduction = "fp32"
+    return accumulation, reduction
+
+
+def _is_fp32(dtype: str | None, num_summands: int) -> bool:
+    if dtype:
+        return dtype == "fp32"
+    return num_summands > LONG_SUM
 
 
 def half_precision_without_zero(
     config: RunConfig, cluster: Cluster, layout: Layout
 ) -> Iterator[Problem]:
-    """Find what is not wrong at stage 0, but less exact, or slower, than at any other stage.
+    """Find settings that at stage 0 are less exact, or slower, than at any other stage.
 
     deepspeed/runtime/fp16/unfused_optimizer.py `step` looks at each gradient from the host.
     """
@@ -67,24 +71,22 @@ def half_precision_without_zero(
         return
     dtype = config.precision.dtype
     steps = layout.accumulation_steps
-    found = [
-        (
-            "half-precision-without-zero",
-            f"in {dtype} every step waits for the device once for each weight there",
-        )
-    ]
+    found = []
+    if cluster.device == "cuda":
+        reason = f"in {dtype} every step waits for the device once for each weight there"
+        found.append(("half-precision-without-zero", reason))
     if steps > LONG_SUM:
         reason = f"the gradients of {steps} micro-batches are summed in {dtype}, which rounds each"
         found.append(("long-sum-in-half-precision", reason))
     fix = "set zero.stage: 1, on a single device as well"
-    for kind, reason in found if cluster.device == "cuda" else found[1:]:
+    for kind, reason in found:
         yield Problem(kind=kind, key="zero.stage", value=0, severity="note", reason=reason, fix=fix)
 
 
 @rule()
 def divided_in_advance(config: RunConfig, cluster: Cluster) -> Found:
-    """deepspeed/runtime/zero/stage3.py `__avg_scatter_contiguous_grads` multiplies by it again if
-    it is another.
+    """Find gradients that are divided by all ranks in advance and not multiplied again:
+    deepspeed/runtime/zero/stage3.py `__avg_scatter_contiguous_grads` multiplies by any other factor.
     """
     key = "gradient_predivide_factor"
     parallel = config.parallel
@@ -99,8 +101,11 @@ def divided_in_advance(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("offload-needs-stage")
 def offload_needs_stage(config: RunConfig, cluster: Cluster) -> Found:
-    """Below these stages DeepSpeed drops the setting without a word, and frees no memory."""
-    zero, offload = config.zero, config.zero.offload_optimizer
+    """Find offloading below its stage: DeepSpeed drops the setting without a message, and frees no
+    memory.
+    """
+    zero = config.zero
+    offload = zero.offload_optimizer
     for name, needed in NEEDED_STAGE.items():
         stage = needed.get(getattr(zero, name).device, 0)
         if zero.stage < stage:
@@ -119,9 +124,11 @@ def offload_needs_stage(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("inert-at-stage", "warning")
 def inert_stage3_keys(config: RunConfig, cluster: Cluster) -> Found:
-    """Stage-3 settings that were written down for another stage do nothing."""
+    """Find settings of stage 3 at another stage, where they have no effect."""
     stage = config.zero.stage
-    for key in STAGE3_KEYS if stage != 3 else ():
+    if stage == 3:
+        return
+    for key in STAGE3_KEYS:
         if key in config.zero.model_fields_set:
             yield (
                 f"zero.{key}",

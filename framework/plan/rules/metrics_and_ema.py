@@ -20,20 +20,20 @@ from framework.plan.rules.base import Found, rule
 from framework.text.typos import nearest
 
 _BEST: Final = "checkpoint.keep_best"
-# What every run may log; a test holds it against what one did.
+# Metrics that every run may log; a test compares them with a run's.
 LOGGED: Final[Sequence[str]] = json.loads(
     Path(__file__).with_name("logged.json").read_text(encoding="utf-8")
 )
 _AREAS: Final = frozenset(name.partition("/")[0] for name in LOGGED)
-# More of the first weights than this, and the average tells how the run began rather than how it
+# With a larger share of the first weights, the average shows how the run began rather than how it
 # went.
 _LARGEST_REST: Final = 0.5
 
 
 @rule()
 def callbacks_have_evaluations(config: RunConfig, cluster: Cluster) -> Found:
-    """Those in the box look at evaluations, and the one that moves the rate shares it with no
-    schedule.
+    """Find shipped callbacks without evaluations, which they need, and one that changes the rate
+    beside a schedule.
     """
     often = config.evaluation.is_often
     for number, callback in enumerate(config.callbacks):
@@ -62,7 +62,7 @@ def callbacks_have_evaluations(config: RunConfig, cluster: Cluster) -> Found:
 
 
 def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
-    """An average that reaches back further than the run is mostly what the run began with."""
+    """Find an average that reaches back further than the run: it is mostly the first weights."""
     ema = config.training.ema
     if ema is None or total_steps is None:
         return
@@ -78,7 +78,7 @@ def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Probl
     if rest > _LARGEST_REST:
         # reaches back over about a tenth of the run
         decay = 1 - 10 / updates if updates > 20 else 0.5
-        after = f"after {updates:,} update{'' if updates == 1 else 's'}"
+        after = "after 1 update" if updates == 1 else f"after {updates:,} updates"
         reason = f"{after} {rest:.0%} of the average is still what it began with"
         fix = f"set {key}: {decay:.3g}, or begin later with training.ema.start_step"
         yield Problem("ema-longer-than-run", reason, fix, key, ema.decay, severity="warning")
@@ -86,29 +86,28 @@ def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Probl
 
 @rule()
 def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
-    """A metric that is never measured keeps no checkpoint, and nobody would see it before the best
-    one is gone.
+    """Find a metric that is never measured: it keeps no checkpoint, which would be seen only when
+    the best one is gone.
     """
     metric = config.checkpoint.keep_best
     checkpoint = config.checkpoint
     if metric is None:
         return
     if not metric.startswith("eval/"):
-        # An area that is ours may get a metric that this list does not know; another one is a slip
-        # for certain.
+        # An area that is ours may get a metric that is not in this list; another area is a slip for
+        # certain.
+        severity: Severity = "error"
         if metric.partition("/")[0] in _AREAS:
-            severity: Severity = "warning"
-        else:
-            severity = "error"
+            severity = "warning"
         if metric not in LOGGED:
-            yield _unknown(metric, [*LOGGED, *_evaluated(config)], "no run measures it", severity)
+            known = [*LOGGED, *_evaluated(config)]
+            yield _unknown(metric, known, "no run measures it", severity)
         return
     evaluation = config.evaluation
     names = _evaluated(config)
-    # Sets of one's own may have names, which `setup/components.py` knows.
-    is_of_a_set = (
-        isinstance(config.data, Target | Object) and f"eval/{metric.rpartition('/')[2]}" in names
-    )
+    # The user's own evaluation sets may have names (`setup/components.py`).
+    is_own_data = isinstance(config.data, Target | Object)
+    is_of_a_set = is_own_data and f"eval/{metric.rpartition('/')[2]}" in names
     if names and metric not in names and not is_of_a_set:
         kind = getattr(config.task, "kind", "")
         yield _unknown(metric, names, f"the {kind} task measures {', '.join(names)}", "error")
@@ -124,7 +123,7 @@ def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("largest-is-best", "warning")
 def best_has_a_direction(config: RunConfig, cluster: Cluster) -> Found:
-    """`best_is` is ``max`` unless it is written down, and of a loss nobody wants the largest."""
+    """Find a loss with the default direction of `best_is`, which keeps the largest value."""
     checkpoint = config.checkpoint
     is_default = checkpoint.best_is == "max" and "best_is" not in checkpoint.model_fields_set
     if is_default and (checkpoint.keep_best or "").endswith(("loss", "perplexity", "error")):
@@ -139,37 +138,40 @@ def _evaluated(config: RunConfig) -> list[str]:
 
 def _unknown(metric: str, known: Sequence[str], reason: str, severity: Severity) -> Problem:
     area, _, name = metric.rpartition("/")
-    # its own area wins
-    alike = sorted(known, key=lambda each: not each.startswith(f"{area}/"), reverse=True)
-    by_name = {each.rpartition("/")[2]: each for each in alike}
-    meant = next((each for each in by_name if name and each.startswith(name)), None) or nearest(
-        name, by_name
-    )
+    # of metrics with the same name the one of the same area comes last, and wins
+    alike = sorted(known, key=lambda other: other.startswith(f"{area}/"))
+    by_name = {other.rpartition("/")[2]: other for other in alike}
+    meant = None
+    if name:
+        meant = next((other for other in by_name if other.startswith(name)), None)
     if meant is None:
-        fix = f"write one of {', '.join(known)}"
-    else:
+        meant = nearest(name, by_name)
+    fix = f"write one of {', '.join(known)}"
+    if meant is not None:
         fix = f"did you mean {by_name[meant]}?"
     return Problem("unknown-metric", reason, fix, _BEST, metric, severity=severity)
 
 
-# Names of arguments whose values open something.
+# Names of arguments with secret values.
 _CREDENTIAL: Final = re.compile(
-    r"(^|_)(api_?key|password|passwd|secret|credentials?|private_key|(access|auth|api|bearer|hf)_?token|token)($|_)",
+    r"(^|_)"
+    r"(api_?key|password|passwd|secret|credentials?|private_key"
+    r"|(access|auth|api|bearer|hf)_?token|token)"
+    r"($|_)",
     re.IGNORECASE,
 )
 
 
 @rule("credential-in-config")
 def credentials_of_monitors(config: RunConfig, cluster: Cluster) -> Found:
-    """What is in a config is copied to config.yaml and to the services themselves. No value is
-    shown.
+    """Find credentials in a config, which is copied to config.yaml and to the services themselves.
+    No value is shown.
     """
     reason = "and would be copied into the run folder"
     mlflow = config.monitors.mlflow
-    if (
-        mlflow is not None
-        and "@" in (mlflow.tracking_uri or "").partition("://")[2].partition("/")[0]
-    ):
+    tracking_uri = (mlflow.tracking_uri or "") if mlflow is not None else ""
+    host = tracking_uri.partition("://")[2].partition("/")[0]
+    if "@" in host:
         fix = "set it in the environment"
         key = "monitors.mlflow.tracking_uri"
         yield Problem("credential-in-config", f"it holds a password, {reason}", fix, key)

@@ -5,9 +5,7 @@ into stages.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from functools import partial
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -25,7 +23,8 @@ from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
 
-# What is read -> the kinds that read or give it; every other kind is for images.
+# Form of the data -> kinds of each part of a run that take or give it; all other kinds are for
+# images.
 _PARTS: Final[Mapping[str, Mapping[str, str]]] = {
     "text": {"model": "gpt", "data": "text", "task": "causal_lm"},
     "text_pairs": {"model": "bert", "data": "text_pairs", "task": "masked_lm"},
@@ -48,8 +47,8 @@ _ALSO: Final = {"conversations": "text"}
 
 @rule()
 def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Found:
-    """Model and data are both known by name and their shapes differ: the first forward pass would
-    fail.
+    """Find shapes that differ between a model and data that are both known by name: the first
+    forward pass would fail.
     """
     model = config.model
     data = config.data
@@ -61,49 +60,52 @@ def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Found:
         ("in_channels", model.in_channels, "channels", shape.channels, "channel(s)"),
         ("num_classes", model.num_classes, "num_classes", shape.num_classes, "classes"),
     ]
-    for key, expected, data_key, given, words in pairs:
-        if expected is not None and given is not None and expected != given:
-            if _takes(model, key, given):
-                fixes = [f"model.{key}: {given}"]
-            else:
-                fixes = []
-            fixes += [f"data.{data_key}: {expected}"] if _takes(data, data_key, expected) else []
-            if fixes:
-                fix = f"set {' or '.join(fixes)}"
-            else:
-                fix = "choose another model or other data"
-            kind, reason = (
-                f"model-data-{key.replace('_', '-')}",
-                f"the {data.kind} data has {given} {words}",
-            )
-            yield Problem(kind, reason, fix, f"model.{key}", expected)
+    for key, expected, data_key, value, words in pairs:
+        if expected is None or value is None or expected == value:
+            continue
+        fixes = []
+        if _takes(model, key, value):
+            fixes.append(f"model.{key}: {value}")
+        if _takes(data, data_key, expected):
+            fixes.append(f"data.{data_key}: {expected}")
+        fix = "choose another model or other data"
+        if fixes:
+            fix = f"set {' or '.join(fixes)}"
+        kind, reason = (
+            f"model-data-{key.replace('_', '-')}",
+            f"the {data.kind} data has {value} {words}",
+        )
+        yield Problem(kind, reason, fix, f"model.{key}", expected)
 
 
 @rule()
 def parts_speak_of_the_same(config: RunConfig, cluster: Cluster) -> Found:
-    """Image data with a language model, or a loss that the data has no targets for: the first step
-    would fail.
+    """Find image data with a language model, or a loss that the data has no targets for: the first
+    step would fail.
     """
-    known = {part: form for part in ("data", "model", "task") if (form := _form(config, part))}
+    known = {}
+    for part in ("data", "model", "task"):
+        form = _form(config, part)
+        if form:
+            known[part] = form
     first = next(iter(known), "")
     for part, form in known.items():
         if form != known[first]:
-            kind, its_kind = getattr(config, part).kind, getattr(config, first).kind
-            given = (
-                f"{its_kind}, the {first}, {'has' if first == 'data' else 'reads'} "
-                f"{_WORDS[known[first]]}"
-            )
+            kind = getattr(config, part).kind
+            first_kind = getattr(config, first).kind
+            verb = "has" if first == "data" else "reads"
+            first_part = f"{first_kind}, the {first}, {verb} {_WORDS[known[first]]}"
             fix = (
                 f"set {part}.kind: {_PARTS[known[first]][part]} or {first}.kind: "
                 f"{_PARTS[form][first]}"
             )
-            reason = f"it reads {_WORDS[form]}, and {given}"
+            reason = f"it reads {_WORDS[form]}, and {first_part}"
             yield Problem(f"{part}-{first}-mismatch", reason, fix, f"{part}.kind", kind)
 
 
 @rule("sequence-too-long")
 def sequence_fits(config: RunConfig, cluster: Cluster) -> Found:
-    """A position beyond the model's last one would fail inside a GPU kernel."""
+    """Find sequences with a position beyond the model's last one, which fail in a GPU kernel."""
     length = getattr(config.data, "sequence_length", None)
     most = getattr(config.model, "max_positions", None)
     if isinstance(length, int) and isinstance(most, int) and length > most:
@@ -113,19 +115,20 @@ def sequence_fits(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def vocabulary_fits(config: RunConfig, cluster: Cluster) -> Found:
-    """A token that the model does not know would fail inside a GPU kernel; token files are looked
-    at later.
+    """Find tokens that are not in the model's vocabulary, which fail in a GPU kernel; token files
+    are checked later.
     """
     size_of = getattr(config.data, "vocab_size", None)
-    yield from vocabulary_problem(size_of() if callable(size_of) else None, config.model)
+    if callable(size_of):
+        yield from vocabulary_problem(size_of(), config.model)
 
 
-def vocabulary_problem(given: Any, model: ModelSection) -> Iterator[Problem]:
-    """Data with so many different tokens, as soon as somebody knows how many."""
+def vocabulary_problem(num_tokens: Any, model: ModelSection) -> Iterator[Problem]:
+    """Find data with more different tokens than the model has; None: not known."""
     known = getattr(model, "vocab_size", None)
-    if isinstance(given, int) and isinstance(known, int) and given > known:
-        reason = f"the data has {given} different tokens"
-        fix = f"set model.vocab_size: {given} or more"
+    if isinstance(num_tokens, int) and isinstance(known, int) and num_tokens > known:
+        reason = f"the data has {num_tokens} different tokens"
+        fix = f"set model.vocab_size: {num_tokens} or more"
         yield Problem("model-data-vocab-size", reason, fix, "model.vocab_size", known)
 
 
@@ -138,7 +141,7 @@ def _takes(section: Section, key: str, value: int) -> bool:
 
 
 def _form(config: RunConfig, part: str) -> str | None:
-    """Return the form of what a part gives or takes; None where it is the user's own."""
+    """Return the form of the data that a part gives or takes; None if the part is the user's own."""
     section: Any = getattr(config, part)
     if isinstance(section, (Target, Object, HuggingFace, Mixture, ModelLoss)):
         return None
@@ -154,8 +157,8 @@ def _form(config: RunConfig, part: str) -> str | None:
 
 @rule("heads-not-divisible")
 def heads_divide(config: RunConfig, cluster: Cluster) -> Found:
-    """Attention splits the hidden units evenly over its heads, and shares key heads evenly; a
-    rotation turns pairs.
+    """Find heads that do not divide: attention splits the hidden units evenly over its heads, and
+    shares key heads evenly; a rotation turns pairs.
     """
     model = config.model
     key = "model.num_heads"
@@ -177,22 +180,21 @@ def heads_divide(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("sequence-not-shared")
 def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
-    """Ranks that share sequences have a part of the heads in attention, and equal parts of the
-    positions elsewhere.
+    """Find sequences that ranks cannot share: they have a part of the heads in attention, and equal
+    parts of the positions elsewhere.
     """
     model = config.model
     key = "parallel.sequence"
     size = config.parallel.sequence
     if size == 1 or isinstance(model, (Target, Object)):
         return
-    length = getattr(config.data, "sequence_length", None)
     if not isinstance(model, (GPT, BERT)):
         yield key, f"{model.kind} reads no sequences", f"set {key}: 1"
-    elif (heads := model.num_heads // config.parallel.tensor) % size:  # of a rank's tensor group
-        if heads:
-            shared = _divisor(heads, near=size)
-        else:
-            shared = 1
+        return
+    length = getattr(config.data, "sequence_length", None)
+    heads = model.num_heads // config.parallel.tensor  # of a rank's tensor group
+    if heads % size:
+        shared = _divisor(heads, near=size) if heads else 1
         reason = f"the {heads} heads of attention cannot be shared evenly"
         multiple = size * config.parallel.tensor
         yield key, reason, f"set {key}: {shared} or model.num_heads to a multiple of {multiple}"
@@ -207,9 +209,12 @@ def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("no-block-of-experts")
 def blocks_have_experts(config: RunConfig, cluster: Cluster) -> Found:
-    """Of so many blocks the last has experts, and there are not so many."""
+    """Find a model without experts in any block, because `moe.every` is more than its blocks."""
     moe = getattr(config.model, "moe", None)
-    if moe and moe.every > (count := config.model.num_layers):  # type: ignore[union-attr]
+    if not moe:
+        return
+    count = config.model.num_layers  # type: ignore[union-attr]
+    if moe.every > count:
         yield (
             "model.moe.every",
             f"of {count} blocks none would have experts",
@@ -219,14 +224,16 @@ def blocks_have_experts(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("experts-not-divisible")
 def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
-    """Whole experts for every rank of a group, and whole groups."""
+    """Find experts that do not divide over the ranks of a group, and ranks that do not divide into
+    groups.
+    """
     size = config.parallel.expert
     moe = getattr(config.model, "moe", None)
     key = "parallel.expert"
     ranks = cluster.world_size // prod(config.parallel.sizes().values())
-    for count, what in (
-        ((moe.num_experts, "experts"), (ranks, "data-parallel ranks")) if moe else ()
-    ):
+    if not moe:
+        return
+    for count, what in ((moe.num_experts, "experts"), (ranks, "data-parallel ranks")):
         if count % size:
             reason = f"{count} {what} cannot be split evenly over them"
             yield key, reason, f"set {key}: {_divisor(count, near=size)}"
@@ -234,17 +241,19 @@ def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
 
 
 def _divisor(number: int, *, near: int) -> int:
-    """The divisor that is nearest."""
+    """Return the divisor of a number that is nearest to another one."""
     near = min(near, number)
-    return next(
-        d for step in range(number) for d in (near - step, near + step) if d > 0 and number % d == 0
-    )
+    for distance in range(number):
+        for divisor in (near - distance, near + distance):
+            if divisor > 0 and number % divisor == 0:
+                return divisor
+    raise ValueError(f"{number} has no divisor")
 
 
 @rule("recompute-whole-model", "warning")
 def recompute_in_parts(config: RunConfig, cluster: Cluster) -> Found:
-    """One group of everything runs everything again and holds, while it does, as much as
-    without.
+    """Find recomputation in a single group: it runs the entire model again, and holds as much
+    meanwhile as a run without recomputation.
     """
     key = "training.recompute_every"
     if not config.training.recompute_every:
@@ -262,8 +271,8 @@ def recompute_in_parts(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
-    """Text that is no regular expression, such as ``*.bias``; all experts, of which DeepSpeed then
-    finds none.
+    """Flag `training.freeze` patterns that are globs, such as ``*.bias``, and patterns that freeze
+    every expert: DeepSpeed then finds none.
     """
     entries = config.training.freeze
     if not entries:
@@ -292,18 +301,22 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
         except ConfigError as error:
             yield from error.problems
     patterns = always_frozen(entries)
-    experts = [name for name in work.weights if ".experts." in name]
-    if config.parallel.expert > 1 and all(
-        any(re.fullmatch(one, name) for one in patterns) for name in experts
-    ):
+    if config.parallel.expert > 1 and not _has_trained_experts(work.weights, patterns):
         reason = "it freezes all experts, and divided ones must be trained"
         fix = "set parallel.expert: 1"
         yield Problem("expert-with-other", reason, fix, "training.freeze", patterns)
 
 
+def _has_trained_experts(names: Iterable[str], patterns: Sequence[str]) -> bool:
+    experts = [name for name in names if ".experts." in name]
+    for pattern in patterns:
+        experts = [name for name in experts if not re.fullmatch(pattern, name)]
+    return bool(experts)
+
+
 @rule("freeze-steps")
 def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
-    """Weights that are frozen in some steps: one limit each, and only where they were held against
+    """Find weights that are frozen in some steps and have not one limit, or are not proven against
     plain PyTorch.
     """
     entries = scheduled(config.training.freeze)
@@ -354,8 +367,8 @@ def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
-    """Adapters for modules that a named model has not, that hold no matrix, or whose weight is used
-    twice; other models are looked at when they are built.
+    """Find adapters for modules that a named model has not, that hold no matrix, or that share
+    their weight; other models are checked when they are built.
     """
     lora = config.training.lora
     key = "training.lora.target_modules"
@@ -366,11 +379,8 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
 
     pattern = lora.target_modules
     if isinstance(pattern, str) and pattern != ALL_LINEAR:
-        wrong = [
-            *pattern_problem(
-                pattern, key=key, value=pattern, fix="write for example .*query, or a list of names"
-            )
-        ]
+        fix = "write for example .*query, or a list of names"
+        wrong = list(pattern_problem(pattern, key=key, value=pattern, fix=fix))
         yield from wrong
         if wrong:
             return
@@ -378,18 +388,18 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
     work = model_work(config.model, micro_size=1, image_size=size, lora=lora)
     if work is None:
         return
-    names = [*work.weights, *work.frozen]
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in names if LORA not in name)
-    parents = dict.fromkeys(
-        parent for name in modules for parent in accumulate(name.split("."), "{}.{}".format)
-    )
-    problems = unmatched_modules(lora, [*parents])
+    names = list(work.weights)
+    names += work.frozen
+    modules = _modules_of(names)
+    problems = unmatched_modules(lora, modules)
     yield from problems
     if problems or pattern == ALL_LINEAR:
         return
     adapted = {name.partition(LORA)[0] for name in names if LORA in name}
     shared = {part.shares for part in work.parts}
-    for module in filter(partial(is_named, names=pattern), parents):
+    for module in modules:
+        if not is_named(module, pattern):
+            continue
         if module not in adapted:
             reason = f"{module} is no linear layer, convolution or embedding"
             fix = "name modules that are one"
@@ -398,11 +408,27 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
             yield tied_problem(module, pattern)
 
 
+def _modules_of(names: Iterable[str]) -> list[str]:
+    """List the modules that have the weights of these names, without adapters; outer modules come
+    before their inner ones.
+    """
+    modules: dict[str, None] = {}
+    for name in names:
+        if LORA not in name:
+            module = ""
+            for part in name.split(".")[:-1]:
+                module = f"{module}.{part}" if module else part
+                modules[module] = None
+    return list(modules)
+
+
 @rule()
 def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
-    """Patterns that are none, groups that change nothing or a rate that has no share of anything,
-    and pipelines with ZeRO or in fp16: there the norm is reduced once per group over all stages,
-    and each would have to have all groups.
+    """Find patterns that are no regular expressions, groups that change nothing, rates that are a
+    share of 0, and groups in pipelines with ZeRO or in fp16.
+
+    In these pipelines the norm is reduced once per group over all stages, so that each stage would
+    have to have all groups.
     """
     optimizer = config.optimizer
     fix = "write for example .*bias for all that ends so"
@@ -425,34 +451,30 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
             reason = "a schedule moves it as a share of optimizer.lr, which is 0"
             yield Problem("group-lr-of-nothing", reason, "set optimizer.lr", f"{key}.lr", group.lr)
     is_fp16 = config.precision.dtype == "fp16"
-    if config.zero.stage:
-        how = "with ZeRO"
-    elif is_fp16:
-        how = "in fp16"
-    else:
-        how = ""
-    if (
-        config.parallel.pipe > 1
-        and how
-        and (groups or getattr(optimizer, "layer_decay", 1.0) != 1.0)
-    ):
-        key = "optimizer.groups" if groups else "optimizer.layer_decay"
-        reason = f"{how} every stage of a pipeline must have weights of every group"
-        if config.zero.stage and is_fp16:
-            other = ""
-        elif how == "with ZeRO":
-            other = "zero.stage: 0 or "
-        else:
-            other = "precision.dtype: fp32 or "
-        fix = f"set {other}parallel.pipe: 1, or use weight_decay_on: matrices alone"
-        value = [group.match for group in groups] if groups else optimizer.layer_decay  # type: ignore[union-attr]
-        yield Problem("groups-with-pipeline", reason, fix, key, value)
+    if config.parallel.pipe == 1 or not (config.zero.stage or is_fp16):
+        return
+    key = "optimizer.groups"
+    value: Any = [group.match for group in groups]
+    if not groups:
+        key = "optimizer.layer_decay"
+        value = getattr(optimizer, "layer_decay", 1.0)
+        if value == 1.0:
+            return
+    how = "with ZeRO" if config.zero.stage else "in fp16"
+    reason = f"{how} every stage of a pipeline must have weights of every group"
+    other = ""
+    if not is_fp16:
+        other = "zero.stage: 0 or "
+    elif not config.zero.stage:
+        other = "precision.dtype: fp32 or "
+    fix = f"set {other}parallel.pipe: 1, or use weight_decay_on: matrices alone"
+    yield Problem("groups-with-pipeline", reason, fix, key, value)
 
 
 @rule()
 def stages_fit(config: RunConfig, cluster: Cluster) -> Found:
-    """The cut into stages as it is written; models that are not known by name are looked at when
-    they are built.
+    """Find what is wrong with the cut into stages; models that are not known by name are checked
+    when they are built.
     """
     if config.parallel.pipe > 1:
         from framework.plan.balance import stage_problems
@@ -463,11 +485,11 @@ def stages_fit(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("inert-beside-stages", "warning")
 def partition_beside_stages(config: RunConfig, cluster: Cluster) -> Found:
-    """Two ways to cut were written down, and one of them decides."""
+    """Find two ways to cut a model: one of them has no effect."""
     parallel = config.parallel
-    # A resolved config writes the default down too.
-    is_asked = parallel.partition != type(parallel).model_fields["partition"].default
-    if parallel.pipe > 1 and parallel.stages is not None and is_asked:
+    # A resolved config has the default, too.
+    is_changed = parallel.partition != type(parallel).model_fields["partition"].default
+    if parallel.pipe > 1 and parallel.stages is not None and is_changed:
         yield (
             "parallel.partition",
             "parallel.stages names the stage of every layer",
@@ -477,8 +499,8 @@ def partition_beside_stages(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def idle_stages(config: RunConfig, cluster: Cluster) -> Found:
-    """Share of a step in which a stage waits: (p - 1) / (m + p - 1) (Narayanan et al. 2021,
-    "Efficient Large-Scale Language Model Training", section 2.2).
+    """Find pipelines with fewer micro-batches than stages: a stage waits (p - 1) / (m + p - 1) of a
+    step (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2).
     """
     stages = config.parallel.pipe
     batch = config.batch
@@ -487,8 +509,9 @@ def idle_stages(config: RunConfig, cluster: Cluster) -> Found:
         count = batch.global_size * stages // (batch.micro_size * cluster.world_size)
     count = count or 1
     if 1 < stages > count:
-        idle, then_idle = ((stages - 1) / (number + stages - 1) for number in (count, 4 * stages))
-        batches = f"{count} micro-batch{'es' if count > 1 else ''}"
+        idle = (stages - 1) / (count + stages - 1)
+        then_idle = (stages - 1) / (4 * stages + stages - 1)
+        batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
         reason = f"with {batches} per step {stages} stages stand idle {idle:.0%} of the time"
         key = "batch.accumulation_steps"
         yield Problem(

@@ -1,15 +1,15 @@
-"""Keys under `deepspeed:`: which pass through to the JSON, which a typed section decides, and which
-a run cannot have.
+"""Keys under `deepspeed:` that pass through to the JSON, that a typed section decides, and that a
+run cannot have.
 
-A key that a typed section decides is a contradiction, whether the section was written or not:
-rendering writes its default out. What would change the layout of ranks, the number of samples or
-the state in a checkpoint is refused.
+A key that a typed section decides is a contradiction, even if the section was left out: rendering
+writes its default. Keys that would change the layout of ranks, the number of samples or the state
+in a checkpoint are refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final, TypeGuard
@@ -43,25 +43,27 @@ _AUTO_HAS_MEANING: Final = (
 
 
 def not_in_a_run(path: str, value: Any) -> tuple[str, str] | None:
-    """Why a run cannot have a DeepSpeed key with this value, and what to do; None where it can."""
+    """Return why a run cannot have a DeepSpeed key with this value, and what to do; None if it
+    can.
+    """
     entry = _NOT_IN_A_RUN.get(path)
     if entry is None or value in entry.get("harmless", (False, None)):
         return None
-    reason, fix = (
-        text.format_map(_TABLE["phrases"])
-        for text in (entry["reason"], entry.get("fix", "remove it"))
-    )
-    return reason, fix
+    phrases = _TABLE["phrases"]
+    fix = entry.get("fix", "remove it")
+    return entry["reason"].format_map(phrases), fix.format_map(phrases)
 
 
 @rule()
 def deepspeed_section(config: RunConfig, cluster: Cluster) -> Found:
-    """DeepSpeed drops unknown top-level keys silently, and a second place for one setting is a
-    contradiction.
+    """Find unknown top-level keys, which DeepSpeed drops silently, and second places for one
+    setting, which contradict each other.
     """
     for section, values in config.deepspeed.items():
-        has_further_keys = isinstance(values, dict) and section in SHARED | PASSED_THROUGH
-        for path, value in _paths(values, section) if has_further_keys else [(section, values)]:
+        entries: Iterable[tuple[str, Any]] = [(section, values)]
+        if isinstance(values, dict) and section in SHARED | PASSED_THROUGH:
+            entries = _paths(values, section)
+        for path, value in entries:
             found = _wrong(config, section, path, value)
             if found:
                 kind, reason, fix = found
@@ -69,14 +71,12 @@ def deepspeed_section(config: RunConfig, cluster: Cluster) -> Found:
 
 
 def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str, str, str] | None:
-    """Kind, reason and fix of what is wrong with one key."""
+    """Return kind, reason and fix of a key's problem, or None."""
     name, _, field = path[len(section) + 1 :].partition(".")
     ours = OWNED.get(path)
     if section in SHARED and name:
         ours = TYPED.get(path)
-        if ours and _is_typed(config, ours):
-            ours = ours
-        else:
+        if not ours or not _is_typed(config, ours):
             ours = _why_absent(config, section)
     if ours is not None:
         return "section-clash", f"{ours} decides it", f"set {ours} and remove it here"
@@ -106,7 +106,7 @@ def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str,
 
 @rule("inert-in-a-run", "note")
 def passed_without_effect(config: RunConfig, cluster: Cluster) -> Found:
-    """Keys that DeepSpeed reads, and that change nothing as the run is."""
+    """Find keys that DeepSpeed reads, and that have no effect in this run."""
     comms = config.deepspeed.get("comms_logger")
     # a clash: `profile_steps`
     is_profiled = config.profile is not None and config.profile.communication
@@ -135,8 +135,8 @@ def passed_without_effect(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("needs-cuda")
 def quantized_on_cpu(config: RunConfig, cluster: Cluster) -> Found:
-    """deepspeed/ops/op_builder/cpu/no_impl.py: the quantizer has no form for processors; stage 3
-    alone uses it.
+    """Find quantized weights on CPUs: the quantizer has no form for them
+    (deepspeed/ops/op_builder/cpu/no_impl.py); stage 3 alone uses it.
     """
     zero = config.deepspeed.get("zero_optimization")
     if cluster.device != "cpu":
@@ -161,9 +161,7 @@ def _is_on(section: Any, name: str) -> TypeGuard[dict[str, Any]]:
 
 
 def _why_absent(config: RunConfig, section: str) -> str | None:
-    """Return our setting that makes a section which the JSON does not have at all; None where it
-    has it.
-    """
+    """Return our setting that leaves a section out of the JSON, or None if the JSON has it."""
     if section == "optimizer" and isinstance(config.optimizer, (Target, Object, Muon)):
         if isinstance(config.optimizer, Muon):
             return "optimizer.kind"
@@ -185,7 +183,7 @@ def _is_typed(config: RunConfig, key: str) -> bool:
 
 
 def _paths(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Keys that hold no section, and sections that are refused as a whole."""
+    """Yield the keys that hold no section, and the sections that are refused as one."""
     for name, value in values.items():
         path = f"{prefix}.{name}"
         if isinstance(value, dict) and value and path not in _NOT_IN_A_RUN:
@@ -196,8 +194,8 @@ def _paths(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 @rule()
 def deepspeed_values(config: RunConfig, cluster: Cluster) -> Found:
-    """DeepSpeed drops "auto" silently and fails on most nulls; JSON knows neither NaN nor Python's
-    objects.
+    """Find values that DeepSpeed or JSON do not take: DeepSpeed drops "auto" silently and fails on
+    most nulls; JSON has neither NaN nor Python's objects.
     """
     for key, value in _leaves(config.deepspeed, "deepspeed"):
         if value == "auto" and not key.startswith(_AUTO_HAS_MEANING):
@@ -212,16 +210,23 @@ def deepspeed_values(config: RunConfig, cluster: Cluster) -> Found:
                 key,
                 value,
             )
-        elif not isinstance(value, (str, int, float)) or (
-            isinstance(value, float) and not isfinite(value)
-        ):
+        elif not _is_json(value):
             fix = "write text, a finite number, true, false, a list or a section"
             yield Problem("not-json", "JSON has no such value", fix, key, value)
 
 
+def _is_json(value: Any) -> bool:
+    if isinstance(value, float):
+        return isfinite(value)
+    return isinstance(value, (str, int))
+
+
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (dict, list, tuple)):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+    if isinstance(value, dict):
+        for name, item in value.items():
             yield from _leaves(item, f"{key}.{name}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{key}.{number}")
     else:
         yield key, value

@@ -17,15 +17,13 @@ from framework.plan.rules.base import Found, rule
 
 @rule()
 def schedule_needs_lr(config: RunConfig, cluster: Cluster) -> Found:
-    """DeepSpeed's WarmupDecayLR ends its warm-up at 0.001 whatever the optimizer says, so we must
-    know the rate.
+    """Find a schedule without a rate: DeepSpeed's WarmupDecayLR ends its warm-up at 0.001 for every
+    optimizer, so the rate must be in the config.
     """
     scheduler = config.scheduler
-    if (
-        isinstance(scheduler, WarmupLR)
-        and scheduler.max_lr is None
-        and optimizer_lr(config.optimizer) is None
-    ):
+    if not isinstance(scheduler, WarmupLR):
+        return
+    if scheduler.max_lr is None and optimizer_lr(config.optimizer) is None:
         reason = (
             f"the {scheduler.kind} schedule needs the optimizer's learning rate, which is "
             "not in the config"
@@ -35,7 +33,7 @@ def schedule_needs_lr(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("warmup-too-long")
 def warmup_fits(config: RunConfig, cluster: Cluster) -> Found:
-    """A warm-up as long as the schedule never reaches the learning rate that was asked for."""
+    """Find a warm-up as long as the schedule: it never reaches the learning rate of the config."""
     total = getattr(config.scheduler, "total_steps", None)
     key, needed = _ways(config)
     if total is not None and needed >= total:
@@ -47,7 +45,8 @@ def _ways(config: RunConfig) -> tuple[str, int]:
     """Return the key of the schedule's last fixed part, and the steps of all of them; a schedule
     may be no shorter.
     """
-    scheduler, warmup = config.scheduler, getattr(config.scheduler, "warmup_steps", 0)
+    scheduler = config.scheduler
+    warmup = getattr(scheduler, "warmup_steps", 0)
     if isinstance(scheduler, WSD):
         return "decay_steps", warmup + scheduler.decay_steps - 1
     return "warmup_steps", warmup
@@ -55,13 +54,14 @@ def _ways(config: RunConfig) -> tuple[str, int]:
 
 @rule("cycle-upside-down")
 def cycle_order(config: RunConfig, cluster: Cluster) -> Found:
-    """DeepSpeed takes the ends as they come: the cycle would go down first, from what was meant as
-    its top.
-    """
+    """Find a cycle that goes down first: DeepSpeed does not exchange its ends."""
     cycle = config.scheduler
     if not isinstance(cycle, OneCycle):
         return
-    for name in ("lr", "momentum") if cycle.cycle_momentum else ("lr",):
+    names = ["lr"]
+    if cycle.cycle_momentum:
+        names.append("momentum")
+    for name in names:
         lowest = getattr(cycle, f"min_{name}")
         highest = getattr(cycle, f"max_{name}")
         if lowest > highest:
@@ -74,7 +74,7 @@ def cycle_order(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("profile-range")
 def profile_steps(config: RunConfig, cluster: Cluster) -> Found:
-    """What is profiled needs steps, and one place where it is asked for."""
+    """Find profiles without steps, and measurements that `deepspeed` requests as well."""
     profile = config.profile
     if profile is None:
         return
@@ -89,7 +89,8 @@ def profile_steps(config: RunConfig, cluster: Cluster) -> Found:
         )
         yield "profile.steps", reason, f"write {first}-{first + 1}"
     for ours, theirs in _INSTRUMENTS.items():
-        if getattr(profile, ours) and (value := config.deepspeed.get(theirs)):
+        value = config.deepspeed.get(theirs)
+        if getattr(profile, ours) and value:
             reason = f"profile.{ours} has DeepSpeed measure it in one step, and this in all"
             yield Problem(
                 "section-clash",
@@ -100,58 +101,60 @@ def profile_steps(config: RunConfig, cluster: Cluster) -> Found:
             )
 
 
-# Of `profile`: the key of DeepSpeed's that has it measured in every step.
+# Key of `profile` -> DeepSpeed's key that measures the same in every step.
 _INSTRUMENTS: Final = {"deepspeed_timers": "wall_clock_breakdown", "communication": "comms_logger"}
 
 
 def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
-    """A run that ends on the way up, before the rate is down again, or before what is to be
-    profiled.
+    """Find a run that ends on the way up, before the rate is down again, or before the profiled
+    steps.
     """
-    scheduler, (key, needed) = config.scheduler, _ways(config)
+    scheduler = config.scheduler
+    key, needed = _ways(config)
     if not total_steps:
         return
     run = f"the run has {total_steps} steps"
     profile = config.profile
     if profile is not None and profile.last > total_steps:
-        reason = (
-            f"{run} and never reaches "
-            f"{'them' if profile.first > total_steps else 'the last of them'}"
-        )
+        missed = "them" if profile.first > total_steps else "the last of them"
+        reason = f"{run} and never reaches {missed}"
         fix = f"profile steps up to {total_steps}"
         yield Problem(
             "profile-beyond-run", reason, fix, "profile.steps", profile.steps, severity="warning"
         )
     if isinstance(scheduler, OneCycle):
         first = scheduler.first_steps
-        whole = first + (scheduler.second_steps or first)
-        if whole > total_steps:
-            never = f"{run} and never reaches max_lr"
-            early = f"up and down take {whole} steps and {run}: it ends before the rate is down"
-            reason, other = (never, "") if first >= total_steps else (early, ", or second_steps")
-            fix = f"set scheduler.first_steps: {max(1, total_steps // 2)}{other}"
+        cycle = first + (scheduler.second_steps or first)
+        if cycle > total_steps:
+            fix = f"set scheduler.first_steps: {max(1, total_steps // 2)}"
+            if first >= total_steps:
+                reason = f"{run} and never reaches max_lr"
+            else:
+                reason = (
+                    f"up and down take {cycle} steps and {run}: it ends before the rate is down"
+                )
+                fix += ", or second_steps"
             yield Problem(
                 "cycle-too-long", reason, fix, "scheduler.first_steps", first, severity="warning"
             )
     elif getattr(scheduler, "total_steps", None) is None and needed >= total_steps:
         reason = f"{run} and never reaches the full learning rate"
-        given = getattr(scheduler, key)
+        value = getattr(scheduler, key)
         yield Problem(
             "warmup-too-long",
             reason,
             "make it shorter",
             f"scheduler.{key}",
-            given,
+            value,
             severity="warning",
         )
 
 
 def overruled(config: RunConfig, source: Source) -> Iterator[Problem]:
-    """Of two keys that say the same in steps and in epochs one wins: an error where the command
-    line asks for the other, a warning where a file has both.
+    """Find pairs of keys that set the same in steps and in epochs: one of them wins.
 
-    `training.max_steps=10` over a file's `max_epochs` is how a short trial is made: nothing is said
-    of that.
+    It is an error if the command line sets the other one, a warning if a file has both.
+    `training.max_steps=10` over a file's `max_epochs` is how a short trial is made, and no problem.
     """
     for name, verb in (("training", "max"), ("evaluation", "every"), ("checkpoint", "every")):
         wins = f"{verb}_steps"
