@@ -14,7 +14,7 @@ from framework.plan.plan import Plan, make_plan
 from framework.plan.work import ModelWork
 
 _MIB: Final = 2**20
-# Beside the strategy: what may free memory, and the value that it is lowered to.
+# Settings beside the strategy that may free memory, and the values that they are lowered to.
 _KNOBS: Final[Sequence[tuple[str, Any]]] = (
     ("zero.reduce_bucket_size", 5_000_000),
     ("zero.overlap_comm", False),
@@ -44,8 +44,10 @@ class Alternative:
 def alternatives(
     plan: Plan, choices: Iterable[Mapping[str, Any]], *, work: ModelWork | None = None
 ) -> Iterator[Alternative]:
-    """Those of the choices, dotted keys with their values, that the rules allow and that change the
-    plan; `work`: of a model of the user's own, which would be another in another type.
+    """Yield the choices, dotted keys with their values, that the rules allow and that change the
+    plan.
+
+    `work`: of a model of the user's own; it is not known in another type.
     """
     seen = [plan.config.to_dict()]
     for settings in choices:
@@ -64,8 +66,8 @@ def alternatives(
 
 
 def knobs(plan: Plan, *, half: str = "bf16") -> Iterator[tuple[str, Any, Any]]:
-    """Key, value and lower value of what may free memory; `half`: the device's type of half
-    width.
+    """Yield key, value and lower value of settings that may free memory; `half`: the device's type
+    of half width.
     """
     for key, after in (*_KNOBS, ("precision.dtype", half)):
         section, _, name = key.partition(".")
@@ -77,10 +79,10 @@ def knobs(plan: Plan, *, half: str = "bf16") -> Iterator[tuple[str, Any, Any]]:
 def with_settings(
     config: RunConfig, settings: Mapping[str, Any], *, source: Source | None = None
 ) -> RunConfig:
-    """A config with dotted keys set; where a kind changes, what belonged to the other one goes.
+    """Return a config with dotted keys set; if a kind changes, the keys of the old kind are gone.
 
     Raises:
-        ConfigError: it is none then.
+        ConfigError: it is no valid config then.
     """
     values = config.written()
     for key, value in settings.items():
@@ -98,12 +100,12 @@ def with_settings(
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
-    """Settings in one line, as a config has them."""
+    """Write settings in one line, as a config has them."""
     return ", ".join(f"{key}: {show_value(value)}" for key, value in settings.items())
 
 
 def size_text(size: float) -> str:
-    """Bytes for a person, in MiB or GiB."""
+    """Write bytes for a person, in MiB or GiB."""
     if size < 1024 * _MIB:
         return f"{size / _MIB:,.1f} MiB"
     return f"{size / 1024 / _MIB:,.2f} GiB"

@@ -1,4 +1,4 @@
-"""`Cluster`: how many devices there are, and of which kind. The other input of a plan."""
+"""`Cluster`: number and kind of devices. The other input of a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOCAL_SIZE_VARIABLES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 # What `launch` takes without devices: enough to show that ranks work together, and no more than a
 # laptop has cores.
 RANKS_ON_CPU: Final = 2
-# Set by whoever planned the job, above the launcher that counts the ranks.
+# Set where the job was planned, above the launcher that counts the ranks.
 PLANNED_VARIABLE: Final = "DSF_WORLD_SIZE"
 # Names the device, as ``--gpu`` does, where this machine cannot: its driver has no nvidia-smi.
 GPU_VARIABLE: Final = "DSF_GPU"
@@ -48,8 +48,8 @@ class Cluster:
 
     @staticmethod
     def from_environment(environment: Mapping[str, str], *, device: Device = "unknown") -> Cluster:
-        """The cluster that a launcher (deepspeed, torchrun, srun with exports) described to this
-        process.
+        """Return the cluster that a launcher (deepspeed, torchrun, srun with exports) described to
+        this process.
 
         Raises:
             UsageError: the numbers are none, or do not fit together.
@@ -74,11 +74,8 @@ class Cluster:
         return Cluster(num_hosts=world_size // local, devices_per_host=local, device=device)
 
     def __str__(self) -> str:
-        if self.device == "unknown":
-            kind = ""
-        else:
-            kind = f"{self.device} "
-        devices = counted(self.devices_per_host, f"{kind}device")
+        name = "device" if self.device == "unknown" else f"{self.device} device"
+        devices = counted(self.devices_per_host, name)
         if self.num_hosts == 1:
             return devices
         return f"{self.num_hosts} hosts x {devices}"

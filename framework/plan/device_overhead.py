@@ -14,39 +14,39 @@ from framework.plan.plan import Plan
 
 
 def beside_tensors(memory: Memory, plan: Plan, device: str) -> dict[str, int]:
-    """Estimated bytes beside the tensors of a rank at its fullest moment, by component.
+    """Estimate the bytes beside the tensors of a rank at its fullest moment, by component.
 
     Args:
         memory: of its tensors.
-        plan: whose ranks communicate.
-        device: name of the GPU, as ``--gpu`` takes it; one without published figures has those of a
-            device that the source does not name. Empty or ``cpu``: there is nothing beside tensors,
-            or nothing is known.
+        plan: of the run.
+        device: name of the GPU, as ``--gpu`` takes it; without published figures it has the figures
+            of a device that the source does not name. Empty or ``cpu``: there is nothing beside
+            tensors, or nothing is known.
     """
     if device in ("", "cpu") or plan.cluster.device == "cpu":
         return {}
     figures: Mapping[str, Any] = tables()["beside_tensors"]
     listed = {**figures["other"], **figures.get(device, {})}
-    # Tensors that stay are allocated once; those of a micro-batch come and go in sizes that do not
-    # fit each other.
+    # Tensors that stay are allocated once; tensors of a micro-batch come and go in sizes that do
+    # not fit each other.
     moment = memory.moments[memory.peak]
     passing = moment.get("activations", 0) + moment.get("logits and loss", 0)
-    found = {
+    components = {
         "CUDA context": value_of(listed["context_bytes"]),
         "NCCL": num_communicators(plan) * value_of(listed["communicator_bytes"]),
         "fragmentation": int(value_of(figures["unused_share"]) * passing),
     }
-    return {name: size for name, size in found.items() if size}
+    return {name: size for name, size in components.items() if size}
 
 
 def num_communicators(plan: Plan) -> int:
-    """Groups of ranks for which NCCL has buffers on the fullest rank.
+    """Count the groups of ranks that NCCL has buffers for on the fullest rank.
 
-    torch's group of all ranks (barriers) and DeepSpeed's own copy of it (utils/groups.py
-    `_clone_world_group`). A pipeline has, beside torch's, those of its stages (losses), of a
-    model's ranks and of each pair of neighbours (runtime/pipe/{topology,p2p}.py), and where it is
-    there more than once that of its copies. Tensor and sequence parallelism have a group each, and
-    beside tensor parallelism the copies of a part have one.
+    There are torch's group of all ranks (barriers) and DeepSpeed's own copy of it (utils/groups.py
+    `_clone_world_group`). A pipeline has, beside torch's, groups of its stages (losses), of a
+    model's ranks and of each pair of neighbours (runtime/pipe/{topology,p2p}.py), and a group of
+    its copies if there are several. Tensor and sequence parallelism have a group each, and beside
+    tensor parallelism the copies of a part have one.
     """
     layout = plan.layout
     if layout.world_size == 1:

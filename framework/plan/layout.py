@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold the same weights and sum their gradients of other samples or positions."""
+        """Ranks that hold the same weights and sum gradients of different samples or positions."""
         return self.data_parallel_size * self.sequence_size
 
     def data_parallel_rank(self, rank: int) -> int:
@@ -203,4 +203,6 @@ def _does_not_divide(batch: Batch, parallel: int, reason: str) -> Problem:
 
 def _unit(batch: Batch, parallel: int) -> int:
     """Return the smallest step between global sizes that fit the batch's other numbers."""
-    return parallel * (batch.micro_size or 1) * (batch.accumulation_steps or 1)
+    micro_size = batch.micro_size or 1
+    accumulation_steps = batch.accumulation_steps or 1
+    return parallel * micro_size * accumulation_steps

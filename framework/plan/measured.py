@@ -25,7 +25,7 @@ from framework.system.files import replace_text
 
 # Device files of drivers of accelerators: NVIDIA's, AMD's, Huawei's.
 _DRIVERS: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager")
-# More files are no project's own code, and reading their times would take longer than a measurement.
+# More files are no project's own code, and reading their times would take longer than measuring.
 _MOST_FILES: Final = 5_000
 
 

@@ -25,7 +25,7 @@ from framework.plan.plan import Plan
 from framework.plan.rank_memory import EXPERTS, Bytes, PipelineStage, RankMemory, positive
 from framework.plan.work import LayerWork, ModelWork, weights_alone, work_of, work_of_rank
 
-# Keys of `deepspeed` whose memory is modelled.
+# Keys of `deepspeed` with modelled memory.
 _MODELLED: Final = frozenset(
     {"zero_optimization", "zero_allow_untested_optimizer", "gradient_clipping"}
 )
@@ -50,8 +50,8 @@ class Memory:
         host: component -> bytes of host memory that offloading takes, and a save in the background.
         drive: component -> bytes on an NVMe drive.
         saved_bytes: bytes of a checkpoint, the files of all ranks together.
-        num_params: trained elements of the model; of a pipeline those of the fullest stage, with
-            tensor parallelism those of a rank.
+        num_params: trained elements of the model, of a pipeline's fullest stage, or with tensor
+            parallelism of a rank.
         lacks: why activations are not counted; empty where they are.
         stage: the pipeline stage that is the fullest; None without a pipeline.
         beside: component -> bytes of the device that no tensor holds (`beside_tensors`), where they

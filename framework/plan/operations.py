@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from math import ceil, prod
 from typing import Final, Literal
 
@@ -51,6 +52,14 @@ class Value:
     def num_bytes(self) -> int:
         """Bytes of its elements."""
         return prod(self.shape) * self.width
+
+    def with_more(self, *sizes: int) -> Shape:
+        """Return its shape with further dimensions."""
+        return self.shape + sizes
+
+    def with_last(self, size: int) -> Shape:
+        """Return its shape with another last dimension."""
+        return (*self.shape[:-1], size)
 
     def view(self, *shape: int) -> Value:
         """Return a view of the same memory in another shape, or of a part of it."""
@@ -199,7 +208,7 @@ class Tape:
             self._save([made])
         return made
 
-    def forward_bytes(self, *ends: Value, keeps: bool = True) -> int:
+    def forward_bytes(self, ends: Sequence[Value], *, keeps: bool = True) -> int:
         """Return the bytes at the fullest moment of the forward pass, beside what the part saves.
 
         Args:
@@ -208,14 +217,14 @@ class Tape:
         """
         last_use: dict[Value, int] = {}
         for number, operation in enumerate(self._operations):
-            for value in (*operation.reads, operation.made, *operation.holds):
+            for value in chain(operation.reads, [operation.made], operation.holds):
                 last_use[value.storage] = number
         stays = {end.storage for end in ends}
         kept = self.saved if keeps else set[Value]()
         live = set[Value]()
         most = 0
         for number, operation in enumerate(self._operations):
-            for value in (*operation.reads, operation.made, *operation.saves):
+            for value in chain(operation.reads, [operation.made], operation.saves):
                 live.add(value.storage)
             counted = [value for value in live if value not in kept or value in self._new]
             most = max(most, _num_bytes(counted))
@@ -226,9 +235,9 @@ class Tape:
             return most - self.saved_bytes
         return most
 
-    def backward_bytes(self, *outputs: Value) -> int:
+    def backward_bytes(self, outputs: Sequence[Value]) -> int:
         """Return the bytes at the fullest moment of the backward pass, beside what the part has
-        saved: gradients, without those of weights.
+        saved: gradients of values, without gradients of weights.
         """
         first_save: dict[Value, int] = {}
         for number, operation in enumerate(self._operations):
@@ -277,7 +286,7 @@ class Tape:
 
     def embedding(self, tokens: Value, count: int, size: int, name: str = "") -> Value:
         flows = self.own((count, size), name)
-        shape = (*tokens.shape, size)
+        shape = tokens.with_more(size)
         made = self.run(
             tokens, shape=shape, width=self.weight_width, saves=[tokens], has_gradient=flows
         )
@@ -288,7 +297,7 @@ class Tape:
         self.weights[self.place(name, "lora_embedding_B.default")] = (size, lora.r)
         rows = self.run(
             tokens,
-            shape=(*tokens.shape, lora.r),
+            shape=tokens.with_more(lora.r),
             width=made.width,
             saves=[tokens],
             has_gradient=True,
@@ -309,7 +318,7 @@ class Tape:
 
         `split`: whether tensor parallelism divides the outputs; None: as the inputs are.
         """
-        shape = (*value.shape[:-1], outputs)
+        shape = value.with_last(outputs)
         is_first = self.place(name) not in self.weights
         weight = (outputs, value.shape[-1])
         made = self._product(value, shape, weight, name, has_bias=has_bias, split=split)
@@ -318,7 +327,7 @@ class Tape:
         lora = self._adapts(name)
         if lora is None:
             return made
-        low = self._low(value, name, (*value.shape[:-1], lora.r), (lora.r, weight[1]))
+        low = self._low(value, name, value.with_last(lora.r), (lora.r, weight[1]))
         return self._adapted(made, low, name, (outputs, lora.r))
 
     def convolution(
@@ -338,15 +347,16 @@ class Tape:
         """
         if padding is None:
             padding = kernel // 2
-        sizes = convolved(value.shape[2:], kernel, stride, padding)
-        weight = (outputs, value.shape[1], kernel, kernel)
-        made = self._product(
-            value, (value.shape[0], outputs, *sizes), weight, name, has_bias=has_bias
-        )
+        batch, channels = value.shape[:2]
+        height, width = convolved(value.shape[2:], kernel, stride, padding)
+        weight = (outputs, channels, kernel, kernel)
+        shape = (batch, outputs, height, width)
+        made = self._product(value, shape, weight, name, has_bias=has_bias)
         lora = self._adapts(name, is_linear=False)
         if lora is None:
             return made
-        low = self._low(value, name, (value.shape[0], lora.r, *sizes), (lora.r, *weight[1:]))
+        low_shape = (batch, lora.r, height, width)
+        low = self._low(value, name, low_shape, (lora.r, channels, kernel, kernel))
         return self._adapted(made, low, name, (outputs, lora.r, 1, 1))
 
     def _adapts(self, name: str, *, is_linear: bool = True) -> LoRA | None:
@@ -462,15 +472,18 @@ class Tape:
 
     def _norm(self, value: Value, flows: bool, *statistics: Value) -> Value:
         flows = flows or value.has_gradient
-        return self.run(value, shape=value.shape, saves=[value, *statistics], has_gradient=flows)
+        saves = [value]
+        saves += statistics
+        return self.run(value, shape=value.shape, saves=saves, has_gradient=flows)
 
     def max_pool(self, value: Value, kernel: int, stride: int, padding: int = 0) -> Value:
-        shape = (*value.shape[:2], *convolved(value.shape[2:], kernel, stride, padding))
+        shape = value.shape[:2] + convolved(value.shape[2:], kernel, stride, padding)
         return self.run(value, shape=shape, saves=[value, Value(shape, _INT64, has_gradient=False)])
 
     def mean(self, value: Value) -> Value:
         """Map (batch, channels, height, width) to (batch, channels, 1, 1)."""
-        return self.run(value, shape=(*value.shape[:2], 1, 1))
+        batch, channels = value.shape[:2]
+        return self.run(value, shape=(batch, channels, 1, 1))
 
     def rotate(self, *heads: Value) -> list[Value]:
         """Apply rotary positions: computed in fp32, with angles that are kept."""
@@ -511,12 +524,11 @@ class Tape:
         flops = _attention_flops(query)
         if is_causal:
             self.masked_flops += masked(flops, length)
-        inputs = [query, key, value]
         sums = Value((batch, heads, length), _FP32, has_gradient=False)
-        saves = [*inputs, sums]
+        saves = [query, key, value, sums]
         if mask is not None:
             saves.append(Value(mask.shape, query.width, has_gradient=False))
-        made = self.run(*inputs, shape=query.shape, saves=saves, flops=flops)
+        made = self.run(query, key, value, shape=query.shape, saves=saves, flops=flops)
         return self.save_output(made)
 
     def _attention_in_steps(self, query: Value, key: Value, value: Value) -> Value:

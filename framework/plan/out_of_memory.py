@@ -2,7 +2,8 @@
 plan's estimate.
 
 The texts are torch's (`c10/cuda/CUDACachingAllocator.cpp`, `c10/core/impl/alloc_cpu.cpp`), in the
-forms of releases 1.2 to 2.9, NCCL's, and those of launchers whose rank the kernel has killed.
+forms of releases 1.2 to 2.9, NCCL's, and messages of launchers about a rank that the kernel has
+killed.
 """
 
 from __future__ import annotations

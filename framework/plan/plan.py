@@ -286,7 +286,8 @@ def _length(config: RunConfig, layout: Layout, num_samples: int | None) -> Lengt
         steps_per_epoch, unused = divmod(num_samples, layout.global_size)
     total = config.training.max_steps
     if total is None and steps_per_epoch is not None:
-        total = steps_per_epoch * (config.training.max_epochs or 1)
+        max_epochs = config.training.max_epochs or 1
+        total = steps_per_epoch * max_epochs
     return Length(steps_per_epoch, total, num_samples, unused)
 
 

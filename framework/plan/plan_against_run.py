@@ -34,7 +34,7 @@ class MetricsPoint(Protocol):
 
 class PlanAgainstRun:
     """Monitor that compares once: peak memory at the first logged point, and the time of a step at
-    the second one, because the first pays for warm-up; of a run with one logged point, that one's.
+    the second one, because the first pays for warm-up; a run with one logged point has its time.
     It reads what is logged anyway, so that nothing waits for the device.
     """
 
@@ -81,7 +81,7 @@ class PlanAgainstRun:
             self._compare()
 
     def close(self) -> None:
-        """Compare what there is, where the run has ended before."""
+        """Compare what there is, if the run has ended before the second point."""
         if self._step and not self._is_done:
             self._is_done = True
             self._compare()
@@ -90,9 +90,13 @@ class PlanAgainstRun:
     def _compare(self) -> None:
         from framework.plan.alternatives import size_text
 
-        found = self._estimated(self._plan)
-        self._memory["estimate"] = found.peak_bytes if found else None
-        self._time["estimate"] = found.time.total if found and found.time else None
+        candidate = self._estimated(self._plan)
+        self._memory["estimate"] = None
+        self._time["estimate"] = None
+        if candidate:
+            self._memory["estimate"] = candidate.peak_bytes
+            if candidate.time:
+                self._time["estimate"] = candidate.time.total
         for name, values, text in (
             ("peak memory", self._memory, size_text),
             ("step time", self._time, _milliseconds),
@@ -132,8 +136,8 @@ def _milliseconds(seconds: float) -> str:
 
 
 def estimates_here(plan: Plan) -> Candidate | None:
-    """The estimates of a plan for this machine, by its measured rates where there are such; None
-    where its memory is not known.
+    """Return the estimates of a plan for this machine, by its measured rates if there are any; None
+    if the plan's memory is not known.
     """
     from framework.plan.auto import measured_target, target_at_hand
     from framework.plan.memory import NotEstimatedError

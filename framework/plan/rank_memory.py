@@ -42,7 +42,7 @@ class PipelineStage:
     """What a pipeline adds to a rank (DeepSpeed's `runtime/pipe/engine.py`).
 
     Attributes:
-        in_flight: micro-batches whose values are held at once.
+        in_flight: micro-batches that have their values held at once.
         received: bytes that the stage receives for each micro-batch.
         sent: bytes that it sends for each.
         is_last: whether the loss is on this stage.
@@ -249,8 +249,8 @@ class RankMemory:
 
     @cached_property
     def touched_before(self) -> int:
-        """`touched` without the last group: DeepSpeed frees the gradients that it has copied, except
-        for those of an earlier group.
+        """`touched` without the last group: DeepSpeed frees the gradients that it has copied, but
+        no gradients of an earlier group.
         """
         return max(self._touched_by_rank(self.groups[:-1]))
 
@@ -527,7 +527,7 @@ class RankMemory:
 
     @property
     def flight(self) -> int:
-        """Elements whose gradients are reduced at once: a bucket, or a weight that is larger."""
+        """Elements that have their gradients reduced at once: a bucket, or a larger weight."""
         return self.sent_at_once(self.zero.reduce_bucket_size)
 
     def sent_at_once(self, bucket: int) -> int:

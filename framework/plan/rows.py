@@ -1,6 +1,7 @@
-"""Rows of a table of rules, for run configs and for DeepSpeed JSON: ``when`` has what must hold for
-the problem to be there, all of it, and ``unless`` what must not. Where one kind is found in several
-ways, ``cases`` have what differs.
+"""Rows of a table of rules, for run configs and for DeepSpeed JSON.
+
+A row's problem is there if all of ``when`` holds and none of ``unless``. If one kind is found in
+several ways, each of the ``cases`` has what differs.
 """
 
 from __future__ import annotations
@@ -13,34 +14,39 @@ from typing import Any, Final
 from framework.errors import Severity
 
 Row = Mapping[str, Any]
-# Key, reason and fix, and the severity where it is not the rule's.
+# Key, reason and fix, and the severity if it is not the rule's.
 Finding = tuple[str, str, str] | tuple[str, str, str, Severity]
 _FILLED_IN: Final = re.compile(r"\{([\w.]+)\}")
 
 
 def cases_of(row: Row) -> list[Row]:
-    """The ways in which a row's kind is found, each with all that belongs to it."""
+    """Return the ways in which a row's kind is found, as complete rows."""
     when = row.get("when", {})
-    return [{**row, **case, "when": when | case.get("when", {})} for case in row.get("cases", [{}])]
+    cases: list[Row] = []
+    for case in row.get("cases", [{}]):
+        cases.append({**row, **case, "when": when | case.get("when", {})})
+    return cases
 
 
 def findings(
     cases: list[Row], holds: Callable[[str, Any], bool], value: Callable[[str], object]
 ) -> Iterator[tuple[str, str, str, Severity]]:
-    """Key, reason, fix and severity of each case of a row that is there.
+    """Yield key, reason, fix and severity of each case of a row that is there.
 
     Args:
         holds: whether a key, or a fact, is as ``when`` and ``unless`` want it.
-        value: what stands in a sentence for a name in braces.
+        value: replaces a name in braces in a sentence.
     """
+
+    def filled(sentence: str) -> str:
+        return _FILLED_IN.sub(lambda name: str(value(name[1])), sentence)
+
     for case in cases:
-        is_there = all(holds(*each) for each in case["when"].items())
-        if is_there and not any(holds(*each) for each in case.get("unless", {}).items()):
-            reason, fix = (
-                _FILLED_IN.sub(lambda name: str(value(name[1])), case[part])
-                for part in ("reason", "fix")
-            )
-            yield case["key"], reason, fix, case.get("severity", "error")
+        is_there = all(holds(key, wanted) for key, wanted in case["when"].items())
+        unless = case.get("unless", {})
+        if is_there and not any(holds(key, wanted) for key, wanted in unless.items()):
+            severity = case.get("severity", "error")
+            yield case["key"], filled(case["reason"]), filled(case["fix"]), severity
 
 
 def is_between(number: float | None, wanted: Mapping[str, float]) -> bool:

@@ -653,13 +653,12 @@ def _strategies(request: Request) -> Iterator[Settings]:
     recomputes = [recompute]
     if RECOMPUTE in request.free:
         recomputes = sorted({0, 1, recompute})
-    for values in product(stages, offloads, recomputes, _sizes(request)):
-        *chosen, sizes = values
-        yield dict(zip((STAGE, OFFLOAD, RECOMPUTE), chosen, strict=True)) | sizes
+    for stage, device, every, sizes in product(stages, offloads, recomputes, _sizes(request)):
+        yield {STAGE: stage, OFFLOAD: device, RECOMPUTE: every} | sizes
 
 
 def _sizes(request: Request) -> Iterator[dict[str, int]]:
-    """Yield parallel sizes: those of the config, and then one of them changed at a time.
+    """Yield parallel sizes: as in the config, and then with one of them changed at a time.
 
     Tensor and sequence groups stay on a host: what they send between is on the way of every block.
     """
@@ -721,7 +720,8 @@ def _batches_of(share: int, steps: int | None, micro_size: int | None) -> Iterat
     if steps is not None:
         yield {MICRO: max(share // steps, 1), ACCUMULATION: steps}
         return
-    sizes = {share, *_powers(share)}
+    sizes = set(_powers(share))
+    sizes.add(share)
     if micro_size:
         sizes.add(micro_size)
     for size in sorted(sizes):

@@ -221,11 +221,11 @@ class Rates:
 
     Attributes:
         plateau: share of the fastest matrix product that the products of a large model reach.
-        plateau_hopper: the same since Hopper, whose clock falls under load.
+        plateau_hopper: the same since Hopper: its clock falls under load.
         attention: share of the fastest matrix product that attention reaches, in the scores that
             are computed; fused kernels leave masked ones out.
-        attention_hopper: the same since Hopper, for whose tensor cores torch's kernels of attention
-            were not written.
+        attention_hopper: the same since Hopper: torch's kernels of attention were not written for
+            its tensor cores.
         width: half of the plateau is reached where a part's weights on one device are a square of
             this width, on a device of 1e15 FLOP/s; it grows with the root of those, as a product is
             divided among more units.
@@ -304,7 +304,7 @@ def step_time(
             the samples.
         parallelism: how it is distributed.
         machine: what it runs on.
-        rates: constants; left out: the fitted ones, or those of processors.
+        rates: constants; left out: the fitted ones, or the ones of CPUs.
 
     Raises:
         NotEstimatedError: the machine lacks a figure that is needed.
@@ -611,8 +611,8 @@ class _Step:
         return self.stage_params
 
     def offload_transfers(self, backward: float) -> float:
-        """Return the seconds of gradients on their way to the host, beside the backward pass, and of
-        weights on their way back.
+        """Return the seconds of gradients to the host, beside the backward pass, and of weights on
+        their way back.
         """
         by = self.by
         device = self.machine.device

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
+from itertools import chain
 from math import ceil, prod
 from typing import Any, Final, Literal
 
@@ -47,7 +48,7 @@ class LayerWork:
         input_bytes: the part of `saved_bytes` that is its input, which recomputation keeps as the
             output before it.
         backward_bytes: bytes at most at any moment of its backward pass, beside what it has saved:
-            gradients of values, without those of weights.
+            gradients of values, without gradients of weights.
         passing_bytes: bytes at most at any moment of a forward pass that keeps nothing.
         shared_params: trained elements that it shares with an earlier part.
         shares: name of that part.
@@ -132,7 +133,7 @@ class ModelWork:
     @cached_property
     def places(self) -> dict[str, int]:
         """Name of a weight -> its place, frozen ones last."""
-        return {name: place for place, name in enumerate((*self.weights, *self.frozen))}
+        return {name: place for place, name in enumerate(chain(self.weights, self.frozen))}
 
     @cached_property
     def _names(self) -> dict[str, list[str]]:
@@ -404,6 +405,7 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
     made = run(tape, value)
     inputs = value if isinstance(value, tuple) else (value,)
     outputs = made if isinstance(made, tuple) else (made,)
+    ends = inputs + outputs
     new_names = [full for full in list(tape.weights)[before:] if tape.is_trained(full)]
     input_bytes = 0
     if inputs and tape.saves_first(inputs[0]):
@@ -422,11 +424,11 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
         moved_bytes=tape.moved_bytes,
         saved_bytes=tape.saved_bytes,
         split_bytes=tape.split_bytes,
-        peak_bytes=tape.forward_bytes(*inputs, *outputs),
+        peak_bytes=tape.forward_bytes(ends),
         output_bytes=sum(output.num_bytes for output in outputs),
         input_bytes=input_bytes,
-        backward_bytes=tape.backward_bytes(*outputs),
-        passing_bytes=tape.forward_bytes(*inputs, *outputs, keeps=False),
+        backward_bytes=tape.backward_bytes(outputs),
+        passing_bytes=tape.forward_bytes(ends, keeps=False),
         shared_params=shared_params,
         shares=shares,
         may_start_stage=not isinstance(value, tuple),

@@ -74,11 +74,11 @@ class Verdict:
     """Judgement on a run.
 
     Attributes:
-        kind: what bounds it; ``unknown`` where too little was measured, ``mixed`` where nothing
-            stands out.
+        kind: what bounds it; ``unknown`` if too little was measured, ``mixed`` if nothing stands
+            out.
         sentence: the same in one sentence, with the figure.
         advice: what to try next.
-        share: that figure as a fraction of 1; None where there is none.
+        share: that figure as a fraction of 1; None if the sentence has no figure.
     """
 
     kind: Kind

@@ -1,8 +1,8 @@
-"""Rules between keys: each yields the problems it sees, under a stable kind.
+"""Rules between keys: each yields the problems it finds, under a stable kind.
 
-A rule knows the config, the cluster and nothing else: it reads no clock, environment or device. A
-new one is a row of `rules.json`, where settings do not go together and nothing has to be computed,
-or a function under `@rule` in the module of its theme.
+A rule reads the config, the cluster and nothing else: no clock, environment or device. A new rule
+is a row of `rules.json`, if settings do not go together and nothing has to be computed, or a
+function under `@rule` in the module of its theme.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import Final
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
-from framework.plan.rules import devices, metrics_and_ema, model, passthrough, schedule, tensor  # noqa: F401
+from framework.plan.rules import (  # noqa: F401
+    devices,
+    metrics_and_ema,
+    model,
+    passthrough,
+    schedule,
+    tensor,
+)
 from framework.plan.rules.base import LISTED, Rule, list_rows
 
 list_rows()
@@ -20,5 +27,5 @@ ALL: Final[tuple[Rule, ...]] = tuple(LISTED)
 
 
 def apply_rules(config: RunConfig, cluster: Cluster) -> list[Problem]:
-    """Everything that every rule sees."""
+    """Return all problems that the rules find."""
     return [problem for rule in ALL for problem in rule(config, cluster)]

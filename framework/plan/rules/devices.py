@@ -85,8 +85,9 @@ def half_precision_without_zero(
 
 @rule()
 def divided_in_advance(config: RunConfig, cluster: Cluster) -> Found:
-    """Find gradients that are divided by all ranks in advance and not multiplied again:
-    deepspeed/runtime/zero/stage3.py `__avg_scatter_contiguous_grads` multiplies by any other factor.
+    """Find gradients that are divided by all ranks in advance and not multiplied again.
+
+    deepspeed/runtime/zero/stage3.py `__avg_scatter_contiguous_grads` multiplies by other factors.
     """
     key = "gradient_predivide_factor"
     parallel = config.parallel

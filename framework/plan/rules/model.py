@@ -141,7 +141,7 @@ def _takes(section: Section, key: str, value: int) -> bool:
 
 
 def _form(config: RunConfig, part: str) -> str | None:
-    """Return the form of the data that a part gives or takes; None if the part is the user's own."""
+    """Return the form of the data that a part gives or takes; None for a part of the user's own."""
     section: Any = getattr(config, part)
     if isinstance(section, (Target, Object, HuggingFace, Mixture, ModelLoss)):
         return None

@@ -30,8 +30,8 @@ _TABLE: Final[Mapping[str, Any]] = json.loads(
 # DeepSpeed's dotted key -> why a run cannot have it, what to do, and values that are as good as
 # left out.
 _NOT_IN_A_RUN: Final[Mapping[str, Mapping[str, Any]]] = _TABLE["not_in_a_run"]
-# Top-level keys whose mere presence DeepSpeed 0.19.8 refuses (runtime/config.py
-# `_REMOVED_TOP_LEVEL_CONFIG_KEYS`), with the release that began to; a test holds them against the
+# Top-level keys that DeepSpeed 0.19.8 refuses with any value (runtime/config.py
+# `_REMOVED_TOP_LEVEL_CONFIG_KEYS`), with the release that began to; a test compares them with the
 # key tables, which the plan cannot see.
 REMOVED: Final[Mapping[str, Sequence[str]]] = _TABLE["removed"]
 # The two places where the word "auto" means something to DeepSpeed; elsewhere it silently stands

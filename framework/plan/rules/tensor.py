@@ -11,7 +11,7 @@ from framework.errors import Problem
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
 
-# Counted over all ranks, or made for a layer that holds all of its weight.
+# Keys that are counted over all ranks, or made for a layer that holds all of its weight.
 _OF_ZERO: Final = (
     "zero_hpz_partition_size",
     "zero_quantized_weights",
@@ -22,7 +22,7 @@ _OF_ZERO: Final = (
 
 @rule("tensor-not-divisible")
 def parts_are_equal(config: RunConfig, cluster: Cluster) -> Found:
-    """Each rank has whole heads, and equal parts of the perceptrons; vocabularies may be uneven."""
+    """Find heads and perceptrons that the ranks cannot share evenly; vocabularies may be uneven."""
     model = config.model
     size = config.parallel.tensor
     if not isinstance(model, (GPT, BERT)):
@@ -37,8 +37,8 @@ def parts_are_equal(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def other_parts(config: RunConfig, cluster: Cluster) -> Found:
-    """Models of known kinds without a plan, groups that reach over hosts, and DeepSpeed's further
-    groups of ranks.
+    """Find models of known kinds without a plan, groups that reach over hosts, and DeepSpeed's
+    further groups of ranks.
     """
     size = config.parallel.tensor
     model = config.model
