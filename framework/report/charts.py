@@ -197,8 +197,11 @@ def _parts_over_time(run: RunRecords) -> list[tuple[str, Series]]:
             times = dict(zip(series.steps, series.values, strict=True))
             parts[phase] = [times.get(step, 0.0) for step in step_times.steps]
     for index, step_time in enumerate(step_times.values):
-        timed = [values[index] for values in parts.values() if isfinite(values[index])]
-        rest[index] = step_time - sum(timed)
+        timed = 0.0
+        for values in parts.values():
+            if isfinite(values[index]):
+                timed += values[index]
+        rest[index] = step_time - timed
     if _finite_sum(rest) > 0.02 * _finite_sum(step_times.values):
         parts["not timed"] = rest
     return [(name, Series(step_times.steps, values)) for name, values in _named(parts).items()]
@@ -265,9 +268,9 @@ def _memory_bars(run: RunRecords) -> Iterator[tuple[str, list[tuple[str, float]]
         parts = [("estimate", peak)]
     if parts:
         yield "plan", parts
-    points = run.metrics.get("memory/device_peak_bytes", Series()).finite
-    if points:
-        yield "measured", [("measured peak", max(value for _, value in points))]
+    peaks = run.metrics.get("memory/device_peak_bytes", Series()).finite_values
+    if peaks:
+        yield "measured", [("measured peak", max(peaks))]
 
 
 def plan_peak(run: RunRecords) -> float | None:
@@ -317,12 +320,12 @@ def _others(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
     """Draw the metrics without a chart elsewhere, if one of their values is not 0."""
     names = []
     for name in _names(runs, ""):
-        if name != "train/loss" and name not in _CURVES and name not in _RATES:
+        has_own_chart = name == "train/loss" or name in _CURVES or name in _RATES
+        if not has_own_chart and not name.startswith(_SHOWN_ELSEWHERE):
             names.append(name)
-    names = [name for name in names if not name.startswith(_SHOWN_ELSEWHERE)]
     for index, name in enumerate(names[:_MOST_OTHERS]):
         lines = _lines(runs, name)
-        if any(value for line in lines for _, value in line.series.finite):
+        if any(any(line.series.finite_values) for line in lines):
             yield line_chart(f"other-{index}", name, name.rpartition("/")[2], lines)
 
 

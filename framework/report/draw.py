@@ -321,7 +321,12 @@ def line_chart(
         from_zero: the axis begins at 0.
         across: the axis below.
     """
-    values = [value for line in lines for _, value in line.series.finite]
+    shown = []
+    values = []
+    for line in lines:
+        if line.series.finite:
+            shown.append(line)
+            values += line.series.finite_values
     if not values:
         return None
     low = min(values)
@@ -334,7 +339,6 @@ def line_chart(
     if from_zero and not is_log:
         low = min(0.0, low)
     axis = f"{unit} (log scale)" if is_log else unit
-    shown = [line for line in lines if line.series.finite]
     ends = []
     for line in shown[:8]:
         ends.append(f"{line.label}: {number(line.series.finite[-1][1])} at the end")
@@ -419,11 +423,13 @@ class _LineDrawing:
 
     def _drawn_marks(self, frame: _Frame) -> Iterator[str]:
         for kind in self._kinds:
-            steps = {mark.step for mark in self.marks if mark.kind == kind}
-            inside = sorted(step for step in steps if frame.first <= step <= frame.last)
-            stride = -(-len(inside) // _MOST_MARKS) or 1
+            steps = set()
+            for mark in self.marks:
+                if mark.kind == kind and frame.first <= mark.step <= frame.last:
+                    steps.add(mark.step)
+            stride = -(-len(steps) // _MOST_MARKS) or 1
             y = frame.bottom if kind == "save" else frame.top
-            for step in inside[::stride]:
+            for step in sorted(steps)[::stride]:
                 place = f"translate({frame.x(step):.1f},{y:.1f})"
                 yield f'<path {_MARKS[kind][1]} transform="{place}"/>'
 
@@ -543,11 +549,17 @@ def _table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]], str]:
     """Return columns, rows and a note: at most `_MOST_ROWS` steps and the first, evenly chosen from
     all that any line has.
     """
-    steps = sorted({step for line in lines for step in line.series.steps})
+    columns = ["step"]
+    all_steps = set[int]()
+    value_at = []
+    for line in lines:
+        columns.append(line.label)
+        all_steps.update(line.series.steps)
+        value_at.append(dict(zip(line.series.steps, line.series.values, strict=True)))
+    steps = sorted(all_steps)
     stride = -(-len(steps) // _MOST_ROWS) or 1
     chosen = set(steps[::-1][::stride])
     chosen.add(steps[0])
-    value_at = [dict(zip(line.series.steps, line.series.values, strict=True)) for line in lines]
     rows = []
     for step in sorted(chosen):
         row = [f"{step:,}"]
@@ -557,8 +569,6 @@ def _table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]], str]:
     note = ""
     if stride > 1:
         note = f"{len(chosen)} of {len(steps):,} steps; metrics.jsonl has all"
-    columns = ["step"]
-    columns += [line.label for line in lines]
     return columns, rows, note
 
 
@@ -588,8 +598,18 @@ def bar_chart(
         spans: for each bar the ends of the middle half of its measurements, and all of them.
         limit: a value to stay below, and its name.
     """
-    names = list(dict.fromkeys(name for _, parts in bars for name, _ in parts))
-    sums = [sum(value for _, value in parts) for _, parts in bars]
+    names: dict[str, None] = {}
+    labels = []
+    sums = []
+    descriptions = []
+    for label, values in bars:
+        labels.append(label)
+        descriptions.append(_bar_text(label, values, show))
+        total = 0.0
+        for name, value in values:
+            names[name] = None
+            total += value
+        sums.append(total)
     most = max([0.0, *sums])
     for _, high, points in spans:
         most = max(most, high, *points)
@@ -597,14 +617,14 @@ def bar_chart(
         most = max(most, limit[1])
     if not most > 0:
         return None
-    style_of = _part_styles(names)
+    style_of = _part_styles(list(names))
     single = dict(bars[0][1]) if len(bars) == 1 and not spans else {}
     entries = []
-    for name in names:
+    for name, style in style_of.items():
         label = name
         if name in single:
             label = f"{name} {show(single[name])} ({single[name] / most:.0%})"
-        entries.append((label, _swatch(style_of[name])))
+        entries.append((label, _swatch(style)))
     if spans:
         entries.append(("middle half", _whisker(0, 18, 0)))
         entries.append(("one measurement", _POINT.format(9, 0)))
@@ -616,32 +636,45 @@ def bar_chart(
     parts = [legend]
     parts += _upright_lines(frame)
     parts.append(f'<text x="200" y="{height - 5:.1f}" text-anchor="middle">{text(unit)}</text>')
-    for row, ((label, values), total) in enumerate(zip(bars, sums, strict=True)):
+    for row, (label, values) in enumerate(bars):
         y = top + 34 * row + 14
-        heading = f"{text(_cut(label, 44))}: {text(show(total))}"
+        heading = f"{text(_cut(label, 44))}: {text(show(sums[row]))}"
         parts.append(f'<text x="14" y="{y - 3:.1f}">{heading}</text>')
-        x = frame.left
-        for name, value in values:
-            width = value / most * (frame.right - frame.left)
-            shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="14"'
-            about = f"<title>{text(name)}: {text(show(value))}</title>"
-            parts.append(f'<rect class="a p{style_of[name]}" {shape}>{about}</rect>')
-            x += width
+        parts += _bar(frame, y, values, most, style_of, show)
         if spans:
-            low, high, points = spans[row]
-            parts.append(_whisker(frame.x(low / shown_unit), frame.x(high / shown_unit), y + 7))
-            for value in points:
-                point_x = frame.x(value / shown_unit)
-                parts.append(_POINT.format(f"{point_x:.1f}", f"{y + 17:.1f}"))
+            parts += _span(frame, y, spans[row], shown_unit)
     if limit:
         x = frame.x(limit[1] / shown_unit)
         parts.append(f'<path class="r" d="M{x:.1f} {frame.top:.1f}V{frame.bottom:.1f}"/>')
-    described = "; ".join(_bar_text(label, values, show) for label, values in bars[:8])
-    svg = _svg(slug, title, described, (400, height), parts)
-    columns = ["part"]
-    columns += [label for label, _ in bars]
+    svg = _svg(slug, title, "; ".join(descriptions[:8]), (400, height), parts)
     rows = [_shares(name, bars, sums, show) for name in names]
-    return Chart(slug, title, svg, columns, rows)
+    return Chart(slug, title, svg, ["part", *labels], rows)
+
+
+def _bar(
+    frame: _Frame,
+    y: float,
+    values: Sequence[tuple[str, float]],
+    most: float,
+    style_of: Mapping[str, int],
+    show: Callable[[float], str],
+) -> Iterator[str]:
+    x = frame.left
+    for name, value in values:
+        width = value / most * (frame.right - frame.left)
+        shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="14"'
+        about = f"<title>{text(name)}: {text(show(value))}</title>"
+        yield f'<rect class="a p{style_of[name]}" {shape}>{about}</rect>'
+        x += width
+
+
+def _span(
+    frame: _Frame, y: float, span: tuple[float, float, Sequence[float]], shown_unit: float
+) -> Iterator[str]:
+    low, high, points = span
+    yield _whisker(frame.x(low / shown_unit), frame.x(high / shown_unit), y + 7)
+    for value in points:
+        yield _POINT.format(f"{frame.x(value / shown_unit):.1f}", f"{y + 17:.1f}")
 
 
 def _part_styles(names: Sequence[str]) -> dict[str, int]:
@@ -674,6 +707,10 @@ def _swatch(style: int) -> str:
     return f'<rect class="a p{style}" y="-5" width="18" height="10"/>'
 
 
+def _swatches(style_of: Mapping[str, int]) -> list[tuple[str, str]]:
+    return [(name, _swatch(style)) for name, style in style_of.items()]
+
+
 def _shares(
     name: str, bars: Sequence[Bar], sums: Sequence[float], show: Callable[[float], str]
 ) -> list[str]:
@@ -696,12 +733,19 @@ def area_chart(
     """
     if not parts or len(parts[0][1].steps) < 2:
         return None
-    columns = list(_area_columns([series for _, series in parts], 180))
+    names = []
+    all_series = []
+    lines = []
+    for name, series in parts:
+        names.append(name)
+        all_series.append(series)
+        lines.append(Line(name, series))
+    columns = list(_area_columns(all_series, 180))
     most = max(sum(column.values) for column in columns)
     if not most > 0:
         return None
-    style_of = _part_styles([name for name, _ in parts])
-    legend, top = _legend([(name, _swatch(style)) for name, style in style_of.items()], 400)
+    style_of = _part_styles(names)
+    legend, top = _legend(_swatches(style_of), 400)
     size = (400.0, top + 212)
     heights = ticks(0, most * 1.04)
     frame = _Frame(
@@ -727,10 +771,8 @@ def area_chart(
             below[place] = above
         outline = "L".join(upper + lower[::-1])
         drawn.append(f'<path class="a p{style}" d="M{outline}z"/>')
-    described = (
-        f"{unit} by part over optimizer steps, stacked: {', '.join(name for name, _ in parts)}."
-    )
-    headings, rows, note = _table([Line(name, series) for name, series in parts])
+    described = f"{unit} by part over optimizer steps, stacked: {', '.join(names)}."
+    headings, rows, note = _table(lines)
     svg = _svg(slug, title, described, size, drawn)
     return Chart(slug, title, svg, headings, rows, "", note)
 
@@ -783,24 +825,34 @@ def timeline_chart(slug: str, title: str, rows: Sequence[_TimelineRow]) -> Chart
         slug, title: name of the file, and of the chart.
         rows: label, and the parts.
     """
-    parts = [part for _, row_parts in rows for part in row_parts]
-    names = list(dict.fromkeys(name for _, _, name, _ in parts))
-    sums = []
-    for _, row_parts in rows:
+    begins = []
+    ends = []
+    names: dict[str, None] = {}
+    for _, parts in rows:
+        for begin, length, name, _ in parts:
+            begins.append(begin)
+            ends.append(begin + length)
+            names[name] = None
+    begin = min(begins, default=0.0)
+    length = max(ends, default=1.0) - begin
+    table = []
+    descriptions = []
+    for label, parts in rows:
         total = dict.fromkeys(names, 0.0)
-        for _, length, name, _ in row_parts:
-            total[name] += length
-        sums.append(total)
-    lines = []
-    for (label, _), total in zip(rows[:8], sums, strict=False):
-        lines.append(_bar_text(label, list(total.items()), lambda value: f"{number(value)} ms"))
-    drawing = _TimelineDrawing(slug, title, "; ".join(lines), rows, _part_styles(names))
+        for _, part_length, name, _ in parts:
+            total[name] += part_length
+        table.append([label, *map(number, total.values())])
+        descriptions.append(_bar_text(label, list(total.items()), _milliseconds))
     columns = [""]
     columns += [f"{name} (ms)" for name in names]
-    table = []
-    for (label, _), total in zip(rows, sums, strict=True):
-        table.append([label, *map(number, total.values())])
+    described = "; ".join(descriptions[:8])
+    style_of = _part_styles(list(names))
+    drawing = _TimelineDrawing(slug, title, described, rows, style_of, begin, length)
     return Chart(slug, title, drawing.svg(400), columns, table, drawing.svg(980))
+
+
+def _milliseconds(value: float) -> str:
+    return f"{number(value)} ms"
 
 
 @dataclass(frozen=True)
@@ -812,16 +864,13 @@ class _TimelineDrawing:
     described: str
     rows: Sequence[_TimelineRow]
     style_of: Mapping[str, int]
+    begin: float
+    length: float
 
     def svg(self, width: float) -> str:
-        parts = [part for _, row_parts in self.rows for part in row_parts]
-        begin = min((at for at, _, _, _ in parts), default=0.0)
-        length = max((at + spent for at, spent, _, _ in parts), default=1.0) - begin
-        legend, top = _legend(
-            [(name, _swatch(style)) for name, style in self.style_of.items()], width
-        )
+        legend, top = _legend(_swatches(self.style_of), width)
         height = top + 34 * len(self.rows) + 40
-        frame = _Frame(14, top, width - 14, height - 36, 0, length, 0, 1)
+        frame = _Frame(14, top, width - 14, height - 36, 0, self.length, 0, 1)
         drawn = [legend]
         drawn += _upright_lines(frame)
         drawn.append(
@@ -831,8 +880,8 @@ class _TimelineDrawing:
             y = top + 34 * row + 14
             drawn.append(f'<text x="14" y="{y - 3:.1f}">{text(label)}</text>')
             for at, spent, name, place in row_parts:
-                part_width = spent / (length or 1) * (frame.right - frame.left)
-                drawn += self._part(frame.x(at - begin), y, part_width, name, place, spent)
+                part_width = spent / (self.length or 1) * (frame.right - frame.left)
+                drawn += self._part(frame.x(at - self.begin), y, part_width, name, place, spent)
         return _svg(self.slug, self.title, self.described, (width, height), drawn)
 
     def _part(

@@ -47,7 +47,7 @@ def means(run: RunRecords) -> Mapping[str, float]:
         if name.startswith(("time/", "throughput/", "ranks/")):
             mean = _mean(series, is_rate=name.endswith("_per_sec"))
         elif name.startswith("memory/") and series.finite:
-            mean = max(value for _, value in series.finite)
+            mean = max(series.finite_values)
         if mean is not None:
             run.means[name] = mean
     return run.means

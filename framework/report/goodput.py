@@ -87,19 +87,24 @@ class _Attempt:
 
     def last(self) -> float:
         """Return the time of its last sign of life."""
-        stamps = [self.loop_begin()]
-        stamps += [_stamp(event) for event in self.events if event["kind"] != "restart"]
-        stamps += [stamp for _, stamp in self.points]
-        return max(stamps)
+        last = self.loop_begin()
+        for event in self.events:
+            if event["kind"] != "restart":
+                last = max(last, _stamp(event))
+        for _, stamp in self.points:
+            last = max(last, stamp)
+        return last
 
     def kept_until(self, step: int) -> float:
         """Return the time at which it had reached a step from which another start goes on."""
-        stamps = [self.loop_begin()]
-        stamps += [stamp for at, stamp in self.points if at <= step]
+        last = self.loop_begin()
+        for point_step, stamp in self.points:
+            if point_step <= step:
+                last = max(last, stamp)
         for event in self.events:
             if event["kind"] not in _NOT_REACHED and event.get("step", 0) <= step:
-                stamps.append(_stamp(event))
-        return max(stamps)
+                last = max(last, _stamp(event))
+        return last
 
     def shift(self, seconds: float) -> None:
         """Move all of its times."""
@@ -116,8 +121,10 @@ class _Attempt:
         if not hangs:
             return None
         noted = _stamp(hangs[-1]) - _LOOK_SECONDS
-        later = [event for event in self.events if event["kind"] not in _NOT_REACHED]
-        later = [event for event in later if _stamp(event) >= noted]
+        later = []
+        for event in self.events:
+            if event["kind"] not in _NOT_REACHED and _stamp(event) >= noted:
+                later.append(event)
         if later and later[0]["kind"] == "stop":  # requested while it stood still
             return hangs[-1]
         if later or any(stamp >= noted for _, stamp in self.points):
@@ -279,27 +286,37 @@ def _not_timed(attempt: _Attempt, loop_begin: float, kept: float, times: _Times)
     """Return the time of steps after the last point, by events: a full disk may have cost the
     points.
     """
-    step = attempt.from_step
+    step: float = attempt.from_step
     since = loop_begin
     for point_step, stamp in attempt.points:
         if stamp <= kept:
             step = point_step
             since = stamp
-    reached = []
-    for event in attempt.events:
-        is_progress = event["kind"] != "closed" and event["kind"] not in _NOT_REACHED
-        if is_progress and since < _stamp(event) <= kept:
-            reached.append(event)
-    later = [event for event in reached if float(event.get("step", 0)) > step]
-    if not later:
+    last_step = step
+    end = since
+    for event in _progress(attempt, since, kept):
+        event_step = float(event.get("step", 0))
+        if event_step > step:
+            last_step = max(last_step, event_step)
+            end = max(end, _stamp(event))
+    if last_step == step:
         return 0.0
-    num_steps = max(float(event["step"]) for event in later) - step
-    end = max(_stamp(event) for event in later)
-    beside = [event for event in reached if event["kind"] in _BESIDE and _stamp(event) <= end]
-    seconds = max(0.0, end - since - sum(_seconds(event) for event in beside))
+    beside = 0.0
+    for event in _progress(attempt, since, end):
+        if event["kind"] in _BESIDE:
+            beside += _seconds(event)
+    seconds = max(0.0, end - since - beside)
     if not times.is_timed:
         return seconds
-    return min(seconds, 2 * times.usual * num_steps)
+    return min(seconds, 2 * times.usual * (last_step - step))
+
+
+def _progress(attempt: _Attempt, since: float, until: float) -> Iterator[dict[str, Any]]:
+    """Yield the events in some time that show how far a start had come."""
+    for event in attempt.events:
+        is_progress = event["kind"] != "closed" and event["kind"] not in _NOT_REACHED
+        if is_progress and since < _stamp(event) <= until:
+            yield event
 
 
 def _scaled(parts: Mapping[str, float], *, most: float) -> dict[str, float]:

@@ -94,8 +94,12 @@ def page(runs: Sequence[RunRecords], *, refresh_seconds: int = 0) -> str:
     title = runs[0].name
     if len(runs) > 1:
         title = f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-    sections = [(name, figures(charts)) for name, charts in charts_of(runs).items()]
-    sections += [(name, content) for name, content in _tables(runs) if content]
+    sections = []
+    for name, charts in charts_of(runs).items():
+        sections.append((name, figures(charts)))
+    for name, content in _tables(runs):
+        if content:
+            sections.append((name, content))
     return document(
         _cut(title, 160),
         sections,
@@ -196,11 +200,14 @@ def _where(run: RunRecords) -> str:
         f"{cluster.get('world_size')} x {device}",
         f"{_of(config, 'precision', 'dtype')}, ZeRO {_of(config, 'zero', 'stage')}",
     ]
-    stamps = [value for _, value in run.clock.finite]
+    stamps = run.clock.finite_values
     if stamps:
         facts.append(f"last record {moment(stamps[-1])} UTC")
-    known = [fact for fact in facts if "None" not in fact]
-    return "".join(f" {fact[:1].upper()}{fact[1:]}." for fact in known)
+    text = ""
+    for fact in facts:
+        if "None" not in fact:
+            text += f" {fact[:1].upper()}{fact[1:]}."
+    return text
 
 
 def _of(values: Mapping[str, Any], section: str, key: str) -> Any:
@@ -322,16 +329,21 @@ def _evaluation(run: RunRecords) -> str:
             metrics[name] = series
     if not metrics:
         return ""
-    best_step = {name: best(name, series)[0] for name, series in metrics.items()}
-    steps = sorted({step for series in metrics.values() for step in series.steps})
+    all_steps = set[int]()
+    best_steps = []
+    columns = []
+    for name, series in metrics.items():
+        all_steps.update(series.steps)
+        best_steps.append(best(name, series)[0])
+        columns.append(dict(zip(series.steps, series.values, strict=True)))
+    steps = sorted(all_steps)
     stride = -(-len(steps) // _MOST_ROWS)
-    shown = set(steps[::-1][::stride]) | set(best_step.values())
-    columns = [dict(zip(evals.steps, evals.values, strict=True)) for evals in metrics.values()]
+    shown = set(steps[::-1][::stride]) | set(best_steps)
     rows = []
     for step in sorted(shown):
         row = [f"{step:,}"]
-        for name, values in zip(metrics, columns, strict=True):
-            row.append(_marked(values.get(step), is_best=best_step[name] == step))
+        for values, best_step in zip(columns, best_steps, strict=True):
+            row.append(_marked(values.get(step), is_best=best_step == step))
         rows.append(row)
     return _table(["step", *metrics], rows, label="Evaluation", is_tall=True)
 
@@ -356,8 +368,9 @@ def _events(run: RunRecords) -> str:
     known = set()
     for event in run.happened("warning", "straggler"):
         known.add(str(event.get("text", event.get("message", ""))))
-    warnings = [_shortened(warning) for warning in run.warnings if warning not in known]
-    notes += [f"warning: {warning}" for warning in warnings[:_MOST_WARNINGS]]
+    warnings = [warning for warning in run.warnings if warning not in known]
+    for warning in warnings[:_MOST_WARNINGS]:
+        notes.append(f"warning: {_shortened(warning)}")
     if len(warnings) > _MOST_WARNINGS:
         notes.append(f"{len(warnings) - _MOST_WARNINGS} more warnings")
     content = ""
@@ -383,8 +396,10 @@ def _rows_of_marks(run: RunRecords) -> list[list[str]]:
         "restart": "restart",
         "back": "roll back",
     }
-    marks = sorted(marks_of(run), key=lambda mark: mark.step)
-    return [["", f"{mark.step:,}", names[mark.kind], "", ""] for mark in marks]
+    rows = []
+    for mark in sorted(marks_of(run), key=lambda mark: mark.step):
+        rows.append(["", f"{mark.step:,}", names[mark.kind], "", ""])
+    return rows
 
 
 def _details(event: Mapping[str, Any]) -> str:
@@ -460,7 +475,9 @@ def _scroll(content: str, label: str, *, is_tall: bool = False) -> str:
 
 
 def _list(lines: Sequence[str]) -> str:
-    items = "".join(f"<li>{text(_shortened(line))}</li>" for line in lines)
+    items = ""
+    for line in lines:
+        items += f"<li>{text(_shortened(line))}</li>"
     if items:
         return f"<ul>{items}</ul>"
     return ""

@@ -44,6 +44,11 @@ class Series:
         pairs = zip(self.steps, self.values, strict=True)
         return [(step, value) for step, value in pairs if math.isfinite(value)]
 
+    @property
+    def finite_values(self) -> list[float]:
+        """Values that are numbers."""
+        return [value for _, value in self.finite]
+
     def add(self, step: int, value: float) -> None:
         """Add a point. The last ones stay as they are: there is always one of the last step."""
         self.__dict__.pop("finite", None)
@@ -60,16 +65,14 @@ class Series:
         steps = self.steps
         if any(later < step for step, later in pairwise(steps)):
             pairs = sorted(zip(steps, self.values, strict=True), key=lambda pair: pair[0])
-            self.steps = [step for step, _ in pairs]
-            self.values = [value for _, value in pairs]
+            self._put(0, len(steps), pairs)
 
     def _thin_tail(self, num: int) -> None:
         """Keep two of the last points."""
         begin = self._num_thinned
         end = begin + num
         kept = self._two_of(begin, end)
-        self.steps[begin:end] = [step for step, _ in kept]
-        self.values[begin:end] = [value for _, value in kept]
+        self._put(begin, end, kept)
         self._num_thinned = begin + 2
 
     def _thin(self) -> None:
@@ -79,18 +82,23 @@ class Series:
         kept: list[tuple[int, float]] = []
         for begin in range(0, num, 4):
             kept += self._two_of(begin, begin + 4)
-        self.steps[:num] = [step for step, _ in kept]
-        self.values[:num] = [value for _, value in kept]
+        self._put(0, num, kept)
         self._num_thinned = len(kept)
         self._stride *= 2
+
+    def _put(self, begin: int, end: int, points: Sequence[tuple[int, float]]) -> None:
+        """Replace some points."""
+        self.steps[begin:end] = [step for step, _ in points]
+        self.values[begin:end] = [value for _, value in points]
 
     def _two_of(self, begin: int, end: int) -> list[tuple[int, float]]:
         middle = (begin + end) // 2
         if self.thinning == "means":
             return [self._mean(begin, middle), self._mean(middle, end)]
         if self.thinning == "last":
-            return [(self.steps[at], self.values[at]) for at in (middle - 1, end - 1)]
-        chosen = _extremes(self.values, begin, end)
+            chosen = [middle - 1, end - 1]
+        else:
+            chosen = _extremes(self.values, begin, end)
         return [(self.steps[at], self.values[at]) for at in chosen]
 
     def _mean(self, begin: int, end: int) -> tuple[int, float]:
