@@ -86,8 +86,11 @@ def bench_page(
         notes: how that was found.
         environment: versions and devices.
     """
-    verdict = "".join(f"<p><strong>{text(line)}.</strong></p>" for line in sentences)
-    verdict += "".join(f"<p>{text(note)}.</p>" for note in notes)
+    verdict = ""
+    for sentence in sentences:
+        verdict += f"<p><strong>{text(sentence)}.</strong></p>"
+    for note in notes:
+        verdict += f"<p>{text(note)}.</p>"
     splits = []
     settings = []
     for variant in variants:

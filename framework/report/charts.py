@@ -53,11 +53,12 @@ def charts_of(runs: Sequence[RunRecords]) -> dict[str, list[Chart]]:
 def _lines(
     runs: Sequence[RunRecords], metric: str, *, factor: float = 1.0, shows_points: bool = False
 ) -> list[Line]:
-    return [
-        Line(run.name, _scaled(run.metrics[metric], factor), style, shows_points)
-        for style, run in enumerate(runs)
-        if metric in run.metrics
-    ]
+    lines = []
+    for style, run in enumerate(runs):
+        if metric in run.metrics:
+            series = _scaled(run.metrics[metric], factor)
+            lines.append(Line(run.name, series, style, shows_points))
+    return lines
 
 
 def _scaled(series: Series, factor: float) -> Series:

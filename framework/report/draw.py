@@ -461,14 +461,17 @@ def _curve(line: Line, frame: _Frame, columns: int) -> str:
     strokes = []
     dots = []
     for piece in pieces:
-        points = [f"{frame.x(step):.1f} {frame.y(value):.1f}" for step, value in piece]
+        points = []
+        for step, value in piece:
+            x = frame.x(step)
+            y = frame.y(value)
+            points.append(f"{x:.1f} {y:.1f}")
+            dots.append(_dot(x, y, line))
         stroke = "M" + "L".join(points)
         if len(points) == 1:
             stroke += "h.1"
         strokes.append(stroke)
-        if line.shows_points:
-            dots += [_dot(frame.x(step), frame.y(value), line) for step, value in piece]
-    if len(dots) > 60:
+    if not line.shows_points or len(dots) > 60:
         dots = []
     return f'<path class="l l{line.style % STYLES}" d="{"".join(strokes)}"/>{"".join(dots)}'
 

@@ -56,15 +56,24 @@ def means(run: RunRecords) -> Mapping[str, float]:
 def _mean(series: Series, *, is_rate: bool) -> float | None:
     """Return the mean of a metric over steps; None without a finite value."""
     pairs = list(zip(weights(series), series.values, strict=True))
-    pairs = pairs[1:] or pairs
-    pairs = [(weight, value) for weight, value in pairs if math.isfinite(value)]
-    total = sum(weight for weight, _ in pairs)
+    total = 0.0
+    weighted = 0.0
+    time_of_rate = 0.0
+    is_positive = True
+    for weight, value in pairs[1:] or pairs:
+        if math.isfinite(value):
+            total += weight
+            weighted += weight * value
+            if value > 0:
+                time_of_rate += weight / value
+            else:
+                is_positive = False
     if not total:
         return None
     # A rate is averaged over time: slow intervals take more of it.
-    if is_rate and all(value > 0 for _, value in pairs):
-        return total / sum(weight / value for weight, value in pairs)
-    return sum(weight * value for weight, value in pairs) / total
+    if is_rate and is_positive:
+        return total / time_of_rate
+    return weighted / total
 
 
 def time_split(means: Mapping[str, float]) -> dict[str, float]:

@@ -262,8 +262,8 @@ def _of_loop(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -
 
 def _of_steps(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -> dict[str, float]:
     """Return the time of the steps that were kept, by category."""
-    timed = [seconds for stamp, seconds in times.seconds[id(attempt)] if stamp <= kept]
-    waited = [seconds for stamp, seconds in times.waits[id(attempt)] if stamp <= kept]
+    timed = _until(kept, times.seconds[id(attempt)])
+    waited = _until(kept, times.waits[id(attempt)])
     waits = sum(waited)
     training = sum(timed) - waits
     training += _not_timed(attempt, loop_begin, kept, times)
@@ -280,6 +280,11 @@ def _of_steps(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) 
         "waiting for data": waits,
         "compiling": compiling,
     }
+
+
+def _until(end: float, points: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the seconds of the points up to a time."""
+    return [seconds for stamp, seconds in points if stamp <= end]
 
 
 def _not_timed(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -> float:

@@ -234,11 +234,14 @@ def _rows_of(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
     """Return a row for each key of some columns, in the order in which keys come first; a column
     without the key has an empty cell.
     """
-    keys = dict.fromkeys(key for column in columns for key in column)
+    keys: dict[str, None] = {}
+    for column in columns:
+        keys |= dict.fromkeys(column)
     rows = []
     for key in keys:
         row = [key]
-        row += [column.get(key, "") for column in columns]
+        for column in columns:
+            row.append(column.get(key, ""))
         rows.append(row)
     return rows
 
@@ -303,13 +306,16 @@ def _for_each(runs: Sequence[RunRecords], content_of: Callable[[RunRecords], str
 def _environment(runs: Sequence[RunRecords]) -> str:
     columns = []
     for run in runs:
-        facts = flat(run.environment) | flat(run.section("layout"), prefix="layout")
-        columns.append({key: show_value(value) for key, value in facts.items()})
+        columns.append(_shown(flat(run.environment) | flat(run.section("layout"), prefix="layout")))
     rows = _rows_of(columns)[:_MOST_ROWS]
     if not rows:
         return ""
     headings = _names(runs) if len(runs) > 1 else ["value"]
     return _table(["", *headings], rows, label="Environment")
+
+
+def _shown(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: show_value(value) for key, value in values.items()}
 
 
 def _profile(run: RunRecords) -> str:
@@ -416,9 +422,7 @@ def _shortened(words: str) -> str:
 
 def _differences(runs: Sequence[RunRecords]) -> str:
     """Return the keys of the configs that differ between the runs, with their values."""
-    columns = []
-    for run in runs:
-        columns.append({key: show_value(value) for key, value in flat(run.config).items()})
+    columns = [_shown(flat(run.config)) for run in runs]
     rows = [row for row in _rows_of(columns) if len(set(row[1:])) > 1]
     if not rows:
         return "<p>The configs are equal.</p>"

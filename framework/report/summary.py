@@ -306,11 +306,17 @@ def _bounded_by(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     show why a run is slow.
     """
     step = metrics.get("time/step_ms", 0.0)
-    parts = {name: metrics[f"time/{name}_ms"] for name in _PARTS if f"time/{name}_ms" in metrics}
-    if parts and step:
-        sizable = [(value / step, name) for name, value in parts.items() if value >= step / 100]
+    values = []
+    sizable = []
+    for name in _PARTS:
+        value = metrics.get(f"time/{name}_ms")
+        if step and value is not None:
+            values.append(value)
+            if value >= step / 100:
+                sizable.append((value / step, name))
+    if values:
         shares = [f"{name} {share:.0%}" for share, name in sorted(sizable, reverse=True)]
-        rest = 1 - sum(parts.values()) / step
+        rest = 1 - sum(values) / step
         if rest >= 0.01:
             shares.append(f"computing {rest:.0%}")
         yield "step", f"{step:,.1f} ms: {', '.join(shares)}"
