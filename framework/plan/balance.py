@@ -287,22 +287,10 @@ def _has_all_groups(layers: Sequence[LayerFacts]) -> MayBe:
 def _chosen(
     layers: Sequence[LayerFacts], parallel: Parallel, *, may_be: MayBe | None
 ) -> Bounds | Problem:
-    method = parallel.partition
     pipe = parallel.pipe
-    if method.startswith("type:"):
-        pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
-        costs = [float(bool(pattern.search(layer.kind))) for layer in layers]
-        if sum(costs) < pipe:
-            kinds = ", ".join(sorted({layer.kind for layer in layers}))
-            reason = f"it matches {int(sum(costs))} layers, fewer than stages"
-            fix = f"the layers are of {kinds}"
-            return Problem("type-matches-too-few", reason, fix, "parallel.partition", method)
-    elif method == "uniform":
-        costs = [1.0 for _ in layers]
-    elif method == "measured" and all(layer.seconds is not None for layer in layers):
-        costs = [layer.seconds or 0.0 for layer in layers]
-    else:  # also `measured` before the measurement
-        costs = [float(layer.num_params) for layer in layers]
+    costs = _costs(layers, parallel)
+    if isinstance(costs, Problem):
+        return costs
     may_start = [layer.may_start_stage for layer in layers]
     bounds = balanced(costs, pipe, may_start=may_start, may_be=may_be)
     if bounds is None and may_be is not None:  # no cut will do: the caller reports one of them
@@ -311,6 +299,26 @@ def _chosen(
         reason = "there are not enough places where a stage may begin"
         return Problem("pipe-exceeds-layers", reason, "set fewer stages", "parallel.pipe", pipe)
     return bounds
+
+
+def _costs(layers: Sequence[LayerFacts], parallel: Parallel) -> list[float] | Problem:
+    """Return what each layer counts for in the cut, by the method of the config."""
+    method = parallel.partition
+    if method.startswith("type:"):
+        pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
+        costs = [float(bool(pattern.search(layer.kind))) for layer in layers]
+        if sum(costs) < parallel.pipe:
+            kinds = ", ".join(sorted({layer.kind for layer in layers}))
+            reason = f"it matches {int(sum(costs))} layers, fewer than stages"
+            fix = f"the layers are of {kinds}"
+            return Problem("type-matches-too-few", reason, fix, "parallel.partition", method)
+        return costs
+    if method == "uniform":
+        return [1.0 for _ in layers]
+    if method == "measured" and all(layer.seconds is not None for layer in layers):
+        return [layer.seconds or 0.0 for layer in layers]
+    # also `measured` before the measurement
+    return [float(layer.num_params) for layer in layers]
 
 
 def balanced(

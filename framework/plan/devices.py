@@ -121,12 +121,12 @@ class Machine:
 
     @staticmethod
     def from_measured(
-        found: Mapping[str, Any], base: Machine | None = None, *, devices_per_host: int = 1
+        figures: Mapping[str, Any], base: Machine | None = None, *, devices_per_host: int = 1
     ) -> Machine:
         """Build a machine from measured values, over the listed ones of `base`.
 
         Args:
-            found: ``flops_per_second`` by type of numbers, ``memory_bytes_per_second``,
+            figures: ``flops_per_second`` by type of numbers, ``memory_bytes_per_second``,
                 ``host_bytes_per_second``, ``all_reduce_bytes_per_second``,
                 ``all_reduce_latency_seconds``, ``per_step_overhead_seconds``; any of them may be
                 left out or None.
@@ -134,7 +134,7 @@ class Machine:
             devices_per_host: without a base.
         """
         base = base or Machine(Device("measured"), None, devices_per_host)
-        known = _without_none(found)
+        known = _without_none(figures)
         flops = _without_none(known.get("flops_per_second", {}))
         flops = {dtype: float(value) for dtype, value in flops.items()}
         rates: dict[str, Any] = _renamed(known, _MEASURED_RATES)

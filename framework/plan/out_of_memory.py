@@ -262,14 +262,7 @@ def _prefix(line: str) -> str:
 
 def _sizes(message: str) -> dict[str, int]:
     """Return the sizes in a message (`Shortage.sizes`)."""
-    found = {}
-    for name, pattern in _NUMBERS.items():
-        match = re.search(pattern, message)
-        if match:
-            number = next(group for group in match.groups() if group)
-            size = _bytes(number)
-            if size is not None:
-                found[name] = size
+    found = _numbers(message)
     if "reserved" in found:
         found["unused"] = max(found.pop("reserved") - found.get("allocated", 0), 0)
     held = found.get("allocated", 0) + found.get("unused", 0)
@@ -284,6 +277,19 @@ def _sizes(message: str) -> dict[str, int]:
         others = found["capacity"] - found["free"] - own
     if others >= _SIZABLE:
         found["others"] = others
+    return found
+
+
+def _numbers(message: str) -> dict[str, int]:
+    """Return what `_NUMBERS` finds in a message, in bytes."""
+    found = {}
+    for name, pattern in _NUMBERS.items():
+        match = re.search(pattern, message)
+        if match:
+            number = next(group for group in match.groups() if group)
+            size = _bytes(number)
+            if size is not None:
+                found[name] = size
     return found
 
 

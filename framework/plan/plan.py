@@ -260,11 +260,11 @@ def errors_of_known(
     checks: list[Iterable[Problem]] = [rule(known, where) for rule in rules.ALL]
     checks.append(overruled(known, source))
     checks.append(layout_problem())
-    found: list[Problem] = []
+    all_problems: list[Problem] = []
     for problems in checks:
         with suppress(AttributeError):
-            found.extend(problems)
-    return _errors(found, source)
+            all_problems.extend(problems)
+    return _errors(all_problems, source)
 
 
 def _errors(findings: Iterable[Problem], source: Source) -> list[Problem]:

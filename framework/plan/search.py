@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import inf, prod
@@ -407,6 +407,26 @@ def judge(
     return Candidate(settings or {}, plan, memory, time)
 
 
+@dataclass
+class _Trials:
+    """Candidates of one strategy with different micro-batches.
+
+    Attributes:
+        best: the best one that fits.
+        smallest: the smallest one that does not fit.
+        reasons: why others are no candidates.
+    """
+
+    best: Candidate | None = None
+    smallest: Candidate | None = None
+    reasons: list[str] = field(default_factory=list)
+
+
+def _depends_on_batch(reason: str) -> bool:
+    """Check whether another micro-batch may be a candidate."""
+    return reason.startswith(("batch.", _UNKNOWN))
+
+
 class _Judge:
     """Candidates of one request on one cluster, and the reasons why they lost."""
 
@@ -423,42 +443,64 @@ class _Judge:
         """Return the best candidate of one strategy that fits; micro-batches are tried from the
         smallest on.
         """
-        best: Candidate | None = None
-        smallest: Candidate | None = None
-        reasons = []
-        target = self.request.target
+        if self.request.config.batch.global_size is None:
+            trials = self._grow(strategy)
+        else:
+            trials = self._divide(strategy)
+        if trials.best is None and trials.smallest is not None:
+            self.too_large.append(trials.smallest)
+        elif trials.best is None and trials.reasons:
+            self._refused.setdefault(trials.reasons[0], []).append(strategy)
+        return trials.best
+
+    def _grow(self, strategy: Settings) -> _Trials:
+        """Try larger micro-batches, as long as they fit and gain speed."""
+        trials = _Trials()
         batch = self.request.config.batch
-        is_free = batch.global_size is None
-        least_gain = _LEAST_GAIN if is_free else 1.0
         plain = batch.micro_size or DEFAULT_MICRO_SIZE
+        has_limit = self.request.target.memory_bytes is not None
+        for sizes in _batches(self.request, strategy, grows=has_limit):
+            candidate = self.candidate({**strategy, **sizes})
+            if isinstance(candidate, str):
+                trials.reasons.append(candidate)
+                if _depends_on_batch(candidate):
+                    continue
+                break
+            if not self.fits(candidate):
+                trials.smallest = candidate
+                break  # no larger one will
+            if trials.best is None or _is_better(candidate, trials.best, by=_LEAST_GAIN):
+                trials.best = candidate
+            elif candidate.time is not None:
+                break
+            if candidate.time is None and candidate.plan.layout.micro_size >= plain:
+                break  # what more would gain is not known
+        return trials
+
+    def _divide(self, strategy: Settings) -> _Trials:
+        """Try all divisions of a fixed global size into micro-batches: more of them may take more
+        memory.
+        """
+        trials = _Trials()
         most_steps = 1 if self.is_quick else strategy[PIPE]
-        for sizes in _batches(self.request, strategy, grows=target.memory_bytes is not None):
+        has_limit = self.request.target.memory_bytes is not None
+        for sizes in _batches(self.request, strategy, grows=has_limit):
+            smallest = trials.smallest
             if smallest is not None and sizes.get(ACCUMULATION, 1) > most_steps:
                 # larger micro-batches, as many of them in flight, and gradients are kept as well
                 continue
             candidate = self.candidate({**strategy, **sizes})
             if isinstance(candidate, str):
-                reasons.append(candidate)
-                if candidate.startswith(("batch.", _UNKNOWN)):
+                trials.reasons.append(candidate)
+                if _depends_on_batch(candidate):
                     continue
-                break  # refused for every batch
+                break
             if not self.fits(candidate):
                 if smallest is None or candidate.peak_bytes < smallest.peak_bytes:
-                    smallest = candidate
-                # no larger one will; with a fixed global size more micro-batches may take more
-                if is_free:
-                    break
-            elif best is None or _is_better(candidate, best, by=least_gain):
-                best = candidate
-            elif is_free and candidate.time is not None:
-                break
-            if is_free and candidate.time is None and candidate.plan.layout.micro_size >= plain:
-                break  # what more would gain is not known
-        if best is None and smallest is not None:
-            self.too_large.append(smallest)
-        elif best is None and reasons:
-            self._refused.setdefault(reasons[0], []).append(strategy)
-        return best
+                    trials.smallest = candidate
+            elif trials.best is None or _is_better(candidate, trials.best, by=1.0):
+                trials.best = candidate
+        return trials
 
     def candidate(self, settings: Settings) -> Candidate | str:
         """Return the candidate, or the reason why there is none."""
@@ -748,11 +790,11 @@ def find_knob(
     half = "bf16"
     if machine is not None and "bf16" not in machine.device.flops_per_second:
         half = "fp16"
-    found = []
+    lowered = []
     for key, before, after in knobs(plan, half=half):
         for alternative in alternatives(plan, [{key: after}], work=work):
-            found.append(Knob(key, before, after, planned - alternative.peak_bytes))
-    best = max(found, key=lambda knob: knob.freed_bytes, default=None)
+            lowered.append(Knob(key, before, after, planned - alternative.peak_bytes))
+    best = max(lowered, key=lambda knob: knob.freed_bytes, default=None)
     if best is not None and best.freed_bytes >= planned / 100:
         return best
     return None

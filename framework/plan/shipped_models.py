@@ -232,7 +232,7 @@ def _gpt_block(
 ) -> Value:
     size = model.hidden_size
     head_size = model.hidden_size // model.num_heads
-    own = share.of(model.hidden_size)
+    rank_size = share.of(model.hidden_size)
 
     def linear(value: Value, outputs: int, name: str, *, split: bool) -> Value:
         return tape.linear(value, outputs, name, has_bias=model.bias, split=split)
@@ -244,7 +244,7 @@ def _gpt_block(
         projected = linear(normed, outputs, f"attention.{name}", split=True)
         return share.heads(tape, projected, head_size)
 
-    query = heads("query", own)
+    query = heads("query", rank_size)
     key = heads("key", kv_size)
     value = heads("value", kv_size)
     if model.positions == "rotary":
@@ -253,7 +253,7 @@ def _gpt_block(
     # its output lies as the rotated query does, and is copied into rows
     if model.positions == "rotary":
         mixed = tape.run(mixed, shape=mixed.shape)
-    rows = share.rows(tape, mixed, own)
+    rows = share.rows(tape, mixed, rank_size)
     output = linear(rows, size, "attention.output", split=False)
     hidden = tape.add(hidden, tape.dropout(output, model.dropout))
     normed = norm(tape, hidden, "mlp_norm")
@@ -374,11 +374,11 @@ def _bert(model: models.BERT, share: RankShare) -> Layers:
 
 def _bert_block(model: models.BERT, share: RankShare, tape: Tape, hidden: Value) -> Value:
     size = model.hidden_size
-    own = share.of(size)
+    rank_size = share.of(size)
     batch, length, _ = hidden.shape
 
     def heads(name: str) -> Value:
-        projected = tape.linear(hidden, own, f"attention.{name}", split=True)
+        projected = tape.linear(hidden, rank_size, f"attention.{name}", split=True)
         return share.heads(tape, projected, size // model.num_heads)
 
     query = heads("query")
@@ -386,7 +386,7 @@ def _bert_block(model: models.BERT, share: RankShare, tape: Tape, hidden: Value)
     value = heads("value")
     mask = Value((batch, 1, 1, length * share.sequence), 1, has_gradient=False)
     mixed = tape.attention(query, key, value, dropout=model.dropout, mask=mask)
-    rows = share.rows(tape, mixed, own)
+    rows = share.rows(tape, mixed, rank_size)
     output = tape.dropout(tape.linear(rows, size, "attention.output", split=False), model.dropout)
     hidden = tape.layer_norm(tape.add(hidden, output), "attention_norm")
     inner = tape.gelu(tape.linear(hidden, share.of(model.mlp_size), "up", split=True))

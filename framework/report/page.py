@@ -211,9 +211,9 @@ def _where(run: RunRecords) -> str:
 
 
 def _of(values: Mapping[str, Any], section: str, key: str) -> Any:
-    found = values.get(section)
-    if isinstance(found, Mapping):
-        return found.get(key)
+    entries = values.get(section)
+    if isinstance(entries, Mapping):
+        return entries.get(key)
     return None
 
 

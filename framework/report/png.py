@@ -22,7 +22,7 @@ _USE: Final = re.compile(r"var\(--([\w-]+)\)")
 
 
 def png_of(svg: str) -> bytes:
-    """Draw a chart's SVG file in its light colours, on white where it has no ground.
+    """Draw a chart's SVG file in its light colours, on white if it has no ground.
 
     Raises:
         ConfigError: resvg is not installed, or finds no font.
@@ -30,19 +30,20 @@ def png_of(svg: str) -> bytes:
     frame = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{}</svg>'
     text = frame.format('<text y="15" font-family="sans-serif">x</text>')
     blank = frame.format("")
-    family = next((each for each in _FAMILIES if _drawn(text, each) != _drawn(blank, each)), "")
+    family = ""
+    for candidate in _FAMILIES:
+        if _drawn(text, candidate) != _drawn(blank, candidate):
+            family = candidate
+            break
     if not family:
         fix = "install one, such as the system's package fonts-dejavu-core, or take the SVG"
         raise ConfigError.of(
             "font-missing", "PNG: this machine has no font, and a chart would have no words", fix
         )
-    found = _STYLE.search(svg)
-    if found:
-        style = _MEDIA.sub("", found[0])
-    else:
-        style = ""
+    match = _STYLE.search(svg)
+    style = _MEDIA.sub("", match[0]) if match else ""
     values = dict(re.findall(r"--([\w-]+):([^;{}]+)", style))
-    # resvg knows no variables of CSS: they stand in the style, and as the colour of the ground.
+    # resvg has no variables of CSS: they are in the style, and as the colour of the ground.
     style = _USE.sub(lambda use: values[use[1]], style)
     svg = re.sub(f'(?<=fill="){_USE.pattern}(?=")', lambda use: values[use[1]], svg)
     picture = _drawn(_STYLE.sub(lambda _: style, svg, count=1), family)

@@ -102,11 +102,11 @@ def print_start(
     for finding in plan.findings:
         print_line(f"{finding.severity}: {finding}")
     expected = plan.config.data.num_train_samples()
-    found = plan.length.num_train_samples
-    if None not in (expected, found) and expected != found:
+    num_found = plan.length.num_train_samples
+    if None not in (expected, num_found) and expected != num_found:
         print_line(
-            f"note: {found:,} training samples found ({expected:,} expected); steps and schedule "
-            "follow what was found"
+            f"note: {num_found:,} training samples found ({expected:,} expected); "
+            "steps and schedule follow what was found"
         )
     if not evaluates:
         for line in _without_evaluation_data(plan):
@@ -237,10 +237,10 @@ def describe_goodput(folder: Path) -> str:
         from framework.report.records import read_run
 
         if (folder / "metrics.jsonl").stat().st_size <= _LARGEST_METRICS:
-            found = goodput(read_run(folder, most_points=MOST_POINTS_AT_END))
-            if found is None:
+            attributed = goodput(read_run(folder, most_points=MOST_POINTS_AT_END))
+            if attributed is None:
                 return ""
-            return goodput_line(found)
+            return goodput_line(attributed)
     return ""
 
 

@@ -37,11 +37,11 @@ def rule(
     def listed(find: Callable[[RunConfig, Cluster], Found]) -> Rule:
         @wraps(find)
         def check(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
-            for found in find(config, cluster):
-                if isinstance(found, Problem):
-                    yield found
+            for finding in find(config, cluster):
+                if isinstance(finding, Problem):
+                    yield finding
                     continue
-                key, reason, fix, *rest = found
+                key, reason, fix, *rest = finding
                 level: Severity = rest[0] if rest else severity
                 value = _plain(attrgetter(key)(config))
                 yield Problem(kind, reason, fix, key, value, severity=level)

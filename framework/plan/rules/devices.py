@@ -71,15 +71,15 @@ def half_precision_without_zero(
         return
     dtype = config.precision.dtype
     steps = layout.accumulation_steps
-    found = []
+    notes = []
     if cluster.device == "cuda":
         reason = f"in {dtype} every step waits for the device once for each weight there"
-        found.append(("half-precision-without-zero", reason))
+        notes.append(("half-precision-without-zero", reason))
     if steps > LONG_SUM:
         reason = f"the gradients of {steps} micro-batches are summed in {dtype}, which rounds each"
-        found.append(("long-sum-in-half-precision", reason))
+        notes.append(("long-sum-in-half-precision", reason))
     fix = "set zero.stage: 1, on a single device as well"
-    for kind, reason in found:
+    for kind, reason in notes:
         yield Problem(kind=kind, key="zero.stage", value=0, severity="note", reason=reason, fix=fix)
 
 

@@ -64,22 +64,22 @@ def deepspeed_section(config: RunConfig, cluster: Cluster) -> Found:
         if isinstance(values, dict) and section in SHARED | PASSED_THROUGH:
             entries = _paths(values, section)
         for path, value in entries:
-            found = _wrong(config, section, path, value)
-            if found:
-                kind, reason, fix = found
+            problem = _wrong(config, section, path, value)
+            if problem:
+                kind, reason, fix = problem
                 yield Problem(kind, reason, fix, f"deepspeed.{path}", value)
 
 
 def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str, str, str] | None:
     """Return kind, reason and fix of a key's problem, or None."""
     name, _, field = path[len(section) + 1 :].partition(".")
-    ours = OWNED.get(path)
+    setting = OWNED.get(path)
     if section in SHARED and name:
-        ours = TYPED.get(path)
-        if not ours or not _is_typed(config, ours):
-            ours = _why_absent(config, section)
-    if ours is not None:
-        return "section-clash", f"{ours} decides it", f"set {ours} and remove it here"
+        setting = TYPED.get(path)
+        if not setting or not _is_typed(config, setting):
+            setting = _why_absent(config, section)
+    if setting is not None:
+        return "section-clash", f"{setting} decides it", f"set {setting} and remove it here"
     if path in REMOVED:
         release, instead = REMOVED[path]
         return "removed-deepspeed-key", f"DeepSpeed removed it in {release} and refuses it", instead

@@ -88,15 +88,15 @@ def profile_steps(config: RunConfig, cluster: Cluster) -> Found:
             "to be traced"
         )
         yield "profile.steps", reason, f"write {first}-{first + 1}"
-    for ours, theirs in _INSTRUMENTS.items():
-        value = config.deepspeed.get(theirs)
-        if getattr(profile, ours) and value:
-            reason = f"profile.{ours} has DeepSpeed measure it in one step, and this in all"
+    for name, deepspeed_name in _INSTRUMENTS.items():
+        value = config.deepspeed.get(deepspeed_name)
+        if getattr(profile, name) and value:
+            reason = f"profile.{name} has DeepSpeed measure it in one step, and this in all"
             yield Problem(
                 "section-clash",
                 reason,
-                f"remove it here, or profile.{ours}",
-                f"deepspeed.{theirs}",
+                f"remove it here, or profile.{name}",
+                f"deepspeed.{deepspeed_name}",
                 value,
             )
 
