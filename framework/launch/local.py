@@ -211,24 +211,30 @@ def _fitting(here: Setting, job: LoadedRun, devices: LocalDevices) -> Setting:
     return here
 
 
+def _refuse_one_of_several_nodes(environment: Mapping[str, str]) -> None:
+    for item in described(environment):
+        if item.name == "nnodes" and item.value not in ("", "1"):
+            reason = "this is one of several nodes, and would train alone"
+            fix = "start `launch node CONFIG`, or say --num_gpus N for this machine alone"
+            raise ConfigError.of(
+                "several-nodes",
+                reason,
+                fix,
+                key=item.source,
+                value=item.value,
+                file="environment",
+            )
+
+
 def refuse_lone_start(environment: Mapping[str, str], options: LaunchOptions) -> None:
     """Raise a ConfigError if the environment describes several nodes, or several tasks of this one.
 
     Each of them would train alone and end well.
     """
-    several = [
-        item
-        for item in described(environment)
-        if item.name == "nnodes" and item.value not in ("", "1")
-    ]
     if "LOCAL_RANK" in environment:
         return
-    if several and options.num_gpus is None:
-        reason = "this is one of several nodes, and would train alone"
-        fix = "start `launch node CONFIG`, or say --num_gpus N for this machine alone"
-        key = several[0].source
-        value = several[0].value
-        raise ConfigError.of("several-nodes", reason, fix, key=key, value=value, file="environment")
+    if options.num_gpus is None:
+        _refuse_one_of_several_nodes(environment)
     task = launched_rank(environment)
     if task is not None and task.values.get("LOCAL_WORLD_SIZE", task.size) > 1:
         reason = (

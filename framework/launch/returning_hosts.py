@@ -56,13 +56,13 @@ def answering(
             return [number for number in here if number in expected]
         waited = time.monotonic() - begun
         if waited > enough_seconds:
-            for count in range(len(here), 0, -1):
-                if fits(count):
-                    print_line(
-                        f"going on without {first_few(missing)}, on {count} of {len(commands)} "
-                        "hosts [fewer-hosts]"
-                    )
-                    return here[:count]
+            count = _largest_count(len(here), fits)
+            if count:
+                print_line(
+                    f"going on without {first_few(missing)}, on {count} of {len(commands)} "
+                    "hosts [fewer-hosts]"
+                )
+                return here[:count]
         if waited > longest_seconds:
             raise PeerLostError(
                 f"{first_few(missing)} did not come back within {waited:.0f} s [host-lost]"
@@ -74,6 +74,13 @@ def answering(
                 f"{longest_seconds:.0f} s"
             )
         requests.wait(_PAUSE_SECONDS)
+
+
+def _largest_count(most: int, fits: Callable[[int], bool]) -> int:
+    for count in range(most, 0, -1):
+        if fits(count):
+            return count
+    return 0
 
 
 def _probe(commands: Sequence[tuple[str, Sequence[str]]], requests: StopRequests) -> list[int]:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,16 +111,21 @@ def find_devices(environment: Mapping[str, str]) -> LocalDevices:
     if requested == "npu":
         devices = _visible("npu", count_npus(), environment)
     else:
-        count = count_gpus() or count_amd_gpus(environment)
-        devices = _visible("cuda", count, environment)
-        if not count and any((_DEV / name).exists() for name in _GPU_FILES):
-            devices = LocalDevices("cuda", 0)
+        devices = _requested_gpus(environment)
     if devices is None:
         reason = f"this process sees no {requested} device"
         fix = "unset it, or DS_ACCELERATOR=cpu to train on processors"
         raise ConfigError.of(
             "no-device", reason, fix, key="DS_ACCELERATOR", value=requested, file="environment"
         )
+    return devices
+
+
+def _requested_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
+    count = count_gpus() or count_amd_gpus(environment)
+    devices = _visible("cuda", count, environment)
+    if not count and any((_DEV / name).exists() for name in _GPU_FILES):
+        return LocalDevices("cuda", 0)
     return devices
 
 
@@ -228,13 +233,15 @@ def _visible(kind: Device, count: int, environment: Mapping[str, str]) -> LocalD
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or words == ["-1"]:  # the usual ways to hide all of them
         return None
-    numbers = [int(word) for word in words if re.fullmatch("[0-9]{1,4}", word)]
-    if len(numbers) < len(words) or len(set(numbers)) < len(numbers) or max(numbers) >= count:
-        reason = (
-            f"the deepspeed launcher takes device numbers here, from 0 to {count - 1}, each once"
-        )
-        fix = "write numbers separated by commas, or start with torchrun, which takes any form"
-        raise ConfigError.of(
-            "visible-devices", reason, fix, key=name, value=text, file="environment"
-        )
-    return LocalDevices(kind, len(numbers), tuple(numbers))
+    if _are_device_numbers(words, count):
+        return LocalDevices(kind, len(words), tuple(map(int, words)))
+    reason = f"the deepspeed launcher takes device numbers here, from 0 to {count - 1}, each once"
+    fix = "write numbers separated by commas, or start with torchrun, which takes any form"
+    raise ConfigError.of("visible-devices", reason, fix, key=name, value=text, file="environment")
+
+
+def _are_device_numbers(words: Sequence[str], count: int) -> bool:
+    if not all(re.fullmatch("[0-9]{1,4}", word) for word in words):
+        return False
+    numbers = set(map(int, words))
+    return len(numbers) == len(words) and max(numbers) < count

@@ -93,15 +93,17 @@ def is_hello(hello: object) -> bool:
         return False
     if "echo" in hello and not is_place(hello["echo"]):
         return False
-    facts = hello["facts"]
     return (
         0 <= hello["node_rank"] < hello["nnodes"] + hello["spares"]
         and is_host(hello["host"])
         and math.isfinite(hello["clock"])
         and isinstance(hello.get("master_addr", ""), str)
-        and len(facts) <= 100
-        and all(isinstance(value, str) for value in facts.values())
+        and _are_facts(hello["facts"])
     )
+
+
+def _are_facts(facts: Mapping[Any, Any]) -> bool:
+    return len(facts) <= 100 and all(isinstance(value, str) for value in facts.values())
 
 
 def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
@@ -116,30 +118,39 @@ def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> lis
     problems = [*_rank_problems(hellos), *_machine_problems(hellos)]
     for name, fix in _SAME.items():
         problems += _differences(hellos, name, [hello[name] for hello in hellos], fix)
+    problems += _address_problems(hellos)
+    problems += _fact_problems(hellos)
+    looked = [hello for hello in hellos if "look" in hello]
+    if len({name_of(hello) for hello in looked}) > 1:
+        looks = {name_of(hello): hello["look"] for hello in looked}
+        offsets = {name_of(hello): hello.get("ahead", 0.0) for hello in looked}
+        problems += differences(looks, seen=seen)
+        problems += compare_clocks(offsets).problems
+    return _together(problems)
+
+
+def _address_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+    """Yield a problem for each node that looks for node 0 at another address.
+
+    Such a node looks for it at itself, and has called here only because of its hostfile.
+    """
     for hello in hellos[1:]:
-        # it looks for node 0 at itself, and has called here only because of its hostfile
         if "master_addr" in hello:
             reason = f"node {name_of(hellos[0])} is not there"
             value = hello["master_addr"]
             fix = f"give every node the same --master_addr, or {_ONE_HOSTFILE}"
             file = f"node {name_of(hello)}"
-            problems.append(
-                Problem("nodes-differ", reason, fix, key="master_addr", value=value, file=file)
-            )
+            yield Problem("nodes-differ", reason, fix, key="master_addr", value=value, file=file)
+
+
+def _fact_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
     names: set[str] = set()
     for hello in hellos:
         names.update(hello["facts"])
     for name in sorted(names):
         fix = _SAME_CONFIG if name == "config" else "install the same on every node"
         values = [hello["facts"].get(name, "nothing") for hello in hellos]
-        problems += _differences(hellos, name, values, fix)
-    looked = {name_of(hello): hello for hello in hellos if "look" in hello}
-    if len(looked) > 1:
-        looks = {name: hello["look"] for name, hello in looked.items()}
-        offsets = {name: hello.get("ahead", 0.0) for name, hello in looked.items()}
-        problems += differences(looks, seen=seen)
-        problems += compare_clocks(offsets).problems
-    return _together(problems)
+        yield from _differences(hellos, name, values, fix)
 
 
 def hosts_text(names: Sequence[str]) -> str:

@@ -344,27 +344,36 @@ class Member:
                 message = await self._take()
                 if isinstance(message, Start):
                     return message
-                if message["type"] == "nogo":
-                    self._refused(message, is_proven=True)
-                elif message["type"] in ("waiting", "again"):
-                    if self._session.is_idle:
-                        self._session.begin_wait()
-                    self._waits = str(message.get("text", message.get("why")))[:_LONGEST_REPORT]
-                elif message["type"] == "idle":
-                    self._session.begin_wait(is_idle=True)
-                    self._waits = "training, and this node is a spare"
-                elif message["type"] == "reach":
+                if message["type"] == "reach":
                     targets, token = self._round_of(message)
                     if calls is None or calls.done():
                         calls = asyncio.ensure_future(_call_others(channel, targets, token))
-                elif message["type"] == "done":
-                    raise JobOver(_code(message))
-                elif message["type"] in ("stop", "lost"):
-                    error = RunStopped if message["type"] == "stop" else PeerLostError
-                    raise error(f"node 0: {str(message.get('why'))[:_LONGEST_REPORT]}")
+                else:
+                    self._raise_end(message)
+                    self._note_wait(message)
         finally:
             if calls is not None:
                 calls.cancel()
+
+    def _raise_end(self, message: Message) -> None:
+        """Raise the error of a message that ends the wait for GO, see `begin`."""
+        if message["type"] == "nogo":
+            self._refused(message, is_proven=True)
+        elif message["type"] == "done":
+            raise JobOver(_code(message))
+        elif message["type"] in ("stop", "lost"):
+            error = RunStopped if message["type"] == "stop" else PeerLostError
+            raise error(f"node 0: {str(message.get('why'))[:_LONGEST_REPORT]}")
+
+    def _note_wait(self, message: Message) -> None:
+        """Note what node 0 waits for, and whether this node is a spare meanwhile."""
+        if message["type"] in ("waiting", "again"):
+            if self._session.is_idle:
+                self._session.begin_wait()
+            self._waits = str(message.get("text", message.get("why")))[:_LONGEST_REPORT]
+        elif message["type"] == "idle":
+            self._session.begin_wait(is_idle=True)
+            self._waits = "training, and this node is a spare"
 
     def _round_of(self, message: Message) -> tuple[list[Target], str]:
         """Return the endpoints to call, and the token to send to them.
@@ -640,24 +649,16 @@ async def find_listener(session: Session) -> socket.socket:
     try:
         while True:
             waited = time.monotonic() - session.started_at
-            try:
-                # While another node 0 answers, its messages are read to the end: it may have sent
-                # the last one, with its port free already.
-                if caller.is_heard:
-                    listener = None
-                else:
-                    listener = listen_at(master, session.port)
+            # While another node 0 answers, its messages are read to the end: it may have sent the
+            # last one, with its port free already.
+            if not caller.is_heard:
+                listener = _try_to_listen(session, waited)
                 if listener is not None:
                     return listener
-            except PortInUse as in_use:
-                # Perhaps by another node 0, which will refuse this one. No agent has it if no
-                # challenge has come by now.
-                if not caller.is_heard and waited > _PORT_IN_USE_SECONDS:
-                    reason = f"agents cannot meet at {in_use}: another program listens there"
-                    fix = "give all nodes another --master_port or --control_port"
-                    raise _port_error(session.port, reason, file="node 0", fix=fix) from None
-            attempt = attempt or asyncio.ensure_future(caller.attempt())
-            if (await asyncio.wait({attempt}, timeout=LOOK_SECONDS))[0]:
+            if attempt is None:
+                attempt = asyncio.ensure_future(caller.attempt())
+            done, _ = await asyncio.wait({attempt}, timeout=LOOK_SECONDS)
+            if done:
                 attempt.result()
                 attempt = None
             session.look(caller._waiting_for)
@@ -671,3 +672,19 @@ async def find_listener(session: Session) -> socket.socket:
         if attempt is not None:
             attempt.cancel()
         caller.hang_up()
+
+
+def _try_to_listen(session: Session, waited: float) -> socket.socket | None:
+    """Listen at master_addr if this machine has it; `waited`: seconds since the first try.
+
+    The port may be in use by another node 0, which will refuse this one. If there was no challenge
+    for `_PORT_IN_USE_SECONDS`, it is no agent that has the port, and this raises a ConfigError.
+    """
+    try:
+        return listen_at(session.topology.master_addr, session.port)
+    except PortInUse as in_use:
+        if waited <= _PORT_IN_USE_SECONDS:
+            return None
+        reason = f"agents cannot meet at {in_use}: another program listens there"
+        fix = "give all nodes another --master_port or --control_port"
+        raise _port_error(session.port, reason, file="node 0", fix=fix) from None
