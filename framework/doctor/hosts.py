@@ -288,10 +288,12 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
     NCCL and gloo listen at such a port, which the system chooses.
     """
     ports_of_node_0 = [port, port + 1]  # of ranks, and of the agents that `launch` starts
-    wanted = {remote: [0] for remote in remotes}
-    wanted[remotes[0]] = [0, *ports_of_node_0]
-    answers = ask_all(remotes, lambda remote: {"do": "listen", "ports": wanted[remote]})
-    opened = [answer["ports"] for answer in answers]
+
+    def listen_order(remote: Remote) -> dict[str, Any]:
+        ports = [0, *ports_of_node_0] if remote is remotes[0] else [0]
+        return {"do": "listen", "ports": ports}
+
+    opened = [answer["ports"] for answer in ask_all(remotes, listen_order)]
     problems = []
     for port_of_0, failure in zip(ports_of_node_0, opened[0][1:], strict=True):
         if isinstance(failure, str):  # else it is the port, which is open
@@ -313,7 +315,7 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
     for caller, answer in zip(remotes, answers, strict=True):
         for (called, port_there), values in zip(targets[caller], answer["reached"], strict=True):
             problems += _about_call(caller.name, called.name, port_there, Reached(**values))
-    count = sum(len(calls) for calls in targets.values())
+    count = sum(map(len, targets.values()))
     if problems:
         stated = f"{len(problems)} of {count} connections fail"
     else:
@@ -332,12 +334,14 @@ def _call_targets(
     """
     targets: dict[Remote, list[tuple[Remote, int]]] = {}
     for index, caller in enumerate(remotes):
-        calls = [(called, opened[called][0]) for called in neighbours(index, len(remotes))]
-        if index:
-            calls += [(0, port) for port in opened[0][1:]]
-        targets[caller] = [
-            (remotes[called], port) for called, port in calls if isinstance(port, int)
-        ]
+        targets[caller] = []
+        for called in neighbours(index, len(remotes)):
+            free = opened[called][0]
+            if isinstance(free, int):
+                targets[caller].append((remotes[called], free))
+        for port in opened[0][1:]:
+            if index and isinstance(port, int):
+                targets[caller].append((remotes[0], port))
     return targets
 
 

@@ -114,9 +114,10 @@ def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, orders: IO[str]) ->
             stack.callback(rank.wait)
             stack.callback(rank.kill)
         reason = _wait(ranks, seconds=float(order["seconds"]), orders=orders)
+        texts = []
         for output in outputs:
             output.seek(0)
-        texts = [output.read() for output in outputs]
+            texts.append(output.read())
     if reason.isdecimal():
         last_line = texts[int(reason)].strip().rpartition("\n")[2]
         code = ranks[int(reason)].returncode
@@ -183,9 +184,9 @@ class Examiner:
         cluster = _here(order)
         before, requirements = judge_config(order["config"], order["overrides"], cluster)
         node = examine(requirements, os.environ, name=order["name"], counts_replaced=True)
-        checks = [check for check in before if check.status == "error"]
-        checks += node.checks
-        return {"checks": [check.to_dict() for check in checks], "seconds": node.seconds}
+        errors = [check for check in before if check.status == "error"]
+        checks = list(map(Check.to_dict, [*errors, *node.checks]))
+        return {"checks": checks, "seconds": node.seconds}
 
     def do_listen(self, order: Order) -> dict[str, Any]:
         """Answer at ports, and return their numbers, or texts with the reasons of failures."""
@@ -207,8 +208,7 @@ class Examiner:
     def do_call(self, order: Order) -> dict[str, Any]:
         """Call other hosts."""
         targets = [(str(host), int(port)) for host, port in order["targets"]]
-        calls = call_all(targets, token=order["token"])
-        return {"reached": [asdict(reached) for reached in calls]}
+        return {"reached": list(map(asdict, call_all(targets, token=order["token"])))}
 
     def do_clock(self, order: Order) -> dict[str, Any]:
         """Return the time of this host."""

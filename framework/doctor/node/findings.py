@@ -48,7 +48,7 @@ class Check:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Check:
         """Build a check from the values that `to_dict` returned on another node."""
-        problems = tuple(Problem.from_dict(problem) for problem in values["problems"])
+        problems = tuple(map(Problem.from_dict, values["problems"]))
         return Check(str(values["name"]), str(values["found"]), problems, dict(values["facts"]))
 
     def summary(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Node:
         return {
             "node": self.name,
             "seconds": round(self.seconds, 3),
-            "checks": _summaries(self.checks),
+            "checks": list(map(Check.summary, self.checks)),
             "facts": self.facts,
         }
 
@@ -140,7 +140,7 @@ class Report:
         for title, checks in (("across nodes", self.across), ("measured", self.measured)):
             if checks:
                 lines.append(title)
-                lines += [check.as_row() for check in checks]
+                lines += map(Check.as_row, checks)
         problems = sorted(self.problems, key=lambda problem: _WORST_FIRST.index(problem.severity))
         if problems:
             lines.append("")
@@ -162,22 +162,18 @@ class Report:
         if len(self.nodes) > 1:
             shown = [check for check in node.checks if check.status != "ok"]
             title += f", {len(node.checks) - len(shown)} of {len(node.checks)} fine"
-        return [title, *(check.as_row() for check in shown)]
+        return [title, *map(Check.as_row, shown)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {
             "ok": self.is_fine,
-            "findings": [_finding(problem) for problem in self.problems],
-            "before": _summaries(self.before),
-            "nodes": [node.to_dict() for node in self.nodes],
-            "across": _summaries(self.across),
+            "findings": list(map(_finding, self.problems)),
+            "before": list(map(Check.summary, self.before)),
+            "nodes": list(map(Node.to_dict, self.nodes)),
+            "across": list(map(Check.summary, self.across)),
             "measured": [check.summary() | dict(check.facts) for check in self.measured],
         }
-
-
-def _summaries(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    return [check.summary() for check in checks]
 
 
 def _finding(problem: Problem) -> dict[str, Any]:

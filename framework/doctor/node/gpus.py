@@ -72,8 +72,12 @@ def _gpus_of_ranks(devices: LocalDevices, environment: Mapping[str, str]) -> lis
     by_index = {row["index"]: row for row in _ask_nvidia_smi("gpu", _PER_GPU, environment)}
     if devices.chosen is None:
         return list(by_index.values())
-    indices = [str(number) for number in devices.chosen]
-    return [by_index[index] for index in indices if index in by_index]
+    rows = []
+    for number in devices.chosen:
+        row = by_index.get(str(number))
+        if row is not None:
+            rows.append(row)
+    return rows
 
 
 def _ask_nvidia_smi(
@@ -94,7 +98,7 @@ def _ask_nvidia_smi(
     rows: list[Row] = []
     for values in csv.reader(done.stdout.splitlines()):
         if len(values) == len(columns):
-            rows.append({name: value.strip() for name, value in zip(columns, values, strict=True)})
+            rows.append(dict(zip(columns, map(str.strip, values), strict=True)))
     return rows
 
 

@@ -228,17 +228,18 @@ def absent(marks: set[str], seen: set[str]) -> set[str]:
     """
     new = marks - seen
     # Paths come from other nodes: only paths of marks are opened.
-    valid = {path for path in new if _is_mark(Path(path))}
+    valid = set(filter(_is_mark, new))
     for folder in {Path(path).parent for path in valid if not _is_file(path)}:
         with suppress(OSError, ValueError):
             list(folder.iterdir())  # makes NFS ask its server again
-    missing = new - {path for path in valid if _is_file(path)}
+    present = set(filter(_is_file, valid))
+    missing = new - present
     seen |= marks - missing
     return missing
 
 
-def _is_mark(path: Path) -> bool:
-    return path.is_absolute() and _MARK.fullmatch(path.name) is not None
+def _is_mark(path: str) -> bool:
+    return Path(path).is_absolute() and _MARK.fullmatch(Path(path).name) is not None
 
 
 def _is_file(path: str) -> bool:

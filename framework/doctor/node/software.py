@@ -70,7 +70,7 @@ def check_versions(requirements: Requirements) -> Check:
     versions = {"python": platform.python_version(), "dsf-trainer": framework.__version__}
     _add_versions(versions, ["torch", "deepspeed"])
     facts = dict(versions)
-    _add_versions(facts, sorted(_package_name(requirement) for requirement in wanted))
+    _add_versions(facts, sorted(map(_package_name, wanted)))
     versions.setdefault("torch", "none")
     facts.setdefault("torch", "none")
     if cuda:

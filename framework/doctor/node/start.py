@@ -98,8 +98,9 @@ def look_before_start(
         if problem.severity == "error":
             sentence = str(replace(problem, file="", fix="")).removesuffix(f" [{problem.kind}]")
             errors.append([problem.kind, sentence, problem.fix])
-    reported = {name: kind() for name, kind in _REPORTED.items()}
-    reported |= {name: node.facts[name] for name in _REPORTED if name in node.facts}
+    reported = {}
+    for name, kind in _REPORTED.items():
+        reported[name] = node.facts.get(name, kind())
     reported["refused"] = errors[:_MOST_ERRORS]
     folder = existing(requirements.checkpoints or Path.cwd())
     token = secrets.token_hex(8)
@@ -149,9 +150,9 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
         for kind, sentence, fix in reported["refused"]:
             problems.append(Problem(kind, sentence, fix, file=f"node {name}"))
     name_of_0, *names = nodes
-    unseen = _unseen_marks(nodes[name_of_0]["mark"], [nodes[name]["mark"] for name in names], seen)
-    for name in names:
-        path = nodes[name]["mark"]
+    marks = {name: nodes[name]["mark"] for name in names}
+    unseen = _unseen_marks(nodes[name_of_0]["mark"], set(marks.values()), seen)
+    for name, path in marks.items():
         if path in unseen:
             reason = f"what it wrote there is not seen by node {name_of_0}"
             value = str(Path(path).parent)
@@ -163,12 +164,12 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
     return problems
 
 
-def _unseen_marks(own_mark: str, marks: Sequence[str], seen: set[str]) -> set[str]:
+def _unseen_marks(own_mark: str, marks: set[str], seen: set[str]) -> set[str]:
     """Return the marks of other nodes that node 0 does not see; none if it left no mark itself."""
     if not own_mark:
         return set()
     own_folder = Path(own_mark).parent
-    others = {path for path in marks if path}
+    others = marks - {""}
     near = {path for path in others if _is_near(Path(path).parent, own_folder)}
     return (others - near) | absent(near, seen)
 
@@ -245,10 +246,8 @@ def _versions(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
 
 def _code(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
     """Compare the run config, the framework and the user's own modules."""
-    configs = [(name, facts.get("config", "")) for name, facts in nodes.items()]
-    yield from outliers(
-        configs, "config-differs", "run config", "give every node the same file and settings"
-    )
+    fix = "give every node the same file and settings"
+    yield from outliers(_values(nodes, "config", absent=""), "config-differs", "run config", fix)
     for module, values in _tables(nodes, "code", absent="not there"):
         yield from outliers(values, "code-differs", module, "bring the same code to every node")
 
@@ -256,10 +255,8 @@ def _code(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
 def _devices(nodes: Mapping[str, Facts], owner: dict[str, str]) -> Iterator[Problem]:
     """Compare devices; `owner` is filled with the first node of each GPU."""
     for key, kind in (("device", "devices-differ"), ("slots", "slots-differ")):
-        values = [(name, facts.get(key)) for name, facts in nodes.items()]
-        yield from outliers(
-            values, kind, key, "give every host the same number and kind of devices"
-        )
+        fix = "give every host the same number and kind of devices"
+        yield from outliers(_values(nodes, key, absent=None), kind, key, fix)
     models = [(name, ", ".join(facts.get("gpu_names", ()))) for name, facts in nodes.items()]
     fix = "the slowest sets the pace; use equal GPUs"
     yield from outliers(models, "gpus-differ", "GPU", fix, severity="warning")
@@ -282,12 +279,14 @@ def _tables(
     nodes: Mapping[str, Facts], fact: str, *, absent: str
 ) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """Yield each entry of a fact that is a table, with the value that each node has for it."""
-    tables = {name: facts.get(fact, {}) for name, facts in nodes.items()}
-    entries: set[str] = set()
-    for table in tables.values():
-        entries.update(table)
-    for entry in sorted(entries):
-        yield entry, [(name, table.get(entry, absent)) for name, table in tables.items()]
+    tables = dict(_values(nodes, fact, absent={}))
+    for entry in sorted(set().union(*tables.values())):
+        yield entry, _values(tables, entry, absent=absent)
+
+
+def _values(nodes: Mapping[str, Facts], fact: str, *, absent: object) -> list[tuple[str, Any]]:
+    """Return the value of a fact for each node, by name."""
+    return [(name, facts.get(fact, absent)) for name, facts in nodes.items()]
 
 
 def outliers(
