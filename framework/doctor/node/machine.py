@@ -240,7 +240,7 @@ def check_name(requirements: Requirements, environment: Mapping[str, str]) -> Ch
 
 
 def _about_interface(interface: str) -> Iterator[Problem]:
-    known = [name for _, name in socket.if_nameindex()]
+    known = dict(socket.if_nameindex()).values()
     if interface not in known:
         reason = "gloo wants the name of one interface of this host, without ^ or commas"
         fix = f"one of {', '.join(known)}"

@@ -138,7 +138,9 @@ def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
 def check_inputs(requirements: Requirements) -> Check:
     """Check the files and folders that the config names, but not their content."""
     problems = []
+    paths = []
     for key, path in requirements.inputs:
+        paths.append(str(path))
         access = os.R_OK | os.X_OK if path.is_dir() else os.R_OK
         if not os.access(path, access):
             if os.path.lexists(path):
@@ -147,5 +149,5 @@ def check_inputs(requirements: Requirements) -> Check:
                 reason = "it is not on this node"
             fix = "name a path that every node has, or bring it there"
             problems.append(Problem("input-not-found", reason, fix, key=key, value=str(path)))
-    stated = ", ".join(str(path) for _, path in requirements.inputs)
-    return Check("inputs", stated or "nothing is read from files that the config names", problems)
+    stated = ", ".join(paths) or "nothing is read from files that the config names"
+    return Check("inputs", stated, problems)

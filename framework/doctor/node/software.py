@@ -78,7 +78,7 @@ def check_versions(requirements: Requirements) -> Check:
         nccl = version_of(f"nvidia-nccl-cu{cuda.partition('.')[0]}")
         if nccl:
             facts["nccl"] = nccl
-    stated = ", ".join(f"{name} {version}" for name, version in versions.items())
+    stated = _listed(versions)
     return Check("versions", stated, problems, {"versions": facts})
 
 
@@ -122,10 +122,14 @@ def check_code(requirements: Requirements) -> Check:
         path = _path_of(module)
         if path is not None:
             hashes[module] = hash_of_files(path)
-    stated = ", ".join(f"{name} {value}" for name, value in hashes.items())
+    stated = _listed(hashes)
     if requirements.config_hash:
         stated = f"config {requirements.config_hash}, {stated}"
     return Check("code", stated, (), {"code": hashes, "config": requirements.config_hash})
+
+
+def _listed(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def hash_of_framework() -> str:
