@@ -134,24 +134,20 @@ def hosts_command(
     Returns:
         None if the launcher has no options for these hosts, devices, folder or Python.
     """
+    words = deepspeed_program()
     before = ""
-    path = options.hostfile
-    filters = []
-    for name in ("include", "exclude", "num_nodes", "num_gpus"):
-        value = options.choice[name]
-        if value:
-            filters.append(f"--{name}={value}")
     if _needs_plain_hostfile(options, chosen):
         for item in chosen:
             if not item.is_first or (":" in item.host.name and "@" in item.host.name):
                 return None
         names = shlex.join(item.host.name for item in chosen)
         before = f"hosts=$(mktemp) && printf '%s slots={topology.slots}\\n' {names} > $hosts && "
-        path = "$hosts"
-        filters = []
+        words.append("--hostfile=$hosts")
+    else:
+        words.append(f"--hostfile={options.hostfile}")
+        words += _filters(options)
     if options.remote_python or options.remote_folder:
         return None
-    words = [*deepspeed_program(), f"--hostfile={path}", *filters]
     # A single host would be taken for this machine.
     if topology.nnodes == 1:
         words.append("--force_multi")
@@ -165,6 +161,15 @@ def hosts_command(
     words += arguments
     variables = {"PDSH_SSH_ARGS_APPEND": options.ssh_args} if options.ssh_args else {}
     return PlainCommand(words, before, variables)
+
+
+def _filters(options: LaunchOptions) -> list[str]:
+    filters = []
+    for name in ("include", "exclude", "num_nodes", "num_gpus"):
+        value = options.choice[name]
+        if value:
+            filters.append(f"--{name}={value}")
+    return filters
 
 
 def _needs_plain_hostfile(options: LaunchOptions, chosen: Sequence[Chosen]) -> bool:

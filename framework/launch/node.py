@@ -316,27 +316,12 @@ def run_node(
     # Imported here, with all that they import: a check and a dry run need none of it.
     import asyncio
 
-    from framework.launch.rendezvous.channel import PROTOCOL
-    from framework.launch.rendezvous.handshake import hosts_text, machine_mark
     from framework.launch.rendezvous.session import Session
 
-    hello = {
-        "node_rank": topology.node_rank,
-        "nnodes": topology.nnodes,
-        "slots": topology.slots,
-        "master_port": topology.master_port,
-        "protocol": PROTOCOL,
-        "job": environment.get("DSF_JOB_ID", ""),
-        "spares": spares,
-        "host": socket.gethostname(),
-        "machine": "" if is_loopback_name(topology.master_addr) else machine_mark(),
-        "hosts": hosts_text(names),
-        "clock": time.time(),
-        "facts": dict(facts or {}),
-    }
+    job_id = environment.get("DSF_JOB_ID", "")
     session = Session(
         topology,
-        hello,
+        _hello(topology, job_id, spares=spares, names=names, facts=facts or {}),
         requests,
         port=port,
         token=token,
@@ -368,6 +353,34 @@ def run_node(
         )
 
     return asyncio.run(_run(session, make_ranks, look=look, grace_seconds=grace_seconds))
+
+
+def _hello(
+    topology: HostTopology,
+    job_id: str,
+    *,
+    spares: int,
+    names: Sequence[str],
+    facts: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return this node's part of its HELLO, by the names of `handshake.HELLO`."""
+    from framework.launch.rendezvous.channel import PROTOCOL
+    from framework.launch.rendezvous.handshake import hosts_text, machine_mark
+
+    return {
+        "node_rank": topology.node_rank,
+        "nnodes": topology.nnodes,
+        "slots": topology.slots,
+        "master_port": topology.master_port,
+        "protocol": PROTOCOL,
+        "job": job_id,
+        "spares": spares,
+        "host": socket.gethostname(),
+        "machine": "" if is_loopback_name(topology.master_addr) else machine_mark(),
+        "hosts": hosts_text(names),
+        "clock": time.time(),
+        "facts": dict(facts),
+    }
 
 
 def _with_gloo_interface(environment: Mapping[str, str], address: str) -> Mapping[str, str]:
