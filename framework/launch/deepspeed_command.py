@@ -166,7 +166,7 @@ def hosts_command(
 def _filters(options: LaunchOptions) -> list[str]:
     filters = []
     for name in ("include", "exclude", "num_nodes", "num_gpus"):
-        value = options.choice[name]
+        value = getattr(options, name)
         if value:
             filters.append(f"--{name}={value}")
     return filters

@@ -20,7 +20,7 @@ from framework.launch.deepspeed_command import (
     usable_port,
 )
 from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus
-from framework.launch.hosts.hostfile import Chosen, choose_hosts, is_this_machine
+from framework.launch.hosts.hostfile import Chosen, is_this_machine
 from framework.launch.hosts.topology import HostTopology, Setting, described, slots_here
 from framework.launch.job import refuse_too_few, show_settings
 from framework.launch.node import grace_seconds, read_token, require_deepspeed, run_node
@@ -61,7 +61,7 @@ def _alone_in_hostfile(options: LaunchOptions) -> Chosen | None:
     """
     if options.remote_python or options.remote_folder:
         return None
-    chosen = choose_hosts(options.hostfile or "", **options.choice)
+    chosen = options.choose_hosts()
     if is_this_machine(chosen, ssh_args=options.ssh_args):
         return chosen[0]
     return None

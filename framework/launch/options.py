@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from framework.errors import UsageError
-from framework.launch.hosts.hostfile import bare, is_host
+from framework.launch.hosts.hostfile import Chosen, bare, choose_hosts, is_host
 from framework.system.arguments import (
     CommandParser,
     add_log_level,
@@ -154,11 +154,16 @@ class LaunchOptions(SharedOptions):
     )
     verbose: bool = option("print the command of every host, not of the first three")
 
-    @property
-    def choice(self) -> dict[str, Any]:
-        """Options that choose hosts and devices, for `choose_hosts`."""
-        names = ("include", "exclude", "num_nodes", "num_gpus", "num_gpus_flag")
-        return {name: getattr(self, name) for name in names}
+    def choose_hosts(self) -> tuple[Chosen, ...]:
+        """Choose hosts and devices of the hostfile, see `framework.launch.hosts.hostfile`."""
+        return choose_hosts(
+            self.hostfile or "",
+            include=self.include,
+            exclude=self.exclude,
+            num_nodes=self.num_nodes,
+            num_gpus=self.num_gpus,
+            num_gpus_flag=self.num_gpus_flag,
+        )
 
     @property
     def sources(self) -> dict[str, str]:

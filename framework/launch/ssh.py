@@ -33,7 +33,6 @@ from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.hostfile import (
     Chosen,
     Host,
-    choose_hosts,
     first_few,
     is_host,
     is_loopback_name,
@@ -105,7 +104,7 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     After a UsageError or ConfigError nothing has been started.
     """
     assert options.hostfile is not None
-    chosen = choose_hosts(options.hostfile, **options.choice)
+    chosen = options.choose_hosts()
     topology = _topology(options, chosen)
     num_files = _OWN_FILES + _FILES_PER_HOST * len(chosen)
     require(num_files, f"{len(chosen)} hosts", fix="leave hosts out with --exclude")
