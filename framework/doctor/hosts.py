@@ -317,10 +317,10 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
             problems += _about_call(caller.name, called.name, port_there, Reached(**values))
     count = sum(map(len, targets.values()))
     if problems:
-        stated = f"{len(problems)} of {count} connections fail"
+        outcome = f"{len(problems)} of {count} connections fail"
     else:
-        stated = f"{count} connections, every one answered"
-    return Check("network", stated, problems)
+        outcome = f"{count} connections, every one answered"
+    return Check("network", outcome, problems)
 
 
 def _call_targets(
@@ -388,10 +388,10 @@ def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> C
             reason = f"what {others} wrote is not seen here"
             problems.append(Problem(NOT_SHARED, reason, fix, folder, file=f"node {remote.name}"))
     if not problems:
-        stated = f"{folder} is seen by all"
+        outcome = f"{folder} is seen by all"
     else:
-        stated = f"{folder} is not the same folder everywhere"
-    return Check("run folder", stated, problems)
+        outcome = f"{folder} is not the same folder everywhere"
+    return Check("run folder", outcome, problems)
 
 
 def bench(options: DoctorOptions, requirements: Requirements) -> list[Check]:
@@ -455,8 +455,8 @@ def judge(result: Mapping[str, Any]) -> Iterator[Check]:
     """Yield the measurements as rows of a table, with slow hosts and links as warnings."""
     for row in result["all_reduce"]:
         took = f"{row['bytes'] >> 20} MiB in {row['seconds'] * 1e3:.2f} ms"
-        stated = f"{took}: algorithm {_speed(row['algorithm'])}, bus {_speed(row['bus'])}"
-        yield Check("all-reduce", stated, facts={"all_reduce": row})
+        outcome = f"{took}: algorithm {_speed(row['algorithm'])}, bus {_speed(row['bus'])}"
+        yield Check("all-reduce", outcome, facts={"all_reduce": row})
     if result["pairs"]:
         yield _pairs(result["pairs"])
     for row in result["storage"]:
@@ -466,11 +466,11 @@ def judge(result: Mapping[str, Any]) -> Iterator[Check]:
             )
             yield Check("storage", f"{row['host']}: not measured", [problem])
         else:
-            stated = (
+            outcome = (
                 f"{row['host']}: writes {_speed(row['write'])} with fsync, reads "
                 f"{_speed(row['read'])}"
             )
-            yield Check("storage", stated, facts={"storage": row})
+            yield Check("storage", outcome, facts={"storage": row})
 
 
 def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
@@ -481,17 +481,17 @@ def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
             best[name] = max(best.get(name, 0.0), row["bytes_per_second"])
     slow_hosts = _slow_hosts(best)
     typical = median(row["bytes_per_second"] for row in rows)
-    stated = f"{len(rows)} measured, {_speed(typical)} each way"
+    outcome = f"{len(rows)} measured, {_speed(typical)} each way"
     if len(rows) > 1:
         slowest = min(rows, key=lambda row: float(row["bytes_per_second"]))
         speed = _speed(slowest["bytes_per_second"])
-        stated += f"; slowest {slowest['a']} and {slowest['b']}: {speed}"
+        outcome += f"; slowest {slowest['a']} and {slowest['b']}: {speed}"
     problems = list(slow_hosts.values())
     for row in rows:
         is_slow = row["bytes_per_second"] < _SLOW_SHARE * typical
         if is_slow and slow_hosts.keys().isdisjoint((row["a"], row["b"])):
             problems.append(_slow_link(row, typical))
-    return Check("pairs", stated, problems, {"pairs": list(map(dict, rows))})
+    return Check("pairs", outcome, problems, {"pairs": list(map(dict, rows))})
 
 
 def _slow_hosts(best: Mapping[str, float]) -> dict[str, Problem]:

@@ -47,25 +47,25 @@ def show_settings(topology: HostTopology, plain: str, *further: str) -> None:
 
 
 def refuse_too_few(
-    job: LoadedRun, devices: LocalDevices, *, num_ranks: int, stated_by: str, where: str = ""
+    job: LoadedRun, devices: LocalDevices, *, num_ranks: int, source: str, where: str = ""
 ) -> None:
     """Raise a ConfigError for more ranks than devices: the surplus would die with "invalid device
     ordinal".
 
     Args:
-        stated_by: source of `num_ranks`: an option, a key of the run config, a variable.
+        source: of `num_ranks`: an option, a key of the run config, a variable.
         where: for the fix, such as `` on every node``.
     """
     if not devices.count or num_ranks <= devices.count:
         return
     reason = f"this machine has {devices.count} {devices.kind} devices for it"
     fix = f"at most {devices.count}{where}, or DS_ACCELERATOR=cpu to try it on processors"
-    if stated_by.startswith("-"):
+    if source.startswith("-"):
         file = "command line"
     else:
         file = ""
-    problem = Problem("too-few-devices", reason, fix, key=stated_by, value=num_ranks, file=file)
-    if stated_by.startswith("run."):
+    problem = Problem("too-few-devices", reason, fix, key=source, value=num_ranks, file=file)
+    if source.startswith("run."):
         problem = job.source.locate(problem)
     raise ConfigError(problem)
 

@@ -168,7 +168,7 @@ def check(options: LaunchOptions, devices: LocalDevices) -> tuple[LoadedRun, Set
     cluster = Cluster(devices_per_host=num_ranks, device=devices.kind)
     job = job.started(cluster)
     job.plan_with_data(cluster, data_elsewhere=options.dry_run)
-    refuse_too_few(job, devices, num_ranks=num_ranks, stated_by=ranks.source)
+    refuse_too_few(job, devices, num_ranks=num_ranks, source=ranks.source)
     return job, ranks
 
 

@@ -274,7 +274,7 @@ def check_node(
         job,
         devices,
         num_ranks=topology.slots,
-        stated_by=topology.sources["slots"],
+        source=topology.sources["slots"],
         where=" on every node",
     )
     return job

@@ -25,12 +25,12 @@ class Check:
     """One thing that was examined.
 
     Attributes:
-        stated: the result, for a user.
+        outcome: the result, for a user.
         facts: the result in plain values, for a comparison with other nodes.
     """
 
     name: str
-    stated: str
+    outcome: str
     problems: Sequence[Problem] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -53,11 +53,11 @@ class Check:
 
     def summary(self) -> dict[str, Any]:
         """Return name, status and result in plain values."""
-        return {"name": self.name, "status": self.status, "found": self.stated}
+        return {"name": self.name, "status": self.status, "found": self.outcome}
 
     def as_row(self, *, indent: str = "  ") -> str:
         """Return the same as a line of a table."""
-        return f"{indent}{self.status:<8} {self.name:<{_WIDTH}} {self.stated}"
+        return f"{indent}{self.status:<8} {self.name:<{_WIDTH}} {self.outcome}"
 
 
 @dataclass(frozen=True)

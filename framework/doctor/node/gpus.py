@@ -46,11 +46,11 @@ def check_devices(requirements: Requirements, environment: Mapping[str, str]) ->
         problem = unused_gpus(devices, environment)
         if cluster.device in ("cuda", "npu"):
             problem = _too_few(0, ranks, cluster.device)
-        stated = f"no accelerator, {counted(ranks, 'rank')} on processors"
-        return Check("devices", stated, (problem,) if problem else (), facts)
+        outcome = f"no accelerator, {counted(ranks, 'rank')} on processors"
+        return Check("devices", outcome, (problem,) if problem else (), facts)
     if not devices.count:
-        stated = f"{counted(ranks, 'rank')} on {devices.kind} devices, which nobody counts"
-        return Check("devices", stated, (), facts)
+        outcome = f"{counted(ranks, 'rank')} on {devices.kind} devices, which nobody counts"
+        return Check("devices", outcome, (), facts)
     problems = []
     if devices.count < ranks:
         problems.append(_too_few(devices.count, ranks, devices.kind))
@@ -59,10 +59,10 @@ def check_devices(requirements: Requirements, environment: Mapping[str, str]) ->
         problems += _about(gpus, _ask_nvidia_smi("compute-apps", _PER_PROCESS, environment))
     names = sorted({row["name"] for row in gpus})
     facts |= {"gpus": [row["uuid"] for row in gpus], "gpu_names": names}
-    stated = f"{ranks} of {devices.count} {devices.kind}"
+    outcome = f"{ranks} of {devices.count} {devices.kind}"
     if names:
-        stated += f": {' '.join(names)}"
-    return Check("devices", stated, problems, facts)
+        outcome += f": {' '.join(names)}"
+    return Check("devices", outcome, problems, facts)
 
 
 def _gpus_of_ranks(devices: LocalDevices, environment: Mapping[str, str]) -> list[Row]:

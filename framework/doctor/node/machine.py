@@ -103,7 +103,7 @@ def check_shared_memory(requirements: Requirements, folder: Path = SHARED_MEMORY
         return Check("shared memory", f"{folder}: {error.strerror}", [problem])
     total = status.f_blocks * status.f_frsize
     free = status.f_bavail * status.f_frsize
-    stated = f"{size_text(free)} free of {size_text(total)}"
+    outcome = f"{size_text(free)} free of {size_text(total)}"
     problems = []
     # The memory that DeepSpeed's own op maps for ranks on processors is not touched by training.
     wanted_by = ""
@@ -119,8 +119,8 @@ def check_shared_memory(requirements: Requirements, folder: Path = SHARED_MEMORY
         less = f"that{default} is less than {size_text(_COMFORTABLE_BYTES)}"
         reason = f"{less}, and {wanted_by}: SIGBUS or `No space left on device`"
         fix = "docker run --shm-size=1g; in a pod an emptyDir of medium Memory mounted there"
-        problems.append(warning("shm-small", reason, fix, key=str(folder), value=stated))
-    return Check("shared memory", stated, problems)
+        problems.append(warning("shm-small", reason, fix, key=str(folder), value=outcome))
+    return Check("shared memory", outcome, problems)
 
 
 def check_locked_memory(folder: Path = RDMA_DEVICES) -> Check:
@@ -192,9 +192,9 @@ def check_cores(requirements: Requirements, environment: Mapping[str, str]) -> C
         threads = int(text)
     else:
         threads = 0
-    stated = f"{cores} for {counted(ranks, 'rank')}"
+    outcome = f"{cores} for {counted(ranks, 'rank')}"
     if threads:
-        stated += f" x OMP_NUM_THREADS={threads}"
+        outcome += f" x OMP_NUM_THREADS={threads}"
     problems = []
     if requirements.cluster.device == "cpu" and ranks * threads > cores and threads > 1:
         reason = (
@@ -205,7 +205,7 @@ def check_cores(requirements: Requirements, environment: Mapping[str, str]) -> C
         problems.append(
             warning("too-many-threads", reason, fix, key="OMP_NUM_THREADS", value=threads)
         )
-    return Check("cores", stated, problems)
+    return Check("cores", outcome, problems)
 
 
 def _quota() -> int:
@@ -235,8 +235,8 @@ def check_name(requirements: Requirements, environment: Mapping[str, str]) -> Ch
             problems += _about_interface(interface)
         else:
             problems += _about_addresses(name, addresses)
-    stated = f"{name} is {', '.join(addresses) or 'not known'}"
-    return Check("host name", stated, problems, {"hostname": name, "addresses": addresses})
+    outcome = f"{name} is {', '.join(addresses) or 'not known'}"
+    return Check("host name", outcome, problems, {"hostname": name, "addresses": addresses})
 
 
 def _about_interface(interface: str) -> Iterator[Problem]:
@@ -295,5 +295,5 @@ def _check_clock(environment: Mapping[str, str]) -> Check:
         problems.append(
             warning("clock-unset", reason, "start chrony or ntpd", key="clock", value=day)
         )
-    stated = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    return Check("clock", stated, problems, facts | {"variables": environment_facts(environment)})
+    outcome = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    return Check("clock", outcome, problems, facts | {"variables": environment_facts(environment)})

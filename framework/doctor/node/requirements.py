@@ -149,5 +149,5 @@ def check_inputs(requirements: Requirements) -> Check:
                 reason = "it is not on this node"
             fix = "name a path that every node has, or bring it there"
             problems.append(Problem("input-not-found", reason, fix, key=key, value=str(path)))
-    stated = ", ".join(paths) or "nothing is read from files that the config names"
-    return Check("inputs", stated, problems)
+    outcome = ", ".join(paths) or "nothing is read from files that the config names"
+    return Check("inputs", outcome, problems)

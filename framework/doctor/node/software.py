@@ -78,8 +78,8 @@ def check_versions(requirements: Requirements) -> Check:
         nccl = version_of(f"nvidia-nccl-cu{cuda.partition('.')[0]}")
         if nccl:
             facts["nccl"] = nccl
-    stated = _listed(versions)
-    return Check("versions", stated, problems, {"versions": facts})
+    outcome = _listed(versions)
+    return Check("versions", outcome, problems, {"versions": facts})
 
 
 def _package_problems(wanted: Sequence[str]) -> list[Problem]:
@@ -122,10 +122,10 @@ def check_code(requirements: Requirements) -> Check:
         path = _path_of(module)
         if path is not None:
             hashes[module] = hash_of_files(path)
-    stated = _listed(hashes)
+    outcome = _listed(hashes)
     if requirements.config_hash:
-        stated = f"config {requirements.config_hash}, {stated}"
-    return Check("code", stated, (), {"code": hashes, "config": requirements.config_hash})
+        outcome = f"config {requirements.config_hash}, {outcome}"
+    return Check("code", outcome, (), {"code": hashes, "config": requirements.config_hash})
 
 
 def _listed(values: Mapping[str, str]) -> str:

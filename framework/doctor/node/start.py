@@ -194,12 +194,12 @@ def compare(nodes: Mapping[str, Facts]) -> list[Check]:
     checks = []
     for name, problems in comparisons.items():
         if problems:
-            stated = "differ"
+            outcome = "differ"
         elif name == "devices" and owner:
-            stated = f"{len(owner)} different GPUs"
+            outcome = f"{len(owner)} different GPUs"
         else:
-            stated = "equal"
-        checks.append(Check(name, stated, problems))
+            outcome = "equal"
+        checks.append(Check(name, outcome, problems))
     return checks
 
 

@@ -43,14 +43,14 @@ def check_run_folder(requirements: Requirements, counts_replaced: bool = False) 
     sizes = []
     with contextlib.suppress(OSError):
         sizes = [size_of(folder) for _, folder in named_folders(requirements.checkpoints)]
-    stated = f"{requirements.run_folder}: {size_text(free)} free"
+    outcome = f"{requirements.run_folder}: {size_text(free)} free"
     if sizes:
-        stated += f", a checkpoint takes {size_text(max(sizes))}"
+        outcome += f", a checkpoint takes {size_text(max(sizes))}"
     replaced = replaced_folders(requirements.checkpoints) if counts_replaced else []
     if replaced:
         taken = size_text(sum(map(size_of, replaced)))
-        stated += f", {taken} in {len(replaced)} that a resume has set aside (*.replaced)"
-    return Check("run folder", stated, list(_about_room(requirements, free, sizes)), facts)
+        outcome += f", {taken} in {len(replaced)} that a resume has set aside (*.replaced)"
+    return Check("run folder", outcome, list(_about_room(requirements, free, sizes)), facts)
 
 
 def _about_room(requirements: Requirements, free: int, sizes: Sequence[int]) -> Iterator[Problem]:
@@ -117,10 +117,10 @@ def check_offload(requirements: Requirements) -> Check:
     if not requirements.nvme_folders:
         return Check("offload", "nothing is offloaded to disk")
     problems: list[Problem] = []
-    stated = []
+    outcome = []
     for folder in requirements.nvme_folders:
         place, failures = _probed(folder, "nvme-path", "set nvme_path to a folder on a local drive")
-        stated.append(f"{folder}: {size_text(_free(place))} free")
+        outcome.append(f"{folder}: {size_text(_free(place))} free")
         problems += failures
         if not failures and is_remote(place):
             reason = "every step would wait for the network"
@@ -128,7 +128,7 @@ def check_offload(requirements: Requirements) -> Check:
             problems.append(
                 warning("nvme-path-remote", reason, fix, key=str(folder), value=file_system(place))
             )
-    return Check("offload", "; ".join(stated), problems)
+    return Check("offload", "; ".join(outcome), problems)
 
 
 def file_system(folder: Path) -> str:

@@ -71,7 +71,7 @@ def test_devices_that_nobody_counts_are_not_missing(monkeypatch: pytest.MonkeyPa
         lambda environment: devices.LocalDevices("cuda", 0),
     )
     found = check_devices(Requirements(Cluster(device="cuda")), {})
-    assert (found.stated, found.problems) == ("1 rank on cuda devices, which nobody counts", ())
+    assert (found.outcome, found.problems) == ("1 rank on cuda devices, which nobody counts", ())
 
 
 def test_gpus_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

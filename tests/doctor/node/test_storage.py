@@ -116,7 +116,7 @@ def test_everything_that_is_kept_must_fit(
     saved.with_name("global_step5.replaced").mkdir()
     check = check_run_folder(found, counts_replaced=True)
     assert f"{num_kept} more must fit ({kept_by})" in check.problems[0].reason
-    assert "in 1 that a resume has set aside" in check.stated
+    assert "in 1 that a resume has set aside" in check.outcome
 
 
 def test_what_was_set_aside_is_counted_for_a_person_only(
@@ -137,11 +137,11 @@ def test_what_was_set_aside_is_counted_for_a_person_only(
     monkeypatch.setattr(
         storage, "size_of", lambda folder: counted.append(folder.name) or size_of(folder)
     )
-    assert "set aside" not in check_run_folder(need(tmp_path)).stated
+    assert "set aside" not in check_run_folder(need(tmp_path)).outcome
     assert counted == ["global_step10"]
     assert (
         ", 2.0 KiB in 2 that a resume has set aside"
-        in check_run_folder(need(tmp_path), counts_replaced=True).stated
+        in check_run_folder(need(tmp_path), counts_replaced=True).outcome
     )
     assert "2 that a resume has set aside" in _said_of(
         "run folder", examine(need(tmp_path), {}, counts_replaced=True)
@@ -150,7 +150,7 @@ def test_what_was_set_aside_is_counted_for_a_person_only(
 
 
 def _said_of(name: str, node: Node) -> str:
-    return next(check.stated for check in node.checks if check.name == name)
+    return next(check.outcome for check in node.checks if check.name == name)
 
 
 def test_doctor_says_what_was_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
