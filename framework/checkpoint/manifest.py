@@ -77,7 +77,7 @@ class SavedCheckpoint:
 
     @property
     def records(self) -> dict[str, FileRecord]:
-        """Its files, as they were written."""
+        """Records of its files, as they were written."""
         return {name: FileRecord(**record) for name, record in self.manifest["files"].items()}
 
     @property

@@ -1,5 +1,4 @@
-"""Map from every weight to the files of a checkpoint: which stretch of which tensor in which file
-holds it.
+"""Map from every weight to the files of a checkpoint: the stretches of tensors that hold it.
 
 DeepSpeed flattens, pads and cuts in a way that depends on ZeRO stage, ranks and pipeline stages
 (0.19.8's layout):
