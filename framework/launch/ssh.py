@@ -525,9 +525,9 @@ class Agents:
             if code == 255 or code < 0:
                 print_line(f"{name}: ssh ended with {code}; the host was not reached, or was lost")
                 code = EXIT_PEER_LOST
-            is_first = code != EXIT_OK and not any(code for _, code in self._ends)
+            has_failed_before = any(earlier for _, earlier in self._ends)
             self._ends.append((name, code))
-            if is_first:
+            if code != EXIT_OK and not has_failed_before:
                 # Agents that have met know of it; the ones that still wait for this host do not.
                 self._send_to_all(b"stop\n" if code == EXIT_STOPPED else b"lost\n")
                 if not self._reported:

@@ -269,18 +269,12 @@ class Coordinator:
         if now > self._compare_at or (has_changed and (is_full or self._differences)):
             self._compare([self._session.hello, *(client.hello for client in present)])
         # A rank of this job that lost its agent holds the port for a moment.
-        waits_for_port = bool(self._port_problems) and (
-            now - self._session.started_at < _PORT_SECONDS
-        )
-        errors = list(self._problems)
-        if not waits_for_port:
-            errors += self._port_problems
-        errors += [problem for problem in self._differences if problem.severity == "error"]
+        waited = now - self._session.started_at
+        waits_for_port = bool(self._port_problems) and waited < _PORT_SECONDS
+        errors = self._errors(with_port=not waits_for_port)
         if not errors:
             self._differ_since = 0.0
-            if waits_for_port:
-                return None
-            chosen = self._enough(present)
+            chosen = None if waits_for_port else self._enough(present)
             if chosen is None:
                 return None
             return self._connected(chosen)
@@ -290,6 +284,14 @@ class Coordinator:
         if alive and (is_full or now - self._differ_since > _SETTLE_SECONDS):
             raise ConfigError(errors)
         return None
+
+    def _errors(self, *, with_port: bool) -> list[Problem]:
+        """Return all that prevents a start; `with_port`: also that the ranks' port is in use."""
+        errors = list(self._problems)
+        if with_port:
+            errors += self._port_problems
+        errors += [problem for problem in self._differences if problem.severity == "error"]
+        return errors
 
     def _enough(self, present: Sequence[Client]) -> Sequence[Client] | None:
         """Return the nodes that start, or None if there are too few.
