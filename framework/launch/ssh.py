@@ -438,7 +438,8 @@ class Agents:
         self._last_lines: dict[str, str] = {}  # of each host's agent
         self.stuck: dict[str, str] = {}
         self._reported = ""
-        self._give_up_at = self._drained_at = math.inf
+        self._give_up_at = math.inf
+        self._drained_at = math.inf
         self._grace_seconds = grace_seconds
 
     def run(self, requests: StopRequests) -> JobEnd:

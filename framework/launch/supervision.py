@@ -95,7 +95,8 @@ class Restarts:
         self._most = config.supervision.max_restarts
         self._wait_seconds = config.supervision.wait_seconds
         self._folder = _Folder(config.run.folder, goes_on=config.checkpoint.resume == "auto")
-        self._number = self._idle = 0
+        self._number = 0
+        self._idle = 0
         self._last = ""
         self.resumes = False
         self.code = EXIT_OK

@@ -62,8 +62,10 @@ class Channel(asyncio.Protocol):
         self._ended: ConnectionLost | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._keys: tuple[bytes, bytes] | None = None
-        self._num_sent = self._num_received = 0
-        self.name = self.local_address = ""
+        self._num_sent = 0
+        self._num_received = 0
+        self.name = ""
+        self.local_address = ""
         self.heard_at = time.monotonic()
 
     # What asyncio calls.

@@ -105,7 +105,8 @@ class Coordinator:
         self._is_over = False
         self._differences: list[Problem] = []
         self._seen_marks: set[str] = set()
-        self._differ_since = self._compare_at = 0.0
+        self._differ_since = 0.0
+        self._compare_at = 0.0
         self._compared_version = -1  # of the clients
         self._round: Round | None = None
         self._round_version = 0

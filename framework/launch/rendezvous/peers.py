@@ -64,8 +64,10 @@ class Peers:
         self._changed = asyncio.Event()
         self.failures: list[Failure] = []
         self.own_failure: Failure | None = None
-        self.stop = self.asked = ""
-        self.killed = self.is_cut_off = False
+        self.stop = ""
+        self.asked = ""
+        self.killed = False
+        self.is_cut_off = False
         self.ended: dict[int, int] = {}
 
     @property
@@ -136,7 +138,8 @@ class Peers:
             self.asked = f"{why} at {self.name(node)}"
             is_news = True
         elif kind == "kill" and not self.killed:
-            self.killed = is_news = True
+            self.killed = True
+            is_news = True
         elif kind == "failure":
             is_news = self._add_failure(node, why, code, str(content.get("at", ""))[:20])
         elif kind == "ended" and node not in self.ended:
