@@ -186,7 +186,7 @@ class Member:
             return RestartDecision(is_again=True)
 
     async def close(self) -> None:
-        """Leave."""
+        """Close the connection and the echo ports."""
         self.hang_up()
         self._session.close()
 
