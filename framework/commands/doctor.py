@@ -21,7 +21,7 @@ from framework.doctor.node.findings import Check, Report
 from framework.doctor.node.machine import examine
 from framework.doctor.node.requirements import Requirements
 from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
-from framework.launch.hosts.hostfile import Chosen, choose_hosts, cluster_of, is_this_machine
+from framework.launch.hosts.hostfile import ChosenHost, choose_hosts, cluster_of, is_this_machine
 from framework.launch.hosts.topology import DEFAULT_PORT
 from framework.launch.options import LaunchOptions, refuse_choice, refuse_idle
 from framework.launch.ssh import split_ssh_args
@@ -100,7 +100,7 @@ def _options(arguments: argparse.Namespace) -> DoctorOptions:
         refuse_idle("doctor", idle_flags)
     refuse_choice("doctor", arguments)
     master_port = arguments.master_port or DEFAULT_PORT
-    chosen: tuple[Chosen, ...] = ()
+    chosen: tuple[ChosenHost, ...] = ()
     if arguments.hostfile:
         chosen = choose_hosts(
             arguments.hostfile,

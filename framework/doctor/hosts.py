@@ -27,13 +27,13 @@ from typing import Any, Final, TypeVar
 
 from framework.doctor.member import ANSWER
 from framework.doctor.node.findings import Check, Node, warning
-from framework.doctor.node.links import Reached, neighbours
+from framework.doctor.node.links import CallResult, neighbours
 from framework.doctor.node.requirements import Requirements
 from framework.doctor.node.start import NOT_SHARED, WHY_SHARED, compare, compare_clocks
 from framework.errors import Problem
 from framework.launch.environment import ROOT
 from framework.launch.hosts.devices import visible_variable
-from framework.launch.hosts.hostfile import Chosen, Host, first_few
+from framework.launch.hosts.hostfile import ChosenHost, Host, first_few
 from framework.launch.ssh import address_of, passed_on, ssh_command
 from framework.system.ports import free_port
 
@@ -62,7 +62,7 @@ class DoctorOptions:
 
     config: str | None
     overrides: tuple[str, ...]
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[ChosenHost, ...]
     num_ranks: int | None
     master_addr: str
     master_port: int
@@ -314,7 +314,7 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
     answers = ask_all(remotes, lambda remote: _call_order(targets[remote], token))
     for caller, answer in zip(remotes, answers, strict=True):
         for (called, port_there), values in zip(targets[caller], answer["reached"], strict=True):
-            problems += _about_call(caller.name, called.name, port_there, Reached(**values))
+            problems += _about_call(caller.name, called.name, port_there, CallResult(**values))
     count = sum(map(len, targets.values()))
     if problems:
         outcome = f"{len(problems)} of {count} connections fail"
@@ -350,7 +350,7 @@ def _call_order(targets: Sequence[tuple[Remote, int]], token: str) -> dict[str, 
     return {"do": "call", "token": token, "targets": addresses}
 
 
-def _about_call(caller: str, called: str, port: int, reached: Reached) -> Iterator[Problem]:
+def _about_call(caller: str, called: str, port: int, reached: CallResult) -> Iterator[Problem]:
     file = f"node {caller}"
     if reached.is_loopback:
         reason = "the name of another host leads back to this one"

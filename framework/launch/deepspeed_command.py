@@ -15,7 +15,7 @@ from typing import Final
 import framework
 from framework.errors import ConfigError
 from framework.launch.hosts.devices import usable_cores
-from framework.launch.hosts.hostfile import Chosen, read_hostfile
+from framework.launch.hosts.hostfile import ChosenHost, read_hostfile
 from framework.launch.hosts.topology import HostTopology
 from framework.launch.options import LaunchOptions
 from framework.system.ports import free_port
@@ -124,7 +124,7 @@ def node_command(
 def hosts_command(
     options: LaunchOptions,
     topology: HostTopology,
-    chosen: Sequence[Chosen],
+    chosen: Sequence[ChosenHost],
     arguments: Sequence[str],
     *,
     script: Path,
@@ -172,7 +172,7 @@ def _filters(options: LaunchOptions) -> list[str]:
     return filters
 
 
-def _needs_plain_hostfile(options: LaunchOptions, chosen: Sequence[Chosen]) -> bool:
+def _needs_plain_hostfile(options: LaunchOptions, chosen: Sequence[ChosenHost]) -> bool:
     """Check whether the launcher would read the user's hostfile or options in another way.
 
     pdsh reads brackets as a range, and --include has a meaning of its own for `@` and `:`.

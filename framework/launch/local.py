@@ -20,7 +20,7 @@ from framework.launch.deepspeed_command import (
     usable_port,
 )
 from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus
-from framework.launch.hosts.hostfile import Chosen, is_this_machine
+from framework.launch.hosts.hostfile import ChosenHost, is_this_machine
 from framework.launch.hosts.topology import HostTopology, Setting, described, slots_here
 from framework.launch.job import refuse_too_few, show_settings
 from framework.launch.node import grace_seconds, read_token, require_deepspeed, run_node
@@ -54,7 +54,7 @@ def launch(argv: Sequence[str]) -> int:
         return _launch_here(options, requests, alone=alone)
 
 
-def _alone_in_hostfile(options: LaunchOptions) -> Chosen | None:
+def _alone_in_hostfile(options: LaunchOptions) -> ChosenHost | None:
     """Return this machine with its devices if the hostfile leaves no other host, else None.
 
     Then ssh is not needed.
@@ -68,7 +68,7 @@ def _alone_in_hostfile(options: LaunchOptions) -> Chosen | None:
 
 
 def _launch_here(
-    options: LaunchOptions, requests: StopRequests, *, alone: Chosen | None = None
+    options: LaunchOptions, requests: StopRequests, *, alone: ChosenHost | None = None
 ) -> int:
     devices = find_devices(os.environ)
     sources: dict[str, str] = {}

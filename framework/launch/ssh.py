@@ -31,7 +31,7 @@ from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError,
 from framework.launch.deepspeed_command import find_train_script, hosts_command
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.hostfile import (
-    Chosen,
+    ChosenHost,
     Host,
     first_few,
     is_host,
@@ -129,7 +129,7 @@ def launch_over_ssh(options: LaunchOptions) -> int:
 
 
 def _agent_rows(
-    chosen: Sequence[Chosen], commands: Sequence[tuple[str, Sequence[str]]], *, prints_all: bool
+    chosen: Sequence[ChosenHost], commands: Sequence[tuple[str, Sequence[str]]], *, prints_all: bool
 ) -> list[str]:
     """Format the commands that start the agents; the rest of their order goes over stdin."""
     if prints_all or len(commands) <= _REPORTED + 1:
@@ -151,7 +151,7 @@ class _Starts:
     def __init__(
         self,
         options: LaunchOptions,
-        chosen: Sequence[Chosen],
+        chosen: Sequence[ChosenHost],
         order: Mapping[str, str],
         requests: StopRequests,
     ) -> None:
@@ -186,7 +186,7 @@ class _Starts:
         return end
 
     def _wait_for_hosts(self, options: LaunchOptions) -> None:
-        def probe(_: int, item: Chosen) -> list[str]:
+        def probe(_: int, item: ChosenHost) -> list[str]:
             process = self._stuck.get(item.host.name.rpartition("@")[2])
             if process:
                 return ["test", "!", "-e", f"/proc/{process}"]
@@ -203,7 +203,7 @@ class _Starts:
 
 
 def _commands(
-    options: LaunchOptions, chosen: Sequence[Chosen], topology: HostTopology
+    options: LaunchOptions, chosen: Sequence[ChosenHost], topology: HostTopology
 ) -> list[tuple[str, Sequence[str]]]:
     return _over_ssh(
         options, chosen, lambda node, item: agent_command(options, item, node, topology)
@@ -212,8 +212,8 @@ def _commands(
 
 def _over_ssh(
     options: LaunchOptions,
-    chosen: Sequence[Chosen],
-    command: Callable[[int, Chosen], Sequence[str]],
+    chosen: Sequence[ChosenHost],
+    command: Callable[[int, ChosenHost], Sequence[str]],
 ) -> list[tuple[str, Sequence[str]]]:
     """Return each host's name without its user, and the `ssh` that runs a command there.
 
@@ -228,7 +228,7 @@ def _over_ssh(
     return commands
 
 
-def _topology(options: LaunchOptions, chosen: Sequence[Chosen]) -> HostTopology:
+def _topology(options: LaunchOptions, chosen: Sequence[ChosenHost]) -> HostTopology:
     sources = options.sources | {"master_addr": "the first host", "master_port": "default"}
     master = options.master_addr
     port = DEFAULT_PORT
@@ -249,7 +249,7 @@ def _topology(options: LaunchOptions, chosen: Sequence[Chosen]) -> HostTopology:
 
 
 def agent_command(
-    options: LaunchOptions, chosen: Chosen, node_rank: int, topology: HostTopology
+    options: LaunchOptions, chosen: ChosenHost, node_rank: int, topology: HostTopology
 ) -> list[str]:
     """Build the command that a host runs."""
     root = str(Path(framework.__file__).resolve().parent.parent)
@@ -326,7 +326,7 @@ def _ssh_endpoint(name: str, *, ssh_args: str) -> tuple[str, str]:
     return settings.get("hostname", name.rpartition("@")[2]), settings.get("port", "")
 
 
-def refuse_one_host_twice(chosen: Sequence[Chosen], *, ssh_args: str, path: str) -> None:
+def refuse_one_host_twice(chosen: Sequence[ChosenHost], *, ssh_args: str, path: str) -> None:
     """Raise a ConfigError where two names of a hostfile lead `ssh` to one host.
 
     ~/.ssh/config or /etc/hosts may lead them there, and the host's devices would be taken twice. If

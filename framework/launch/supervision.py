@@ -75,7 +75,7 @@ class JobEnd:
 
 
 @dataclass(frozen=True)
-class Again:
+class NextStart:
     """Another start, after `seconds`, with the reason `why` for the log."""
 
     seconds: float
@@ -165,7 +165,7 @@ class Restarts:
         self.resumes = self.resumes or newest >= 0
         return newest
 
-    def after(self, end: JobEnd, *, is_asked: bool = False) -> Again | None:
+    def after(self, end: JobEnd, *, is_asked: bool = False) -> NextStart | None:
         """Decide about another start, and log the decision.
 
         Args:
@@ -200,7 +200,7 @@ class Restarts:
             return None
         return self._next_start(end, newest)
 
-    def _next_start(self, end: JobEnd, newest: int) -> Again:
+    def _next_start(self, end: JobEnd, newest: int) -> NextStart:
         """Count another start, log it, and write it among the events of the run."""
         if self._idle:
             seconds = min(self._wait_seconds * 2 ** (self._idle - 1), _LONGEST_WAIT_SECONDS)
@@ -219,7 +219,7 @@ class Restarts:
         )
         print_line(why)
         self._folder.note(self._number, end, begun=self._begun)
-        return Again(seconds, why)
+        return NextStart(seconds, why)
 
 
 def supervised(

@@ -21,7 +21,7 @@ import pytest
 
 from framework.doctor.hosts import member_command
 from framework.errors import ConfigError, UsageError
-from framework.launch.hosts.hostfile import Chosen, Host
+from framework.launch.hosts.hostfile import ChosenHost, Host
 from framework.launch.hosts.topology import HostTopology
 from framework.launch.local import launch
 from framework.launch.options import LaunchOptions, parse_node
@@ -311,7 +311,7 @@ def test_only_listed_variables_travel() -> None:
 )
 def test_two_names_of_one_host_are_refused(ssh_config: str, is_one: bool, tmp_path: Path) -> None:
     (tmp_path / "config").write_text(ssh_config)
-    chosen = [Chosen(Host(name, 2), (0, 1)) for name in ("n1", "root@alias")]
+    chosen = [ChosenHost(Host(name, 2), (0, 1)) for name in ("n1", "root@alias")]
     expectation = contextlib.nullcontext()
     if is_one:
         expectation = pytest.raises(
@@ -338,7 +338,7 @@ def test_nothing_of_a_command_is_read_by_a_shell() -> None:
         remote_python="/opt/py thon",
         exports=("TOKEN",),
     )
-    words = agent_command(options, Chosen(Host("h", 2), (1, 3)), 1, TOPOLOGY)
+    words = agent_command(options, ChosenHost(Host("h", 2), (1, 3)), 1, TOPOLOGY)
     command = ssh_command(Host("h", 2), words, ssh_args="-p 2222 -i 'a key'")
     assert command[-3:-1] == ["--", "h"]
     assert command[:5] == ["ssh", "-p", "2222", "-i", "a key"]
@@ -356,7 +356,7 @@ def test_nothing_of_a_command_is_read_by_a_shell() -> None:
 def test_a_host_reads_what_it_is_told(seconds: float) -> None:
     words = agent_command(
         LaunchOptions("a.yaml", ("x=1",), wait_seconds=seconds),
-        Chosen(Host("h", 2), (0, 1)),
+        ChosenHost(Host("h", 2), (0, 1)),
         1,
         TOPOLOGY,
     )

@@ -31,7 +31,7 @@ AT_ONCE: Final = _ALL_PAIRS + 1  # one silent host must not keep the calls to ot
 
 
 @dataclass(frozen=True)
-class Reached:
+class CallResult:
     """Result of a call.
 
     Attributes:
@@ -134,20 +134,20 @@ def connect(host: str, port: int, *, seconds: float) -> socket.socket:
     return connection
 
 
-def call(host: str, port: int, *, token: str, seconds: float = _CALL_SECONDS) -> Reached:
+def call(host: str, port: int, *, token: str, seconds: float = _CALL_SECONDS) -> CallResult:
     """Call an `Echo` with a token: a proxy that takes every connection does not return it."""
     try:
         entries = socket.getaddrinfo(host, port, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except OSError as error:
-        return Reached("", f"its name is not known: {error.strerror or error}")
+        return CallResult("", f"its name is not known: {error.strerror or error}")
     except ValueError as error:
-        return Reached("", f"it cannot be a name: {error}")
-    reached: list[Reached] = []
+        return CallResult("", f"it cannot be a name: {error}")
+    reached: list[CallResult] = []
     for address in dict.fromkeys(str(entry[4][0]) for entry in entries):  # as ranks do
         reason = _reason_of_failure(address, port, token=token, seconds=seconds)
         if not reason:
-            return Reached(address)
-        reached.append(Reached(address, reason))
+            return CallResult(address)
+        reached.append(CallResult(address, reason))
     return reached[0]
 
 
@@ -166,7 +166,7 @@ def _reason_of_failure(address: str, port: int, *, token: str, seconds: float) -
 
 def call_all(
     targets: Sequence[tuple[str, int]], *, token: str, seconds: float = _CALL_SECONDS
-) -> list[Reached]:
+) -> list[CallResult]:
     """Call (host, port) pairs at the same time."""
     with ThreadPoolExecutor(max_workers=max(1, min(AT_ONCE, len(targets)))) as pool:
         return list(pool.map(lambda target: call(*target, token=token, seconds=seconds), targets))

@@ -295,7 +295,7 @@ def _read_text(path: Path, *, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenHost:
     """A host, and the numbers of the devices to use there."""
 
     host: Host
@@ -315,7 +315,7 @@ def choose_hosts(
     num_nodes: int | None = None,
     num_gpus: int | None = None,
     num_gpus_flag: str = "--num_gpus",
-) -> tuple[Chosen, ...]:
+) -> tuple[ChosenHost, ...]:
     """Choose hosts and devices of a hostfile, as DeepSpeed's options do.
 
     Args:
@@ -341,7 +341,7 @@ def choose_hosts(
         problems.append(_wrong("--num_nodes", num_nodes, reason, "name more hosts there"))
     if num_gpus:
         problems += _too_few_slots(left, num_gpus, num_gpus_flag)
-        left = [Chosen(item.host, item.devices[:num_gpus]) for item in left]
+        left = [ChosenHost(item.host, item.devices[:num_gpus]) for item in left]
     counts = {len(item.devices) for item in left}
     if not problems and len(counts) != 1:
         listed = odd_ones({item.host.name: len(item.devices) for item in left})
@@ -357,7 +357,7 @@ def choose_hosts(
 
 def _filtered(
     hosts: Sequence[Host], *, include: str, exclude: str, problems: list[Problem]
-) -> list[Chosen]:
+) -> list[ChosenHost]:
     """Return all hosts with the devices that are included, or not excluded; add the problems."""
     if include:
         included = _parse(include, hosts, option="--include", problems=problems)
@@ -369,11 +369,11 @@ def _filtered(
     chosen = []
     for host in hosts:
         devices = included.get(host.name, set()) - excluded.get(host.name, set())
-        chosen.append(Chosen(host, tuple(sorted(devices & set(range(host.slots))))))
+        chosen.append(ChosenHost(host, tuple(sorted(devices & set(range(host.slots))))))
     return chosen
 
 
-def _too_few_slots(chosen: Sequence[Chosen], num_gpus: int, flag: str) -> list[Problem]:
+def _too_few_slots(chosen: Sequence[ChosenHost], num_gpus: int, flag: str) -> list[Problem]:
     too_small = [item.host for item in chosen if item.host.slots < num_gpus]
     if not too_small:
         return []
@@ -383,7 +383,7 @@ def _too_few_slots(chosen: Sequence[Chosen], num_gpus: int, flag: str) -> list[P
     return [_wrong(flag, num_gpus, reason, "take as many")]
 
 
-def is_this_machine(chosen: Sequence[Chosen], *, ssh_args: str = "") -> bool:
+def is_this_machine(chosen: Sequence[ChosenHost], *, ssh_args: str = "") -> bool:
     """Check whether these are one host, which is this machine, so that ssh is not needed.
 
     With options of ssh, localhost may be the near end of a tunnel.

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import psutil
 
-from framework.doctor.node.links import AT_ONCE, Reached, call_all, connect, neighbours
+from framework.doctor.node.links import AT_ONCE, CallResult, call_all, connect, neighbours
 from framework.errors import Problem
 from framework.launch.hosts.hostfile import first_few, node_names
 from framework.launch.rendezvous.channel import Message, foreign
@@ -176,7 +176,7 @@ def is_address(host: object) -> bool:
     return True
 
 
-def call_others(targets: Sequence[Target], token: str) -> dict[int, Reached]:
+def call_others(targets: Sequence[Target], token: str) -> dict[int, CallResult]:
     """Call other nodes, and return the failed calls, by the number of the target.
 
     A failed call is tried again for some seconds: a packet or an answer of DNS may be lost.
@@ -217,7 +217,7 @@ class Round:
         self._endpoints = endpoints
         self._master = master
         self._token = secrets.token_hex(16)
-        self._failed: dict[int, Mapping[int, Reached]] = {}
+        self._failed: dict[int, Mapping[int, CallResult]] = {}
         self._began_at = time.monotonic()
         self._own_calls = in_background(call_others, self._targets(0), self._token)
 
@@ -237,7 +237,7 @@ class Round:
         if all(_is_failure(record, count) for record in failed):
             calls = {}
             for number, address, reason in failed:
-                calls[number] = Reached(address, reason[:_LONGEST_TEXT])
+                calls[number] = CallResult(address, reason[:_LONGEST_TEXT])
             self._failed[node] = calls
 
     @property
@@ -254,8 +254,8 @@ class Round:
 
         The grouping with fewer problems is used.
         """
-        by_called: dict[Any, list[tuple[int, int, Reached]]] = {}
-        by_caller: dict[Any, list[tuple[int, int, Reached]]] = {}
+        by_called: dict[Any, list[tuple[int, int, CallResult]]] = {}
+        by_caller: dict[Any, list[tuple[int, int, CallResult]]] = {}
         for caller, failed in sorted(self._failed.items()):
             for number, reached in failed.items():
                 called = self._called(caller)[number]
@@ -276,7 +276,7 @@ class Round:
             )
         return problems
 
-    def _problem(self, group: Sequence[tuple[int, int, Reached]]) -> Problem:
+    def _problem(self, group: Sequence[tuple[int, int, CallResult]]) -> Problem:
         """Describe failed calls with one reason, given as (caller, called node, result)."""
         names = {node: f"node {endpoint.name}" for node, endpoint in self._endpoints.items()}
         names[-1] = f"{self._master[0]}:{self._master[1]}"

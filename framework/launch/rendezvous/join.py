@@ -17,7 +17,7 @@ from framework.launch.rendezvous.session import RestartDecision, Session, Start
 from framework.launch.supervision import JobEnd
 
 
-class Alone:
+class SingleNode:
     """A job of one node, which meets no other."""
 
     def __init__(self, session: Session) -> None:
@@ -47,7 +47,7 @@ class Alone:
         """Do nothing: there is no connection."""
 
 
-Job: TypeAlias = Alone | Coordinator | Member
+Job: TypeAlias = SingleNode | Coordinator | Member
 """A node's side of a job, for its whole life."""
 
 
@@ -59,7 +59,7 @@ async def join(session: Session) -> Job:
         RunStopped: on request.
     """
     if session.num_nodes == 1:
-        return Alone(session)
+        return SingleNode(session)
     if session.topology.node_rank:
         return Member(session)
     coordinator = Coordinator(session, await find_listener(session))

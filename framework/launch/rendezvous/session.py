@@ -15,7 +15,7 @@ from framework.launch.hosts.topology import HostTopology
 from framework.launch.job import print_line
 from framework.launch.rendezvous.peers import Peers
 from framework.launch.stop_requests import StopRequests
-from framework.launch.supervision import Again, JobEnd, Restarts
+from framework.launch.supervision import JobEnd, NextStart, Restarts
 
 HANDSHAKE_SECONDS: Final = 10.0
 LOOK_SECONDS: Final = 0.2
@@ -194,14 +194,14 @@ class Session:
             # in a thread: storage may be slow, and messages are read meanwhile
             await asyncio.to_thread(self.restarts.begin)
 
-    async def decide(self, end: JobEnd, peers: Peers) -> Again | None:
+    async def decide(self, end: JobEnd, peers: Peers) -> NextStart | None:
         """Decide about another start; None if there is none."""
         if self.restarts is None:
             return None
         is_asked = bool(peers.any_stop or self.requests.asked)
         return await asyncio.to_thread(self.restarts.after, end, is_asked=is_asked)
 
-    def decision(self, again: Again | None) -> RestartDecision:
+    def decision(self, again: NextStart | None) -> RestartDecision:
         """Return the decision that a node acts on, with the exit code of the job."""
         code = EXIT_OK if self.restarts is None else self.restarts.code
         return RestartDecision(again is not None, code)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from framework.doctor.node.links import (
+    CallResult,
     Echo,
-    Reached,
     call,
     call_all,
     existing,
@@ -89,7 +89,7 @@ def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
         "getaddrinfo",
         lambda host, *rest: found if host == "node-0" else really(host, *rest),
     )
-    assert call("node-0", echo.port, token="t") == Reached("127.0.0.2")
+    assert call("node-0", echo.port, token="t") == CallResult("127.0.0.2")
     echo.close()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from framework.doctor.node.links import Echo, Reached
+from framework.doctor.node.links import CallResult, Echo
 from framework.launch.rendezvous.channel import NoAgent
 from framework.launch.rendezvous.connectivity import (
     Endpoint,
@@ -52,7 +52,7 @@ def reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 0 does; the nodes of these tests are only told of."""
     monkeypatch.setattr(
         "framework.launch.rendezvous.connectivity.call_all",
-        lambda targets, **terms: [Reached(host) for host, _ in targets],
+        lambda targets, **terms: [CallResult(host) for host, _ in targets],
     )
 
 
