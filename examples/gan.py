@@ -1,6 +1,4 @@
-"""A GAN: two models, two optimizers, two engines, one loop: python examples/gan.py, or torchrun, or
-deepspeed.
-"""
+"""A GAN: two models, optimizers and engines, one loop: python examples/gan.py, or by torchrun."""
 
 from __future__ import annotations
 
@@ -40,9 +38,8 @@ def main(**settings: dict[str, object]) -> list[tuple[float, float]]:
     ):
         ones, zeros = g.move((torch.ones(BATCH, 1), torch.zeros(BATCH, 1)))
         while g.steps_taken < g.max_steps and not g.should_stop():
-            draw = torch.Generator().manual_seed(
-                g.steps_taken * g.world_size + g.rank
-            )  # so that a resume draws the same
+            seed = g.steps_taken * g.world_size + g.rank  # so that a resume draws the same
+            draw = torch.Generator().manual_seed(seed)
             real = d.move(images[torch.randint(len(images), (BATCH,), generator=draw)])
             fake = g(g.move(torch.randn(BATCH, NOISE, generator=draw)))
             d_loss = bce(d(real), ones) + bce(d(fake.detach()), zeros)

@@ -1,5 +1,6 @@
-"""A critic with a gradient penalty (Gulrajani et al. 2017, eq. 3): python
-examples/gradient_penalty.py
+"""A critic with a gradient penalty (Gulrajani et al. 2017, eq. 3).
+
+python examples/gradient_penalty.py
 """
 
 from __future__ import annotations

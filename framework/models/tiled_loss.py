@@ -151,7 +151,9 @@ class _SumOfTiles(torch.autograd.Function):
                 guesses[tile] = vocabulary.guesses(logits)
             local, outside = vocabulary.own(targets[tile])
             is_half = logits.dtype == rows.dtype and rows.dtype.itemsize == 2
-            is_fused = is_half and vocabulary.part is None
+            # On processors torch would make a copy of the logits in fp32 first.
+            is_fused = is_half and vocabulary.part is None and rows.is_cuda
+            exponentials: Tensor | None = None
             if is_fused:
                 logits_gradient, nats = _half_precision_gradient(logits, local)
                 tile_rows = tile_rows * has_target.unsqueeze(-1)
@@ -162,14 +164,13 @@ class _SumOfTiles(torch.autograd.Function):
             total = total + nats.masked_fill(~has_target, 0.0).sum()
             if not (needs_rows or needs_weight or needs_bias):
                 continue
-            if not is_fused:
+            if exponentials is not None:
                 if logits.dtype == rows.dtype:
                     logits_gradient = logits
                 else:
                     logits_gradient = torch.empty_like(logits, dtype=rows.dtype)
                 is_local = has_target & ~outside
                 _write_gradient(logits_gradient, exponentials, has_target / sums, local, is_local)
-                del exponentials
             if bias_gradient is not None:
                 bias_gradient += logits_gradient.sum(0, dtype=torch.float32)
             if rows_gradient is not None:
@@ -180,7 +181,8 @@ class _SumOfTiles(torch.autograd.Function):
                 weight_gradient.addmm_(logits_gradient.T, tile_rows)
             elif weight_gradient is not None:
                 weight_gradient += logits_gradient.T @ tile_rows
-            del logits_gradient, logits  # free them before the next tile's logits are computed
+            # Free them before the next tile's logits are computed.
+            del logits_gradient, exponentials, logits
         if weight_gradient is not None:
             weight_gradient = weight_gradient[:num_tokens]
         if bias_gradient is not None:

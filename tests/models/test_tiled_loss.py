@@ -16,7 +16,13 @@ from torch.utils._pytree import tree_leaves
 from framework.config.training import positions_of_tile
 from framework.models.bert import BERT
 from framework.models.gpt import GPT
-from framework.models.tiled_loss import TiledLoss, output_head, tiled_loss, wanting_loss
+from framework.models.tiled_loss import (
+    TiledLoss,
+    _half_precision_gradient,
+    output_head,
+    tiled_loss,
+    wanting_loss,
+)
 
 TOKENS, POSITIONS, TILE = 99, (3, 37), 10
 SCALE = 0.37  # of the loss in a step
@@ -54,6 +60,22 @@ def test_loss_and_gradients_are_those_of_whole_logits(dtype: torch.dtype) -> Non
     for one, other in zip(gradients, torch.autograd.grad(expected * SCALE, exact), strict=True):
         assert one.dtype == dtype
         assert float((one.double() - other).abs().max()) < BOUNDS[dtype] * float(other.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_two_passes_over_logits_in_half_precision_give_the_gradient(dtype: torch.dtype) -> None:
+    """What CUDA devices take in the place of the passes in fp32."""
+    source = torch.Generator().manual_seed(1)
+    logits = 8 * torch.randn(40, TOKENS, generator=source).to(dtype)
+    targets = torch.randint(0, TOKENS, (40,), generator=source)
+    exact = logits.double().requires_grad_()
+    expected = cross_entropy(exact, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), exact)
+    gradient_of_logits, nats = _half_precision_gradient(logits, targets)
+    assert nats.dtype == torch.float32
+    assert gradient_of_logits.data_ptr() == logits.data_ptr(), "in the memory of the logits"
+    assert (nats.double() - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert float((gradient_of_logits.double() - gradient).abs().max()) < torch.finfo(dtype).eps
 
 
 def test_evaluation_knows_the_best_token_of_every_position() -> None:
