@@ -4,7 +4,7 @@ depends on what else is there, so all moments that may be the fullest are listed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -57,68 +57,115 @@ def passes_over(
         recompute_every: layers of a group that keeps only its input and runs again in the backward
             pass; 0: none.
     """
-    every = recompute_every or len(layers)
     if not layers:
         return Passes((Moment(0),), (Moment(0),), 0)
-    groups = [layers[start : start + every] for start in range(0, len(layers), every)]
-    input_bytes = [0]  # of each layer: the output of the layer before
-    input_bytes += [layer.output_bytes for layer in layers]
-    held = list(accumulate(input_bytes[::every][: len(groups)]))  # by the groups up to each one
-    if recompute_every:
-        kept = held[-1]
-    else:
-        kept = sum(layer.saved_bytes for layer in layers)
-    forward = []
-    backward = []
-    num_done = 0  # elements of the weights of later layers, which have their gradients
-    names = {layer.name for layer in layers}
-    ties = dict[str, int]()  # earlier layer -> elements that it adds to
-    if loss is not None:
-        forward = [Moment(kept, loss.saved_bytes + loss.peak_bytes)]
-        backward = [Moment(kept, loss.saved_bytes + loss.backward_bytes)]
-    for number in reversed(range(len(groups))):
-        group = groups[number]
-        done_before_group = num_done
-        held_here = held[number]
-        if number:
-            held_here -= group[0].input_bytes
-        saved = list(accumulate((layer.saved_bytes for layer in group), initial=held_here))
-        for place in reversed(range(len(group))):
-            layer = group[place]
-            layer_input = input_bytes[number * every + place]
-            is_last = loss is not None and number * every + place == len(layers) - 1
-            here = saved[place + 1]
-            if recompute_every:
+    rank = _Layers(layers, loss, recompute_every)
+    return Passes(tuple(rank.forward()), tuple(rank.backward()), rank.kept_bytes)
+
+
+class _Layers:
+    """Layers of a rank, in groups that are recomputed together; without recomputation in one."""
+
+    def __init__(
+        self, layers: Sequence[LayerWork], loss: LayerWork | None, recompute_every: int
+    ) -> None:
+        size = recompute_every or len(layers)
+        self.layers = layers
+        self.loss = loss
+        self.recomputes = recompute_every > 0
+        self.starts = range(0, len(layers), size)  # first layer of each group
+        self.groups = [layers[start : start + size] for start in self.starts]
+        # Bytes of the inputs of the groups, up to each one.
+        self.held = list(accumulate(self.input_bytes(start) for start in self.starts))
+
+    def input_bytes(self, index: int) -> int:
+        """Return the bytes of a layer's input: the output of the layer before on this rank."""
+        if index == 0:
+            return 0
+        return self.layers[index - 1].output_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that a micro-batch leaves for its backward pass."""
+        if self.recomputes:
+            return self.held[-1]
+        return sum(layer.saved_bytes for layer in self.layers)
+
+    def saved(self, number: int) -> list[int]:
+        """Return what is saved before each layer of a group runs, and after the last one."""
+        before = self.held[number]
+        if number > 0:
+            before -= self.groups[number][0].input_bytes
+        return list(
+            accumulate((layer.saved_bytes for layer in self.groups[number]), initial=before)
+        )
+
+    def makes_logits(self, index: int) -> bool:
+        """Check whether a layer is the model's last one."""
+        return self.loss is not None and index == len(self.layers) - 1
+
+    def forward(self) -> Iterator[Moment]:
+        """Yield the moments of the forward pass, from its end on."""
+        if self.loss is not None:
+            yield Moment(self.kept_bytes, self.loss.saved_bytes + self.loss.peak_bytes)
+        for number in reversed(range(len(self.groups))):
+            saved = self.saved(number)
+            for place, layer in reversed(list(enumerate(self.groups[number]))):
+                index = self.starts[number] + place
+                is_logits = self.makes_logits(index)
+                if not self.recomputes:
+                    yield _moment(saved[place + 1], layer.peak_bytes, 0, is_logits)
+                    continue
                 passing = layer.passing_bytes
-                running_again = layer.peak_bytes + group[-1].output_bytes
-                if place == 0:  # the group's input is counted as held
-                    passing -= layer_input
-                    if not layer.input_bytes:
-                        running_again -= layer_input
-                forward.append(_moment(held[number], passing, 0, is_last))
-                backward.append(_moment(here, running_again, done_before_group, is_last))
-            else:
-                forward.append(_moment(here, layer.peak_bytes, 0, is_last))
-            num_own = layer.num_params + layer.shared_params
-            backward.append(
-                _moment(
-                    here,
+                if place == 0:  # the group's input is held
+                    passing -= self.input_bytes(index)
+                yield _moment(self.held[number], passing, 0, is_logits)
+
+    def backward(self) -> Iterator[Moment]:
+        """Yield the moments of the backward pass."""
+        if self.loss is not None:
+            yield Moment(self.kept_bytes, self.loss.saved_bytes + self.loss.backward_bytes)
+        names = {layer.name for layer in self.layers}
+        num_done = 0  # elements of the weights of later layers, which have their gradients
+        ties = dict[str, int]()  # earlier layer -> elements of its weight that wait for it
+        for number in reversed(range(len(self.groups))):
+            saved = self.saved(number)
+            before_group = num_done
+            for place, layer in reversed(list(enumerate(self.groups[number]))):
+                index = self.starts[number] + place
+                if self.recomputes:
+                    again = self.running_again(number, place)
+                    is_logits = self.makes_logits(index)
+                    yield _moment(saved[place + 1], again, before_group, is_logits)
+                is_tied = layer.shares in names
+                num_own = layer.num_params + layer.shared_params
+                yield _moment(
+                    saved[place + 1],
                     layer.backward_bytes,
                     num_done,
-                    is_last,
-                    # a tied weight's gradient waits
-                    own=layer.num_params if layer.shares in names else num_own,
+                    self.makes_logits(index),
+                    own=layer.num_params if is_tied else num_own,
                     waiting=sum(ties.values()),
                     beside=num_own if layer.is_product else 0,
                 )
-            )
-            if layer.shares in names:
-                ties[layer.shares] = layer.shared_params
-            ties.pop(layer.name, None)
-            num_done += num_own
-            waiting = sum(ties.values())
-            backward.append(_moment(saved[place], layer_input, num_done, False, waiting=waiting))
-    return Passes(tuple(forward), tuple(backward), kept)
+                if is_tied:
+                    ties[layer.shares] = layer.shared_params
+                ties.pop(layer.name, None)
+                num_done += num_own
+                yield Moment(
+                    saved[place] + self.input_bytes(index),
+                    gradients=num_done,
+                    waiting=sum(ties.values()),
+                )
+
+    def running_again(self, number: int, place: int) -> int:
+        """Return what a layer takes when its group runs again in the backward pass."""
+        group = self.groups[number]
+        layer = group[place]
+        running = layer.peak_bytes + group[-1].output_bytes
+        if place == 0 and not layer.input_bytes:  # the group's input is held
+            running -= self.input_bytes(self.starts[number])
+        return running
 
 
 def _moment(
