@@ -18,7 +18,7 @@ from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, un
 from framework.config.model import BERT, GPT, Classifier, ModelSection
 from framework.config.optimizer import Adagrad, optimizer_lr
 from framework.config.run_config import RunConfig
-from framework.config.training import ModelLoss
+from framework.config.training import FrozenSteps, ModelLoss
 from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
@@ -314,6 +314,19 @@ def _has_trained_experts(names: Iterable[str], patterns: Sequence[str]) -> bool:
     return bool(experts)
 
 
+def _wrong_limits(entry: FrozenSteps, key: str, value: dict[str, Any]) -> Iterator[Problem]:
+    """Find an entry without a limit, or with two."""
+    if entry.until_step is None and entry.from_step is None:
+        reason = "it does not say in which steps"
+        fix = "add until_step or from_step, or write the patterns alone for the whole run"
+        yield Problem("freeze-steps", reason, fix, key, value)
+    elif entry.until_step is not None and entry.from_step is not None:
+        fix = "keep one of until_step and from_step"
+        yield Problem(
+            "freeze-steps", "an entry freezes up to a step or from one on", fix, key, value
+        )
+
+
 @rule("freeze-steps")
 def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
     """Find weights that are frozen in some steps and have not one limit, or are not proven against
@@ -322,19 +335,11 @@ def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
     entries = scheduled(config.training.freeze)
     if not entries:
         return
-    shown = [entry.model_dump(exclude_none=True) for entry in entries.values()]
+    shown = []
     for number, entry in entries.items():
-        key = f"training.freeze.{number}"
         value = entry.model_dump(exclude_none=True)
-        if entry.until_step is None and entry.from_step is None:
-            reason = "it does not say in which steps"
-            fix = "add until_step or from_step, or write the patterns alone for the whole run"
-            yield Problem("freeze-steps", reason, fix, key, value)
-        elif entry.until_step is not None and entry.from_step is not None:
-            fix = "keep one of until_step and from_step"
-            yield Problem(
-                "freeze-steps", "an entry freezes up to a step or from one on", fix, key, value
-            )
+        shown.append(value)
+        yield from _wrong_limits(entry, f"training.freeze.{number}", value)
     parallel = config.parallel
     zero = config.zero
     refused = {
@@ -450,6 +455,11 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
         if group.lr and not optimizer_lr(config.optimizer):
             reason = "a schedule moves it as a share of optimizer.lr, which is 0"
             yield Problem("group-lr-of-nothing", reason, "set optimizer.lr", f"{key}.lr", group.lr)
+    yield from _groups_in_stages(config, groups)
+
+
+def _groups_in_stages(config: RunConfig, groups: Sequence[Any]) -> Iterator[Problem]:
+    """Find groups in pipelines with ZeRO or in fp16."""
     is_fp16 = config.precision.dtype == "fp16"
     if config.parallel.pipe == 1 or not (config.zero.stage or is_fp16):
         return
@@ -457,7 +467,7 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
     value: Any = [group.match for group in groups]
     if not groups:
         key = "optimizer.layer_decay"
-        value = getattr(optimizer, "layer_decay", 1.0)
+        value = getattr(config.optimizer, "layer_decay", 1.0)
         if value == 1.0:
             return
     how = "with ZeRO" if config.zero.stage else "in fp16"
