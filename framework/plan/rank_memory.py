@@ -258,12 +258,12 @@ class RankMemory:
         changes = Counter[int]()  # rank -> difference to the rank before
         for group in groups:
             share = group.padded_share
-            alike = self.ranks // group.num_ranks
+            stride = self.ranks // group.num_ranks  # from one rank of the group to the next
             for size, end in zip(group.sizes, accumulate(group.sizes), strict=True):
                 first = (end - size) // share
                 last = (end - 1) // share
-                changes[first * alike] += size
-                changes[(last + 1) * alike] -= size
+                changes[first * stride] += size
+                changes[(last + 1) * stride] -= size
         return list(accumulate(changes[rank] for rank in range(self.ranks)))
 
     # What is there all the time.

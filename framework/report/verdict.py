@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -104,7 +104,7 @@ def judge(
         pipe_size: stages of its pipeline.
         accumulation_steps: micro-batches of a step.
         saving_share: part of the time for steps and saves that saves take.
-        device_bytes: memory of one device; None where it is not known.
+        device_bytes: memory of one device; None if it is not known.
         ended_with: the error that ended it, if one did.
     """
     if _OUT_OF_MEMORY.search(ended_with):
@@ -117,70 +117,65 @@ def judge(
     if not (math.isfinite(step) and step > 0):
         advice = "log more often (training.log_every), so that there is an interval to measure"
         return Verdict("unknown", "unknown: no time of a step was measured", advice)
-    shares = {
-        phase: max(0.0, metrics[f"time/{phase}_ms"]) / step
-        for phase in PHASES
-        if math.isfinite(metrics.get(f"time/{phase}_ms", math.nan))
-    }
+    shares = {}
+    for phase in PHASES:
+        milliseconds = metrics.get(f"time/{phase}_ms", math.nan)
+        if math.isfinite(milliseconds):
+            shares[phase] = max(0.0, milliseconds) / step
     factor = metrics.get("ranks/slowest_factor", 1.0)
-    reached = [
-        (excess, verdict)
-        for excess, verdict in (
-            *_causes(
-                shares, step, pipe_size=pipe_size, micro_batches=accumulation_steps, factor=factor
-            ),
-            _saving(saving_share),
-        )
-        if excess >= 1
+    if pipe_size > 1:
+        factor = 1.0  # stages differ
+    causes = [
+        _waiting_for_data(shares, step),
+        _communication(shares, step, factor),
+        _bubble(pipe_size, accumulation_steps),
+        _host(shares, step),
+        _fixed_costs(shares, step),
+        _saving(saving_share),
     ]
-    if reached:
-        return max(reached, key=lambda pair: pair[0])[1]
+    excess, verdict = max(causes, key=lambda cause: cause[0])
+    if excess >= 1:
+        return verdict
     return _of_the_device(shares, metrics, device_bytes)
 
 
-def _saving(share: float) -> tuple[float, Verdict]:
+# Share of a cause in units of its threshold, and the verdict if it is the largest.
+_Cause = tuple[float, Verdict]
+
+
+def _cause(kind: Kind, share: float, threshold: float, text: str, advice: str) -> _Cause:
+    return share / threshold, Verdict(kind, f"{kind}: {text}", advice, share)
+
+
+def _part(share: float, step_ms: float) -> str:
+    return f"{share:.0%} of a step ({_milliseconds(share * step_ms)} of {_milliseconds(step_ms)})"
+
+
+def _saving(share: float) -> _Cause:
     advice = "save less often (checkpoint.every_steps), in the background, or to a faster disk"
-    text = f"checkpoint-bound: saving takes {share:.0%} of the time for steps and saves"
-    return share / CHECKPOINT_SHARE, Verdict("checkpoint-bound", text, advice, share)
+    text = f"saving takes {share:.0%} of the time for steps and saves"
+    return _cause("checkpoint-bound", share, CHECKPOINT_SHARE, text, advice)
 
 
-def _causes(
-    shares: Mapping[str, float],
-    step_ms: float,
-    *,
-    pipe_size: int,
-    micro_batches: int,
-    factor: float,
-) -> Iterator[tuple[float, Verdict]]:
-    """Everything but arithmetic that a step can wait for, with its share in units of its
-    threshold.
-    """
-
-    def cause(
-        kind: Kind, share: float, threshold: float, text: str, advice: str
-    ) -> tuple[float, Verdict]:
-        return share / threshold, Verdict(kind, f"{kind}: {text}", advice, share)
-
-    def part(share: float) -> str:
-        return (
-            f"{share:.0%} of a step ({_milliseconds(share * step_ms)} of {_milliseconds(step_ms)})"
-        )
-
-    data = shares.get("data", 0.0)
+def _waiting_for_data(shares: Mapping[str, float], step_ms: float) -> _Cause:
+    share = shares.get("data", 0.0)
+    text = f"ranks wait for the loader for {_part(share, step_ms)}"
     advice = (
         "raise data.num_workers, do less per sample (prepare or cache it once), or keep the "
         "data on a local disk"
     )
-    yield cause(
-        "data-bound", data, DATA_SHARE, f"ranks wait for the loader for {part(data)}", advice
-    )
-    sent = shares.get("communication", 0.0)
+    return _cause("data-bound", share, DATA_SHARE, text, advice)
+
+
+def _communication(shares: Mapping[str, float], step_ms: float, factor: float) -> _Cause:
+    """Judge communication; `factor`: how much longer the slowest rank works than the others."""
+    share = shares.get("communication", 0.0)
+    text = f"communication that nothing hides takes {_part(share, step_ms)}"
     advice = (
         "accumulate more micro-batches per step (batch.global_size), lower zero.stage where "
         "memory allows it, set zero.overlap_comm: true, or keep what talks most on one host"
     )
-    text = f"communication that nothing hides takes {part(sent)}"
-    if pipe_size == 1 and factor >= SLOW_RANK:
+    if factor >= SLOW_RANK:
         text += (
             f", and the slowest rank works {factor:.2f} times as long as the others, which "
             "wait for it"
@@ -189,34 +184,48 @@ def _causes(
             "look for what slows that rank (ranks/slowest): its device, its processor, its disk; "
             "then " + advice
         )
-    yield cause("communication-bound", sent, COMMUNICATION_SHARE, text, advice)
-    bubble = (pipe_size - 1) / (micro_batches + pipe_size - 1)
-    wanted = 4 * (pipe_size - 1)
+    return _cause("communication-bound", share, COMMUNICATION_SHARE, text, advice)
+
+
+def _bubble(pipe_size: int, micro_batches: int) -> _Cause:
+    share = (pipe_size - 1) / (micro_batches + pipe_size - 1)
     text = (
         f"with {pipe_size} stages and {micro_batches} micro-batches per step, stages are idle for "
-        f"{bubble:.0%} of it ((p - 1) / (m + p - 1))"
+        f"{share:.0%} of it ((p - 1) / (m + p - 1))"
     )
     advice = (
-        f"raise batch.accumulation_steps to {wanted} or more with a smaller micro_size, or "
-        "use fewer stages"
+        f"raise batch.accumulation_steps to {4 * (pipe_size - 1)} or more with a smaller "
+        "micro_size, or use fewer stages"
     )
-    yield cause("bubble-bound", bubble, BUBBLE_SHARE, text, advice)
-    host = shares.get("other", 0.0) + shares.get("copy", 0.0)
-    fixed = host + shares.get("optimizer", 0.0)
-    advice = (
-        "raise batch.micro_size or accumulation_steps, compile the model, use a fused "
-        "optimizer, and log less often"
+    return _cause("bubble-bound", share, BUBBLE_SHARE, text, advice)
+
+
+_LESS_HOST: Final = (
+    "raise batch.micro_size or accumulation_steps, compile the model, use a fused optimizer, and "
+    "log less often"
+)
+
+
+def _host(shares: Mapping[str, float], step_ms: float) -> _Cause:
+    share = shares.get("other", 0.0) + shares.get("copy", 0.0)
+    text = f"Python and copies between the phases take {_part(share, step_ms)}"
+    return _cause("host-bound", share, HOST_SHARE, text, _LESS_HOST)
+
+
+def _fixed_costs(shares: Mapping[str, float], step_ms: float) -> _Cause:
+    """Judge what a step costs with any batch."""
+    share = shares.get("other", 0.0) + shares.get("copy", 0.0) + shares.get("optimizer", 0.0)
+    text = (
+        "what a step costs whatever its batch (optimizer, copies, Python) takes "
+        f"{_part(share, step_ms)}"
     )
-    text = f"Python and copies between the phases take {part(host)}"
-    yield cause("host-bound", host, HOST_SHARE, text, advice)
-    text = f"what a step costs whatever its batch (optimizer, copies, Python) takes {part(fixed)}"
-    yield cause("host-bound", fixed, FIXED_SHARE, text, advice)
+    return _cause("host-bound", share, FIXED_SHARE, text, _LESS_HOST)
 
 
 def _of_the_device(
     shares: Mapping[str, float], metrics: Mapping[str, float], device_bytes: float | None
 ) -> Verdict:
-    """Judge a run that waits for nothing: is its memory full, its device busy, or is it unknown?"""
+    """Judge a run that waits for nothing: by its memory, and by how busy its device is."""
     mfu = metrics.get("throughput/mfu")
     peak = metrics.get("memory/device_peak_bytes")
     full = peak / device_bytes if peak and device_bytes else 0.0
@@ -226,9 +235,8 @@ def _of_the_device(
             "larger micro-batch fits"
         )
         return Verdict("memory-bound", text, _LESS_MEMORY, full)
-    if mfu is None:
-        utilization = ""
-    else:
+    utilization = ""
+    if mfu is not None:
         utilization = f", at {mfu:.0%} of the device's peak (MFU)"
     if mfu is not None and mfu < IDLE_MFU:
         text = (
@@ -255,14 +263,10 @@ def _of_the_device(
         return Verdict(
             "compute-bound", f"compute-bound: the run waits for no data{utilization}", advice, mfu
         )
+    text = "unknown: no part was timed"
     if "data" in shares:
-        waits = f": waiting for data takes {_percent(shares['data'])} of a step, and"
-    else:
-        waits = ":"
-    if "data" in shares:
-        text = f"not data-bound{waits} its other parts were not timed"
-    else:
-        text = "unknown: no part was timed"
+        waits = f"waiting for data takes {_percent(shares['data'])} of a step"
+        text = f"not data-bound: {waits}, and its other parts were not timed"
     return Verdict(
         "unknown",
         text,
