@@ -14,18 +14,21 @@ from framework.models.split import VocabularyPart
 from framework.models.tiled_loss import TiledLoss
 from framework.tasks.task import Positions, Ratio, Task
 
-# exp of more than this is no float any more.
+# exp of a larger number overflows a float.
 _LARGEST_EXPONENT: Final = 709.0
 
 
 def perplexity_of(metrics: Mapping[str, float], *, loss: str) -> dict[str, float]:
-    """``{"perplexity": exp(metrics[loss])}``; infinite where a float ends, nothing where the loss
-    was not measured.
+    """Return ``{"perplexity": exp(metrics[loss])}``; empty if the loss was not measured.
+
+    The perplexity is infinite where it would overflow.
     """
     if loss not in metrics:
         return {}
     nats = metrics[loss]
-    return {"perplexity": math.inf if nats > _LARGEST_EXPONENT else math.exp(nats)}
+    if nats > _LARGEST_EXPONENT:
+        return {"perplexity": math.inf}
+    return {"perplexity": math.exp(nats)}
 
 
 class CausalLM(Task):
@@ -41,8 +44,9 @@ class CausalLM(Task):
     """This rank's part of the logits, where a tensor group shares them."""
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """As of any task; the labels of a mapping are the tokens themselves, as transformers'
-        models take them, and move by one.
+        """Divide a batch as any task does, and shift the labels of a mapping by one.
+
+        They are the tokens themselves, as transformers' models take them.
         """
         inputs, targets = super().split(batch)
         if isinstance(batch, Mapping):
@@ -50,43 +54,56 @@ class CausalLM(Task):
         return inputs, targets
 
     def share(self, inputs: Tensor, targets: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Both have positions; those that are added at the end are seen by none before them."""
+        """Take this rank's part of inputs and targets.
+
+        Positions that are added at the end are seen by no position before them.
+        """
         return positions.of(inputs, fill=0), positions.of(targets, fill=self.ignore_index)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Ratio:
-        """Cross-entropy in nats per position with a target."""
+        """Compute the cross-entropy in nats per position with a target."""
         return token_loss(
             outputs, targets, ignore_index=self.ignore_index, vocabulary=self.vocabulary
         )
 
     def count(self, targets: Tensor) -> Tensor:
-        """Number of positions with a target."""
+        """Count the positions with a target."""
         return (targets != self.ignore_index).sum()
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Ratio]:
-        """``loss``: nats per token; ``accuracy``: share of tokens whose logit is the largest."""
+        """Measure ``loss``, nats per token, and ``accuracy``, the share of tokens with the largest
+        logit.
+        """
         nats, correct, count = token_sums(
             outputs, targets, ignore_index=self.ignore_index, vocabulary=self.vocabulary
         )
         return {"loss": Ratio(nats, count), "accuracy": Ratio(correct, count)}
 
     def derive(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """``perplexity``: exp(loss), of the loss over all tokens and not of a mean over batches."""
+        """Derive ``perplexity``, exp(loss), from the loss over all tokens, not a mean over
+        batches.
+        """
         return perplexity_of(metrics, loss="loss")
 
 
 def logits_of(outputs: Any) -> Any:
-    """What a model returns, or of an output of transformers its logits."""
+    """Return the logits of an output of transformers, or the output itself."""
     return getattr(outputs, "logits", outputs)
 
 
 def class_loss(
     logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoothing: float = 0.0
 ) -> Ratio:
-    """Compute the cross-entropy in nats over targets that are not `ignore_index`: a float32 sum, a
-    count.
+    """Compute the cross-entropy in nats over targets that are not `ignore_index`.
 
-    Logits (batch, classes, ...) are floating, targets (batch, ...) int64.
+    Args:
+        logits: (batch, classes, ...), floating.
+        targets: (batch, ...) int64.
+        ignore_index: the target that is left out.
+        label_smoothing: as in `Classification`.
+
+    Returns:
+        A float32 sum and its count.
     """
     nats = cross_entropy(
         logits.float(),
@@ -101,8 +118,13 @@ def class_loss(
 def token_loss(
     logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
 ) -> Ratio:
-    """`class_loss` of logits (..., vocabulary), or this rank's part of them, or what tiles gave,
-    and targets (...,).
+    """Compute `class_loss` of tokens.
+
+    Args:
+        logits: (..., vocabulary), or this rank's part of them, or a `TiledLoss` in their place.
+        targets: (...,) int64.
+        ignore_index: the target that is left out.
+        vocabulary: this rank's part, where the vocabulary is divided.
     """
     logits = logits_of(logits)
     if isinstance(logits, TiledLoss):
@@ -118,8 +140,9 @@ def token_loss(
 def token_sums(
     logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over the positions whose target (...,) is not `ignore_index`, of logits (...,
-    vocabulary), or this rank's part of them.
+    """Sum up the metrics of all positions with a target that is not `ignore_index`.
+
+    The arguments are as for `token_loss`.
 
     Returns:
         Cross-entropy in nats, number of right guesses, number of positions: 0-d float64, on the
@@ -127,21 +150,21 @@ def token_sums(
     """
     logits = logits_of(logits)
     targets = targets.flatten()
-    is_done = isinstance(logits, TiledLoss)
-    if is_done:
-        logits = logits
-    else:
-        logits = logits.flatten(0, -2)
-    if is_done:
+    if isinstance(logits, TiledLoss):
+        assert logits.guesses is not None
         nats = logits.nats
         guesses = logits.guesses.flatten()
-    elif vocabulary is None:
-        nats = cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none")
-        guesses = logits.argmax(dim=-1)
     else:
-        nats = vocabulary.nats(logits, targets, ignore_index=ignore_index)
-        guesses = vocabulary.guesses(logits)
+        logits = logits.flatten(0, -2)
+        if vocabulary is None:
+            nats = cross_entropy(
+                logits.float(), targets, ignore_index=ignore_index, reduction="none"
+            )
+            guesses = logits.argmax(dim=-1)
+        else:
+            nats = vocabulary.nats(logits, targets, ignore_index=ignore_index)
+            guesses = vocabulary.guesses(logits)
     nats = nats.detach().double().sum()
-    counts = targets != ignore_index
-    correct = (guesses == targets).logical_and(counts).double().sum()
-    return nats, correct, counts.double().sum()
+    has_target = targets != ignore_index
+    correct = (guesses == targets).logical_and(has_target).double().sum()
+    return nats, correct, has_target.double().sum()

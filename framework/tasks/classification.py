@@ -14,34 +14,36 @@ class Classification(Task):
     """Cross-entropy over classes; metrics: loss and accuracy.
 
     The model returns logits (batch, num_classes) of any floating dtype; targets are class numbers
-    (batch,) int64. With further dimensions behind ((batch, num_classes, H, W) and (batch, H, W))
-    every position counts as a sample. A target of `ignore_index` is left out of loss and metrics.
+    (batch,) int64. With further dimensions, as (batch, num_classes, H, W) and (batch, H, W), every
+    position counts as a sample. A target of `ignore_index` is left out of loss and metrics.
     """
 
     def __init__(self, *, label_smoothing: float = 0.0, ignore_index: int = -100) -> None:
-        """Set what is left out, and the share of the target spread evenly over all classes, in [0,
-        1) (Szegedy et al. 2016, section 7).
+        """Set the options of the loss.
 
-        Smoothing applies to training only: the measured loss is the plain cross-entropy, comparable
-        between runs.
+        Args:
+            label_smoothing: share of the target that is spread evenly over all classes, in [0, 1)
+                (Szegedy et al. 2016, section 7). It applies to training only: the measured loss is
+                the plain cross-entropy, comparable between runs.
+            ignore_index: the target that is left out.
         """
         self.label_smoothing = label_smoothing
         self.ignore_index = ignore_index
 
     def loss(self, outputs: Any, targets: Tensor) -> Ratio:
-        """Cross-entropy in nats per sample, with label smoothing."""
+        """Compute the cross-entropy in nats per sample, with label smoothing."""
         outputs = logits_of(outputs)
         return class_loss(
             outputs, targets, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing
         )
 
     def count(self, targets: Tensor) -> Tensor:
-        """Number of samples that are not left out."""
+        """Count the samples that are not left out."""
         return (targets != self.ignore_index).sum()
 
     def measure(self, outputs: Any, targets: Tensor) -> dict[str, Ratio]:
-        """``loss``: cross-entropy in nats, not smoothed; ``accuracy``: share of samples whose
-        largest logit is right.
+        """Measure ``loss``, the cross-entropy in nats, not smoothed, and ``accuracy``, the share of
+        samples with the largest logit at the target.
         """
         nats, correct, count = token_sums(
             logits_of(outputs).movedim(1, -1), targets, ignore_index=self.ignore_index

@@ -1,7 +1,7 @@
-"""What a loss must not be: without a graph, or a sum over the samples of a batch.
+"""Refusal of losses without a graph, and of losses that are sums over the samples of a batch.
 
-DeepSpeed takes the mean of losses over micro-batches and ranks: of sums it would depend on how a
-batch is divided. The graph shows at no cost whether a loss may be a sum; only then it is compared
+DeepSpeed takes the mean of losses over micro-batches and ranks: a mean of sums would depend on how
+a batch is divided. The graph shows at no cost whether a loss may be a sum; only then it is compared
 with the losses of both halves of its batch.
 """
 
@@ -20,8 +20,8 @@ from framework.errors import ConfigError
 if TYPE_CHECKING:
     from framework.tasks.task import Task
 
-_SUM: Final = 2  # of torch's reductions (torch/nn/_reduction.py)
-# Names of a graph's nodes, without the number of the form that was called.
+_SUM: Final = 2  # number of torch's reduction "sum" (torch/nn/_reduction.py)
+# Names of a graph's nodes, without the number of the overload (SumBackward1 -> Sum).
 _SUMS: Final = frozenset({"Sum", "Bmm", "Mm", "Mv", "Dot"})
 _ADDED: Final = frozenset({"Add", "Sub"})
 _FACTORS: Final = frozenset({"Mul", "Div"})
@@ -34,8 +34,7 @@ _TOLERANCE: Final = 1e-4
 
 
 def refuse_without_graph(loss: Any, outputs: Any = None, *, key: str = "task") -> None:
-    """Refuse a loss that no gradient can be computed of; it would be an AssertionError of
-    DeepSpeed's.
+    """Refuse a loss without a gradient, which DeepSpeed would answer with an AssertionError.
 
     Raises:
         ConfigError: kind ``loss-without-graph``.
@@ -64,7 +63,8 @@ def refuse_without_graph(loss: Any, outputs: Any = None, *, key: str = "task") -
 
 
 def refuse_first_sum(task: Task, loss: Any, outputs: Any, targets: Any) -> None:
-    """Refuse a task that returns the sum over the batch of a run; asked once, of its first batch.
+    """Refuse a task with a loss that is the sum over the batch; called once, for the first batch of
+    a run.
 
     Raises:
         ConfigError: kind ``task-loss-result``.
@@ -84,21 +84,17 @@ def refusal(key: str, value: str = "") -> ConfigError:
 
 
 def refuse_summed(loss: Any, *, key: str) -> None:
-    """Refuse a loss object that is set to sum: a module, or a function that is given
+    """Refuse a loss object that is set to sum: a module, or a `partial`, with
     ``reduction="sum"``.
 
     Raises:
         ConfigError: kind ``task-loss-result``.
     """
+    option: Any = None
     if isinstance(loss, partial):
-        options = loss.keywords
-    else:
-        options = {}
-    if isinstance(loss, partial):
-        inner = loss.func
-    else:
-        inner = loss
-    if "sum" in (options.get("reduction"), getattr(inner, "reduction", None)):
+        option = loss.keywords.get("reduction")
+        loss = loss.func
+    if "sum" in (option, getattr(loss, "reduction", None)):
         raise refusal(key, 'reduction="sum"')
 
 
@@ -111,49 +107,51 @@ def is_sum(loss_of: Callable[[Any, Any], Any], loss: Tensor, outputs: Any, targe
     """Check whether a loss is the sum of the losses of both halves of its batch, and not their
     mean.
 
-    Waits for the device where the graph of the loss ends in a sum.
+    It waits for the device where the graph of the loss ends in a sum.
     """
     leaves = [leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor)]
-    if leaves and leaves[0].ndim:
-        size = len(leaves[0])
-    else:
-        size = 0
+    if not leaves or leaves[0].ndim == 0:
+        return False
+    size = len(leaves[0])
     if size < 2 or not _ends_in_sum(loss.grad_fn, size, _DEEPEST):
         return False
     devices = [loss.device] if loss.device.type == "cuda" else []
     half = size // 2
+
+    def loss_of_rows(rows: slice) -> Any:
+        return loss_of(_rows_of(outputs, rows, size), _rows_of(targets, rows, size))
+
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            halves = [
-                loss_of(_part(outputs, rows, size), _part(targets, rows, size))
-                for rows in (slice(half), slice(half, None))
-            ]
-            whole, first, second = torch.stack(
-                [loss.detach().double(), *(one.double() for one in halves)]
-            ).tolist()
-    except Exception:  # whatever the user's code raises: halves are no batch for it
+            first_loss = loss_of_rows(slice(half))
+            second_loss = loss_of_rows(slice(half, None))
+            losses = [loss.detach().double(), first_loss.double(), second_loss.double()]
+            whole, first, second = torch.stack(losses).tolist()
+    except Exception:  # the user's code may raise anything: a half may be no batch for it
         return False
-    allowed = _TOLERANCE * abs(whole)
+    tolerance = _TOLERANCE * abs(whole)
     mean = (half * first + (size - half) * second) / size
-    is_sum_of_both: bool = abs(whole - first - second) <= allowed
-    return is_sum_of_both and abs(whole - mean) > allowed
+    is_sum_of_both: bool = abs(whole - first - second) <= tolerance
+    return is_sum_of_both and abs(whole - mean) > tolerance
 
 
 def _ends_in_sum(node: Any, size: int, depth: int) -> bool:
-    """Check whether a graph ends in a sum, alone, among terms, or times what does not divide by the
-    batch; or in as many terms as the batch has samples.
+    """Check whether a graph ends in a sum over a batch of `size` samples.
+
+    The sum may stand alone, among terms, or times a constant that does not divide by the batch. As
+    many terms as the batch has samples are a sum as well.
     """
     if node is None or not depth:
         return False
     name = _name(node)
-    inner = [before for before, _ in node.next_functions]
     if name in _SUMS or getattr(node, "_saved_reduction", None) == _SUM:
         return True
     if name in _ADDED:
         terms = _terms(node)
         return len(terms) >= size or any(_ends_in_sum(term, size, depth - 1) for term in terms)
-    if name in _PASSED or (name in _FACTORS and _is_large(node, size)):
-        return _ends_in_sum(inner[0], size, depth - 1)
+    if name in _PASSED or (name in _FACTORS and _is_large_factor(node, size)):
+        input_node, _ = node.next_functions[0]
+        return _ends_in_sum(input_node, size, depth - 1)
     return False
 
 
@@ -163,21 +161,24 @@ def _name(node: Any) -> str:
 
 
 def _terms(node: Any) -> list[Any]:
-    """Return what is added up, of sums of sums as well."""
-    terms: list[Any] = [node]
-    found: list[Any] = []
-    while terms and len(found) < _MOST_TERMS:
-        term = terms.pop()
-        if term is not None and _name(term) in _ADDED:
-            terms += [before for before, _ in term.next_functions]
-        elif term is not None:
-            found.append(term)
-    return found
+    """Return the terms of an addition, and of additions among its terms."""
+    nodes: list[Any] = [node]
+    terms: list[Any] = []
+    while nodes and len(terms) < _MOST_TERMS:
+        current = nodes.pop()
+        if current is None:
+            continue
+        if _name(current) in _ADDED:
+            nodes.extend(before for before, _ in current.next_functions)
+        else:
+            terms.append(current)
+    return terms
 
 
-def _is_large(node: Any, size: int) -> bool:
-    """Check that a constant factor is none that may divide by the batch: such a mean depends on
-    nothing.
+def _is_large_factor(node: Any, size: int) -> bool:
+    """Check that a node's constant factor is too large to be a division by the batch size.
+
+    Such a division makes a mean of a sum.
     """
     constant = getattr(node, "_saved_other", None)
     if isinstance(constant, Tensor):
@@ -186,20 +187,16 @@ def _is_large(node: Any, size: int) -> bool:
         constant = float(constant)
     if not isinstance(constant, (int, float)) or not constant:
         return False
-    if _name(node) == "Mul":
-        factor = constant
-    else:
-        factor = 1 / constant
+    factor = constant if _name(node) == "Mul" else 1 / constant
     return abs(factor) * size > 1.5
 
 
-def _part(value: Any, rows: slice, size: int) -> Any:
-    """Take these samples of all tensors that have as many."""
+def _rows_of(value: Any, rows: slice, size: int) -> Any:
+    """Take these rows of all tensors with `size` rows."""
 
-    def part(leaf: Any) -> Any:
-        is_batch = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size
-        if is_batch:
+    def rows_of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size:
             return leaf.detach()[rows]
         return leaf
 
-    return tree_map(part, value)
+    return tree_map(rows_of_leaf, value)

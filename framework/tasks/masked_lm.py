@@ -21,10 +21,10 @@ class MaskedLM(Task):
     """Masked language model plus next-sentence prediction (Devlin et al. 2018); the loss is the sum
     of both means.
 
-    A batch is (input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label): the first three
-    (batch, length) int64 are the model's, the last two the targets. mlm_labels (batch, length) are
-    -100 where nothing is predicted; nsp_label (batch,) is 0 where the second segment follows the
-    first, 1 where it is from elsewhere.
+    A batch is (input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label). The first three,
+    (batch, length) int64, are the model's inputs, the last two the targets. mlm_labels (batch,
+    length) are -100 where nothing is predicted; nsp_label (batch,) is 0 where the second segment
+    follows the first, 1 where it is from elsewhere.
 
     The model returns (mlm_logits (batch, length, vocabulary), nsp_logits (batch, 2)) of any
     floating dtype.
@@ -35,16 +35,15 @@ class MaskedLM(Task):
     """This rank's part of the tokens' logits, where a tensor group shares them."""
 
     def split(self, batch: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """((input_ids, token_type_ids, attention_mask), (mlm_labels, nsp_label)).
+        """Divide a batch into (input_ids, token_type_ids, attention_mask) and (mlm_labels,
+        nsp_label).
 
         Raises:
-            ConfigError: kind ``task-batch``, where the data yields anything else.
+            ConfigError: kind ``task-batch``: the data yields anything else.
         """
-        if not isinstance(batch, (tuple, list)) or len(batch) != _NUM_INPUTS + 2:
-            if isinstance(batch, (tuple, list)):
-                size = f" of {len(batch)}"
-            else:
-                size = ""
+        is_row = isinstance(batch, (tuple, list))
+        if not is_row or len(batch) != _NUM_INPUTS + 2:
+            size = f" of {len(batch)}" if is_row else ""
             reason = (
                 f"the data yields a {type(batch).__name__}{size} per batch, and masked_lm "
                 f"reads {_FIELDS}"
@@ -56,52 +55,53 @@ class MaskedLM(Task):
     def share(
         self, inputs: Any, targets: Any, positions: Positions
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """All but the pair's label have positions. The label counts where the first one, [CLS], is;
-        attention reads the whole mask.
+        """Take this rank's part of ids, types and labels.
+
+        The mask stays whole, for attention. The label of the pair counts on rank 0, which has the
+        first position, [CLS].
         """
-        (ids, types, mask), (labels, nsp_label) = inputs, targets
-        shared = (
+        ids, types, mask = inputs
+        labels, nsp_label = targets
+        shared_inputs = (
             positions.of(ids, fill=0),
             positions.of(types, fill=0),
             positions.whole(mask, fill=0),
         )
-        if positions.rank == 0:
-            own_label = nsp_label
-        else:
-            own_label = torch.full_like(nsp_label, self.ignore_index)
-        return shared, (positions.of(labels, fill=self.ignore_index), own_label)
+        if positions.rank != 0:
+            nsp_label = torch.full_like(nsp_label, self.ignore_index)
+        return shared_inputs, (positions.of(labels, fill=self.ignore_index), nsp_label)
 
     def loss(
         self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]
     ) -> tuple[Ratio, Ratio]:
-        """Cross-entropy in nats per predicted token, and per pair."""
-        (mlm_logits, nsp_logits), (mlm_labels, nsp_label) = outputs, targets
-        return (
-            token_loss(
-                mlm_logits, mlm_labels, ignore_index=self.ignore_index, vocabulary=self.vocabulary
-            ),
-            class_loss(nsp_logits, nsp_label, ignore_index=self.ignore_index),
+        """Compute the cross-entropy in nats per predicted token, and per pair."""
+        mlm_logits, nsp_logits = outputs
+        mlm_labels, nsp_label = targets
+        mlm_loss = token_loss(
+            mlm_logits, mlm_labels, ignore_index=self.ignore_index, vocabulary=self.vocabulary
         )
+        return mlm_loss, class_loss(nsp_logits, nsp_label, ignore_index=self.ignore_index)
 
     def count(self, targets: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Number of predicted tokens, and of pairs."""
+        """Count the predicted tokens, and the pairs."""
         return tuple((labels != self.ignore_index).sum() for labels in targets)
 
     def measure(
         self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]
     ) -> dict[str, Ratio]:
-        """``mlm_loss`` and ``accuracy`` per predicted token, ``nsp_loss`` and ``nsp_accuracy`` per
-        pair.
+        """Measure ``mlm_loss`` and ``accuracy`` per predicted token, ``nsp_loss`` and
+        ``nsp_accuracy`` per pair.
         """
-        (mlm_logits, nsp_logits), (mlm_labels, nsp_label) = outputs, targets
+        mlm_logits, nsp_logits = outputs
+        mlm_labels, nsp_label = targets
         nats, correct, num_predicted = token_sums(
             mlm_logits, mlm_labels, ignore_index=self.ignore_index, vocabulary=self.vocabulary
         )
         nsp_nats, nsp_correct, num_pairs = token_sums(
             nsp_logits, nsp_label, ignore_index=self.ignore_index
         )
-        # the loss, a sum of two quotients, is no ratio of sums: `derive` makes it of those over all
-        # batches
+        # The loss, a sum of two quotients, is no ratio of sums: `derive` adds up the quotients over
+        # all batches.
         return {
             "mlm_loss": Ratio(nats, num_predicted),
             "accuracy": Ratio(correct, num_predicted),
@@ -110,9 +110,10 @@ class MaskedLM(Task):
         }
 
     def derive(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """``loss``: mlm_loss + nsp_loss, each over all batches; ``perplexity``: exp(mlm_loss)."""
+        """Derive ``loss``, mlm_loss + nsp_loss over all batches, and ``perplexity``,
+        exp(mlm_loss).
+        """
         if not {"mlm_loss", "nsp_loss"} <= metrics.keys():
             return {}
-        return {"loss": metrics["mlm_loss"] + metrics["nsp_loss"]} | perplexity_of(
-            metrics, loss="mlm_loss"
-        )
+        loss = metrics["mlm_loss"] + metrics["nsp_loss"]
+        return {"loss": loss} | perplexity_of(metrics, loss="mlm_loss")

@@ -1,4 +1,4 @@
-"""The loss that the model computes by itself, as transformers' models do where their inputs have
+"""The loss that the model itself computes, as transformers' models do if their inputs have
 labels.
 """
 
@@ -15,15 +15,17 @@ from framework.system.log import warn
 from framework.tasks.loss_checks import is_summed_by_torch, refusal
 from framework.tasks.task import Ratio, Task
 
-_LOOKED_AT: Final = 16
-"""Batches whose labels are looked at for padding."""
-_PADDED: Final = 4
-"""Of them, so many have to end like padding."""
+_NUM_INSPECTED: Final = 16
+"""Number of batches in which labels are searched for padding."""
+_FEWEST_PADDED: Final = 4
+"""Number of them that must end like padding, for a warning."""
 
 
 class ModelLoss(Task):
-    """Batches are mappings, which the model takes whole as keyword arguments; it returns its loss
-    as `loss`, as the key ``loss``, or first in a tuple.
+    """Minimises the loss that the model returns.
+
+    A batch is a mapping, which the model takes whole as keyword arguments. The model returns its
+    loss as the attribute or the key ``loss``, or first in a tuple.
     """
 
     def __init__(
@@ -33,95 +35,89 @@ class ModelLoss(Task):
         mean_over: Literal["samples", "labels", "next_labels"],
         ignore_index: int = -100,
     ) -> None:
-        """Set the key of the labels, and what the model's loss is a mean over: samples, labels that
-        are not `ignore_index`, or those of them that are not first in their row.
+        """Describe the model's loss.
+
+        Args:
+            labels: key of the labels in a batch.
+            mean_over: the model's loss is a mean over samples, over labels that are not
+                `ignore_index`, or over such labels without the first of each row (``next_labels``).
+            ignore_index: the label that the loss leaves out.
         """
         self.labels = labels
         self.mean_over = mean_over
         self.ignore_index = ignore_index
-        self._num_looked_at = self._num_padded = 0
+        self._num_inspected = 0
+        self._num_padded = 0
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """The whole batch, and its labels, which are counted.
+        """Return the whole batch, and its labels, which are counted.
 
         Raises:
-            ConfigError: kind ``task-batch``: it is no mapping, or has no labels.
+            ConfigError: kind ``task-batch``: the batch is no mapping, or has no labels.
         """
         if isinstance(batch, Mapping) and isinstance(batch.get(self.labels), Tensor):
             return batch, batch[self.labels]
         if isinstance(batch, Mapping):
-            found = f"with {', '.join(map(str, batch))}"
+            description = f"with {', '.join(map(str, batch))}"
         else:
-            found = f"a {type(batch).__name__}"
-        reason = f"a batch is a mapping with {self.labels}, and the data yields one that is {found}"
+            description = f"a {type(batch).__name__}"
+        reason = (
+            f"a batch is a mapping with {self.labels}, and the data yields one that is "
+            f"{description}"
+        )
         raise ConfigError.of(
             "task-batch", reason, "name the key of the labels", "task.labels", self.labels
         )
 
     def loss(self, outputs: Any, targets: Tensor) -> Ratio:
-        """What the model computed, as a sum over what it is a mean of."""
-        if isinstance(outputs, Mapping):
-            found = outputs.get("loss")
-        else:
-            found = getattr(
-                outputs, "loss", outputs[0] if isinstance(outputs, tuple) and outputs else None
-            )
-        if not isinstance(found, Tensor) or found.numel() != 1:
+        """Return the model's loss, a mean, as a sum and its count."""
+        mean = _loss_in(outputs)
+        if not isinstance(mean, Tensor) or mean.numel() != 1:
             reason = f"the model returned no loss, but {type(outputs).__name__}"
             raise ConfigError.of(
                 "task-loss-result", reason, "return it as `loss`", "task.kind", "model_loss"
             )
-        if is_summed_by_torch(found):
+        if is_summed_by_torch(mean):
             raise refusal("task.kind", "model_loss")
         count = self.count(targets)
-        # A mean over nothing is NaN, and adds nothing to the sum.
-        total = found.float().reshape(()) * count
-        return Ratio(
-            torch.where(
-                torch.as_tensor(count, device=total.device) > 0, total, torch.zeros_like(total)
-            ),
-            count,
-        )
+        total = mean.float().reshape(()) * count
+        # The mean of no labels is NaN, and must add nothing to the sum.
+        has_labels = torch.as_tensor(count, device=total.device) > 0
+        return Ratio(torch.where(has_labels, total, torch.zeros_like(total)), count)
 
     def count(self, targets: Tensor) -> Tensor | int:
-        """Number of samples or labels in a batch."""
+        """Count the samples or labels of a batch."""
         if self.mean_over == "samples":
             return len(targets)
-        return (
-            (targets if self.mean_over == "labels" else targets[:, 1:]) != self.ignore_index
-        ).sum()
+        if self.mean_over == "next_labels":
+            targets = targets[:, 1:]
+        return (targets != self.ignore_index).sum()
 
     def look_at(self, batch: Any) -> None:
-        """Warn, once, where rows of the first batches end like padding and no label is left out.
-        Reads what the host has, and nothing on a device.
+        """Warn, once, if rows of the first batches end like padding and no label is left out.
+
+        It reads tensors on the host alone, and none on a device.
         """
-        if (
-            self.mean_over == "samples"
-            or self._num_looked_at >= _LOOKED_AT
-            or not isinstance(batch, Mapping)
-        ):
+        if self.mean_over == "samples" or self._num_inspected >= _NUM_INSPECTED:
+            return
+        if not isinstance(batch, Mapping):
             return
         labels = batch.get(self.labels)
-        if (
-            not isinstance(labels, Tensor)
-            or labels.device.type != "cpu"
-            or labels.ndim < 2
-            or labels.numel() < 4
-        ):
+        if not isinstance(labels, Tensor) or labels.device.type != "cpu":
             return
-        self._num_looked_at += 1
+        if labels.ndim < 2 or labels.numel() < 4:
+            return
+        self._num_inspected += 1
         if (labels == self.ignore_index).any():
-            self._num_looked_at = _LOOKED_AT
+            self._num_inspected = _NUM_INSPECTED
             return
         padding = _padding_of(labels)
-        self._num_padded += padding is not None
-        if (
-            padding is not None
-            and self._num_looked_at == _LOOKED_AT
-            and self._num_padded >= _PADDED
-        ):
+        if padding is None:
+            return
+        self._num_padded += 1
+        if self._num_inspected == _NUM_INSPECTED and self._num_padded >= _FEWEST_PADDED:
             warn(
-                f"task.ignore_index: no label of the first {_LOOKED_AT} batches is "
+                f"task.ignore_index: no label of the first {_NUM_INSPECTED} batches is "
                 f"{self.ignore_index}, and rows end with one label ({padding}) again and again; "
                 f"if the model's loss leaves it out, set task.ignore_index: {padding} "
                 "[no-label-ignored]",
@@ -129,8 +125,20 @@ class ModelLoss(Task):
             )
 
 
+def _loss_in(outputs: Any) -> Any:
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss")
+    if hasattr(outputs, "loss"):
+        return outputs.loss
+    if isinstance(outputs, tuple) and outputs:
+        return outputs[0]
+    return None
+
+
 def _padding_of(labels: Tensor) -> int | None:
-    """Return the label that at least half of the rows begin or end with twice; None without one."""
+    """Return the label that stands twice at the end, or at the start, of at least half of the rows;
+    None if there is none.
+    """
     for ends in (labels[:, -2:], labels[:, :2]):
         ends = ends.flatten(1)
         label = int(ends[:, -1].mode().values)

@@ -1,4 +1,4 @@
-"""`Task`: the base class of what a batch means, for the tasks here and for a user's own."""
+"""`Task`: the base class of tasks, which give a batch its meaning; a user may write others."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from framework.errors import ConfigError
 from framework.tasks.loss_checks import refuse_summed
 
 _LABELS: Final = ("labels", "label", "targets", "target")
+_CROSS_ENTROPY_OPTIONS: Final = frozenset(
+    {"weight", "ignore_index", "reduction", "label_smoothing"}
+)
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A metric, or a loss, as total / count: summed over batches and ranks first and divided once,
-    it is exact.
+    """A metric or a loss as total / count. Totals and counts are summed over batches and ranks
+    before the division, so that the quotient is exact.
 
     Attributes:
-        total: 0-d tensor; of a metric detached and float64, so that sums over many batches keep
-            their digits; of a loss float32 and differentiable.
-        count: what to divide by, usually the number of samples: an int, or a 0-d tensor where only
-            the device knows it.
+        total: 0-d tensor. A metric's is detached and float64, so that sums over many batches keep
+            their digits; a loss's is float32 and differentiable.
+        count: the divisor, usually the number of samples: an int, or a 0-d tensor where only the
+            device knows it.
     """
 
     total: Tensor
@@ -36,30 +39,31 @@ class Ratio:
 
     @property
     def value(self) -> Tensor:
-        """The quotient; NaN where nothing counts."""
+        """The quotient; NaN if the count is 0."""
         return self.total / self.count
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Part of every sequence that this rank sees, with ``parallel.sequence``: `rank` of `size`
-    equal ones, in order.
+    """Part of every sequence that this rank sees, with ``parallel.sequence``: part `rank` of `size`
+    equal parts, in order.
     """
 
     rank: int
     size: int
 
     def of(self, tensor: Tensor, *, fill: int | None = None, dim: int = 1) -> Tensor:
-        """Take this part of a tensor that all ranks have alike, along `dim`; made longer by `whole`
-        to divide.
+        """Take this rank's part, along `dim`, of a tensor that all ranks have alike.
+
+        `whole` makes the tensor longer first where its positions do not divide.
         """
         return self.whole(tensor, fill=fill, dim=dim).chunk(self.size, dim)[self.rank]
 
     def whole(self, tensor: Tensor, *, fill: int | None = None, dim: int = 1) -> Tensor:
-        """Add as many positions of the value `fill` at the end as it takes to divide.
+        """Add positions with the value `fill` at the end until they divide by the number of parts.
 
         Raises:
-            ConfigError: kind ``sequence-not-divisible``, where there is no such value.
+            ConfigError: kind ``sequence-not-divisible``: they do not divide, and `fill` is None.
         """
         length = tensor.shape[dim]
         shape = list(tensor.shape)
@@ -91,8 +95,8 @@ class Task(ABC):
         """Divide a collated batch into what the model reads and what the loss compares with.
 
         Args:
-            batch: what the loader yields; by default a sequence whose last element is the targets,
-                or a mapping with ``labels`` (or ``label``, ``target``, ``targets``) and inputs,
+            batch: from the loader; by default a sequence with the targets as its last element, or
+                a mapping with ``labels`` (or ``label``, ``target``, ``targets``) and inputs,
                 each by the name of an argument.
 
         Returns:
@@ -102,18 +106,14 @@ class Task(ABC):
         Raises:
             ConfigError: kind ``task-batch``, for anything else: override `split` then.
         """
-        if isinstance(batch, Mapping):
-            name = next((name for name in _LABELS if name in batch), None)
-        else:
-            name = None
-        if name is not None and len(batch) > 1:
-            return {key: value for key, value in batch.items() if key != name}, batch[name]
+        if isinstance(batch, Mapping) and len(batch) > 1:
+            for name in _LABELS:
+                if name in batch:
+                    inputs = {key: value for key, value in batch.items() if key != name}
+                    return inputs, batch[name]
         is_row = isinstance(batch, Sequence) and not isinstance(batch, str | bytes)
         if not is_row or len(batch) < 2:
-            if is_row:
-                size = f" of {len(batch)}"
-            else:
-                size = ""
+            size = f" of {len(batch)}" if is_row else ""
             raise ConfigError.of(
                 "task-batch",
                 f"the data yields a {type(batch).__name__}{size} per batch, and the task can "
@@ -128,7 +128,7 @@ class Task(ABC):
         return (tuple(batch[:-1]), batch[-1])
 
     def shown_name(self) -> str:
-        """Return the name that problems have for it: that of the function, where it is one."""
+        """Return the name of the task in error messages: the class's, or the loss function's."""
         return type(self).__name__
 
     @staticmethod
@@ -142,8 +142,10 @@ class Task(ABC):
         )
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
-        """Call the model: a tuple becomes positional arguments, a mapping keyword arguments, else
-        there is one.
+        """Call the model with the inputs.
+
+        A tuple is passed as positional arguments, a mapping as keyword arguments, anything else as
+        one argument.
         """
         if isinstance(inputs, tuple):
             return model(*inputs)
@@ -156,12 +158,12 @@ class Task(ABC):
         (``parallel.sequence``).
 
         A mask that attention reads stays whole; targets that belong to no position count on one
-        rank only. The loss has to be a `Ratio`, where ranks count differently many positions.
+        rank only. Where ranks count different numbers of positions, the loss must be a `Ratio`.
 
         Args:
             inputs: the first part of `split`, of whole sequences.
             targets: the second part.
-            positions: whose `of` takes the part of a tensor.
+            positions: its method `of` takes the part of a tensor.
 
         Raises:
             ConfigError: kind ``task-has-no-positions``, unless a subclass overrides it.
@@ -179,23 +181,24 @@ class Task(ABC):
         """Compute the loss that training minimises.
 
         Args:
-            outputs: what the model returned, in the precision it ran in.
+            outputs: the model's, in the precision in which it ran.
             targets: the second part of `split`.
 
         Returns:
             0-d float32 tensor, the mean over the samples of the batch, differentiable. Convert
             low-precision outputs with ``.float()`` first: a mean over bfloat16 keeps three digits.
 
-            Where batches count differently many positions (padding, ignored labels), a mean of
+            Where batches count different numbers of positions (padding, ignored labels), a mean of
             their means would depend on how the samples fall into micro-batches: return ``Ratio(sum,
             count)`` and write `count` too. The loss of a step is then the sum over all its
-            micro-batches and ranks over the count of all. Several of them, in a tuple, are added as
-            quotients.
+            micro-batches and ranks, divided by the count of all. The quotients of several `Ratio`s
+            in a tuple are added.
         """
 
     def count(self, targets: Any) -> Tensor | int | tuple[Tensor | int, ...] | None:
-        """Count what a loss of sums is divided by, from the targets alone: asked before the model
-        has run.
+        """Return the divisor of a loss of sums, from the targets alone.
+
+        It is called before the model has run.
 
         Args:
             targets: as for `loss`.
@@ -214,9 +217,9 @@ class Task(ABC):
             targets: as for `loss`.
 
         Returns:
-            Metric name -> `Ratio`; "loss" must be among them, or come from `derive`. By default
-            only that: a loss of sums as it is, a mean weighted by `num_samples`. Of several sums
-            each is a metric, "loss_1", "loss_2", ...
+            Metric name -> `Ratio`; "loss" must be among them, or come from `derive`. By default it
+            is the only one: a loss of sums as it is, a mean weighted by `num_samples`. Each of
+            several sums is a metric of its own, "loss_1", "loss_2", ...
         """
         loss = self.loss(outputs, targets)
         if isinstance(loss, Tensor):
@@ -229,14 +232,14 @@ class Task(ABC):
         }
 
     def derive(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Metrics that are no ratio of sums (perplexity), computed once from those that are.
+        """Compute the metrics that are no ratio of sums (perplexity), once, from the others.
 
         Args:
-            metrics: what `measure` reported, over all batches and ranks.
+            metrics: the metrics of `measure`, over all batches and ranks.
 
         Returns:
-            Further metrics by name; one of the same name takes the place of the measured one. By
-            default the "loss" of several sums.
+            Further metrics by name; one of the same name replaces the measured one. By default the
+            "loss" of several sums.
         """
         parts = [value for name, value in metrics.items() if name.startswith("loss_")]
         if parts and "loss" not in metrics:
@@ -246,8 +249,8 @@ class Task(ABC):
     def num_samples(self, targets: Any) -> int:
         """Count the samples of a batch, from its targets.
 
-        A tensor's first dimension; for a mapping or a sequence of tensors (several targets per
-        sample) that of the first one; otherwise `len`.
+        It is a tensor's first dimension; for a mapping or a sequence of tensors (several targets
+        per sample) the first tensor's; otherwise `len`.
         """
         if isinstance(targets, Mapping):
             return self.num_samples(next(iter(targets.values())))
@@ -260,15 +263,15 @@ class Task(ABC):
 
 
 def as_task(obj: object, *, handed_over: bool = False) -> Task:
-    """Accept what a user's `task.target` may return or `fit` be given: a `Task`, or a callable
-    ``loss(outputs, targets)``.
+    """Return the task of an object from a user's `task.target` or from `fit`: a `Task`, or a
+    callable ``loss(outputs, targets)``.
 
     Args:
         obj: the object. A callable (a function, or a module such as `nn.MSELoss()`) gets
             floating-point outputs in float32 and returns the mean over the batch as a 0-d tensor;
             the evaluation metric is that loss. torch's cross-entropy, which leaves out ignored
             targets, is weighted by the others (`Task.count`).
-        handed_over: it came from Python, as `task`; problems name that.
+        handed_over: it came from Python, as the argument `task`, which error messages then name.
 
     Returns:
         The task itself, or one around the callable.
@@ -280,11 +283,14 @@ def as_task(obj: object, *, handed_over: bool = False) -> Task:
     """
     if isinstance(obj, Task):
         return obj
-    key, was, give = (
-        ("task", "handed over", "hand over")
-        if handed_over
-        else ("task.target", "returned", "return")
-    )
+    if handed_over:
+        key = "task"
+        was = "handed over"
+        give = "hand over"
+    else:
+        key = "task.target"
+        was = "returned"
+        give = "return"
 
     def refuse(reason: str, fix: str, *, kind: str = "task-target-result") -> ConfigError:
         return ConfigError.of(kind, reason, fix, key)
@@ -295,10 +301,10 @@ def as_task(obj: object, *, handed_over: bool = False) -> Task:
         )
     if not callable(obj):
         if obj is None:
-            what = "None"
+            name = "None"
         else:
-            what = f"a {type(obj).__module__}.{type(obj).__qualname__}".replace("builtins.", "")
-        raise refuse(f"{what} was {was}", f"{give} a Task or a callable loss(outputs, targets)")
+            name = f"a {type(obj).__module__}.{type(obj).__qualname__}".replace("builtins.", "")
+        raise refuse(f"{name} was {was}", f"{give} a Task or a callable loss(outputs, targets)")
     if isinstance(obj, nn.Module) and any(True for _ in obj.parameters()):
         reason = (
             f"the loss {type(obj).__qualname__} has parameters, and the optimizer updates "
@@ -306,42 +312,39 @@ def as_task(obj: object, *, handed_over: bool = False) -> Task:
         )
         raise refuse(reason, "make it a part of the model", kind="task-loss-parameters")
     refuse_summed(obj, key=key)
-    by_class = _class_loss_of(obj)
-    if by_class is None:
+    class_loss = _class_loss_of(obj)
+    if class_loss is None:
         return _CallableTask(obj, key=key)
-    return _ClassLossTask(by_class)
+    return _ClassLossTask(class_loss)
 
 
 def _class_loss_of(obj: object) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
-    """torch's loss of classes that a callable is, alone or with options; None where it is another
-    or no mean.
+    """Return torch's loss of classes that a callable stands for, or None.
+
+    That is an instance of one of the classes, or `cross_entropy`, alone or in a `partial` with
+    options. None also where it is set to something other than the mean.
     """
-    if isinstance(obj, partial) and not obj.args:
-        options = obj.keywords
-    else:
-        options = {}
-    function = obj.func if isinstance(obj, partial) else obj
-    if function is cross_entropy and not options.keys() - {
-        "weight",
-        "ignore_index",
-        "reduction",
-        "label_smoothing",
-    }:
+    function = obj
+    options: dict[str, Any] = {}
+    if isinstance(obj, partial):
+        function = obj.func
+        if not obj.args:
+            options = obj.keywords
+    if function is cross_entropy and options.keys() <= _CROSS_ENTROPY_OPTIONS:
         function = nn.CrossEntropyLoss(**options)
         options = {}
-    # A subclass may compute something else.
-    is_mean = (
-        type(function) in (nn.CrossEntropyLoss, nn.NLLLoss)
-        and cast(nn.CrossEntropyLoss, function).reduction
-    )
-    if is_mean == "mean" and not options:
-        return cast(nn.CrossEntropyLoss, function)
-    return None
+    # Not `isinstance`: a subclass may compute something else.
+    if type(function) not in (nn.CrossEntropyLoss, nn.NLLLoss):
+        return None
+    class_loss = cast(nn.CrossEntropyLoss, function)
+    if class_loss.reduction != "mean" or options:
+        return None
+    return class_loss
 
 
 class _ClassLossTask(Task):
-    """Minimises torch's loss of class numbers, or of probabilities, as the sum and the count that
-    its mean is made of.
+    """Minimises torch's loss of class numbers, or of probabilities, as a sum and the count by which
+    the mean divides it.
     """
 
     def __init__(self, function: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
@@ -370,21 +373,20 @@ class _CallableTask(Task):
         self._key = key
 
     def shown_name(self) -> str:
-        if isinstance(self.function, partial):
-            function = self.function.func
-        else:
-            function = self.function
+        function = self.function
+        if isinstance(function, partial):
+            function = function.func
         return getattr(function, "__name__", type(function).__name__)
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         loss = self.function(_in_float32(outputs), targets)
         if not isinstance(loss, Tensor) or loss.ndim != 0:
             if isinstance(loss, Tensor):
-                what = f"a tensor of shape {tuple(loss.shape)}"
+                result = f"a tensor of shape {tuple(loss.shape)}"
             else:
-                what = f"a {type(loss).__name__}"
+                result = f"a {type(loss).__name__}"
             reason = (
-                f"the loss function returned {what}, not the mean over the batch as a 0-d tensor"
+                f"the loss function returned {result}, not the mean over the batch as a 0-d tensor"
             )
             fix = "return loss.mean(), or leave reduction='none' out"
             raise ConfigError.of("task-loss-result", reason, fix, self._key)
@@ -392,8 +394,9 @@ class _CallableTask(Task):
 
 
 def _in_float32(outputs: Any) -> Any:
-    """Floating tensors as float32, inside plain tuples, lists and dicts too; objects of other types
-    are left alone.
+    """Convert floating tensors to float32, also inside plain tuples, lists and dicts.
+
+    Objects of other types are left alone.
     """
     if isinstance(outputs, Tensor):
         if outputs.is_floating_point():
