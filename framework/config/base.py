@@ -33,7 +33,7 @@ from pydantic_core import CoreSchema, core_schema
 
 
 def _whole(value: Any) -> Any:
-    """Let 5e8 be a count: YAML and JSON read it as a float, and people write bucket sizes that
+    """Let 5e8 be a count: YAML and JSON read it as a float, and bucket sizes are often written that
     way.
     """
     if isinstance(value, float) and value.is_integer():
@@ -50,8 +50,7 @@ def _as_text(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 PositiveCount = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-# Limits stand before the validator: pydantic shows those behind it to nobody, the JSON Schema
-# included.
+# Limits stand before the validator: pydantic leaves limits behind it out of the JSON Schema.
 EvenCount = Annotated[int, Field(ge=2, multiple_of=2), BeforeValidator(_whole)]
 CountFromTwo = Annotated[int, Field(ge=2), BeforeValidator(_whole)]
 CountFromEight = Annotated[int, Field(ge=8), BeforeValidator(_whole)]
@@ -84,7 +83,7 @@ def _suggest_run_name(text: str) -> str:
     return f"write for example {guess or 'run'}"
 
 
-# Pattern -> what it means in words, and a fix for a text that does not match it.
+# Pattern -> the reason of a text that does not match it, and a function that suggests a fix.
 WORDS_OF_PATTERNS: Final[dict[str, tuple[str, Callable[[str], str]]]] = {
     _IMPORT_PATH: ("not an import path", _suggest_import_path),
     _STEP_RANGE: (
@@ -96,8 +95,7 @@ WORDS_OF_PATTERNS: Final[dict[str, tuple[str, Callable[[str], str]]]] = {
         _suggest_run_name,
     ),
 }
-# The keys that tell the members of a union apart: of those that are known by name, and of one's own
-# code.
+# Keys that distinguish the members of a union: members with a name, and the user's own code.
 TAG_KEYS: Final = ("kind", "dtype", "device")
 OF_ONES_OWN: Final = ("target", "object")
 
@@ -146,7 +144,7 @@ class Kind(Section):
     own_fields: ClassVar[frozenset[str]] = frozenset({"kind"})
 
     def factory(self) -> Factory:
-        """The import path and keyword arguments that this section stands for."""
+        """Return the import path and keyword arguments that this section stands for."""
         return Factory(self.builds, self.model_dump(exclude=set(self.own_fields)))
 
 
@@ -177,17 +175,19 @@ class Object(Section):
 
 
 def choices_of(members: Mapping[str, type[BaseModel]]) -> tuple[str, list[str]]:
-    """The key that tells the members of a union apart, and what may be written there."""
+    """Return the key that distinguishes the members of a union, and its allowed values."""
     choices = [tag for tag in members if tag not in OF_ONES_OWN]
-    return next(key for key in TAG_KEYS if key in members[choices[0]].model_fields), choices
+    fields = members[choices[0]].model_fields
+    tag_key = next(key for key in TAG_KEYS if key in fields)
+    return tag_key, choices
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a union of sections: one key tells its members apart.
+    """Annotation of a union of sections; the value of one key distinguishes its members.
 
-    Where that is `kind`, code of one's own and an object from Python are told apart by the key that
-    names them.
+    Where that is `kind`, the user's own code and an object from Python are distinguished by the
+    presence of the key that names them.
     """
 
     key: str = "kind"
@@ -203,9 +203,10 @@ class OneOf:
             get = value.get
         else:
             get = partial(getattr, value)
-        for own in OF_ONES_OWN if self.key == "kind" else ():
-            if get(own, None) is not None:
-                return own
+        if self.key == "kind":
+            for key in OF_ONES_OWN:
+                if get(key, None) is not None:
+                    return key
         tag = get(self.key, None)
         if isinstance(tag, str):
             return tag
@@ -213,21 +214,28 @@ class OneOf:
 
 
 def members_of(union: Any) -> dict[str, type[BaseModel]]:
-    """Tag -> member of a union of sections that one key tells apart; empty for any other type."""
+    """Return the members of a union of sections by their tags; empty for any other type."""
     members: dict[str, type[BaseModel]] = {}
     for member in get_args(union):
         if not (isinstance(member, type) and issubclass(member, Section)):
             return {}
-        kinds = [member.model_fields[key].default for key in TAG_KEYS if key in member.model_fields]
-        members[kinds[0] if kinds else "target" if issubclass(member, Target) else "object"] = (
-            member
-        )
+        members[_tag_of(member)] = member
     return members
+
+
+def _tag_of(member: type[Section]) -> str:
+    for key in TAG_KEYS:
+        if key in member.model_fields:
+            tag: str = member.model_fields[key].default
+            return tag
+    if issubclass(member, Target):
+        return "target"
+    return "object"
 
 
 @cache
 def _field_sentences(section: type[Section]) -> dict[str, str]:
-    """Field name -> the string literal written under it, for the class and its bases."""
+    """Return the string literal under each field, by the field's name, of a class and its bases."""
     sentences: dict[str, str] = {}
     for cls in reversed([cls for cls in section.__mro__ if issubclass(cls, Section)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
@@ -246,15 +254,17 @@ class ModelKind(Kind):
 
 
 def plain_values(value: Any) -> Any:
-    """Values of a Python program as a file holds them: lists for tuples, text for paths, Python's
-    numbers for numpy's.
+    """Convert values of a Python program to those that a file can hold: lists for tuples, text for
+    paths, Python's numbers for numpy's.
 
-    Under ``args`` nothing is changed: that is what the user's own code is called with.
+    Values under ``args`` stay as they are: the user's own code is called with them.
     """
     if isinstance(value, Mapping):
-        return {
-            name: item if name == "args" else plain_values(item) for name, item in value.items()
-        }
+        plain = dict(value)
+        for name, item in value.items():
+            if name != "args":
+                plain[name] = plain_values(item)
+        return plain
     if isinstance(value, (list, tuple)):
         return [plain_values(item) for item in value]
     if isinstance(value, os.PathLike):

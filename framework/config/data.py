@@ -57,12 +57,14 @@ class Loader(Section):
     """
 
     def num_train_samples(self) -> int | None:
-        """Training samples as published or declared; None where only the files or the code know."""
+        """Return the number of training samples as published or declared; None if it is unknown
+        before the files are read or the code runs.
+        """
         return getattr(self, "train_samples", None)
 
     def image_shape(self) -> ImageShape | None:
-        """Shape of the images; None where only the files or the code know, or where there are
-        none.
+        """Return the shape of the images; None if there are none, or if it is unknown before the
+        files are read or the code runs.
         """
         return None
 
@@ -212,7 +214,7 @@ class _Text(_Dataset):
     """
 
     def vocab_size(self) -> int | None:
-        """Number of different tokens; None where only the files know."""
+        """Return the number of different tokens; None if only the files have it."""
         return BYTE_VOCAB_SIZE if self.path is None else None
 
 
@@ -242,7 +244,7 @@ class TextPairs(_Text):
     """
 
     def has_random_samples(self) -> bool:
-        """Segments and hidden tokens are drawn anew every epoch."""
+        """Return True: segments and hidden tokens are drawn anew every epoch."""
         return True
 
 
@@ -262,7 +264,7 @@ class _Labelled(_Dataset):
     """Most tokens of a sample."""
 
     def vocab_size(self) -> int | None:
-        """Number of different tokens; None where only the files know."""
+        """Return the number of different tokens; None if only the files have it."""
         return BYTE_VOCAB_SIZE if self.tokenizer is None else None
 
 
@@ -383,7 +385,7 @@ class Mixture(_Dataset, _Streamable):
     """Weight and data of each; a share is kept to within one sample per lane."""
 
     def has_random_samples(self) -> bool:
-        """Some part has them."""
+        """Check whether some part has random samples."""
         return any(part.data.has_random_samples() for part in self.parts)
 
 

@@ -1,5 +1,5 @@
-"""DeepSpeed's top-level keys and where a run config says the same: for people who know DeepSpeed's
-words and write them here.
+"""DeepSpeed's keys and the keys of a run config with the same meaning: for users who write
+DeepSpeed's names in a run config.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OWNED: Final[Mapping[str, str]] = _WORDS["owned"]
 # Top-level keys that DeepSpeed 0.19.8 reads and no section decides (runtime/config.py,
 # runtime/constants.py).
 PASSED_THROUGH: Final = frozenset(_WORDS["passed_through"])
-# Sections of these that further keys can be put into.
+# DeepSpeed's sections that rendering writes, and that may have further keys.
 SHARED: Final = frozenset(
     {
         "fp16",
@@ -46,9 +46,6 @@ SCHEDULES: Final[Mapping[type[Section], tuple[str, Mapping[str, str]]]] = {
     section: (section.__name__, _WORDS["schedules"][section.__name__])
     for section in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
-_SCHEDULE: Final = {
-    theirs: ours for _, names in SCHEDULES.values() for ours, theirs in names.items()
-}
 _OPTIMIZER: Final = (
     "lr",
     "weight_decay",
@@ -60,31 +57,37 @@ _OPTIMIZER: Final = (
     "min_coeff",
 )
 _ELSEWHERE: Final = {"dtype", "grad_accumulation", "grad_reduction"}
-# DeepSpeed's dotted key -> ours, for every key that rendering writes into a shared section or that
-# is another name of one.
-TYPED: Final[Mapping[str, str]] = {
-    **_WORDS["typed"],
-    **{
-        f"zero_optimization.{theirs}": f"zero.{name}"
-        for name in Zero.model_fields
-        for theirs in (name, name.removeprefix("stage3_"))
-        if name not in OFFLOADS
-    },
-    **{
-        f"zero_optimization.{name}.{field}": f"zero.{name}.{field}"
-        for name, devices in OFFLOADS.items()
-        for device in devices.values()
-        for field in device.model_fields
-    },
-    **{f"fp16.{name}": f"precision.{name}" for name in FP16.model_fields if name not in _ELSEWHERE},
-    **{f"bf16.{name}": f"precision.{name}" for name in BF16.model_fields if name not in _ELSEWHERE},
-    **{f"optimizer.params.{name}": f"optimizer.{name}" for name in _OPTIMIZER},
-    **{f"scheduler.params.{name}": f"scheduler.{ours}" for name, ours in _SCHEDULE.items()},
-}
+
+
+def _typed_keys() -> dict[str, str]:
+    keys: dict[str, str] = dict(_WORDS["typed"])
+    for name in Zero.model_fields:
+        if name not in OFFLOADS:
+            keys[f"zero_optimization.{name}"] = f"zero.{name}"
+            keys[f"zero_optimization.{name.removeprefix('stage3_')}"] = f"zero.{name}"
+    for name, devices in OFFLOADS.items():
+        for device in devices.values():
+            for field in device.model_fields:
+                keys[f"zero_optimization.{name}.{field}"] = f"zero.{name}.{field}"
+    for dtype, section in (("fp16", FP16), ("bf16", BF16)):
+        for name in section.model_fields:
+            if name not in _ELSEWHERE:
+                keys[f"{dtype}.{name}"] = f"precision.{name}"
+    for name in _OPTIMIZER:
+        keys[f"optimizer.params.{name}"] = f"optimizer.{name}"
+    for _, parameters in SCHEDULES.values():
+        for field, parameter in parameters.items():
+            keys[f"scheduler.params.{parameter}"] = f"scheduler.{field}"
+    return keys
+
+
+# DeepSpeed's dotted key -> ours, for every key that rendering writes into a shared section, and for
+# other names of such keys.
+TYPED: Final[Mapping[str, str]] = _typed_keys()
 
 
 def place_here(name: str) -> str:
-    """Describe where a run config takes a DeepSpeed key; empty where the name is none."""
+    """Describe where a run config takes a DeepSpeed key; empty if the name is no such key."""
     if name in OWNED:
         return f"DeepSpeed's {name} is {OWNED[name]} here"
     if name in PASSED_THROUGH:

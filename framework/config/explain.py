@@ -1,5 +1,5 @@
-"""Turns pydantic's findings into problems in the user's words: dotted key, value, reason, fix,
-stable kind.
+"""Turns pydantic's validation errors into `Problem`s: dotted key, value, reason, fix, stable
+kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORDS: Final = json.loads(Path(__file__).with_suffix(".json").read_text(encodin
 # Optimizers that DeepSpeed knows by name and this framework does not: why, and what to write.
 _OTHER_OPTIMIZERS: Final[dict[str, tuple[str, str]]] = _WORDS["other_optimizers"]
 _SECTION: Final = "a section of keys"
-# pydantic's error type -> what belongs there.
+# pydantic's error type -> the type that belongs there.
 WANTED: Final[Mapping[str, str]] = _WORDS["wanted"]
 # pydantic's error type -> (reason, fix), filled in from the error's context.
 _OUT_OF_RANGE: Final[Mapping[str, Sequence[str]]] = _WORDS["out_of_range"]
@@ -32,21 +32,20 @@ _OUT_OF_RANGE: Final[Mapping[str, Sequence[str]]] = _WORDS["out_of_range"]
 _TURNS_OFF: Final[Mapping[str, str]] = {
     "training.clip_grad_norm": "write 0 to turn clipping off, or leave the key out for 1.0"
 }
-TRUTH: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("yes", "on", "y", "true", "1"), "true"),
-    **dict.fromkeys(("no", "off", "n", "false", "0"), "false"),
-}
+TRUTH: Final[Mapping[str, str]] = dict.fromkeys(
+    ("yes", "on", "y", "true", "1"), "true"
+) | dict.fromkeys(("no", "off", "n", "false", "0"), "false")
 
 
 def explain(
     error: ValidationError, model: type[BaseModel], *, texts: Mapping[KeyPath, str] | None = None
 ) -> list[tuple[KeyPath, Problem]]:
-    """All findings of one validation, each with the path of the value it is about.
+    """Return all problems of one validation, each with the path of its value.
 
     Args:
-        error: what pydantic found.
-        model: what it validated for.
-        texts: how numbers are written, where that is not how they would be shown.
+        error: of pydantic.
+        model: the class that was validated for.
+        texts: texts of numbers that are written otherwise than they would be shown.
     """
     return [_problem(details, model, texts or {}) for details in error.errors(include_url=False)]
 
@@ -84,19 +83,19 @@ def _problem(
         reason, suggest = WORDS_OF_PATTERNS[context["pattern"]]
         return path, Problem("wrong-value", reason, suggest(str(value)), key, value)
     reason, fix = _OUT_OF_RANGE.get(kind, ("{message}", ""))
-    words = {
+    limits = {
         name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()
     }
-    words["message"] = details["msg"]
-    return path, Problem("wrong-value", reason.format(**words), fix.format(**words), key, value)
+    limits["message"] = details["msg"]
+    return path, Problem("wrong-value", reason.format(**limits), fix.format(**limits), key, value)
 
 
 def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, Any, Any]:
-    """The path in the user's values, the type that owns its last key, and the type of the value
-    there.
+    """Return the path in the user's values, the type that owns its last key, and the type of the
+    value there.
 
-    pydantic puts the tag of a union's member between the keys of the path; the annotations tell the
-    two apart.
+    pydantic puts the tag of a union's member between the keys of the path; the annotations
+    distinguish the two.
     """
     path: list[str | int] = []
     owner: Any = model
@@ -116,14 +115,14 @@ def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, 
             field = fields_of(annotation).get(str(part))
             owner = annotation
             annotation = None if field is None else field.annotation
-            # a section that may be left out is the section
+            # The type of a section that may be left out is the section.
             if get_args(annotation)[1:] == (type(None),):
                 annotation = get_args(annotation)[0]
     return tuple(path), owner, annotation
 
 
 def fields_of(owner: Any) -> Mapping[str, FieldInfo]:
-    """The fields of a section by name; none of anything else."""
+    """Return the fields of a section by name; empty for any other type."""
     if isinstance(owner, type) and issubclass(owner, BaseModel):
         return owner.model_fields
     return {}
@@ -135,36 +134,36 @@ def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -
     known = fields_of(owner)
     reason = "there is no such key"
     guess = nearest(name, known)
+    place = place_here(name)
     homes = list(homes_of(name, root))
     if name == "kind" and "target" in known:
         reason = "the section names a target as well"
         fix = "keep kind or target, not both"
-    elif (place := place_here(name)) and (len(path) == 1 or name in OWNED):
+    elif place and (len(path) == 1 or name in OWNED):
         fix = place
     elif homes:
         reason = "there is no such key here"
         fix = f"it exists as {' and '.join(homes[:3])}"
     elif guess:
         fix = f"did you mean '{guess}'?"
+    elif known:
+        fix = f"known here: {', '.join(known)}"
     else:
-        if known:
-            fix = f"known here: {', '.join(known)}"
-        else:
-            fix = "remove it"
+        fix = "remove it"
     return Problem("unknown-key", reason, fix, key, value)
 
 
 def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
-    """List the places of a key of this name: ``section.key``, with the kinds that have it where not
-    all do.
+    """Yield the places of a key of this name: ``section.key``, with the kinds that have it if not
+    all have.
     """
     for section, field in root.model_fields.items():
         members = members_of(field.annotation)
-        having = [tag for tag, member in members.items() if name in member.model_fields]
-        if members and len(having) >= len(members) - 2:  # all but target and object
+        kinds = [tag for tag, member in members.items() if name in member.model_fields]
+        if members and len(kinds) >= len(members) - 2:  # all but target and object
             yield f"{section}.{name}"
-        elif having:
-            yield f"{section}.{name} of {', '.join(having)}"
+        elif kinds:
+            yield f"{section}.{name} of {', '.join(kinds)}"
         elif name in fields_of(field.annotation):
             yield f"{section}.{name}"
 
@@ -173,66 +172,61 @@ def _unknown_kind(
     path: KeyPath, value: Any, members: Mapping[str, type[BaseModel]]
 ) -> tuple[KeyPath, Problem]:
     tag_key, choices = choices_of(members)
-    listed = ", ".join(choices) + (
-        ", or target: package.module:name" if "target" in members else ""
-    )
+    choices_text = ", ".join(choices)
+    if "target" in members:
+        choices_text += ", or target: package.module:name"
     if not isinstance(value, Mapping):
         reason, fix = _wrong_type(value, _SECTION)
         if isinstance(value, str):
-            if value in choices:
-                guess = value
-            else:
-                guess = nearest(value, choices) or choices[0]
+            guess = value if value in choices else nearest(value, choices) or choices[0]
             fix = f"write {{{tag_key}: {guess}}}"
         return path, Problem("wrong-type", reason, fix, ".".join(map(str, path)), value)
-    found = value.get(tag_key)
-    if found is not None or value.get("target") is None:
-        named = tag_key
-    else:
-        named = "target"
-    path = (*path, named)
-    key = ".".join(map(str, path))
-    if named == "target":
+    kind = value.get(tag_key)
+    if kind is None and value.get("target") is not None:
+        target_path = (*path, "target")
         reason = "this section takes no code of your own"
-        fix = f"use {tag_key}: one of {listed}"
-        return path, Problem("unsupported-target", reason, fix, key, value["target"])
-    if found is None:
+        fix = f"use {tag_key}: one of {choices_text}"
+        key = ".".join(map(str, target_path))
+        return target_path, Problem("unsupported-target", reason, fix, key, value["target"])
+    kind_path = (*path, tag_key)
+    key = ".".join(map(str, kind_path))
+    if kind is None:
         reason = "the section does not say which kind it is"
-        fix = f"add {tag_key}: one of {listed}"
-        if path[:-1] == ("data",) and tag_key not in value:
+        fix = f"add {tag_key}: one of {choices_text}"
+        if path == ("data",) and tag_key not in value:
             fix += (
                 "; keys without a kind belong to data that Python hands over (train_data=...), "
                 "and none was"
             )
-        return path, Problem("missing-kind", reason, fix, key)
-    if path[0] == "optimizer" and (elsewhere := _OTHER_OPTIMIZERS.get(str(found).lower())):
-        return path, Problem("unknown-kind", *elsewhere, key, found)
-    meant = nearest(str(found), choices)
-    if meant:
-        fix = f"did you mean '{meant}'? known: {listed}"
-    else:
-        fix = f"known: {listed}"
-    return path, Problem("unknown-kind", "there is no such kind", fix, key, found)
+        return kind_path, Problem("missing-kind", reason, fix, key)
+    if path[0] == "optimizer" and str(kind).lower() in _OTHER_OPTIMIZERS:
+        reason, fix = _OTHER_OPTIMIZERS[str(kind).lower()]
+        return kind_path, Problem("unknown-kind", reason, fix, key, kind)
+    fix = f"known: {choices_text}"
+    similar = nearest(str(kind), choices)
+    if similar:
+        fix = f"did you mean '{similar}'? {fix}"
+    return kind_path, Problem("unknown-kind", "there is no such kind", fix, key, kind)
 
 
 def _wrong_type(value: Any, wanted: str) -> tuple[str, str]:
+    """Return the reason and the fix of a value of another type."""
     reason = f"{_type_name(value)} where {wanted} belongs"
     if wanted == _SECTION:
-        return reason, "write its keys under it" + (
-            ", or leave the section out" if value is None else ""
-        )
+        fix = "write its keys under it"
+        if value is None:
+            fix += ", or leave the section out"
+        return reason, fix
     if value is None:
         return reason, f"write {wanted}, or leave the key out"
     if isinstance(value, str) and wanted in ("a whole number", "a number") and _is_number(value):
         return reason, f"write {value.strip()} without quotes"
     if wanted == "true or false" and str(value).lower() in TRUTH:
         return reason, f"write {TRUTH[str(value).lower()]}"
-    if isinstance(value, str):
-        text = value.strip().lower()
-    else:
-        text = ""
-    if wanted == "a number" and text.lstrip("+-.") in ("nan", "inf", "infinity"):
-        return reason, "write a finite number"
+    if isinstance(value, str) and wanted == "a number":
+        text = value.strip().lower().lstrip("+-.")
+        if text in ("nan", "inf", "infinity"):
+            return reason, "write a finite number"
     return reason, f"write {wanted}"
 
 

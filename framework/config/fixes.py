@@ -1,9 +1,9 @@
-"""`check --fix` for run configs: the problems that have one safe answer, made good in the text.
+"""`check --fix` for run configs: edits of the text for problems with one safe fix.
 
-Safe means that the answer says what the file already meant: a misspelt key or kind with one likely
-name, a key in the wrong section that only one other section has, a number in quotes, a truth value
-in another word. Every edit is tried on a copy: what does not make its problem go away, or brings
-another one to the same place, is not made.
+A fix is safe if the file meant the same: a misspelt key or kind with one likely name, a key in the
+wrong section that only one other section has, a number in quotes, a truth value in another word.
+Every edit is tried on a copy. It is not made if its problem stays, or if another problem appears in
+the same place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from framework.config.base import choices_of, members_of
 from framework.config.explain import TRUTH, WANTED, descend, explain, fields_of, homes_of
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError
-from framework.text.document import KeyPath, at, document_of, parse_scalar
+from framework.text.document import Document, KeyPath, at, document_of, parse_scalar
 from framework.text.edits import (
     Edit,
     InsertMember,
@@ -31,7 +31,7 @@ from framework.text.edits import (
 )
 from framework.text.typos import only_alike
 
-Answer = tuple[Edit, ...]
+Edits = tuple[Edit, ...]
 
 _MOST_EDITS: Final = 100
 _ALIKE: Final = 0.75  # "stge" and "stage" are, "rate" and "ratio" are not
@@ -39,12 +39,11 @@ _KIND_ALIKE: Final = 0.8  # a kind changes what the run does: "fp61" could be fp
 
 
 def fixed_run_config(text: str, path: Path, *, name: str) -> str:
-    """The text of a run config with everything mended that has one safe answer; the same text where
-    nothing has.
+    """Return the text of a run config with every problem fixed that has one safe fix.
 
     Args:
-        text: what the file holds.
-        path: the file, whose ending says YAML or JSON.
+        text: content of the file.
+        path: the file; its ending decides between YAML and JSON.
         name: the file as the user gave it.
 
     Raises:
@@ -54,52 +53,64 @@ def fixed_run_config(text: str, path: Path, *, name: str) -> str:
         document = document_of(text, path, name=name)
         if not isinstance(document.value, dict):
             break
-        attempts = (edited(document, edits) for edits in _good_edits(document.value))
-        after = next((attempt for attempt in attempts if attempt is not None), None)
-        if after is None:
+        new_text = _first_fix(document)
+        if new_text is None:
             break
-        text = after
+        text = new_text
     return text
 
 
-def _good_edits(values: Mapping[str, Any]) -> Iterator[Answer]:
-    """Answers after which their problem is gone and their place is in order."""
-    found = _found(values)
-    before = {path for path, _ in found}
-    for _, answers in found:
-        for answer in answers:
-            after = _found(edited_value(values, answer))
-            # Another value in the same place would solve those that have one.
-            new = {
-                path
-                for path, further in after
-                if not any(isinstance(edit, ReplaceValue) for *_, edit in further)
-            }
-            if not any(_spoils(answer[-1], path) for path in new - before):
-                yield answer
+def _first_fix(document: Document) -> str | None:
+    """Return the text after the first good edit that the text allows, or None."""
+    for edits in _good_edits(document.value):
+        new_text = edited(document, edits)
+        if new_text is not None:
+            return new_text
+    return None
+
+
+def _good_edits(values: Mapping[str, Any]) -> Iterator[Edits]:
+    """Yield the edits that solve their problem and bring no other to its place."""
+    problems = _problems(values)
+    paths_before = {path for path, _ in problems}
+    for _, candidates in problems:
+        for edits in candidates:
+            new_paths = _paths_without_value_fix(edited_value(values, edits)) - paths_before
+            if not any(_spoils(edits[-1], path) for path in new_paths):
+                yield edits
+
+
+def _paths_without_value_fix(values: Mapping[str, Any]) -> set[KeyPath]:
+    """Return the places of problems that no other value in the same place would solve."""
+    paths: set[KeyPath] = set()
+    for path, candidates in _problems(values):
+        if not any(isinstance(edits[-1], ReplaceValue) for edits in candidates):
+            paths.add(path)
+    return paths
 
 
 def _spoils(edit: Edit, problem: KeyPath) -> bool:
-    """Check whether a new problem speaks against the edit. What is wrong inside of a renamed
-    section was wrong before, unseen.
+    """Check whether a new problem speaks against the edit.
+
+    Problems inside of a renamed section were there before, unseen.
     """
     if isinstance(edit, MoveMember):
         return problem[:1] == edit.to[:1]
     return problem == (edit.made or edit.path)
 
 
-def _found(values: Mapping[str, Any]) -> list[tuple[KeyPath, list[Answer]]]:
-    """The path of every problem, and what may be done about it."""
+def _problems(values: Mapping[str, Any]) -> list[tuple[KeyPath, list[Edits]]]:
+    """Return the path of every problem, and the edits that may solve it."""
     try:
         RunConfig.model_validate(dict(values))
     except ValidationError as error:
         paths = [path for path, _ in explain(error, RunConfig)]
-        answers = [list(_answers(details, values)) for details in error.errors(include_url=False)]
-        return list(zip(paths, answers, strict=True))
+        edits = [list(_candidates(details, values)) for details in error.errors(include_url=False)]
+        return list(zip(paths, edits, strict=True))
     return []
 
 
-def _answers(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Answer]:
+def _candidates(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Edits]:
     path, owner, annotation = descend(details["loc"], RunConfig)
     kind = details["type"]
     value = details["input"]
@@ -110,52 +121,57 @@ def _answers(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Answe
     elif kind in ("union_tag_not_found", "union_tag_invalid"):
         yield from _for_unknown_kind(path, value, members_of(annotation))
     elif kind in WANTED:
-        meant = _as_wanted(value, WANTED[kind])
-        if meant is not None:
-            yield (ReplaceValue(path, meant),)
+        converted = _convert(value, WANTED[kind])
+        if converted is not None:
+            yield (ReplaceValue(path, converted),)
 
 
-def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> Iterator[Answer]:
+def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> Iterator[Edits]:
     name = str(path[-1])
     known = fields_of(owner)
     if name == "kind" and "target" in known:
         return
-    elsewhere = list(homes_of(name, RunConfig))
+    homes = list(homes_of(name, RunConfig))
     guess = only_alike(name, known, least=_ALIKE)
     siblings = at(values, path[:-1])
     is_plain = not isinstance(siblings[name], (Mapping, list))
-    if guess is not None and not elsewhere and guess not in siblings:
+    if guess is not None and not homes and guess not in siblings:
         yield (RenameKey(path, guess),)
-    # "zero.x of cpu": one kind only
-    if len(elsewhere) == 1 and guess is None and is_plain and " " not in elsewhere[0]:
-        section, _, key = elsewhere[0].partition(".")
+    # A home such as "zero.x of cpu" is in one kind of a section only.
+    if len(homes) == 1 and guess is None and is_plain and " " not in homes[0]:
+        section, _, key = homes[0].partition(".")
         home = values.get(section)
-        # it is of a kind all the same, which has to be said once it is written
+        move = MoveMember(path, (section, key))
         if section not in values:
-            kind = [
-                InsertMember((section, tag), name) for tag, name in kind_of_default(section).items()
-            ]
-            yield (*kind, MoveMember(path, (section, key)))
+            # A section that is written needs its kind, the default's.
+            edits: list[Edit] = []
+            for tag, kind in kind_of_default(section).items():
+                edits.append(InsertMember((section, tag), kind))
+            edits.append(move)
+            yield tuple(edits)
         elif isinstance(home, Mapping) and home and key not in home:
-            yield (MoveMember(path, (section, key)),)
+            yield (move,)
 
 
 def _for_unknown_kind(
     path: KeyPath, value: Any, known: Mapping[str, type[BaseModel]]
-) -> Iterator[Answer]:
+) -> Iterator[Edits]:
     tag_key, choices = choices_of(known)
     if isinstance(value, str) and value in choices:
         yield (ReplaceValue(path, {tag_key: value}),)
-    elif isinstance(value, Mapping) and isinstance(written := value.get(tag_key), str):
-        meant = only_alike(written, choices, least=_KIND_ALIKE)
-        if meant is not None:
-            yield (ReplaceValue((*path, tag_key), meant),)
+    elif isinstance(value, Mapping):
+        written = value.get(tag_key)
+        if isinstance(written, str):
+            guess = only_alike(written, choices, least=_KIND_ALIKE)
+            if guess is not None:
+                yield (ReplaceValue((*path, tag_key), guess),)
 
 
-def _as_wanted(value: Any, wanted: str) -> Any:
-    """The same value in the type that belongs there; None where that is not clear."""
+def _convert(value: Any, wanted: str) -> Any:
+    """Return the value in the type that belongs there; None if its meaning is not clear."""
     if wanted == "true or false":
-        return {"true": True, "false": False}.get(TRUTH.get(str(value).lower(), ""))
+        truth = TRUTH.get(str(value).lower())
+        return None if truth is None else truth == "true"
     if wanted in ("a whole number", "a number") and isinstance(value, str):
         try:
             number = parse_scalar(value.strip())
@@ -164,5 +180,4 @@ def _as_wanted(value: Any, wanted: str) -> Any:
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
         if is_number and abs(number) < float("inf"):
             return number
-        return None
     return None

@@ -1,4 +1,4 @@
-"""Which weights `training.freeze` keeps from training, and in which steps."""
+"""The weights that `training.freeze` keeps from training, and the steps in which it does."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def always_frozen(entries: Iterable[FreezeEntry]) -> list[str]:
 
 
 def scheduled(entries: Iterable[FreezeEntry]) -> dict[int, FrozenSteps]:
-    """Entries of weights that are trained in some steps, by their number."""
+    """Return the entries of weights that are trained in some steps, by their number."""
     return {number: entry for number, entry in enumerate(entries) if not isinstance(entry, str)}
 
 
 def entry_of(name: str, entries: Sequence[FreezeEntry]) -> int | None:
-    """Number of the first entry that matches the whole name of a weight; None where none does."""
+    """Return the number of the first entry that matches the whole name of a weight, or None."""
     for number, entry in enumerate(entries):
         if any(re.fullmatch(pattern, name) for pattern in patterns_of(entry)):
             return number
@@ -40,7 +40,7 @@ def entry_of(name: str, entries: Sequence[FreezeEntry]) -> int | None:
 
 
 def refuse_bad_freeze(names: Iterable[str], entries: Sequence[FreezeEntry]) -> None:
-    """Refuse what does not fit the weights of a model.
+    """Refuse entries that do not fit the weights of a model.
 
     Raises:
         ConfigError: kind ``freeze-matches-nothing`` for every pattern without a weight,
@@ -50,14 +50,16 @@ def refuse_bad_freeze(names: Iterable[str], entries: Sequence[FreezeEntry]) -> N
     if not entries:
         return
     names = list(names)
-    problems = [*_unmatched(names, entries)] or [*_overlaps(names, entries)]
+    problems = list(_unmatched(names, entries)) or list(_overlaps(names, entries))
     if problems:
         raise ConfigError(problems)
-    own = {name: entry_of(name, entries) for name in names}
-    steps = [1, *(entry.from_step for entry in scheduled(entries).values() if entry.from_step)]
+    numbers = [entry_of(name, entries) for name in names]
+    with_steps = scheduled(entries).values()
+    # More weights are frozen from these steps on; in the others none becomes frozen.
+    steps = [1] + [entry.from_step for entry in with_steps if entry.from_step]
     for step in sorted(steps):
-        if all(number is not None and is_frozen(entries[number], step) for number in own.values()):
-            raise everything_frozen(entries, step=step if scheduled(entries) else 0)
+        if all(number is not None and is_frozen(entries[number], step) for number in numbers):
+            raise everything_frozen(entries, step=step if with_steps else 0)
 
 
 def is_frozen(entry: FreezeEntry, step: int) -> bool:
@@ -70,12 +72,11 @@ def is_frozen(entry: FreezeEntry, step: int) -> bool:
 
 
 def everything_frozen(entries: Sequence[FreezeEntry], *, step: int = 0) -> ConfigError:
-    """The error of a run, or of a step, that would train nothing."""
-    reason = "nothing would be left to train" + (f" in step {step}" if step else "")
-    value = [
-        entry if isinstance(entry, str) else entry.model_dump(exclude_none=True)
-        for entry in entries
-    ]
+    """Return the error of a run, or of a step, that would train nothing."""
+    reason = "nothing would be left to train"
+    if step:
+        reason += f" in step {step}"
+    value = [entry if isinstance(entry, str) else _shown(entry) for entry in entries]
     return ConfigError.of("freeze-matches-all", reason, "leave some parameters out", _KEY, value)
 
 
@@ -84,41 +85,37 @@ def _unmatched(names: Sequence[str], entries: Sequence[FreezeEntry]) -> Iterator
     for number, entry in enumerate(entries):
         for pattern in patterns_of(entry):
             if not any(re.fullmatch(pattern, name) for name in names):
-                if isinstance(entry, str):
-                    key = f"{_KEY}.{number}"
-                else:
-                    key = f"{_KEY}.{number}.match"
-                yield Problem(
-                    "freeze-matches-nothing",
-                    reason,
-                    unmatched_pattern(pattern, names),
-                    key,
-                    pattern,
-                )
+                key = f"{_KEY}.{number}"
+                if not isinstance(entry, str):
+                    key += ".match"
+                fix = unmatched_pattern(pattern, names)
+                yield Problem("freeze-matches-nothing", reason, fix, key, pattern)
 
 
 def _overlaps(names: Sequence[str], entries: Sequence[FreezeEntry]) -> Iterator[Problem]:
-    """Weights of two entries of which one at least has steps; several patterns for the whole run
-    may overlap.
+    """Find weights that match two entries, at least one of them with steps.
+
+    Several patterns for the whole run may overlap.
     """
     for number, entry in scheduled(entries).items():
-        for other, second in enumerate(entries):
-            if other == number or (other < number and not isinstance(second, str)):
+        for other_number, other in enumerate(entries):
+            if other_number == number:
                 continue
-            both = next(
-                (one for one in names if entry_of(one, [entry]) == 0 == entry_of(one, [second])),
-                None,
-            )
-            if both is not None:
-                reason = f"it matches {both}, and so does {_KEY}.{other}"
-                yield Problem(
-                    "freeze-overlaps",
-                    reason,
-                    "let one entry name it",
-                    f"{_KEY}.{number}",
-                    _shown(entry),
-                )
+            if other_number < number and not isinstance(other, str):  # compared before
+                continue
+            name = _matched_by_both(names, entry, other)
+            if name is not None:
+                reason = f"it matches {name}, and so does {_KEY}.{other_number}"
+                fix = "let one entry name it"
+                yield Problem("freeze-overlaps", reason, fix, f"{_KEY}.{number}", _shown(entry))
                 break
+
+
+def _matched_by_both(names: Sequence[str], first: FreezeEntry, second: FreezeEntry) -> str | None:
+    for name in names:
+        if entry_of(name, [first]) is not None and entry_of(name, [second]) is not None:
+            return name
+    return None
 
 
 def _shown(entry: FrozenSteps) -> Mapping[str, object]:

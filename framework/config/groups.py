@@ -1,5 +1,5 @@
-"""Parameter groups: which weights are stepped with which learning rate and which weight decay. And
-which modules have adapters.
+"""Parameter groups: the learning rate and weight decay of each weight; and the modules with
+adapters.
 """
 
 from __future__ import annotations
@@ -40,60 +40,61 @@ def is_matrix(shape: Sequence[int]) -> bool:
 
 
 def has_groups(optimizer: Any) -> bool:
-    """Check whether weights may have values of their own: not where all are stepped alike."""
-    decays_some = getattr(optimizer, "weight_decay_on", "all") != "all" and bool(
-        optimizer.weight_decay
-    )
-    return (
-        isinstance(optimizer, Muon)
-        or decays_some
-        or bool(getattr(optimizer, "groups", ()))
-        or getattr(optimizer, "layer_decay", 1.0) != 1.0
-    )
+    """Check whether an optimizer may step some weights with other values than the rest."""
+    if isinstance(optimizer, Muon):
+        return True
+    if getattr(optimizer, "groups", None):
+        return True
+    if getattr(optimizer, "weight_decay_on", "all") != "all" and optimizer.weight_decay:
+        return True
+    return bool(getattr(optimizer, "layer_decay", 1.0) != 1.0)
 
 
 def group_values(
     shapes: Mapping[str, Sequence[int]], optimizer: Any, *, layers: Iterable[str] = ()
 ) -> dict[str, GroupValues]:
-    """Decide what each weight is stepped with.
+    """Return the values with which each weight is stepped, by its name.
 
     Args:
         shapes: name in the plain module -> shape, in the model's order.
-        optimizer: a section of the config; of the user's own code all weights have the same values.
-        layers: names of all layers of the model in order, where `shapes` has those of a pipeline's
-            stage only.
+        optimizer: a section of the config; with the user's own code all weights have the same
+            values.
+        layers: names of all layers of the model in order, where `shapes` has only the weights of a
+            pipeline's stage.
     """
-    decay = getattr(optimizer, "weight_decay", 0.0)
-    base = getattr(optimizer, "lr", None) or 1.0
-    on_all = getattr(optimizer, "weight_decay_on", "all") == "all"
+    weight_decay = getattr(optimizer, "weight_decay", 0.0)
+    base_lr = getattr(optimizer, "lr", None) or 1.0
+    decays_all = getattr(optimizer, "weight_decay_on", "all") == "all"
     groups: Sequence[Group] = getattr(optimizer, "groups", ())
-    each_layer = getattr(optimizer, "layer_decay", 1.0)
-    if each_layer < 1.0:
+    layer_decay = getattr(optimizer, "layer_decay", 1.0)
+    depths: dict[str, int] = {}
+    if layer_decay < 1.0:
         depths = layer_depths(layers or shapes)
-    else:
-        depths = {}
-    most = max(depths.values(), default=0)
-    found = {}
+    last_depth = max(depths.values(), default=0)
+    values: dict[str, GroupValues] = {}
     for name, shape in shapes.items():
-        group = next((group for group in groups if re.fullmatch(group.match, name)), None)
         by_muon = isinstance(optimizer, Muon) and stepped_by_muon(name, shape, optimizer)
+        lr = base_lr
         if isinstance(optimizer, Muon) and not by_muon:
-            rate = optimizer.adam_lr
-        else:
-            rate = base
-        ratio = (rate if group is None or group.lr is None else group.lr) / base
+            lr = optimizer.adam_lr
+        decay = weight_decay if decays_all or is_matrix(shape) else 0.0
+        group = _group_of(name, groups)
+        if group is not None and group.lr is not None:
+            lr = group.lr
+        if group is not None and group.weight_decay is not None:
+            decay = group.weight_decay
+        lr_ratio = lr / base_lr
         if depths:
-            ratio *= each_layer ** (most - _depth_of(name, depths))
-        if on_all or is_matrix(shape):
-            own = decay
-        else:
-            own = 0.0
-        if group is None or group.weight_decay is None:
-            own = own
-        else:
-            own = group.weight_decay
-        found[name] = GroupValues(ratio, own, by_muon)
-    return found
+            lr_ratio *= layer_decay ** (last_depth - _depth_of(name, depths))
+        values[name] = GroupValues(lr_ratio, decay, by_muon)
+    return values
+
+
+def _group_of(name: str, groups: Sequence[Group]) -> Group | None:
+    for group in groups:
+        if re.fullmatch(group.match, name):
+            return group
+    return None
 
 
 def stepped_by_muon(name: str, shape: Sequence[int], optimizer: Muon) -> bool:
@@ -103,50 +104,42 @@ def stepped_by_muon(name: str, shape: Sequence[int], optimizer: Muon) -> bool:
         ConfigError: kind ``muon-needs-matrices``: a pattern names it, and it has not two
             dimensions.
     """
-    named = next(
-        (at for at, pattern in enumerate(optimizer.matrices) if re.fullmatch(pattern, name)), None
-    )
-    if named is not None and len(shape) != 2:
-        reason = f"{name} has the shape {tuple(shape)}, and Muon steps matrices"
-        key = f"optimizer.matrices.{named}"
-        fix = "leave it out, for example with .*weight, or name single weights"
-        raise ConfigError.of("muon-needs-matrices", reason, fix, key, optimizer.matrices[named])
-    is_inside = (
-        not optimizer.matrices and len(shape) == 2 and _INSIDE_BLOCK.fullmatch(name) is not None
-    )
-    return named is not None or is_inside
+    if not optimizer.matrices:
+        return len(shape) == 2 and _INSIDE_BLOCK.fullmatch(name) is not None
+    for number, pattern in enumerate(optimizer.matrices):
+        if re.fullmatch(pattern, name):
+            if len(shape) == 2:
+                return True
+            reason = f"{name} has the shape {tuple(shape)}, and Muon steps matrices"
+            fix = "leave it out, for example with .*weight, or name single weights"
+            key = f"optimizer.matrices.{number}"
+            raise ConfigError.of("muon-needs-matrices", reason, fix, key, pattern)
+    return False
 
 
 def in_order(values: Iterable[GroupValues]) -> list[GroupValues]:
-    """The different ones, in the order of the optimizer's groups: those at its own learning rate
-    first.
+    """List the different values in the order of the optimizer's groups: those at its own learning
+    rate come first.
     """
-    return sorted(
-        set(values),
-        key=lambda each: (
-            each.lr_ratio != 1.0,
-            each.lr_ratio,
-            -each.weight_decay,
-            not each.by_muon,
-        ),
-    )
+
+    def sort_key(group: GroupValues) -> tuple[bool, float, float, bool]:
+        return group.lr_ratio != 1.0, group.lr_ratio, -group.weight_decay, not group.by_muon
+
+    return sorted(set(values), key=sort_key)
 
 
 def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any) -> None:
-    """Refuse groups that have none of the weights of these names and shapes.
+    """Refuse groups that match none of the weights of these names and shapes.
 
     Raises:
-        ConfigError: kind ``group-matches-nothing``, for each of them, or ``muon-needs-matrices``.
+        ConfigError: kind ``group-matches-nothing`` for each such group, or ``muon-needs-matrices``.
     """
+    patterns: dict[str, str] = {}
+    for number, group in enumerate(getattr(optimizer, "groups", ())):
+        patterns[f"groups.{number}.match"] = group.match
+    for number, pattern in enumerate(getattr(optimizer, "matrices", ())):
+        patterns[f"matrices.{number}"] = pattern
     names = list(shapes)
-    patterns = {
-        f"groups.{number}.match": group.match
-        for number, group in enumerate(getattr(optimizer, "groups", ()))
-    }
-    patterns |= {
-        f"matrices.{number}": pattern
-        for number, pattern in enumerate(getattr(optimizer, "matrices", ()))
-    }
     problems = [
         Problem(
             "group-matches-nothing",
@@ -159,43 +152,47 @@ def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any)
         if not any(re.fullmatch(pattern, name) for name in names)
     ]
     if isinstance(optimizer, Muon) and not problems:
-        muon = optimizer
-    else:
-        muon = None
-    if muon and not sum(stepped_by_muon(name, shape, muon) for name, shape in shapes.items()):
-        reason = (
-            "no trained matrix of the model is in a layer inside a numbered block, such as "
-            "blocks.3.mlp.up.weight"
-        )
-        fix = "name the weights that Muon steps, or use adamw"
-        problems = [
-            Problem("muon-needs-matrices", reason, fix, "optimizer.matrices", muon.matrices)
-        ]
+        # All weights are looked at: a pattern that names a tensor other than a matrix is refused.
+        are_stepped = [stepped_by_muon(name, shape, optimizer) for name, shape in shapes.items()]
+        if not any(are_stepped):
+            problems.append(
+                Problem(
+                    "muon-needs-matrices",
+                    "no trained matrix of the model is in a layer inside a numbered block, such as "
+                    "blocks.3.mlp.up.weight",
+                    "name the weights that Muon steps, or use adamw",
+                    "optimizer.matrices",
+                    optimizer.matrices,
+                )
+            )
     if problems:
         raise ConfigError(problems)
 
 
 def layer_depths(names: Iterable[str]) -> dict[str, int]:
-    """Number the layers of a model from its input: each name -> the place of its layer.
+    """Return the number of each name's layer, counted from the model's input.
 
-    What has a number in its name is a layer (``blocks.3``, ``layer1.0``); what stands before the
-    first of them is one (embeddings), and so is what follows (the last norm and the head), as in
-    BEiT's and timm's layer decay.
+    A number in a name makes it a layer (``blocks.3``, ``layer1.0``). The names before the first
+    such layer are one layer (embeddings), and so are the names after the last (the last norm and
+    the head), as in BEiT's and timm's layer decay.
     """
     depths: dict[str, int] = {}
-    places: dict[str, int] = {}
-    numbered = 0
+    depth_of_layer: dict[str, int] = {}
+    num_numbered = 0
     for name in names:
-        found = _NUMBERED.match(name)
-        numbered += found is not None and found.group() not in places
-        depths[name] = places.setdefault(
-            found.group() if found else f"after {numbered}", len(places)
-        )
+        numbered = _NUMBERED.match(name)
+        if numbered is None:
+            layer = f"after {num_numbered}"
+        else:
+            layer = numbered.group()
+            if layer not in depth_of_layer:
+                num_numbered += 1
+        depths[name] = depth_of_layer.setdefault(layer, len(depth_of_layer))
     return depths
 
 
 def _depth_of(name: str, depths: Mapping[str, int]) -> int:
-    """The place of a weight, by its own name or by that of the layer that holds it."""
+    """Return the depth of a weight, by its name or by the name of the layer that holds it."""
     while name not in depths:
         name = name.rpartition(".")[0]
     return depths[name]
@@ -211,9 +208,7 @@ to.
 
 
 def is_named(module: str, names: Sequence[str] | str) -> bool:
-    """Check whether a module is meant by a list of names or their ends, or by a regular
-    expression.
-    """
+    """Check whether a module matches a regular expression, or a list of names or ends of names."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
@@ -225,59 +220,53 @@ def is_adapted(linear: str, lora: LoRA) -> bool:
 
 
 def is_saved(module: str, lora: LoRA) -> bool:
-    """Check whether a module is one of `modules_to_save`: there peft compares ends wherever they
-    begin.
+    """Check whether a module is one of `modules_to_save`.
+
+    peft compares the ends of names there, also in the middle of a word.
     """
     return module.endswith(tuple(lora.modules_to_save))
 
 
 def is_inside_saved(weight: str, lora: LoRA) -> bool:
     """Check whether a weight belongs to one of `modules_to_save`, or to a module inside them."""
-    return any(
-        is_saved(parent, lora) for parent in accumulate(weight.split(".")[:-1], "{}.{}".format)
-    )
+    parents = accumulate(weight.split(".")[:-1], "{}.{}".format)
+    return any(is_saved(parent, lora) for parent in parents)
 
 
 def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
-    """A problem of kind ``lora-matches-nothing`` for everything that names no module of a model."""
+    """Return a problem of kind ``lora-matches-nothing`` for each name without a module."""
     targets = lora.target_modules
-    known = [*{module.rpartition(".")[2]: None for module in modules}, *modules]
+    last_names = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    known = last_names + list(modules)
+    fixes: dict[tuple[str, str], str] = {}  # (key, name) -> fix
+
+    def add(key: str, names: Sequence[str], name: str) -> None:
+        guess = nearest(name, known) or known[0]
+        fixes[f"{key}.{names.index(name)}", name] = f"did you mean {guess}?"
+
+    if not isinstance(targets, str):
+        for name in targets:
+            if not any(is_named(module, [name]) for module in modules):
+                add("target_modules", targets, name)
+    for name in lora.modules_to_save:
+        if not any(module.endswith(name) for module in modules):
+            add("modules_to_save", lora.modules_to_save, name)
     if isinstance(targets, str):
-        listed: Sequence[str] = []
-    else:
-        listed = targets
-    missing = [
-        ("target_modules", name)
-        for name in listed
-        if not any(is_named(one, [name]) for one in modules)
-    ]
-    missing += [
-        ("modules_to_save", name)
-        for name in lora.modules_to_save
-        if not any(m.endswith(name) for m in modules)
-    ]
-    found = {
-        (
-            f"{key}.{getattr(lora, key).index(name)}",
-            name,
-        ): f"did you mean {nearest(name, known) or known[0]}?"
-        for key, name in missing
-    }
-    if (
-        isinstance(targets, str)
-        and targets != ALL_LINEAR
-        and not any(is_named(module, targets) for module in modules)
-    ):
-        found["target_modules", targets] = unmatched_pattern(targets, modules)
+        has_match = targets == ALL_LINEAR or any(is_named(module, targets) for module in modules)
+        if not has_match:
+            fixes["target_modules", targets] = unmatched_pattern(targets, modules)
     reason = "no module of the model has such a name"
     return [
-        Problem("lora-matches-nothing", reason, fix, f"training.lora.{key}", value)
-        for (key, value), fix in found.items()
+        Problem("lora-matches-nothing", reason, fix, f"training.lora.{key}", name)
+        for (key, name), fix in fixes.items()
     ]
 
 
 def tied_problem(module: str, value: Any) -> Problem:
-    """A weight in two places would be adapted in one of them, and merged into both."""
+    """Return the problem of an adapted weight that is used in two places.
+
+    It would be adapted in one of them, and merged into both.
+    """
     reason = f"the weight of {module} is used in another place too, where no adapter would be"
     fix = "leave it out, or train it whole: training.lora.modules_to_save"
     return Problem("lora-tied", reason, fix, "training.lora.target_modules", value)

@@ -1,5 +1,5 @@
-"""The only door from files into `RunConfig`: YAML or JSON plus ``key=value`` overrides, with every
-problem at its place.
+"""Load a `RunConfig` from YAML or JSON plus ``key=value`` overrides, with every problem at its
+place. There is no other way from files into `RunConfig`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Source:
         self._overridden: set[KeyPath] = set()
         self.was_auto: frozenset[str] = frozenset()
         self.notes: list[Problem] = []
-        """What is allowed, and seldom intended."""
+        """Notes on things that are allowed, and seldom intended."""
         self.texts: dict[KeyPath, str] = dict(self._document.texts)
-        """How numbers and truth values are written, where that is not how they would be shown."""
+        """Texts of numbers and truth values that are written otherwise than they would be shown."""
         if self._document.name and self._document.is_empty:
             reason = "the file is empty: every default holds"
             fix = "write at least {} if that is meant"
@@ -51,32 +51,43 @@ class Source:
             )
 
     def override(self, path: KeyPath, texts: Mapping[KeyPath, str] | None = None) -> None:
-        """Remember that the command line set this key, and how it wrote what is under it."""
+        """Remember that the command line set this key, and the texts of the values under it."""
         self._overridden.add(path)
         kept = {known: text for known, text in self.texts.items() if known[: len(path)] != path}
-        self.texts = kept | {(*path, *below): text for below, text in (texts or {}).items()}
+        for below, text in (texts or {}).items():
+            kept[path + below] = text
+        self.texts = kept
 
     def is_override(self, path: KeyPath) -> bool:
         """Check whether the command line set this key itself, rather than a section around it."""
         return path in self._overridden
 
     def place(self, path: KeyPath) -> tuple[str, int, int]:
-        """File, line and column (0 where unknown) of a key, or of the nearest section around it."""
+        """Return file, line and column of a key, or of the nearest section around it.
+
+        Line and column are 0 where they are unknown.
+        """
         for length in range(len(path), 0, -1):
             part = path[:length]
             if any(part[: len(overridden)] == overridden for overridden in self._overridden):
                 return COMMAND_LINE, 0, 0
             if part in self._document.places:
-                return (self._document.name, *self._document.places[part])
+                line, column = self._document.places[part]
+                return self._document.name, line, column
             if any(overridden[:length] == part for overridden in self._overridden):
                 return COMMAND_LINE, 0, 0
         return self._document.name, 0, 0
 
     def locate(self, problem: Problem, path: KeyPath | None = None) -> Problem:
-        """The problem with its place filled in; `path` where the dots of its key do not tell."""
+        """Return the problem with its place filled in.
+
+        `path` is the path of the problem's key, where splitting it at dots does not give that.
+        """
         if problem.file:
             return problem
-        file, line, column = self.place(tuple(problem.key.split(".")) if path is None else path)
+        if path is None:
+            path = tuple(problem.key.split("."))
+        file, line, column = self.place(path)
         return replace(problem, file=file, line=line, column=column)
 
 
@@ -100,13 +111,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def load_with_source(
     path: str | Path, overrides: Sequence[str] = (), *, text: str | None = None
 ) -> tuple[RunConfig, Source]:
-    """As `load_config`, for a run that has nothing but its file; and also where each value came
-    from.
+    """Read a run config, and the source of each of its values, for a run that is started from it.
+
+    It raises as `load_config`, and for each object that only Python can hand over.
 
     Args:
         path: a YAML or JSON file.
         overrides: as for `load_config`.
-        text: what the file holds, where it has been read already.
+        text: content of the file, if it has been read already.
     """
     name = str(path)
     if text is None:
@@ -114,11 +126,11 @@ def load_with_source(
     else:
         document = document_of(text, Path(path), name=name)
     values, source = _with_overrides(document, overrides)
-    problems = [source.locate(problem) for problem in _handed_over(values)]
+    problems = [source.locate(problem) for problem in _missing_objects(values)]
     try:
         config = config_from_values(values, source=source).noting_auto(source.was_auto)
     except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
+        raise ConfigError(problems + list(error.problems)) from None
     if problems:
         raise ConfigError(problems)
     return config, source
@@ -127,14 +139,16 @@ def load_with_source(
 def load_known(
     document: Document, overrides: Sequence[str]
 ) -> tuple[RunConfig, frozenset[str], Source]:
-    """Of a file that `load_with_source` refuses: the sections that can be read, the names of the
-    others, and the source.
+    """Read what can be read of a file that `load_with_source` refuses.
 
-    A section whose key stands in another one is among the others, and so is all that the file
-    leaves out where it has a section of a name that there is not: that may have been meant.
+    A section is unknown if a problem is in it, or if it may be meant by a misplaced key. Where the
+    file has a section that does not exist, all sections that it leaves out may be meant.
+
+    Returns:
+        The config of the known sections, the names of the unknown ones, and the source.
 
     Raises:
-        ConfigError: it is no mapping of sections, or an override does not go with it.
+        ConfigError: the file is no mapping of sections, or an override does not go with it.
     """
     values, source = _with_overrides(deepcopy(document), overrides)
     try:
@@ -150,18 +164,18 @@ def load_known(
 
 
 def _unknown_sections(
-    found: Iterable[tuple[KeyPath, Problem]], values: Mapping[str, Any]
+    problems: Iterable[tuple[KeyPath, Problem]], values: Mapping[str, Any]
 ) -> Iterator[str]:
-    for path, problem in found:
+    for path, problem in problems:
         yield str(path[0])
-        if problem.kind == "unknown-key":
-            name = str(path[-1])
-            yield from (
-                home.partition(".")[0]
-                for home in (*homes_of(name, RunConfig), OWNED.get(name, name))
-            )
-            if len(path) == 1:
-                yield from RunConfig.model_fields.keys() - values.keys()
+        if problem.kind != "unknown-key":
+            continue
+        name = str(path[-1])
+        for home in homes_of(name, RunConfig):
+            yield home.partition(".")[0]
+        yield OWNED.get(name, name).partition(".")[0]
+        if len(path) == 1:
+            yield from RunConfig.model_fields.keys() - values.keys()
 
 
 def _with_overrides(document: Document, overrides: Sequence[str]) -> tuple[dict[str, Any], Source]:
@@ -186,27 +200,31 @@ def _with_overrides(document: Document, overrides: Sequence[str]) -> tuple[dict[
 
 
 def _refuse_doubled(overrides: Sequence[str]) -> None:
-    """One of the values was not meant, and nobody can know which."""
-    first: dict[str, str] = {}
-    problems = []
-    for name, _, value in (override.partition("=") for override in overrides):
-        if first.get(name, AUTO) != AUTO:  # a launcher adds its choice behind the word
+    """Refuse settings that are given twice: one of the values was not meant.
+
+    A second value after ``auto`` is allowed: launchers append their choice.
+    """
+    values: dict[str, str] = {}
+    problems: list[Problem] = []
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if values.get(name, AUTO) != AUTO:
             problems.append(
                 Problem(
                     "setting-twice",
-                    f"it is given twice, as {first[name]} and as {value}",
+                    f"it is given twice, as {values[name]} and as {value}",
                     "give it once",
                     name,
                     file=COMMAND_LINE,
                 )
             )
-        first[name] = value
+        values[name] = value
     if problems:
         raise ConfigError(problems)
 
 
-def _handed_over(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Sections of a resolved config whose object existed only in the process that was given it."""
+def _missing_objects(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Find sections of a resolved config with an object that only another process had."""
     for name in ("model", "data", "task", "optimizer"):
         section = values.get(name)
         if isinstance(section, Mapping) and section.get("object") is not None:
@@ -235,44 +253,50 @@ def config_from_values(
     try:
         return _validated(values, source)
     except ValidationError as error:
-        found = explain(error, RunConfig, texts=source.texts)
-        problems = [
-            source.locate(_of_another_kind(problem, path, values, source), path)
-            for path, problem in found
-        ]
-        raise ConfigError(
-            sorted(problems, key=lambda problem: (problem.file, problem.line, problem.column))
-        ) from None
+        problems: list[Problem] = []
+        for path, problem in explain(error, RunConfig, texts=source.texts):
+            problem = _name_changed_kind(problem, path, values, source)
+            problems.append(source.locate(problem, path))
+        problems.sort(key=lambda problem: (problem.file, problem.line, problem.column))
+        raise ConfigError(problems) from None
 
 
 def _validated(values: Mapping[str, Any], source: Source) -> RunConfig:
-    """A number from the command line is text where text belongs: a shell takes the quotes that
-    would say so.
+    """Validate values, and take numbers from the command line as text where text belongs.
+
+    A shell removes the quotes that would make them text.
     """
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
-        typed = [path for path in numbers_for_text(error, RunConfig) if source.is_override(path)]
-        if not typed:
+        paths = [path for path in numbers_for_text(error, RunConfig) if source.is_override(path)]
+        if not paths:
             raise
-        for *sections, key in typed:
-            place = at(values, sections)
-            place[key] = source.texts.get((*sections, key), show_value(place[key]))
+        for path in paths:
+            section = at(values, path[:-1])
+            key = path[-1]
+            section[key] = source.texts.get(path, show_value(section[key]))
         return RunConfig.model_validate(dict(values))
 
 
-def _of_another_kind(
+def _name_changed_kind(
     problem: Problem, path: KeyPath, values: Mapping[str, Any], source: Source
 ) -> Problem:
-    """A key that the file wrote for the kind it names, which the command line has changed."""
-    section = path[:-1]
-    tag = next((tag for tag in ("target", *TAG_KEYS) if source.is_override((*section, tag))), None)
-    if problem.kind != "unknown-key" or tag is None or source.is_override(path):
+    """Explain the problem of a key that belongs to the file's kind of a section, where the command
+    line has changed the kind.
+    """
+    if problem.kind != "unknown-key" or source.is_override(path):
         return problem
-    kind = show_value(at(values, (*section, tag)))
-    reason = f"{tag}={kind}, from the command line, has no such key"
-    fix = f"replace the whole section: {'.'.join(map(str, section))}='{{{tag}: {kind}}}'"
-    return replace(problem, reason=reason, fix=fix)
+    section = path[:-1]
+    for tag in ("target", *TAG_KEYS):
+        tag_path = (*section, tag)
+        if source.is_override(tag_path):
+            kind = show_value(at(values, tag_path))
+            reason = f"{tag}={kind}, from the command line, has no such key"
+            section_key = ".".join(map(str, section))
+            fix = f"replace the whole section: {section_key}='{{{tag}: {kind}}}'"
+            return replace(problem, reason=reason, fix=fix)
+    return problem
 
 
 def _apply_override(values: dict[str, Any], override: str, source: Source) -> None:
@@ -289,9 +313,9 @@ def _apply_override(values: dict[str, Any], override: str, source: Source) -> No
     value = parsed.value
     section: Any = values
     for depth, part in enumerate(path[:-1], start=1):
-        if section.get(part) is None or (
-            part == "parallel" and section[part] == AUTO
-        ):  # left out, or written with nothing under it: its default is what is changed
+        is_auto = part == "parallel" and section.get(part) == AUTO
+        if section.get(part) is None or is_auto:
+            # Left out, or written with nothing under it: the override changes its default.
             section[part] = kind_of_default(str(part)) if depth == 1 else {}
         section = section[part]
         if not isinstance(section, dict):

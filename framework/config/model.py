@@ -60,7 +60,7 @@ class SmallResNet18(Classifier):
 
 
 class _TorchvisionResNet(Classifier):
-    """Base of torchvision's ResNets, which are ImageNet's unless a config says otherwise."""
+    """Base of torchvision's ResNets; the defaults are those for ImageNet."""
 
     has_batch_norm: ClassVar[bool] = True
     num_classes: PositiveCount = 1000
@@ -194,7 +194,7 @@ BERT_SIZES: Final[Mapping[str, Size]] = MappingProxyType(
 
 
 class _LanguageModel(ModelKind):
-    """Base of all language models. A field that is left out is what `size` says."""
+    """Base of all language models. The named `size` sets each field that is left out."""
 
     sizes: ClassVar[Mapping[str, Size]]
     own_fields: ClassVar[frozenset[str]] = frozenset({"kind", "size"})
@@ -223,19 +223,17 @@ class _LanguageModel(ModelKind):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        """Write down what the named size says, so that the resolved config and every rule see
+        """Fill in the fields of the named size, so that the resolved config and every rule see
         numbers.
         """
         if not isinstance(values, Mapping):
             return values
         default: str = cls.model_fields["size"].default
         size = values.get("size", default)
-        # An unknown size is filled in too, so that pydantic complains of it and of nothing else.
-        if isinstance(size, str) and size in cls.sizes:
-            known = size
-        else:
-            known = default
-        return {**_scaled(cls.sizes[known], values), **values}
+        # An unknown size gets the default's fields, so that pydantic complains of it alone.
+        if not isinstance(size, str) or size not in cls.sizes:
+            size = default
+        return _scaled(cls.sizes[size], values) | dict(values)
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -284,14 +282,14 @@ class MoE(Section):
         return (block + 1) % self.every == 0
 
     def capacity(self, num_tokens: int, *, training: bool = True) -> int:
-        """Tokens that an expert has room for, of a micro-batch of so many."""
+        """Return the number of tokens, of a micro-batch's `num_tokens`, that an expert has room
+        for.
+        """
         factor = self.capacity_factor if training else self.eval_capacity_factor
         if factor is None:
             return num_tokens
-        return min(
-            num_tokens,
-            max(self.min_capacity, ceil(factor * self.top_k * num_tokens / self.num_experts)),
-        )
+        capacity = ceil(factor * self.top_k * num_tokens / self.num_experts)
+        return min(num_tokens, max(self.min_capacity, capacity))
 
 
 class GPT(_LanguageModel):
@@ -356,14 +354,16 @@ class BERT(_LanguageModel):
 
 
 def _scaled(size: Size, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the named size; two fields keep their ratio to another one that was
-    written down.
+    """Return the values of the named size, scaled to the config's.
+
+    `mlp_size` keeps its ratio to `hidden_size`, and `num_kv_heads` to `num_heads`, where the config
+    sets the latter.
     """
     scaled = dict(size)
     for name, base in (("mlp_size", "hidden_size"), ("num_kv_heads", "num_heads")):
-        given = values.get(base)
-        if name in size and isinstance(given, (int, float)) and given >= 1 and given == given // 1:
-            scaled[name] = max(1, size[name] * int(given) // size[base])
+        value = values.get(base)
+        if name in size and isinstance(value, (int, float)) and value >= 1 and value == value // 1:
+            scaled[name] = max(1, size[name] * int(value) // size[base])
     return scaled
 
 

@@ -64,8 +64,8 @@ class _Optimizer(Section):
     """
 
 
-# What says which weights are stepped with which values: DeepSpeed reads it from the parameter
-# groups, not the JSON.
+# Keys that give weights values of their own: DeepSpeed reads them from the parameter groups, not
+# the JSON.
 GROUP_KEYS: Final = frozenset({"weight_decay_on", "groups", "layer_decay"})
 
 
@@ -211,7 +211,7 @@ OptimizerSection = Annotated[
 
 
 def optimizer_lr(optimizer: OptimizerSection) -> float | None:
-    """The learning rate that the config gives the optimizer."""
+    """Return the learning rate that the config gives the optimizer, or None."""
     if isinstance(optimizer, Target):
         lr = optimizer.args.get("lr")
     else:

@@ -1,4 +1,4 @@
-"""`RunConfig`: everything that was asked, and nothing else."""
+"""`RunConfig`: all settings of a run, as the user wrote them, and nothing else."""
 
 from __future__ import annotations
 
@@ -108,11 +108,13 @@ class RunConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _take_auto(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
-        """Check everything else as if the keys that are `auto` were left out."""
-        found = auto_keys(values)
-        config = handler(_without(values, found) if found else values)
-        if found:
-            config._auto = config._was_auto = found
+        """Validate the config as if the keys that are `auto` were left out."""
+        keys = auto_keys(values)
+        if not keys:
+            return handler(values)
+        config = handler(_without(values, keys))
+        config._auto = keys
+        config._was_auto = keys
         return config
 
     @property
@@ -126,13 +128,13 @@ class RunConfig(Section):
         return self._was_auto
 
     def noting_auto(self, keys: Iterable[str]) -> RunConfig:
-        """The same config, whose values of these keys have been chosen."""
+        """Return the same config, with a note that the values of these keys were chosen."""
         config = self.model_copy()
         config._was_auto = self._was_auto | frozenset(keys)
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved config, every default written out, as plain lists, dicts, strings and
+        """Return the resolved config, with every default, as plain lists, dicts, strings and
         numbers.
         """
         values = self.model_dump(mode="json", fallback=_stable_repr)
@@ -141,53 +143,62 @@ class RunConfig(Section):
         return self._with_auto(values)
 
     def written(self) -> dict[str, Any]:
-        """The config as it was written, without the defaults of what was left out."""
+        """Return the config as it was written, without defaults."""
         return self._with_auto(self.model_dump(exclude_unset=True))
 
     def _with_auto(self, values: dict[str, Any]) -> dict[str, Any]:
-        for section, _, name in (key.partition(".") for key in self._auto):
+        for key in self._auto:
+            section, _, name = key.partition(".")
             values.setdefault(section, {})[name] = AUTO
         return values
 
 
 def auto_keys(values: Any) -> frozenset[str]:
-    """Find the keys that are `auto` in plain values; `parallel: auto` stands for all of its
+    """Return the keys that are `auto` in plain values; `parallel: auto` stands for all of its
     sizes.
     """
-    found = set()
-    for key in AUTO_KEYS if isinstance(values, Mapping) else ():
-        name, _, last = key.partition(".")
-        section = values.get(name)
-        if (section == AUTO and name == "parallel") or (
-            isinstance(section, Mapping) and section.get(last) == AUTO
-        ):
-            found.add(key)
-    return frozenset(found)
+    if not isinstance(values, Mapping):
+        return frozenset()
+    keys: set[str] = set()
+    for key in AUTO_KEYS:
+        section_name, _, name = key.partition(".")
+        section = values.get(section_name)
+        is_section_auto = section_name == "parallel" and section == AUTO
+        is_key_auto = isinstance(section, Mapping) and section.get(name) == AUTO
+        if is_section_auto or is_key_auto:
+            keys.add(key)
+    return frozenset(keys)
 
 
 def _without(values: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
     kept = dict(values)
-    for name, _, last in (key.partition(".") for key in keys):
-        section = kept[name]
-        kept[name] = (
-            {} if section == AUTO else {key: value for key, value in section.items() if key != last}
-        )
+    for key in keys:
+        section_name, _, name = key.partition(".")
+        section = kept[section_name]
+        if section == AUTO:
+            kept[section_name] = {}
+        else:
+            kept[section_name] = {other: section[other] for other in section if other != name}
     return kept
 
 
 def kind_of_default(section: str) -> dict[str, str]:
-    """Return the default of a section that is left out, such as ``{"kind": "adamw"}``; empty where
-    it has no kinds.
+    """Return the kind of a section that is left out, such as ``{"kind": "adamw"}``; empty if it has
+    no kinds.
     """
+    kinds: dict[str, str] = {}
     if section in RunConfig.model_fields:
         default = RunConfig.model_fields[section].default
-    else:
-        default = None
-    return {key: value for key in TAG_KEYS if isinstance(value := getattr(default, key, None), str)}
+        for key in TAG_KEYS:
+            kind = getattr(default, key, None)
+            if isinstance(kind, str):
+                kinds[key] = kind
+    return kinds
 
 
 def _stable_repr(value: object) -> str:
-    """Arguments from Python that are no plain values; without addresses, which differ between
-    processes.
+    """Represent an argument from Python that is no plain value.
+
+    Addresses are left out: they differ between processes.
     """
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

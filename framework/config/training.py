@@ -94,32 +94,42 @@ class Compile(Section):
     """
 
 
-# Logits that may be whole, 1 GiB in fp32, and those of a tile.
+# Number of logits that may exist at once without tiles (1 GiB in fp32), and number of a tile.
 _WHOLE_LOGITS: Final = 2**28
 _LOGITS_OF_A_TILE: Final = 2**26
-# GPUs multiply matrices of half precision an eighth as fast where a row is no multiple of so many
-# numbers (1,344 x 768 by 768 x 50,257 on an H200: 1.23 ms, and 0.15 for 50,304). Tiles are filled
-# up, to a multiple of so many.
+# GPUs multiply matrices of half precision an eighth as fast where a row is no multiple of 8
+# numbers (1,344 x 768 by 768 x 50,257 on an H200: 1.23 ms, and 0.15 for 50,304).
 FAST_ROWS: Final = 8
+# Rows of tiles in half precision are filled up to a multiple of 64.
 HALF_ROWS: Final = 64
 _POSITIONS_ROUNDED: Final = 64
 LossTile = Literal["auto"] | Count
 
 
-def positions_of_tile(asked: LossTile, positions: int, tokens: int, *, is_half: bool) -> int:
-    """Positions whose logits of so many tokens are there at once, as `training.loss_tile` has it;
-    0: all of them, in the output layer's own product.
+def positions_of_tile(tile: LossTile, positions: int, tokens: int, *, is_half: bool) -> int:
+    """Return the number of positions in a tile of the loss, at most `positions`.
+
+    Args:
+        tile: `training.loss_tile`.
+        positions: number of all positions.
+        tokens: number of logits of a position.
+        is_half: whether the logits are in half precision.
+
+    Returns:
+        0: no tiles, all logits come from the output layer's own product.
     """
-    if asked == "auto":
-        if positions * tokens <= _WHOLE_LOGITS and not (is_half and tokens % FAST_ROWS):
+    if tile == "auto":
+        has_slow_rows = is_half and tokens % FAST_ROWS != 0
+        if positions * tokens <= _WHOLE_LOGITS and not has_slow_rows:
             return 0
-        most = max(_LOGITS_OF_A_TILE // tokens, 1)
-        asked = most - most % _POSITIONS_ROUNDED or most
-    return min(asked, positions)
+        largest = max(_LOGITS_OF_A_TILE // tokens, 1)
+        rounded = largest - largest % _POSITIONS_ROUNDED
+        tile = rounded or largest
+    return min(tile, positions)
 
 
 def slow_rows(tokens: int) -> str:
-    """Say what so many tokens cost an output layer in half precision."""
+    """Describe the cost of `tokens` logits per position for an output layer in half precision."""
     return (
         f"rows of {tokens:,} numbers, no multiple of {FAST_ROWS}, take GPUs up to eight times "
         "as long in half precision"
@@ -203,7 +213,7 @@ class FrozenSteps(Section):
 
 
 def _freeze_entry(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Let text stand as it is."""
+    """Accept text as it is."""
     if isinstance(value, str):
         return value
     if not isinstance(value, (Mapping, Section)):
@@ -424,8 +434,8 @@ class Profile(Section):
 
     @property
     def waits(self) -> bool:
-        """Check whether anything is measured that waits: it takes the last step for itself, which
-        is not traced.
+        """Check whether a measurement waits for the device: it then has the last step to itself,
+        which is not traced.
         """
         return self.modules or self.deepspeed_timers or self.communication
 
@@ -580,16 +590,18 @@ class Monitors(Section):
     """
 
     def sinks(self) -> Mapping[str, Sink]:
-        """The sections that a package of its own writes, by name."""
-        found = {
-            name: getattr(self, name)
-            for name in ("tensorboard", "wandb", "mlflow", "comet", "trackio")
-        }
-        return {name: section for name, section in found.items() if section is not None}
+        """Return the configured sinks that need a package of their own, by name."""
+        sinks: dict[str, Sink] = {}
+        for name in ("tensorboard", "wandb", "mlflow", "comet", "trackio"):
+            section = getattr(self, name)
+            if section is not None:
+                sinks[name] = section
+        return sinks
 
     def missing_packages(self, *, but: str = "") -> Iterator[tuple[str, str]]:
-        """Dotted key of each sink whose package this Python does not have, and the package; none is
-        imported, and `but` not looked for.
+        """Yield the dotted key and the package of each sink that this Python has no package for.
+
+        No package is imported; the sink `but` is left out.
         """
         for name, section in self.sinks().items():
             if name != but and importlib.util.find_spec(section.package) is None:

@@ -237,8 +237,8 @@ class Trainer:
                 there; ``evaluate`` and ``save`` are done after the next step.
             enter: called with each phase of the run as it begins; returns the phase before it.
             minutes: evaluations and saves by the clock; `stop` reports when one is due.
-            look: a function that looks at the weights after a step, and when; collective, its time
-                is not the steps'.
+            look: when to look at the weights, and the function that does; collective, its time is
+                not the steps'.
             record: records an event by kind and step (`train.events.Events`).
             callbacks: called at the events of the run.
             profile: profiles some steps.
