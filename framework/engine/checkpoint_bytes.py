@@ -415,8 +415,8 @@ def _refuse_other_model(
     for tensor, name in names.items():
         stored.refuse_other_shape(name, whole_shape(tensor))
     if not isinstance(engine.module, PipelineModule):
-        names_of_all = engine.module.state_dict(keep_vars=True)  # of what is shared, all names
-        stored.refuse_others(names_of_all, is_elsewhere=is_elsewhere(engine.module))
+        state = engine.module.state_dict(keep_vars=True)  # has all names of tied weights
+        stored.refuse_others(state, is_elsewhere=is_elsewhere(engine.module))
 
 
 def _refuse_other_optimizer(views: OptimizerViews, stored: StoredState, place: Path) -> None:

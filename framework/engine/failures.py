@@ -206,10 +206,9 @@ def _late_weight(error: BaseException) -> str:
 def _described_shortage(lack: str, error: BaseException, plan: Plan | None) -> str:
     from framework.plan.out_of_memory import in_one_sentence, shortage_of
 
-    frames = [
-        (frame.f_code.co_filename, frame.f_code.co_name)
-        for frame, _ in walk_tb(error.__traceback__)
-    ]
+    frames: list[tuple[str, str]] = []
+    for frame, _ in walk_tb(error.__traceback__):
+        frames.append((frame.f_code.co_filename, frame.f_code.co_name))
     return in_one_sentence(shortage_of(lack, str(error), frames), plan)
 
 

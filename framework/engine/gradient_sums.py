@@ -49,9 +49,10 @@ class _Bucket:
         tensors = [_dense_gradient(parameter) for parameter in self.parameters]
         if count is not None:
             tensors.append(count.reshape(1))
-        self.without_gradient = {
-            parameter for parameter in self.parameters if parameter.grad is None
-        }
+        self.without_gradient = set()
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                self.without_gradient.add(parameter)
         flat = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
         self.flat = flat.to(dtype)
         self.sending = torch.distributed.all_reduce(self.flat, group=group, async_op=True)

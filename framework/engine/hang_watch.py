@@ -87,7 +87,8 @@ def watching(
         logs: folder for the stacks.
         end_seconds: without a sign of life after which this process ends; 0 for never.
         least_seconds: without one before ranks are looked at.
-        stop_request: returns the request to stop this process, empty without one. Called in a thread.
+        stop_request: returns the request to stop this process, empty without one. Called in a
+            thread.
     """
     world_size = torch.distributed.get_world_size()
     store: Store | None = None
@@ -353,8 +354,8 @@ class HangWatch:
         is_too_slow = kind == SLOW and phase != SAVING and now - self._requested_at > _STOP_SECONDS
         if kind == HANG or is_too_slow:
             line = (
-                f"{request}: {describe_stall(phase, seconds)}, so no step comes after which to save; the "
-                "end [hang]"
+                f"{request}: {describe_stall(phase, seconds)}, so no step comes after which to "
+                "save; the end [hang]"
             )
             self._end(line, EXIT_NO_PROGRESS, until=now)
 
@@ -366,8 +367,8 @@ class HangWatch:
             return
         if phase in SHORT_PHASES or seconds > _LONG_SECONDS:
             line = (
-                f"{describe_stall(self.phase, seconds)} (supervision.hang_seconds); the warning before "
-                "says where [hang]"
+                f"{describe_stall(self.phase, seconds)} (supervision.hang_seconds); the warning "
+                "before says where [hang]"
             )
             self._end(line, EXIT_TRAINING, until=time.monotonic())
 

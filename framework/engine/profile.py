@@ -277,9 +277,7 @@ def operations_of(events: Iterable[Any], phases: Set[str], *, num_steps: int) ->
         _add_own_times(on_host, sorted(spans))
     rows: Rows = []
     for place, sums in (("host", on_host), ("device", on_device)):
-        named = [pair for pair in sums.items() if not pair[0].startswith(_STEP)]
-        named.sort(key=lambda pair: -pair[1].time_ns)
-        for name, total in named[:_MOST_OPERATIONS]:
+        for name, total in _longest(sums):
             label = name
             if name in phases:
                 label = f"{name}: Python and waiting"
@@ -304,6 +302,13 @@ class _Sum:
     def add(self, count: float, time_ns: float) -> None:
         self.count += count
         self.time_ns += time_ns
+
+
+def _longest(sums: Mapping[str, _Sum]) -> list[tuple[str, _Sum]]:
+    """List the longest operations, without the ranges of whole steps."""
+    operations = [pair for pair in sums.items() if not pair[0].startswith(_STEP)]
+    operations.sort(key=lambda pair: -pair[1].time_ns)
+    return operations[:_MOST_OPERATIONS]
 
 
 def _add_own_times(sums: dict[str, _Sum], spans: Iterable[tuple[int, int, str]]) -> None:
@@ -335,9 +340,10 @@ def collectives_of(
     """
     events = list(events)
     sums: dict[tuple[str, bool], _Sum] = defaultdict(_Sum)  # by name and whether on the host
-    steps = [
-        (event.start_ns(), event.end_ns()) for event in events if event.name().startswith(_STEP)
-    ]
+    steps: list[tuple[int, int]] = []
+    for event in events:
+        if event.name().startswith(_STEP):
+            steps.append((event.start_ns(), event.end_ns()))
     for event in events:
         # a save has collectives as well
         is_in_step = any(start <= event.start_ns() < end for start, end in steps)
