@@ -55,8 +55,7 @@ def make_over_all(
             raise
         fault = f"on the weights of a stage it fails: {in_one_line(error)}", _OVER_ALL
     if is_stage:
-        faults = [stage_fault for stage_fault in gather(fault) if stage_fault]
-        fault = faults[0] if faults else None
+        fault = next((stage_fault for stage_fault in gather(fault) if stage_fault), None)
     if fault is None:
         return optimizer
     key = "optimizer"

@@ -92,7 +92,9 @@ def _divide_by_freeze_entry(
     entry_of_parameter = {
         parameter: entry_of(name, freeze) for name, parameter in named_parameters.items()
     }
-    divided = [dict(group) for group in groups]
+    divided: list[dict[str, Any]] = []
+    for group in groups:
+        divided.append(dict(group))
     for number in scheduled(freeze):
         for group in groups:
             divided.append(dict(group) | {FROZEN_BY: number})

@@ -471,10 +471,10 @@ class _Instruments:
             of_name[2] += milliseconds
 
         def read() -> Rows:
-            return [
-                _row_of_sent(name, count, num_bytes, milliseconds)
-                for name, (count, num_bytes, milliseconds) in sums.items()
-            ]
+            rows = []
+            for name, (count, num_bytes, milliseconds) in sums.items():
+                rows.append(_row_of_sent(name, count, num_bytes, milliseconds))
+            return rows
 
         self._put(
             comm.comms_logger,

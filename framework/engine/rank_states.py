@@ -147,9 +147,9 @@ def sentence(states: Mapping[int, State], *, world_size: int) -> str:
     if len(set(calls.values())) == 1:
         place = states[min(states)]["place"]
         return f"{begin}all ranks are in {next(iter(calls.values()))} at {place}"
-    parts = [
-        f"rank {rank} waits in {call} at {states[rank]['place']}" for rank, call in calls.items()
-    ]
+    parts = []
+    for rank, shown_call in calls.items():
+        parts.append(f"rank {rank} waits in {shown_call} at {states[rank]['place']}")
     return begin + "; ".join(parts)
 
 
