@@ -200,13 +200,18 @@ def _unknown_kind(
             )
         return kind_path, Problem("missing-kind", reason, fix, key)
     if path[0] == "optimizer" and str(kind).lower() in _OTHER_OPTIMIZERS:
-        reason, fix = _OTHER_OPTIMIZERS[str(kind).lower()]
-        return kind_path, Problem("unknown-kind", reason, fix, key, kind)
-    fix = f"known: {choices_text}"
+        return kind_path, _other_optimizer(key, kind)
     similar = nearest(str(kind), choices)
     if similar:
-        fix = f"did you mean '{similar}'? {fix}"
+        fix = f"did you mean '{similar}'? known: {choices_text}"
+    else:
+        fix = f"known: {choices_text}"
     return kind_path, Problem("unknown-kind", "there is no such kind", fix, key, kind)
+
+
+def _other_optimizer(key: str, kind: Any) -> Problem:
+    reason, fix = _OTHER_OPTIMIZERS[str(kind).lower()]
+    return Problem("unknown-kind", reason, fix, key, kind)
 
 
 def _wrong_type(value: Any, wanted: str) -> tuple[str, str]:
