@@ -70,7 +70,7 @@ Look = Callable[[], AbstractContextManager[Mapping[str, Any]]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Be one member of a job, and return its exit code.
+    """Run one node of a job, and return its exit code.
 
     After a FrameworkError nothing has been started.
     """

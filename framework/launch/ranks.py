@@ -267,7 +267,7 @@ class OomKills:
                 break
 
     def have_risen(self) -> bool:
-        """Check whether there has been one."""
+        """Check whether there has been such a kill."""
         return (_read(self._path) or 0) > self._before
 
 

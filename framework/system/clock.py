@@ -11,8 +11,9 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def seconds_since_boot() -> float:
-    """Return the time since this machine was started, the same for all of its processes; sleep of
-    the machine counts, where the system knows.
+    """Return the time since this machine was started, the same for all of its processes.
+
+    The time that the machine slept counts, if the system has such a clock.
     """
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
@@ -27,7 +28,7 @@ def now() -> float:
 
 
 def boot() -> str:
-    """Return what names the start of this machine; empty where the system has no name for it."""
+    """Return an id of this boot of the machine; empty if the system has none."""
     with suppress(OSError):
         return _BOOT_ID.read_text(encoding="ascii").strip()[:8]
     return ""

@@ -1,4 +1,4 @@
-"""Frames of the threads of this process, for those that look at what others do."""
+"""Frames of the threads of this process, for threads that watch other threads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from types import FrameType
 
 
 def current_frames() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread, by the thread's number, without collecting garbage
-    meanwhile.
+    """Return the innermost frame of each thread, by its number, without a garbage collection.
 
     CPython holds the lock of its list of threads in `sys._current_frames` (3.11, Python/pystate.c).
     A finalizer that runs there and waits, as DeepSpeed's engine logs in its own, would wait for

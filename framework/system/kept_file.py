@@ -1,4 +1,4 @@
-"""Files that grow by records while a run trains: what storage does not take now is written later.
+"""Files that grow by records while a run trains: a record that fails now is written later.
 
 A full disk, a quota and a server that is away pass. Until then the records wait in memory, within a
 bound, and each new one tries again. No half record stays in a file.
@@ -27,7 +27,7 @@ _GONE: Final = frozenset({errno.ESTALE, errno.ENODEV, errno.ENOTCONN, errno.EBAD
 
 
 class Troubles:
-    """Failures of one file: when it is tried again, and what it lacks in the end."""
+    """Failures of one file: when it is tried again, and the records that are lost in the end."""
 
     def __init__(
         self, name: str, *, kind: str, clock: Callable[[], float] = time.monotonic
@@ -51,12 +51,12 @@ class Troubles:
 
     @property
     def is_open(self) -> bool:
-        """Check whether the last attempt has failed."""
+        """True if the last attempt has failed."""
         return self._failed_at is not None
 
     @property
     def is_waiting(self) -> bool:
-        """Check whether the last attempt has failed a moment ago."""
+        """True if the last attempt has failed less than a second ago."""
         return self._failed_at is not None and self._clock() - self._failed_at < _AGAIN_SECONDS
 
     def failed(self, error: OSError) -> None:
@@ -88,7 +88,7 @@ class Troubles:
         self._is_in_gap = True
 
     def close(self) -> None:
-        """Warn of what is missing."""
+        """Warn of the records that are missing."""
         if not self._num_lost:
             return
         lacks = counted(self._num_lost, "line")
@@ -102,7 +102,7 @@ class Troubles:
 
 
 class KeptFile:
-    """A file to append whole records to; one that is not taken waits for the next attempt.
+    """A file to append whole records to; a record that fails waits for the next attempt.
 
     Attributes:
         file: open at this moment.
@@ -138,7 +138,7 @@ class KeptFile:
         self._torn_at: int | None = None  # size of the file before a record that it has a part of
 
     def append(self, record: bytes, *, step: int | None = None) -> None:
-        """Write a record behind all that wait; `step`: what a warning names where it is lost."""
+        """Write a record behind all that wait; `step`: for the warning if it is lost."""
         self._records.append((record, step))
         self._num_bytes += len(record)
         if not self._troubles.is_waiting:
@@ -147,12 +147,12 @@ class KeptFile:
             self._lose_oldest()
 
     def flush(self) -> None:
-        """Try again, however short ago the last attempt was."""
+        """Try again, even if the last attempt was a moment ago."""
         if self._records and not self.file.closed:
             self._try()
 
     def close(self) -> None:
-        """Try for the last time, warn of what is missing, and close the file."""
+        """Try for the last time, warn of missing records, and close the file."""
         if self.file.closed:
             return
         self._try()
@@ -193,7 +193,7 @@ class KeptFile:
             raise
 
     def _cut(self, error: OSError) -> None:
-        """Remove what the file has of a record; the next attempt does where this one cannot."""
+        """Remove a part of a record from the file; if this fails, the next attempt does it."""
         with suppress(OSError):
             if error.errno in _GONE:
                 self._open_again()
@@ -215,7 +215,7 @@ class KeptFile:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of it: a signal or a quota may come between."""
+    """Write all bytes: a signal or a quota may leave a part of them unwritten."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

@@ -57,7 +57,7 @@ def write_to(handler: logging.FileHandler) -> None:
 
 
 def let_go() -> None:
-    """Log to the file no more: the next run of this process has another one.
+    """Stop logging to the file: the next run of this process has another one.
 
     All messages are in the file then. It is left open, for DeepSpeed's.
     """

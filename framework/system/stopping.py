@@ -73,7 +73,7 @@ def handled() -> list[signal.Signals]:
 
 
 def put_back(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Give signals the handlers that they had."""
+    """Restore the handlers of signals."""
     for number, handler in handlers.items():
         # None: not set from Python
         signal.signal(number, handler if handler is not None else signal.SIG_DFL)
