@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -30,7 +30,6 @@ from framework.checkpoint.state.optimizer_shards import (
     opened,
     stepped_groups,
 )
-from framework.checkpoint.state.reader import StoredState, describe_lacking
 from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.checkpoint.state.tensor_split import Division, splits_of, whole_shape
 from framework.engine import random_state
@@ -43,11 +42,12 @@ from framework.engine.weights import gives
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state
 from framework.engine.workarounds.nvme_state import complete_nvme_state
 from framework.errors import StorageError, TrainingError, explaining, in_one_line, show_value
-from framework.models.adapters import put_trained
-from framework.models.experts import is_elsewhere
 from framework.plan.layout import Layout
 from framework.system.files import FileRecord, NewFile
 from framework.system.log import warn
+
+if TYPE_CHECKING:
+    from framework.checkpoint.state.reader import StoredState
 
 
 def save_bytes(
@@ -194,11 +194,14 @@ def _refuse_lacking(
     """Refuse files without the numbers of some weight: it would stay as it was drawn. Below stage 3
     the module's state has all names, or torch refuses it.
     """
+
     if engine.zero_optimization_stage() < 3:
         return
     content = read_or_explain(Path(engine._get_ckpt_name(str(folder), tag)), mmap=True)
     lacking = _lacking(engine, content, partly=partly)
     if lacking:
+        from framework.checkpoint.state.reader import describe_lacking
+
         raise StorageError(describe_lacking(lacking))
 
 
@@ -215,6 +218,8 @@ def _lacking(
 
 
 def _put_partly(src: Mapping[str, torch.Tensor], dst: torch.nn.Module) -> None:
+    from framework.models.adapters import put_trained
+
     put_trained(dst, src)
 
 
@@ -336,6 +341,8 @@ def move_in(
 def _move_in(
     engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names, layout: Layout
 ) -> Mapping[str, Any]:
+    from framework.checkpoint.state.reader import StoredState
+
     splits = splits_of(names)
     division = Division()
     if splits:
@@ -412,9 +419,12 @@ def _refuse_other_model(
     """Refuse a checkpoint of another model, before a number is changed. Every rank checks the whole
     model; in a pipeline its own stage.
     """
+
     for tensor, name in names.items():
         stored.refuse_other_shape(name, whole_shape(tensor))
     if not isinstance(engine.module, PipelineModule):
+        from framework.models.experts import is_elsewhere
+
         state = engine.module.state_dict(keep_vars=True)  # has all names of tied weights
         stored.refuse_others(state, is_elsewhere=is_elsewhere(engine.module))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import deepspeed
 import torch
@@ -24,17 +24,14 @@ from framework.engine.initialize import MakeOptimizer, initialize
 from framework.engine.metrics import EvalSums
 from framework.engine.rank_groups import RankGroups, make_groups
 from framework.engine.schedules import MakeSchedule
-from framework.engine.shared_positions import PositionCheck
 from framework.engine.step import Step
 from framework.engine.step_batches import StepLoss
-from framework.engine.tensor_check import GradientCheck
 from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError
 from framework.models.compilation import compile_model
 from framework.models.experts import MixtureOfExperts, collected_routings, routing_metrics
 from framework.models.layers import LayeredModel
-from framework.models.sequence import SequenceGroup, share_attention
 from framework.models.tiled_loss import output_head, wanting_loss
 from framework.plan.plan import Plan
 from framework.system.log import warn
@@ -42,6 +39,9 @@ from framework.tasks.causal_lm import CausalLM
 from framework.tasks.loss_checks import refuse_without_graph
 from framework.tasks.masked_lm import MaskedLM
 from framework.tasks.task import Task
+
+if TYPE_CHECKING:
+    from framework.engine.shared_positions import PositionCheck
 
 _LOSSES: Final = {CausalLM.loss, CausalLM.measure, MaskedLM.loss, MaskedLM.measure}
 
@@ -67,7 +67,10 @@ def build_engine(
         make_schedule: makes the user's schedule.
         groups: process groups, if a tensor group divides the weights.
     """
+
     if plan.layout.sequence_size > 1:
+        from framework.models.sequence import share_attention
+
         share_attention(model)
     names = names_of(model)
     section = plan.config.training.compile
@@ -100,9 +103,12 @@ class PlainEngine(BaseEngine):
     _check: PositionCheck | None = None  # until the first step
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, plan: Plan, task: Task) -> None:
+
         super().__init__(engine, plan, task, names=partial(names_of, engine.module))
         self._sums = sum_gradients(engine)
         if plan.layout.tensor_size > 1:
+            from framework.engine.tensor_check import GradientCheck
+
             self.tensor_check = GradientCheck(
                 engine,
                 names_of(engine.module),
@@ -124,10 +130,14 @@ class PlainEngine(BaseEngine):
         self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext
         positions = self._batches.positions
         if positions is not None:
+            from framework.models.sequence import SequenceGroup
+
             group = SequenceGroup(positions.rank, positions.size, make_groups(plan.layout).sequence)
             self._sharing = group.shared
             # Tests check the shipped models.
             if isinstance(plan.config.model, (Target, Object)):
+                from framework.engine.shared_positions import PositionCheck
+
                 self._check = PositionCheck(engine, task, group)
 
     def compare_positions(self) -> None:

@@ -9,29 +9,20 @@ import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import deepspeed
 import torch
 import torch.distributed
 
-from framework.checkpoint.huggingface import form_of
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
-from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.tensor_split import split_of, whole_shape
-from framework.checkpoint.state.weight_files import (
-    PICKLED,
-    LazyWeights,
-    as_ours,
-    is_exported,
-    read_exported,
-    shapes_of,
-)
 from framework.errors import ConfigError, StorageError, in_one_line, show_value
-from framework.models.adapters import fingerprint
-from framework.models.experts import is_elsewhere
-from framework.models.survey import Surveyed
+
+if TYPE_CHECKING:
+    from framework.checkpoint.state.weight_files import LazyWeights
+    from framework.models.survey import Surveyed
 
 _KEY: Final = "checkpoint.init_weights"
 _FILES: Final = (".pt", ".pth", ".bin")
@@ -52,11 +43,18 @@ def find_weights(
             allowed.
         StorageError: the files are damaged.
     """
+
     place = Path(path)
     with explaining_storage_errors(_KEY, path):
+        from framework.checkpoint.state.weight_files import is_exported
+
         if is_exported(place):
+            from framework.checkpoint.state.weight_files import read_exported
+
             return _renamed(read_exported(place), model)
         file = place
+        from framework.checkpoint.state.weight_files import PICKLED
+
         for name in (PICKLED, "pytorch_model.bin"):
             if (place / name).is_file():
                 file = place / name
@@ -79,6 +77,9 @@ def find_weights(
 
 def _renamed(weights: LazyWeights, model: Any) -> LazyWeights:
     """Return weights under the names of a shipped model, if `model` is the section of one."""
+    from framework.checkpoint.huggingface import form_of
+    from framework.checkpoint.state.weight_files import as_ours
+
     form = form_of(model)
     if form is None or "embed.weight" in weights.shapes:
         return weights
@@ -98,6 +99,9 @@ def checkpoint_weights(
         ConfigError: no moving average was kept; or it holds adapters alone.
         StorageError: the files are damaged or missing, or hold more than weights.
     """
+    from framework.checkpoint.state.reader import MergedWeights
+    from framework.checkpoint.state.weight_files import LazyWeights
+
     if checkpoint.has_adapters:
         reason = "it holds adapters, and not the weights that they belong to"
         fix = "name an export of it"
@@ -122,6 +126,8 @@ def put_weights(
     Raises:
         ConfigError: names or shapes differ; nothing was changed.
     """
+    from framework.checkpoint.state.weight_files import shapes_of
+
     shapes = shapes_of(weights)
     expected = _expected_shapes(model, shapes)
     _refuse_differences(expected, weights, source=source)
@@ -144,6 +150,8 @@ def _expected_shapes(
     """Return the shapes that weights for a model have, by name. Of tied weights one name is enough;
     experts of other ranks are expected as they are.
     """
+    from framework.models.experts import is_elsewhere
+
     state = model.state_dict(keep_vars=True)
     present = {id(tensor) for name, tensor in state.items() if name in shapes}
     expected: dict[str, torch.Size] = {}
@@ -178,6 +186,7 @@ def describe_base(model: torch.nn.Module, source: str | None) -> dict[str, Any]:
     """Identify the frozen weights under adapters, for manifests: by their `source`, None for drawn
     weights, and their fingerprint. Collective.
     """
+    from framework.models.adapters import fingerprint
 
     def gathered(weights: list[torch.nn.Parameter]) -> Any:
         spread = [weight for weight in weights if hasattr(weight, "ds_id")]
@@ -227,7 +236,10 @@ def put_layer_weights(
     module: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, layer: str
 ) -> torch.nn.Module:
     """Load the weights of one layer, which `refuse_other_layers` let pass, into its module."""
+
     with torch.no_grad():
+        from framework.checkpoint.state.weight_files import shapes_of
+
         shapes = shapes_of(weights)
         for name, tensor in module.state_dict().items():
             full_name = f"{layer}.{name}"
@@ -238,6 +250,8 @@ def put_layer_weights(
 
 def _read_file(file: Path) -> LazyWeights:
     """Read a state dict of tensors, without running anything in the file."""
+    from framework.checkpoint.state.weight_files import LazyWeights
+
     try:
         # Mapped, so that the ranks of a host share one copy; torch's format before 1.6 cannot be.
         is_mapped = zipfile.is_zipfile(file)
@@ -277,6 +291,8 @@ def _refuse_differences(
     """Refuse weights of other names or shapes than expected; the names in their `lacks` may be
     missing.
     """
+    from framework.checkpoint.state.weight_files import shapes_of
+
     reason = _difference(expected, shapes_of(weights), may_lack=getattr(weights, "lacks", ()))
     if reason:
         fix = "name weights of the same model"

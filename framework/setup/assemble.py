@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from framework.checkpoint.async_checkpointer import AsyncCheckpointer
 from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.base import Object, Target
@@ -20,27 +19,20 @@ from framework.config.run_config import RunConfig
 from framework.data.failures import ExplainedData
 from framework.data.loaders import EvalLoader, is_stream
 from framework.data.splits import Splits
-from framework.data.streams import StreamEvalLoader
 from framework.engine import random_state
 from framework.engine.base_engine import BaseEngine
 from framework.engine.collective_timeout import gather_from_disks
 from framework.engine.distributed import claims_error_report, device, from_rank0, gather, rank
 from framework.engine.expert_parallel import building_experts
 from framework.engine.model_build import build_model, partition
-from framework.engine.pipeline_engine import PipelineEngine, build_pipeline
 from framework.engine.plain_engine import PlainEngine, build_engine
-from framework.engine.profile import Profiler
 from framework.engine.protocol import Engine
 from framework.engine.rank_groups import RankGroups, make_groups
 from framework.engine.spread_weights import written_while_spread
 from framework.engine.step_batches import HALF
-from framework.engine.tensor_cut import TensorCut
-from framework.engine.weights import put_layer_weights, put_weights
 from framework.errors import ConfigError, in_one_line
-from framework.models.adapters import add_adapters
 from framework.models.formats import as_fp32
 from framework.models.prepare_model import prepare_model
-from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.models.unsupported import (
     in_rows,
     refuse_sparse_gradients,
@@ -48,20 +40,19 @@ from framework.models.unsupported import (
     store_in_rows,
 )
 from framework.plan.plan import Plan
-from framework.setup.pipeline_stages import CutModel
 from framework.setup.prepare_run import Prepared
-from framework.setup.tensorboard import SampleWatch, weight_histograms
 from framework.setup.user_code import load_target
-from framework.tasks.causal_lm import logits_of
 from framework.tasks.task import Task
 from framework.train.callbacks import Callbacks
 from framework.train.monitors.base import Aside, Behind, Monitor, make_or_warn
-from framework.train.monitors.console import make_console
-from framework.train.monitors.metric_files import CsvFile, JsonlFile
-from framework.train.monitors.services import SERVICES, Described, ServiceProcess
-from framework.train.monitors.tensorboard_events import TensorBoardEvents
 from framework.train.run_folder import RunFolder
 from framework.train.trainer import Every, Schedule
+
+if TYPE_CHECKING:
+    from framework.data.streams import StreamEvalLoader
+    from framework.engine.pipeline_engine import PipelineEngine
+    from framework.engine.profile import Profiler
+    from framework.setup.pipeline_stages import CutModel
 
 # Logged losses in a row that may be infinite in fp16, where their steps are skipped: the dynamic loss
 # scale has found its level long before.
@@ -96,6 +87,10 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
 
 
 def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) -> PipelineEngine:
+    from framework.engine.pipeline_engine import build_pipeline
+    from framework.engine.weights import put_layer_weights
+    from framework.models.sync_batch_norm import with_sync_batch_norm
+
     plan = prepared.plan
     parts = prepared.parts
     weights = prepared.weights
@@ -136,6 +131,7 @@ def _whole_model(
     prepared: Prepared, groups: RankGroups | None, *, varying_shapes: bool
 ) -> torch.nn.Module:
     """Build this rank's model: its share in a tensor group, partitioned at stage 3. Collective."""
+
     plan = prepared.plan
     parts = prepared.parts
     weights = prepared.weights
@@ -145,6 +141,8 @@ def _whole_model(
     is_ours = not isinstance(config.model, (Target, Object))
     build = in_rows(parts.build_model, config)
     if groups is not None:
+        from framework.engine.tensor_cut import TensorCut
+
         build = TensorCut(groups.tensor, config.parallel.tensor_plan, parts.task).after(build)
     # Other ranks have other experts, so no rank can send its weights to another.
     with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1) as divides:
@@ -161,9 +159,13 @@ def _whole_model(
     if weights is not None:
         source = str(config.checkpoint.init_weights)
         tensor_group = None if groups is None else groups.tensor
+        from framework.engine.weights import put_weights
+
         put_weights(model, weights, source=source, tensor_group=tensor_group)
         weights.let_go()
     if config.training.lora is not None:
+        from framework.models.adapters import add_adapters
+
         model = add_adapters(model, config.training.lora, seed=config.run.seed)
         if config.zero.stage == 3:
             model = partition(model, prepared.ds_config)
@@ -173,6 +175,8 @@ def _whole_model(
 @torch.no_grad()
 def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
     """Refuse a model if its outputs for a packed text depend on the text before it. Collective."""
+    from framework.tasks.causal_lm import logits_of
+
     module = engine.engine.module
     positions = torch.arange(4, device=device()).repeat(1, 2)
     model_config = getattr(module, "config", task)
@@ -205,11 +209,14 @@ def watch_samples(
         The steps at which it shows histograms of the weights, and the function that does; None
         without histograms.
     """
+
     section = plan.config.monitors.tensorboard
     board = next((monitor for monitor in monitors if monitor.name == "tensorboard"), None)
     if section is None:
         return None
     if isinstance(board, Behind) and section.samples and isinstance(engine, PlainEngine):
+        from framework.setup.tensorboard import SampleWatch
+
         engine.show_batch = SampleWatch(
             lambda shown: board.show(engine.engine.global_steps, shown),
             folder.path,
@@ -249,12 +256,16 @@ def make_profiler(
     section = plan.config.profile
     if section is None or start_step >= section.last:
         return None
+    from framework.engine.profile import Profiler
+
     assert isinstance(engine, BaseEngine)
     return Profiler(engine, section, folder.path, stage=plan.layout.stage_of(rank()))
 
 
 def show_weights(engine: Engine, plan: Plan, board: Monitor | None, step: int) -> None:
     """Hand histograms of the weights to TensorBoard. Collective; only rank 0 has a board."""
+    from framework.setup.tensorboard import weight_histograms
+
     histograms = weight_histograms(engine.engine.module, plan)  # type: ignore[attr-defined]
     if isinstance(board, Behind):
         board.show(step, histograms)
@@ -354,6 +365,8 @@ def make_checkpointer(
     }
     if section.mode != "async":
         return Checkpointer(engine, folder, gather=gather_from_disks, **options)
+    from framework.checkpoint.async_checkpointer import AsyncCheckpointer
+
     # In the background ranks meet every few seconds, however long a disk takes: there a long
     # silence means a lost peer.
     return AsyncCheckpointer(
@@ -374,14 +387,22 @@ def make_monitors(
     Files are written behind the check that the folder is `held`. If a monitor other than
     ``metrics.jsonl`` cannot be made, that costs a warning.
     """
+    from framework.train.monitors.console import make_console
+    from framework.train.monitors.metric_files import JsonlFile
+    from framework.train.monitors.services import SERVICES, Described, ServiceProcess
+
     section = config.monitors
     run = Described(folder, config.run.name, config.to_dict(), from_step)
     files: list[Monitor] = [JsonlFile(folder / "metrics.jsonl", from_step=from_step)]
     if section.csv:
+        from framework.train.monitors.metric_files import CsvFile
+
         files += make_or_warn(
             "metrics.csv", lambda: CsvFile(folder / "metrics.csv", from_step=from_step)
         )
     if section.tensorboard:
+        from framework.train.monitors.tensorboard_events import TensorBoardEvents
+
         files += make_or_warn(
             "tensorboard",
             lambda: TensorBoardEvents(
@@ -427,6 +448,9 @@ def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, Exp
 
 
 def _eval_loader(dataset: Any, **options: Any) -> EvalLoader | StreamEvalLoader:
+
     if is_stream(dataset):
+        from framework.data.streams import StreamEvalLoader
+
         return StreamEvalLoader(dataset, gather=gather, **options)
     return EvalLoader(dataset, **options)

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Sized
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -19,20 +19,15 @@ from framework.config.data import Mixture
 from framework.config.optimizer import Muon, optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.config.training import EarlyStopping as WatchSection
-from framework.data import mixtures
-from framework.data.lengths import lengths_of
 from framework.data.loaders import TrainLoader, is_stream
 from framework.data.order import LATEST_ORDER, Share
 from framework.data.splits import Splits, as_splits
-from framework.data.streams import StreamLoader, StreamPlaces
-from framework.engine.parameter_groups import MuonWithAdamW
 from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, Problem
 from framework.models.layers import Layer, LayeredModel, as_layers
 from framework.models.unsupported import refuse_unsupported
 from framework.plan.plan import Plan
 from framework.plan.rules.model import vocabulary_problem
-from framework.setup.optimizer_probe import check_optimizer
 from framework.setup.user_code import (
     MakeOptimizer,
     ModelSource,
@@ -45,9 +40,11 @@ from framework.setup.user_code import (
     takes,
     type_name,
 )
-from framework.setup.user_optimizer import check_schedule, refuse_closure, savable
 from framework.tasks.task import Task, as_task
 from framework.train.callbacks import EVENTS, EarlyStopping, ReduceOnPlateau
+
+if TYPE_CHECKING:
+    from framework.data.streams import StreamLoader, StreamPlaces
 
 _IN_THE_BOX: Final = {"early_stopping": EarlyStopping, "reduce_on_plateau": ReduceOnPlateau}
 
@@ -72,6 +69,7 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     Raises:
         ConfigError: a target does not import, does not take its arguments, or is of a wrong type.
     """
+
     _refuse_objects_from_files(config, objects)
     splits = objects.splits or _load_data(config.data, key="data")
     if objects.task is None:
@@ -90,6 +88,8 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
         value = getattr(config.optimizer, "target", "")
     if make_optimizer is not None and not isinstance(config.optimizer, Muon):
         size = config.parallel.tensor
+        from framework.setup.optimizer_probe import check_optimizer
+
         check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value, tensor=size)
     schedule = _schedule_maker(config, objects.scheduler, make_optimizer)
     if isinstance(objects.model, torch.nn.Module):
@@ -99,6 +99,8 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
 
 
 def _load_data(section: Any, *, key: str) -> Splits:
+    from framework.data import mixtures
+
     if not isinstance(section, Mixture):
         return as_splits(call_factory(section.factory(), key=key))
     weighted = []
@@ -158,6 +160,7 @@ def make_train_loader(
             ready together.
         places: of the lanes of a stream.
     """
+
     data = plan.config.data
     layout = plan.layout
     if num_workers is None:
@@ -183,10 +186,14 @@ def make_train_loader(
         "curriculum_steps": data.curriculum_steps,
     }
     if is_stream(splits.train):  # a worker has a whole step of a stream ready
+        from framework.data.lengths import lengths_of
+
         if data.bucket_steps:
             lengths_of(splits.train, "data.bucket_steps")
         elif data.curriculum_steps:
             lengths_of(splits.train, "data.curriculum_steps")
+        from framework.data.streams import StreamLoader
+
         loader = StreamLoader(
             splits.train,
             share=share,
@@ -333,8 +340,11 @@ def as_module(model: Any) -> torch.nn.Module:
 
 
 def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
+
     section = config.optimizer
     if isinstance(section, Muon):
+        from framework.engine.parameter_groups import MuonWithAdamW
+
         return partial(MuonWithAdamW, section=section)
     if not isinstance(section, Target):
         return None
@@ -376,8 +386,13 @@ def _handed_over_optimizer(make: Any) -> MakeOptimizer:
 
 
 def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.Optimizer:
+
     if isinstance(optimizer, torch.optim.Optimizer):
+        from framework.setup.user_optimizer import refuse_closure
+
         refuse_closure(optimizer, key=key, value=value)
+        from framework.setup.user_optimizer import savable
+
         return savable(optimizer, key=key, value=value)
     reason = f"it returned {type_name(optimizer)}, not a torch.optim.Optimizer"
     fix = "return an optimizer over the given parameters"
@@ -390,6 +405,8 @@ def _schedule_maker(
     """Return the user's own schedule, tried over an optimizer of one weight, or None if the config
     names a built-in one.
     """
+    from framework.setup.user_optimizer import check_schedule
+
     section = config.scheduler
     make = handed_over
     if isinstance(section, Target):

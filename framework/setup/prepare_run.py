@@ -30,13 +30,13 @@ from framework.plan.cluster import Cluster, Device
 from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
 from framework.setup.components import Parts, gather_parts
-from framework.setup.pipeline_stages import CutModel, check_recomputed, cut_model
 from framework.setup.user_code import Objects, check_arguments, describe_objects, load_target
 from framework.system.waiting import waiting
 from framework.train.run_folder import RunFolder
 
 if TYPE_CHECKING:  # a plain run reads no weights
     from framework.checkpoint.state.weight_files import LazyWeights
+    from framework.setup.pipeline_stages import CutModel
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,7 @@ def prepare(
     Raises:
         ConfigError, StorageError: the run cannot work.
     """
+
     objects = objects or Objects()
     source = source or Source()
     device = cast(Device, device_name())
@@ -180,8 +181,12 @@ def prepare(
     with _placing(source):
         cut = None
         if plan.layout.pipe_size > 1:
+            from framework.setup.pipeline_stages import cut_model
+
             cut = cut_model(plan, parts)
-        else:
+        elif config.training.recompute_every:
+            from framework.setup.pipeline_stages import check_recomputed
+
             check_recomputed(plan, parts)
         # A checkpoint of adapters does not hold the weights that they were trained on.
         needs_weights = resumed is None or config.training.lora is not None
@@ -254,11 +259,13 @@ def _first_weights(
     path: str, config: RunConfig, cut: CutModel | None
 ) -> LazyWeights | SavedCheckpoint:
     """Return the weights, or the checkpoint, at `path`, the config's `checkpoint.init_weights`."""
-    from framework.engine.weights import find_weights, refuse_other_layers
+    from framework.engine.weights import find_weights
 
     unverified = config.checkpoint.allow_unverified
     weights = find_weights(path, allow_unverified=unverified, model=config.model)
     if cut is not None and not isinstance(weights, SavedCheckpoint):
+        from framework.engine.weights import refuse_other_layers
+
         refuse_other_layers(weights, cut.surveyed, source=path)
     return weights
 

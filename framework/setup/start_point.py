@@ -12,34 +12,15 @@ from typing import Any, Protocol
 from framework.checkpoint.checkpointer import clear_unfinished
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import size_of
-from framework.checkpoint.resumable import (
-    check_movable,
-    check_reachable,
-    check_resumable,
-    describe_changes,
-    describe_resharding,
-    describe_versions,
-    needs_resharding,
-)
 from framework.checkpoint.resume_point import find_sound_checkpoint, set_aside_later
-from framework.checkpoint.state.deepspeed_format import describe_raw, warn_of
 from framework.checkpoint.verification import SharedVerification
 from framework.config.run_config import RunConfig
 from framework.data.streams import StreamPlaces
-from framework.data.token_files import KEPT_TOKENIZER, keep_tokenizer
 from framework.engine.distributed import describe_environment, from_rank0, gather, rank
-from framework.engine.metrics import time_layers
 from framework.engine.process_group_errors import is_lost_peer
 from framework.engine.protocol import Engine
-from framework.engine.weights import (
-    checkpoint_weights,
-    describe_base,
-    refuse_other_base,
-    refuse_other_layers,
-)
 from framework.errors import FrameworkError, StorageError, TrainingError, in_one_line
 from framework.plan.plan import Plan
-from framework.setup.pipeline_stages import cut_as_saved, cut_by_time
 from framework.setup.prepare_run import Prepared
 from framework.system.log import print_line
 from framework.train.bad_steps import LeftOut, noted_windows
@@ -129,6 +110,8 @@ def agreed_weights(
     checkpoint = prepared.weights
     if not isinstance(checkpoint, SavedCheckpoint):
         return prepared
+    from framework.engine.weights import checkpoint_weights, refuse_other_layers
+
     if checkpoint.verified:
         damage = _verification().verify(checkpoint, on_every_host=True)
     else:
@@ -178,6 +161,7 @@ def choose_start(
     folder: RunFolder, config: RunConfig, *, damage_of: DamageOf = SavedCheckpoint.damage
 ) -> SavedCheckpoint | None:
     """Lock the run's folder if it exists, and choose the checkpoint that the run starts from."""
+
     folder.lock_if_exists()
     start, damaged = find_sound_checkpoint(
         config.checkpoint.resume,
@@ -188,6 +172,8 @@ def choose_start(
     for message in damaged:
         print_line(f"warning: {message}; an earlier checkpoint is taken [checkpoint-damaged]")
     if start is not None:
+        from framework.checkpoint.state.deepspeed_format import describe_raw, warn_of
+
         start = describe_raw(start)
         warn_of(start, resumed=True)
     return start
@@ -204,6 +190,9 @@ def measure_cut(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
     cut = prepared.cut
     if cut is None or parallel.partition != "measured" or parallel.stages is not None:
         return prepared
+    from framework.engine.metrics import time_layers
+    from framework.setup.pipeline_stages import cut_as_saved, cut_by_time
+
     saved_cut = None
     if start is not None:
         saved_cut = cut_as_saved(cut, plan, start.manifest)
@@ -269,6 +258,8 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
 
 
 def _refuse_unfit_start(start: SavedCheckpoint, prepared: Prepared) -> None:
+    from framework.checkpoint.resumable import check_movable, check_reachable, check_resumable
+
     plan = prepared.plan
     description = prepared.description()
     check_movable(start, description=description)
@@ -284,9 +275,12 @@ def _refuse_unfit_start(start: SavedCheckpoint, prepared: Prepared) -> None:
 
 def _keep_tokenizer(folder: RunFolder, prepared: Prepared) -> None:
     """Copy the tokenizer of the data into the run folder, and print the facts about the data."""
+
     splits = prepared.parts.splits
     tokenizer = getattr(splits.train, "tokenizer", None)
     if tokenizer:
+        from framework.data.token_files import KEPT_TOKENIZER
+
         tokenizer.save_pretrained(folder.path / KEPT_TOKENIZER)
         for split in vars(splits).values():
             facts = getattr(split, "stated", "")
@@ -295,6 +289,8 @@ def _keep_tokenizer(folder: RunFolder, prepared: Prepared) -> None:
         return
     path = getattr(prepared.plan.config.data, "path", None)
     if path:
+        from framework.data.token_files import keep_tokenizer
+
         keep_tokenizer(path, folder.path)
 
 
@@ -305,6 +301,8 @@ def _report_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder)
         if is_auto:
             print_line(f"resume: auto: no checkpoint in {folder.path}, starting afresh")
         return
+    from framework.checkpoint.resumable import describe_changes, describe_versions
+
     mode = "auto: " if is_auto else ""
     print_line(f"resume: {mode}from {start.path}")
     for change in describe_changes(start, config=plan.config.to_dict()):
@@ -342,6 +340,8 @@ def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
     """Describe the frozen weights under adapters, which checkpoints do not hold; empty without
     adapters. Collective.
     """
+    from framework.engine.weights import describe_base
+
     if config.training.lora is None:
         return {}
     module = engine.engine.module  # type: ignore[attr-defined]
@@ -371,7 +371,11 @@ def load_start(
     """
     if start is None:
         return 0
+    from framework.checkpoint.resumable import describe_resharding, needs_resharding
+
     if "base" in description:
+        from framework.engine.weights import refuse_other_base
+
         refuse_other_base(start, description["base"])
     moved = needs_resharding(start, description=description)
     if moved and rank() == 0:
