@@ -161,25 +161,32 @@ def _yaml(value: Any, *, depth: int) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        text = value[: _LONGEST_VALUE + 1]
-        breaks_flow = depth > 0 and _BREAKS_FLOW.search(text)
-        if breaks_flow or _NEEDS_QUOTES.fullmatch(text):
-            return f'"{text}"'
-        return text
+        return _yaml_text(value[: _LONGEST_VALUE + 1], is_nested=depth > 0)
     if isinstance(value, int) and abs(value) >= _LARGEST_SHOWN:
         return "a number of more than 80 digits"
-    if isinstance(value, (Mapping, list, tuple)) and depth > _DEEPEST_SHOWN:
-        return "..."
+    if isinstance(value, (Mapping, list, tuple)):
+        if depth > _DEEPEST_SHOWN:
+            return "..."
+        return _yaml_container(value, depth=depth)
+    return repr(value)
+
+
+def _yaml_text(text: str, *, is_nested: bool) -> str:
+    if _NEEDS_QUOTES.fullmatch(text) or (is_nested and _BREAKS_FLOW.search(text)):
+        return f'"{text}"'
+    return text
+
+
+def _yaml_container(value: Mapping[Any, Any] | list[Any] | tuple[Any, ...], *, depth: int) -> str:
+    inner = depth + 1
     if isinstance(value, Mapping):
         members = []
         for key, item in islice(value.items(), _LONGEST_VALUE):
-            text = _yaml(masked(key, item), depth=depth + 1)
-            members.append(f"{_yaml(key, depth=depth + 1)}: {text}")
+            text = _yaml(masked(key, item), depth=inner)
+            members.append(f"{_yaml(key, depth=inner)}: {text}")
         return f"{{{', '.join(members)}}}"
-    if isinstance(value, (list, tuple)):
-        items = [_yaml(item, depth=depth + 1) for item in islice(value, _LONGEST_VALUE)]
-        return f"[{', '.join(items)}]"
-    return repr(value)
+    items = [_yaml(item, depth=inner) for item in islice(value, _LONGEST_VALUE)]
+    return f"[{', '.join(items)}]"
 
 
 def _is_finite(value: Any) -> bool:
@@ -264,8 +271,8 @@ class ConfigError(FrameworkError):
 
 
 def missing_package(name: str, *, what: str, extra: str = "train") -> ConfigError:
-    """Make the error for a package that `what` needs and that is not installed. It is a ConfigError:
-    the command line is right, and a retry does not help.
+    """Make the error for a package that `what` needs and that is not installed: a ConfigError,
+    because the command line is right, and a retry does not help.
     """
     reason = f"{what} needs the package {name}, which {sys.executable} does not have"
     fix = f"in the checkout: ./launch.sh setup {extra}, or pip install -e '.[{extra}]'"

@@ -58,7 +58,7 @@ class _OfTheLoop:
 
 @contextmanager
 def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator[OpenEngine]:
-    """Open a run for a loop of the user's own, on every rank, as `checkpoint.resume` sets its start.
+    """Open a run for a loop of the user's own, on every rank; `checkpoint.resume` sets its start.
 
     At the end of the block it is saved if `checkpoint.at_end` is set. After `should_stop` was true
     it is always saved, and RunStopped is raised. Several may be open, each with a run folder of its
@@ -126,60 +126,81 @@ def _without_hang_watch(config: RunConfig) -> RunConfig:
 
 def _refuse_work_of_fit(config: RunConfig, *, has_own_data: bool, has_callbacks: bool) -> None:
     """Refuse keys that only the loop of `fit` serves."""
-    are_set = {
+    _refuse_divided_steps(config)
+    if has_own_data and not config.training.max_steps:
+        reason = "without train_data nothing says how long the run is"
+        raise ConfigError.of("max-steps-not-given", reason, "set it", "training.max_steps")
+    problems = list(_work_of_fit(config, has_callbacks=has_callbacks))
+    if has_own_data:
+        problems += _work_with_data(config)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _refuse_divided_steps(config: RunConfig) -> None:
+    divides_steps = {
         "parallel.pipe": config.parallel.pipe > 1,
         "parallel.tensor": config.parallel.tensor > 1,
         "parallel.sequence": config.parallel.sequence > 1,
         "model.moe": bool(getattr(config.model, "moe", None)),
         "training.bad_steps": bool(config.training.bad_steps),
     }
-    for key, is_set in are_set.items():
-        if is_set:
+    for key, is_divided in divides_steps.items():
+        if is_divided:
             reason = "its steps are more than the passes of each rank's own batch"
             raise ConfigError.of("own-loop-divided", reason, "use fit()", key)
-    if has_own_data and not config.training.max_steps:
-        reason = "without train_data nothing says how long the run is"
-        raise ConfigError.of("max-steps-not-given", reason, "set it", "training.max_steps")
-    problems: list[Problem] = []
 
-    def refuse(key: str, reason: str, fix: str) -> None:
-        problems.append(Problem("not-in-own-loop", reason, fix, key))
 
+def _work_of_fit(config: RunConfig, *, has_callbacks: bool) -> Iterator[Problem]:
+    """Yield a problem for each key that sets work of the loop of `fit`."""
     if config.callbacks or has_callbacks:
-        refuse(
-            "callbacks",
+        yield Problem(
+            "not-in-own-loop",
             "the loop of fit() calls them, at events that a loop of one's own has not",
             "call them there",
+            "callbacks",
         )
     if config.profile is not None:
-        refuse(
-            "profile",
+        yield Problem(
+            "not-in-own-loop",
             "the loop of fit() profiles its steps",
             "use torch.profiler in the loop, or fit()",
+            "profile",
         )
-    board = config.monitors.tensorboard
+    tensorboard = config.monitors.tensorboard
+    if tensorboard is None:
+        return
     for name in ("samples", "histograms_every_steps"):
-        if board is not None and getattr(board, name):
-            key = f"monitors.tensorboard.{name}"
-            refuse(key, "the loop of fit() looks at them", "leave it out, or use fit()")
-    if has_own_data:
-        for name, every_epochs in (
-            ("checkpoint", config.checkpoint.every_epochs),
-            ("evaluation", config.evaluation.every_epochs),
-        ):
-            if every_epochs:
-                reason = "without train_data nothing says how long an epoch is"
-                refuse(f"{name}.every_epochs", reason, "set every_steps")
-        for name in ("every_steps", "every_minutes", "at_start"):
-            if getattr(config.evaluation, name):
-                reason = "there is no evaluation data: the loop has its own"
-                refuse(
-                    f"evaluation.{name}",
-                    reason,
-                    "hand over train_data and eval_data, or evaluate in the loop",
-                )
-    if problems:
-        raise ConfigError(problems)
+        if getattr(tensorboard, name):
+            yield Problem(
+                "not-in-own-loop",
+                "the loop of fit() looks at them",
+                "leave it out, or use fit()",
+                f"monitors.tensorboard.{name}",
+            )
+
+
+def _work_with_data(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem for each key that takes data which only the loop has."""
+    for name, every_epochs in (
+        ("checkpoint", config.checkpoint.every_epochs),
+        ("evaluation", config.evaluation.every_epochs),
+    ):
+        if every_epochs:
+            yield Problem(
+                "not-in-own-loop",
+                "without train_data nothing says how long an epoch is",
+                "set every_steps",
+                f"{name}.every_epochs",
+            )
+    for name in ("every_steps", "every_minutes", "at_start"):
+        if getattr(config.evaluation, name):
+            yield Problem(
+                "not-in-own-loop",
+                "there is no evaluation data: the loop has its own",
+                "hand over train_data and eval_data, or evaluate in the loop",
+                f"evaluation.{name}",
+            )
 
 
 class OpenEngine:

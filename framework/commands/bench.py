@@ -197,35 +197,27 @@ def _checked_variants(arguments: argparse.Namespace, log_every: int) -> list[Var
     """
     settings = [word for word in arguments.words if is_setting(word)]
     configs = [word for word in arguments.words if not is_setting(word)]
-    for label, *own_settings in arguments.variants:
-        if is_setting(label) or not all(map(is_setting, own_settings)):
-            reason = "a name and its key=value settings follow --variant; configs stand before it"
-            raise UsageError(f"bench: --variant {' '.join([label, *own_settings])}: {reason}")
-    if not configs:
-        raise UsageError("bench: name a run config, for example ds_configs/quickstart.yaml")
-    if arguments.hostfile and arguments.num_gpus:
-        raise UsageError("bench: --num_gpus and --hostfile exclude each other")
+    _refuse_odd_words(arguments, configs)
+    device_counts = arguments.num_gpus or (None,)
     variants = []
     problems = []
     names = Counter[str]()
-    for path, (label, *own_settings), num_devices in product(
-        configs, arguments.variants or [[""]], arguments.num_gpus or (None,)
+    for config, (label, *own_settings), num_devices in product(
+        configs, arguments.variants or [[""]], device_counts
     ):
-        parts = []
-        if len(configs) > 1 or not label:
-            parts.append(Path(path).stem)
-        parts.append(label)
-        if num_devices and len(arguments.num_gpus) > 1:
-            parts.append(counted(num_devices, "device"))
-        name = ", ".join(filter(None, parts))
+        name = _name_of_variant(
+            config,
+            label,
+            num_devices,
+            has_config=len(configs) > 1,
+            has_devices=len(device_counts) > 1,
+        )
         names[name] += 1
         if names[name] > 1:
             name += f" ({names[name]})"
-        own_keys = {word.partition("=")[0] for word in own_settings}
-        words = [word for word in settings if word.partition("=")[0] not in own_keys]
-        words += own_settings
+        words = _with_own_settings(settings, own_settings)
         try:
-            options = LaunchOptions(path, tuple(words), num_devices, hostfile=arguments.hostfile)
+            options = LaunchOptions(config, tuple(words), num_devices, hostfile=arguments.hostfile)
             variants.append(_make_variant(name, options, log_every))
         except ConfigError as error:
             for problem in error.problems:
@@ -233,6 +225,36 @@ def _checked_variants(arguments: argparse.Namespace, log_every: int) -> list[Var
     if problems:
         raise ConfigError(problems)
     return variants
+
+
+def _refuse_odd_words(arguments: argparse.Namespace, configs: Sequence[str]) -> None:
+    for label, *settings in arguments.variants:
+        if is_setting(label) or not all(map(is_setting, settings)):
+            reason = "a name and its key=value settings follow --variant; configs stand before it"
+            raise UsageError(f"bench: --variant {' '.join([label, *settings])}: {reason}")
+    if not configs:
+        raise UsageError("bench: name a run config, for example ds_configs/quickstart.yaml")
+    if arguments.hostfile and arguments.num_gpus:
+        raise UsageError("bench: --num_gpus and --hostfile exclude each other")
+
+
+def _name_of_variant(
+    config: str, label: str, num_devices: int | None, *, has_config: bool, has_devices: bool
+) -> str:
+    """Return the label of a variant, with its config and devices if variants differ in them."""
+    parts = [label]
+    if has_config or not label:
+        parts.insert(0, Path(config).stem)
+    if has_devices and num_devices:
+        parts.append(counted(num_devices, "device"))
+    return ", ".join(filter(None, parts))
+
+
+def _with_own_settings(settings: Sequence[str], own_settings: Sequence[str]) -> list[str]:
+    """Return the settings of all variants with a variant's own, which win over them."""
+    own_keys = {word.partition("=")[0] for word in own_settings}
+    words = [word for word in settings if word.partition("=")[0] not in own_keys]
+    return words + list(own_settings)
 
 
 def _make_variant(name: str, options: LaunchOptions, log_every: int) -> Variant:

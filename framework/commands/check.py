@@ -93,10 +93,7 @@ def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> in
         return _resolve(files[0], settings, against, arguments)
     failures: list[StorageError] = []
     if arguments.fix:
-        for file in files:
-            failure = _fix(file, against, arguments.format)
-            if failure is not None:
-                failures.append(failure)
+        failures = _fix_files(files, against, arguments.format)
     results = [check_file(file, settings, against) for file in files]
     exit_code = _report(results, arguments.format)
     for failure in failures:
@@ -169,24 +166,28 @@ def _escaped(text: str, characters: str) -> str:
     return text.translate({ord(character): f"%{ord(character):02X}" for character in characters})
 
 
-def _fix(file: str, against: CheckContext, format_: str) -> StorageError | None:
-    """Fix one file in place. The check after it reports a file that cannot be read."""
+def _fix_files(files: Sequence[str], against: CheckContext, format_: str) -> list[StorageError]:
+    """Fix files in place, and print the changes; returns the errors of those that cannot be
+    written. The check after it reports a file that cannot be read.
+    """
     from framework.commands.check_fix import fix_file
 
-    try:
-        diff = fix_file(file, release=against.release)
-    except ConfigError:
-        return None
-    except StorageError as error:
-        return error
-    if diff:
-        # stdout is for tools in the other formats
-        if format_ == "text":
-            out = sys.stdout
-        else:
-            out = sys.stderr
-        print(diff.removesuffix("\n"), file=out)
-    return None
+    if format_ == "text":
+        out = sys.stdout
+    else:  # where stdout is for tools
+        out = sys.stderr
+    failures = []
+    for file in files:
+        try:
+            diff = fix_file(file, release=against.release)
+        except ConfigError:
+            continue
+        except StorageError as error:
+            failures.append(error)
+            continue
+        if diff:
+            print(diff.removesuffix("\n"), file=out)
+    return failures
 
 
 def _refuse_other_config(path: Path, document: Document) -> None:

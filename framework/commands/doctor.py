@@ -95,27 +95,32 @@ def _options(arguments: argparse.Namespace) -> DoctorOptions:
         config = words.pop(0)
     if config is None and words:
         raise UsageError(f"doctor: {words[0]} is a setting; name the run config before it")
-    if not arguments.hostfile:
-        idle_flags = [f"--{name}" for name in _ONLY_WITH_HOSTS if getattr(arguments, name)]
-        refuse_idle("doctor", idle_flags)
-    refuse_choice("doctor", arguments)
+    chosen = _choose_hosts(arguments)
     master_port = arguments.master_port or DEFAULT_PORT
-    chosen: tuple[ChosenHost, ...] = ()
-    if arguments.hostfile:
-        chosen = choose_hosts(
-            arguments.hostfile,
-            include=arguments.include,
-            exclude=arguments.exclude,
-            num_nodes=arguments.num_nodes,
-            num_gpus=arguments.num_gpus,
-            num_gpus_flag=arguments.num_gpus_flag,
-        )
     if is_this_machine(chosen, ssh_args=arguments.ssh_args):
         return DoctorOptions(config, tuple(words), (), len(chosen[0].devices), "", master_port)
     split_ssh_args(arguments.ssh_args, command="doctor")  # refuses what asks
     address = arguments.master_addr or ""
     return DoctorOptions(
         config, tuple(words), chosen, arguments.num_gpus, address, master_port, arguments.ssh_args
+    )
+
+
+def _choose_hosts(arguments: argparse.Namespace) -> tuple[ChosenHost, ...]:
+    """Return the hosts of the hostfile that the options choose; none without a hostfile."""
+    if not arguments.hostfile:
+        flags = [f"--{name}" for name in _ONLY_WITH_HOSTS if getattr(arguments, name)]
+        refuse_idle("doctor", flags)
+    refuse_choice("doctor", arguments)
+    if not arguments.hostfile:
+        return ()
+    return choose_hosts(
+        arguments.hostfile,
+        include=arguments.include,
+        exclude=arguments.exclude,
+        num_nodes=arguments.num_nodes,
+        num_gpus=arguments.num_gpus,
+        num_gpus_flag=arguments.num_gpus_flag,
     )
 
 

@@ -124,43 +124,15 @@ def _card(
 ) -> str:
     """Return a model card: metadata as YAML, then model, data, steps, metrics, settings."""
     manifest = checkpoint.manifest
-    data = config.data
-    kind = str(
-        next(getattr(data, key) for key in ("kind", "target", "object") if hasattr(data, key))
-    )
     metrics = {
         key: value for key, value in sorted(manifest["metrics"].items()) if key.startswith("eval/")
     }
-    is_local = base is not None and Path(base).exists()
-    head: dict[str, Any] = {"library_name": "pytorch", "tags": ["dsf-trainer", "deepspeed"]}
-    if described:
-        head["library_name"] = "transformers"
-    pipeline = _pipeline_tag(config)
-    if pipeline:
-        head["pipeline_tag"] = pipeline
-    if base is not None and not is_local and _ON_THE_HUB.fullmatch(base):
-        head["base_model"] = base
-    if metrics and pipeline:
-        result = {
-            "task": {"type": pipeline},
-            "dataset": {"name": kind, "type": kind},
-            "metrics": [
-                {"type": key.partition("/")[2], "name": key, "value": value}
-                for key, value in metrics.items()
-            ],
-        }
-        head["model-index"] = [{"name": config.run.name, "results": [result]}]
-
-    if base is None:
-        origin = "random weights"
-    elif is_local:
-        origin = f"`{Path(base).name}`"
-    else:
-        origin = f"`{base}`"
+    head = _card_metadata(config, metrics, base, is_transformers=bool(described))
+    origin = _origin_of(base)
     if checkpoint.has_adapters:
         origin += " by low-rank adapters, which are merged into its weights"
-    data_name = kind
-    path = getattr(data, "path", None)
+    data_name = _kind_of_data(config)
+    path = getattr(config.data, "path", None)
     if path:
         data_name += f" ({Path(path).name})"
     layout = manifest["layout"]
@@ -180,6 +152,46 @@ def _card(
         _table("package", manifest["versions"]),
     ]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n\n".join(paragraphs) + "\n"
+
+
+def _card_metadata(
+    config: RunConfig, metrics: Mapping[str, Any], base: str | None, *, is_transformers: bool
+) -> dict[str, Any]:
+    """Return the metadata of a model card, as the Hub reads it."""
+    head: dict[str, Any] = {"library_name": "pytorch", "tags": ["dsf-trainer", "deepspeed"]}
+    if is_transformers:
+        head["library_name"] = "transformers"
+    pipeline = _pipeline_tag(config)
+    if pipeline:
+        head["pipeline_tag"] = pipeline
+    if base is not None and not Path(base).exists() and _ON_THE_HUB.fullmatch(base):
+        head["base_model"] = base
+    if metrics and pipeline:
+        kind = _kind_of_data(config)
+        rows = []
+        for name, value in metrics.items():
+            rows.append({"type": name.partition("/")[2], "name": name, "value": value})
+        result = {
+            "task": {"type": pipeline},
+            "dataset": {"name": kind, "type": kind},
+            "metrics": rows,
+        }
+        head["model-index"] = [{"name": config.run.name, "results": [result]}]
+    return head
+
+
+def _origin_of(base: str | None) -> str:
+    """Describe the weights that training began with: random ones, or a model's."""
+    if base is None:
+        return "random weights"
+    if Path(base).exists():
+        return f"`{Path(base).name}`"
+    return f"`{base}`"
+
+
+def _kind_of_data(config: RunConfig) -> str:
+    keys = [key for key in ("kind", "target", "object") if hasattr(config.data, key)]
+    return str(getattr(config.data, keys[0]))
 
 
 def _settings(config: RunConfig) -> dict[str, str]:

@@ -194,7 +194,8 @@ def _checkpoints_at(path: Path) -> list[Path]:
     if find_raw(path) and not _has_manifest(path):
         return []
     for named in own_names(path):
-        if (TAG.match(named.name) or REPLACED.match(named.name)) and named.is_dir():
+        has_name = TAG.match(named.name) or REPLACED.match(named.name)
+        if has_name and named.is_dir():
             return [named]
     for folder in holders(path):
         checkpoints = [child for _, child in named_folders(folder) if child.is_dir()]

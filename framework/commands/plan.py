@@ -301,10 +301,7 @@ def _answer(question: _Question) -> _Answer:
         if question.why:
             reason += f" ({question.why})"
         return _Answer({"memory": {"unknown": reason}}, (f"{'memory':<10}not estimated: {reason}",))
-    candidates = list(result.ranked)
-    if not question.is_wide:
-        candidates = [each for each in candidates if _is_alternative(each, planned)]
-    candidates = candidates[: question.arguments.top or _TOP]
+    candidates = _candidates_to_show(question, planned, result)
     best_plan = plan
     if question.is_wide and candidates:
         best_plan = candidates[0].plan
@@ -313,9 +310,6 @@ def _answer(question: _Question) -> _Answer:
     head = list(_memory_lines(planned.memory, target, kept=plan.config.checkpoint.keep_last))
     head += _time_lines(planned.time, target)
     lines = list(_strategy_lines(question, planned, result, candidates))
-    if knob:
-        lines.append(f"{'knob':<10}{knob}")
-
     section: dict[str, Any] = {
         "memory": planned.memory.to_dict(),
         "strategies": strategies_section(result, candidates),
@@ -324,7 +318,8 @@ def _answer(question: _Question) -> _Answer:
         section["time"] = planned.time.to_dict()
     if target.machine:
         section["machine"] = target.machine.to_dict() | {"rates": target.rates}
-    if knob is not None:
+    if knob:
+        lines.append(f"{'knob':<10}{knob}")
         section["knob"] = vars(knob) | {"text": str(knob)}
     return _Answer(
         section,
@@ -334,6 +329,16 @@ def _answer(question: _Question) -> _Answer:
         candidates=tuple(candidates),
         planned=planned,
     )
+
+
+def _candidates_to_show(
+    question: _Question, planned: Candidate, result: SearchResult
+) -> list[Candidate]:
+    """Return the best strategies, as many as ``--top``; beside a plan only clear alternatives."""
+    candidates = list(result.ranked)
+    if not question.is_wide:
+        candidates = [each for each in candidates if _is_alternative(each, planned)]
+    return candidates[: question.arguments.top or _TOP]
 
 
 def _strategy_lines(
@@ -518,18 +523,9 @@ def _apply_best(question: _Question, answer: _Answer) -> None:
         out = sys.stderr
     else:
         out = sys.stdout
-    best = answer.candidates[0]
     if arguments.goal == "fewest-devices":
-        write(out, f"devices   {best.plan.cluster}\n")
-    planned_choice: Mapping[str, Any] = {}
-    if answer.planned:
-        planned_choice = answer.planned.choice
-    settings = {}
-    for key, value in best.settings.items():
-        is_override = run.source.is_override(tuple(key.split(".")))
-        was_auto = key in run.config.was_auto
-        if is_override or was_auto or planned_choice.get(key) != value:
-            settings[key] = value
+        write(out, f"devices   {answer.candidates[0].plan.cluster}\n")
+    settings = _settings_to_write(run, answer)
     diff = write_choice(run.config_path, arguments.words, settings)
     if not diff:
         diff = f"{run.config_path}: it says so already"
@@ -538,3 +534,19 @@ def _apply_best(question: _Question, answer: _Answer) -> None:
     if further:
         words = " ".join(further)
         write(out, f"note      chosen with {words}, which {run.config_path} does not hold\n")
+
+
+def _settings_to_write(run: LoadedRun, answer: _Answer) -> dict[str, Any]:
+    """Return the best strategy's settings that differ from the plan, or that the file leaves open:
+    keys that the command line sets, and ``auto`` ones.
+    """
+    planned_choice: Mapping[str, Any] = {}
+    if answer.planned:
+        planned_choice = answer.planned.choice
+    settings = {}
+    for key, value in answer.candidates[0].settings.items():
+        is_override = run.source.is_override(tuple(key.split(".")))
+        was_auto = key in run.config.was_auto
+        if is_override or was_auto or planned_choice.get(key) != value:
+            settings[key] = value
+    return settings

@@ -57,25 +57,45 @@ def run_report(arguments: argparse.Namespace) -> int:
         UsageError: options exclude each other.
     """
     from framework.report.figures import summary
-    from framework.report.page import MARK, REPORT, page
     from framework.report.records import read_run
-    from framework.report.serve import serve
-    from framework.system.files import refuse_foreign, replace_text
 
     if arguments.port and not arguments.serve:
         raise UsageError("report: --port goes with --serve")
     folders = [Path(name) for name in arguments.runs]
     runs = [read_run(folder) for folder in folders]
     if arguments.serve:
-
-        def newest_page() -> str:
-            """Make the page again; only the new part of a growing file is read."""
-            for number, folder in enumerate(folders):
-                runs[number] = read_run(folder, before=runs[number])
-            return page(runs, refresh_seconds=_REFRESH_SECONDS)
-
-        serve(newest_page, port=arguments.port)
+        _serve(folders, runs, port=arguments.port)
         return EXIT_OK
+    out = _write_files(arguments, folders, runs)
+    if arguments.json:  # JSON escapes all control characters by itself, but for one
+        print(json.dumps([summary(run) for run in runs], indent=2).replace("\x7f", "\\u007f"))
+    else:
+        for line in _lines(runs, out):
+            write(sys.stdout, f"{visible(line, keeps='')}\n")
+    return EXIT_OK
+
+
+def _serve(folders: list[Path], runs: list[RunRecords], *, port: int) -> None:
+    from framework.report.page import page
+    from framework.report.records import read_run
+    from framework.report.serve import serve
+
+    def newest_page() -> str:
+        """Make the page again; only the new part of a growing file is read."""
+        for number, folder in enumerate(folders):
+            runs[number] = read_run(folder, before=runs[number])
+        return page(runs, refresh_seconds=_REFRESH_SECONDS)
+
+    serve(newest_page, port=port)
+
+
+def _write_files(
+    arguments: argparse.Namespace, folders: list[Path], runs: list[RunRecords]
+) -> Path:
+    """Write the charts and the page, unless only JSON is requested; returns the page's path."""
+    from framework.report.page import MARK, REPORT, page
+    from framework.system.files import refuse_foreign, replace_text
+
     if arguments.out:
         out = Path(arguments.out)
     else:
@@ -93,12 +113,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         raise StorageError(
             f"{reason}; name another place with --out FILE.html [report-not-written]"
         ) from error
-    if arguments.json:  # JSON escapes all control characters by itself, but for one
-        print(json.dumps([summary(run) for run in runs], indent=2).replace("\x7f", "\\u007f"))
-    else:
-        for line in _lines(runs, out):
-            write(sys.stdout, f"{visible(line, keeps='')}\n")
-    return EXIT_OK
+    return out
 
 
 def _lines(runs: list[RunRecords], out: Path) -> list[str]:

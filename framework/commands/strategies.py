@@ -24,6 +24,7 @@ from framework.plan.search import (
 )
 
 if TYPE_CHECKING:  # a table needs no editor
+    from framework.text.document import Document
     from framework.text.edits import Edit
 
 # Group of a table's column or a chart's colour -> components of memory in it; all others are
@@ -94,14 +95,16 @@ def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -
         is_planned = planned is not None and is_same(planned, candidate)
         row = _row(candidate, unit, unit_bytes, is_planned=is_planned, has_tokens=has_tokens)
         rows.append(row)
-    columns = []
-    for title in max(rows, key=len):
-        if _is_shown(title, rows):
-            cells = [title] + [row.get(title, "?") for row in rows]
-            width = max(len(cell) for cell in cells)
-            columns.append([cell.rjust(width) for cell in cells])
+    columns = [_column(title, rows) for title in max(rows, key=len) if _is_shown(title, rows)]
     for line in zip(*columns, strict=True):
         yield " ".join(line)
+
+
+def _column(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the title and the cells of a column, aligned to the right."""
+    cells = [title] + [row.get(title, "?") for row in rows]
+    width = max(len(cell) for cell in cells)
+    return [cell.rjust(width) for cell in cells]
 
 
 def _is_shown(title: str, rows: Sequence[Mapping[str, str]]) -> bool:
@@ -245,10 +248,24 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
     from framework.commands.check_fix import write_file
     from framework.config.load import load_with_source
     from framework.text.document import document_of, read_text
-    from framework.text.edits import edited, unified_diff
+    from framework.text.edits import unified_diff
 
     before = read_text(Path(file), name=file)
-    document = document_of(before, Path(file), name=file)
+    after = _with_settings(before, document_of(before, Path(file), name=file), settings)
+    try:
+        load_with_source(file, words, text=after)
+    except ConfigError as error:
+        raise UsageError(f"{file}: --apply left the file as it is: {error}") from None
+    if after == before:
+        return ""
+    write_file(Path(file), after, name=file)
+    return unified_diff(before, after, file)
+
+
+def _with_settings(text: str, document: Document, settings: Settings) -> str:
+    """Return the text of a run config, which was read as `document`, with the settings."""
+    from framework.text.edits import edited
+
     values: Mapping[str, Any] = {}
     if isinstance(document.value, dict):
         values = document.value
@@ -258,22 +275,15 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
     edits: list[Edit] = []
     for key, value in settings.items():
         edits += _edits(values, key, value)
-    after: str | None = before
-    if edits:
-        after = edited(document, edits)
+    if not edits:
+        return text
+    after = edited(document, edits)
     if after is None:
         raise UsageError(
-            f"{file}: --apply cannot edit a file of this layout; write {settings_text(settings)} "
-            "yourself"
+            f"{document.name}: --apply cannot edit a file of this layout; write "
+            f"{settings_text(settings)} yourself"
         )
-    try:
-        load_with_source(file, words, text=after)
-    except ConfigError as error:
-        raise UsageError(f"{file}: --apply left the file as it is: {error}") from None
-    if after == before:
-        return ""
-    write_file(Path(file), after, name=file)
-    return unified_diff(before, after, file)
+    return after
 
 
 def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
