@@ -43,7 +43,7 @@ def find_stage_balance(
     """
     try:
         reported = ask_child(
-            "stages", plan, longest_seconds=longest_seconds, needs=("torch", "deepspeed")
+            "pipeline_stages", plan, longest_seconds=longest_seconds, needs=("torch", "deepspeed")
         )
     except NoAnswerError as error:
         return _unknown(plan, str(error))
