@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
     checkpoint = find_gpt(arguments.checkpoint, allow_unverified=arguments.allow_unverified)
     config = _config_of(checkpoint, arguments.config)
     assert isinstance(config.model, GPT)
-    tokenizer = tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
+    tokenizer = tokenizer_of(config, checkpoint, option=arguments.tokenizer)
     texts = arguments.prompt or [""]
     prompts = [tokens_of(os.fsencode(text), tokenizer, "--prompt") for text in texts]
     model = module_to_ask(checkpoint, config, average=arguments.weights == "ema")
@@ -274,7 +274,7 @@ def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
 
 
 def tokenizer_of(
-    config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None
+    config: RunConfig, checkpoint: SavedCheckpoint, *, option: str | None
 ) -> Tokenizer | Answers:
     """Return the tokenizer that the command line names, or that the run has kept beside its
     checkpoints, or that of the folder it was trained on.
@@ -282,7 +282,7 @@ def tokenizer_of(
     Args:
         config: of the run.
         checkpoint: of the run.
-        asked: path of a tokenizer, ``bytes``, or None.
+        option: value of --tokenizer: a path, ``bytes``, or None.
 
     Raises:
         ConfigError: there is none, it cannot be read, or the model has fewer tokens.
@@ -291,12 +291,12 @@ def tokenizer_of(
     kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER
     key = "data.path"
     path = getattr(config.data, "path", None)
-    if asked == "bytes":
+    if option == "bytes":
         key = "--tokenizer"
         path = None
-    elif asked is not None:
+    elif option is not None:
         key = "--tokenizer"
-        path = asked
+        path = option
     elif isinstance(config.data, Conversations):
         return Answers(open_tokenizer(str(kept)))
     elif not isinstance(config.data, (Text, TextPairs)):

@@ -98,7 +98,7 @@ def _make_predict(
     batch's rows.
     """
     if isinstance(config.task, CausalLM):
-        tokenizer = tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
+        tokenizer = tokenizer_of(config, checkpoint, option=arguments.tokenizer)
         return partial(_texts, model, tokenizer, terms_of(arguments, config, tokenizer))
     text_tokenizer = None
     if isinstance(config.data, LabelledText):
