@@ -83,13 +83,17 @@ def find_sound_checkpoint(
         damage = damage_of(candidate)
         if not damage:
             return candidate, newer
-        fault = f"{candidate.path}/{damage[0]}"
-        if len(damage) > 1:
-            fault += f" (and {len(damage) - 1} more)"
-        faults[candidate.step if candidate.verified else -1] = fault
+        step = candidate.step if candidate.verified else -1
+        faults[step] = f"{candidate.path}/{_first_of(damage)}"
     if faults:
         raise _none_is_sound(resume, faults)
     return None, []
+
+
+def _first_of(damage: Sequence[str]) -> str:
+    if len(damage) == 1:
+        return damage[0]
+    return f"{damage[0]} (and {len(damage) - 1} more)"
 
 
 def _none_is_sound(resume: str, faults: Mapping[int, str]) -> StorageError:

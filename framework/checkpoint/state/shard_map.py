@@ -309,10 +309,14 @@ def _map_of_rank(
         stored[ties.get(name, name)] = weight
     for name in chain(ties, empty):
         del stored[name]
+    _check_sizes(stored)
+    return stored, ties, sorted(empty)
+
+
+def _check_sizes(stored: Mapping[str, Stored]) -> None:
     for name, weight in stored.items():
         if weight.offset + weight.shape.numel() > len(weight.files) * weight.size:
             raise ValueError(f"the files do not hold all of {name}")
-    return stored, ties, sorted(empty)
 
 
 def _files_of_tensor_rank(
