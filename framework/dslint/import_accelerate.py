@@ -70,11 +70,7 @@ def _take_deepspeed(arguments: TrainerArguments, section: WatchedSection) -> Non
         value = section.get(name)
         if value not in (None, "auto"):
             arguments.put(key, value, f"deepspeed_config.{name}")
-    for name in ("offload_optimizer", "offload_param"):
-        device = section.get(f"{name}_device", "none")
-        nvme_path = section.get(f"{name}_nvme_path")
-        if device not in (None, "none"):
-            arguments.put_offload(name, device, nvme_path, f"deepspeed_config.{name}_device")
+    _take_offloads(arguments, section)
     saves_16bit = section.get("zero3_save_16bit_model")
     if saves_16bit is not None and stage == 3:
         key = "zero.stage3_gather_16bit_weights_on_model_save"
@@ -85,6 +81,14 @@ def _take_deepspeed(arguments: TrainerArguments, section: WatchedSection) -> Non
     if hostfile:
         reason = f"at the start: ./launch.sh train FILE -H {hostfile}"
         arguments.omit("deepspeed_config.deepspeed_hostfile", None, reason)
+
+
+def _take_offloads(arguments: TrainerArguments, section: WatchedSection) -> None:
+    for name in ("offload_optimizer", "offload_param"):
+        device = section.get(f"{name}_device", "none")
+        nvme_path = section.get(f"{name}_nvme_path")
+        if device not in (None, "none"):
+            arguments.put_offload(name, device, nvme_path, f"deepspeed_config.{name}_device")
 
 
 def _zero_stage(section: WatchedSection) -> Any:

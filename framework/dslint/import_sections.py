@@ -516,6 +516,12 @@ def scheduler(reader: DeepSpeedReader) -> Values:
         )
         return {}
     reader.sources["scheduler.kind"] = "scheduler.type"
+    values = _schedule_values(reader, name)
+    _check_schedule_values(reader, name, values)
+    return values
+
+
+def _schedule_values(reader: DeepSpeedReader, name: str) -> Values:
     section, parameters = _SCHEDULES[name]
     values: Values = {"kind": section.model_fields["kind"].default}
     for our_name, parameter in parameters.items():
@@ -528,7 +534,6 @@ def scheduler(reader: DeepSpeedReader) -> Values:
             reader.comments[f"scheduler.{our_name}"] = f"DeepSpeed turns {value} into 2"
         elif value is not None:
             values[our_name] = value
-    _check_schedule_values(reader, name, values)
     return values
 
 

@@ -56,8 +56,8 @@ def judge_rendered(
     cluster = Topology.from_cluster(plan.cluster, gpu)
     # DeepSpeed's ranks are those that hold the same part of the weights.
     topology = replace(cluster, world_size=plan.layout.world_size // plan.layout.tensor_size)
-    found = lint(Document("", _rendering(plan)), release=release, topology=topology)
-    problems = [problem for problem in found if not _is_off_anyway(problem)]
+    all_problems = lint(Document("", _rendering(plan)), release=release, topology=topology)
+    problems = [problem for problem in all_problems if not _is_off_anyway(problem)]
     if any(problem.severity != "error" for problem in problems):
         on_purpose = _problems_on_purpose(plan, topology)
         problems = [

@@ -101,14 +101,20 @@ def _schema(table: KeyTable, key: Key) -> Schema:
         schema["deprecated"] = True
     if key.examples:
         schema["examples"] = list(key.examples)
-    for field, word in _LIMITS.items():
-        limit = getattr(key, field)
-        if limit is not None:
-            schema[word] = limit
+    schema |= _limits(key)
     if "array" in key.types:
         schema |= _items(table, key)
     if "object" in key.types:
         schema |= _section(table, key)
+    return schema
+
+
+def _limits(key: Key) -> Schema:
+    schema: Schema = {}
+    for field, word in _LIMITS.items():
+        limit = getattr(key, field)
+        if limit is not None:
+            schema[word] = limit
     return schema
 
 

@@ -261,6 +261,10 @@ def _scalar_mismatch(value: Any, wanted: Wanted) -> Fault | None:
         if isinstance(value, float) and 0 < value < 1:
             return None
         return Fault("wrong-value", "outside its range", "write a fraction between 0 and 1")
+    return _range_mismatch(value, wanted)
+
+
+def _range_mismatch(value: Any, wanted: Wanted) -> Fault | None:
     fits = True
     parts = []
     for name, is_outside, words in _LIMITS:

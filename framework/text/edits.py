@@ -154,20 +154,29 @@ def edited_value(value: Any, edits: Iterable[Edit]) -> Any:
             case InsertMember(path, new):
                 additions.append((path, deepcopy(new)))
     for path, addition in additions:
-        section = value
-        for key in path[:-1]:
-            if isinstance(section, dict):
-                section = section.setdefault(key, {})
-            else:
-                section = section[key]
-        section[path[-1]] = addition
+        _add(value, path, addition)
     # the inner ones while their path still leads there
     for path in sorted(names, key=len, reverse=True):
-        section = at(value, path)
-        items = [(names[path].get(key, key), item) for key, item in section.items()]
-        section.clear()
-        section.update(items)
+        _rename_keys(at(value, path), names[path])
     return value
+
+
+def _add(value: Any, path: KeyPath, addition: Any) -> None:
+    """Put a value at a path; sections on the way that are missing are made."""
+    section = value
+    for key in path[:-1]:
+        if isinstance(section, dict):
+            section = section.setdefault(key, {})
+        else:
+            section = section[key]
+    section[path[-1]] = addition
+
+
+def _rename_keys(section: dict[str | int, Any], names: dict[str | int, str]) -> None:
+    """Rename keys of a section in place; their order stays."""
+    items = [(names.get(key, key), item) for key, item in section.items()]
+    section.clear()
+    section.update(items)
 
 
 def clash(first: Edit, second: Edit) -> bool:

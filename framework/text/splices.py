@@ -163,22 +163,30 @@ class TextEditor:
                 raise EditError("the last member is an alias")
             if self._is_block(path):
                 splices += self._changed_lines(path, members, section)
-                continue
-            removed = section.removed
-            if section.new and members and members[-1] in removed:
-                cuts += self._cuts(removed - {members[-1]})
+            elif section.new and members and members[-1] in section.removed:
+                cuts += self._cuts(section.removed - {members[-1]})
                 splices.append(self._instead(members, section.new))
-                continue
-            cuts += self._cuts(removed)
-            if not members:
-                splices.append(self._fill(path, section.new))
-            elif section.new:
-                splices += self._append(members, section.new)
             else:
-                cuts += self._last_comma(members, removed)
-                if removed.issuperset(members) and not self._has_braces(path):
-                    splices.append(self._at_end("{}"))
+                cuts += self._cuts(section.removed)
+                if section.new or not members:
+                    splices += self._added(path, members, section.new)
+                else:
+                    cuts += self._last_comma(members, section.removed)
+                    splices += self._braces_of_nothing(path, members, section.removed)
         return splices + self._deletions(sorted(cuts))
+
+    def _added(self, path: KeyPath, members: Sequence[KeyPath], new: _New) -> list[Splice]:
+        if members:
+            return self._append(members, new)
+        return [self._fill(path, new)]
+
+    def _braces_of_nothing(
+        self, path: KeyPath, members: Sequence[KeyPath], removed: set[KeyPath]
+    ) -> list[Splice]:
+        """Write {} for a document without braces that loses all its members."""
+        if removed.issuperset(members) and not self._has_braces(path):
+            return [self._at_end("{}")]
+        return []
 
     def requoted(self, splices: Sequence[Splice]) -> list[Splice]:
         """Return splices that write every ''' text outside the given ones in double quotes."""

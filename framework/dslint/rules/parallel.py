@@ -142,11 +142,8 @@ def expert_options(facts: Facts) -> Found:
     """
     backend = facts.text(f"{_EP}.comm_backend", "comm")
     size = facts.whole(f"{_EP}.autoep_size", 1)
-    is_deepep = backend == "deepep"
-    tokens = f"{_EP}.comm_max_tokens_per_rank"
     gate = f"{_EP}.gate_up_impl"
     weighting = f"{_EP}.row_weighting_impl"
-    combine = f"{_EP}.combine_impl"
     groups = facts.whole(f"{_EP}.num_expert_groups") or 0
     limited = facts.whole(f"{_EP}.num_limited_groups") or 0
     if facts.text(gate) == "fused" and facts.flag(f"{_EP}.use_grouped_mm", True) is False:
@@ -155,13 +152,21 @@ def expert_options(facts: Facts) -> Found:
     if facts.text(weighting) == "fused" and (backend == "comm" or size == 1):
         reason = "it is fused in DeepEP's route only, over more than one rank"
         yield weighting, reason, f'set {weighting}: "auto"'
-    if is_deepep and facts.whole(tokens, 0) == 0:
-        yield tokens, "DeepEP needs to know the most tokens of one rank", f"set {tokens}: 8192"
-    if is_deepep and (size or 0) > 1 and facts.text(combine) == "fused_weighted_sum":
-        yield combine, "DeepEP already sums the rows", f'set {combine}: "auto"'
+    if backend == "deepep":
+        yield from _deepep_options(facts, size or 0)
     if 0 < groups < limited:
         key = f"{_EP}.num_limited_groups"
         yield key, f"there are {groups} groups", f"set {key}: {groups}"
+
+
+def _deepep_options(facts: Facts, size: int) -> Found:
+    """Find options that do not go with DeepEP's communication."""
+    tokens = f"{_EP}.comm_max_tokens_per_rank"
+    combine = f"{_EP}.combine_impl"
+    if facts.whole(tokens, 0) == 0:
+        yield tokens, "DeepEP needs to know the most tokens of one rank", f"set {tokens}: 8192"
+    if size > 1 and facts.text(combine) == "fused_weighted_sum":
+        yield combine, "DeepEP already sums the rows", f'set {combine}: "auto"'
 
 
 @rule(since="0.19.2", on=_EXPERTS)

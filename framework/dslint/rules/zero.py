@@ -63,20 +63,22 @@ def inert_at_stage(facts: Facts) -> Found:
     """
     if not facts.stage:
         return  # ZeRO was turned off, or `zero_stage_left_out` speaks
-    if facts.stage == 3:
-        keys = [f"{_ZERO}.{name}" for name in _STAGE_12_KEYS]
-        needed = "2"
-    else:
-        stage_3_keys = f"{_ZERO}.stage3_"
-        keys = [key for key in load_table().children(_ZERO) if key.startswith(stage_3_keys)]
-        keys += [f"{_ZERO}.{name}" for name in _STAGE_3_KEYS]
-        needed = "3"
-    for key in keys:
+    needed = 2 if facts.stage == 3 else 3
+    for key in _keys_of_stage(needed):
         name = key.rpartition(".")[2]
         value = facts.get(key)
         if value is not None and value is not False and value != _DEFAULTS.get(name):
             fix = f"remove {facts.written(key)} or set {_STAGE}: {needed}"
             yield key, f"it does nothing at stage {facts.stage}", fix
+
+
+def _keys_of_stage(stage: int) -> list[str]:
+    """Return the keys that are read at stage 3 only, or at stages 1 and 2 only."""
+    if stage != 3:
+        return [f"{_ZERO}.{name}" for name in _STAGE_12_KEYS]
+    prefix = f"{_ZERO}.stage3_"
+    keys = [key for key in load_table().children(_ZERO) if key.startswith(prefix)]
+    return keys + [f"{_ZERO}.{name}" for name in _STAGE_3_KEYS]
 
 
 @rule()
@@ -115,12 +117,12 @@ def prescale_with_reduce_scatter(facts: Facts) -> Found:
     """deepspeed/runtime/zero/stage_1_and_2.py `gradient_predivide_factor` and stage3.py
     `postscale_gradients`.
 
-    At stage 2 a sum instead of a mean is not asked (since 0.19.6).
+    At stage 2 a sum instead of a mean is not checked (since 0.19.6).
     """
-    is_asked = facts.stage == 3 or (
+    is_checked = facts.stage == 3 or (
         facts.stage == 2 and not (facts.since("0.19.6") and facts.sums_gradients)
     )
-    if not is_asked or not facts.flag(_SCATTER, True):
+    if not is_checked or not facts.flag(_SCATTER, True):
         return
     reason = f"stage {facts.stage} with reduce-scatter cannot do it"
     key = "prescale_gradients"
