@@ -5,7 +5,7 @@ merged.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,16 +66,7 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
         )
         raise StorageError(f"{checkpoint.path}: {reason} [adapter-tied]")
     if untrained:
-        places = (
-            f"{len(untrained)} of {len(adapted)} adapters have a B of zeros and add nothing, "
-            f"{untrained[0]} first"
-        )
-        if checkpoint.step and len(untrained) == len(adapted):
-            raise StorageError(
-                f"{checkpoint.path}: {places}, after {checkpoint.step} steps: what the model "
-                "computes does not go through these modules; name others [adapter-untrained]"
-            )
-        warn(f"{places} (step {checkpoint.step}) [adapter-untrained]")
+        _report_untrained(checkpoint, untrained, num_adapters=len(adapted))
     # As peft does, without the buffers of modules that are not trained.
     section = LoRA.model_validate(lora)
     names = {}
@@ -97,6 +88,22 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
     path = folder / _ADAPTER_FILE
     num_bytes = write_one(path, weights, adapter_entries, metadata={"format": "pt"})
     return {_ADAPTER_FILE: num_bytes, _ADAPTER_CONFIG: len(text.encode())}
+
+
+def _report_untrained(
+    checkpoint: SavedCheckpoint, untrained: Sequence[str], *, num_adapters: int
+) -> None:
+    """Warn of adapters that add nothing; raises StorageError if all are so after training."""
+    places = (
+        f"{len(untrained)} of {num_adapters} adapters have a B of zeros and add nothing, "
+        f"{untrained[0]} first"
+    )
+    if checkpoint.step and len(untrained) == num_adapters:
+        raise StorageError(
+            f"{checkpoint.path}: {places}, after {checkpoint.step} steps: what the model "
+            "computes does not go through these modules; name others [adapter-untrained]"
+        )
+    warn(f"{places} (step {checkpoint.step}) [adapter-untrained]")
 
 
 def merged_model(

@@ -7,7 +7,7 @@ errors are found while no other process waits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -233,27 +233,29 @@ def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
 def refuse_unmeasured(config: RunConfig, splits: Splits) -> None:
     """Refuse metrics that no evaluation set gives: they would never have a value."""
     areas = [f"eval/{name}/" if name else "eval/" for name in splits.evaluations]
+    if not areas:
+        return
     known: list[str] = []
     for area in areas:
         known += [f"{area}{name}" for name in getattr(config.task, "metrics", ())]
-    watched = {"checkpoint.keep_best": config.checkpoint.keep_best}
-    for number, section in enumerate(config.callbacks):
-        if isinstance(section, WatchSection):
-            watched[f"callbacks.{number}.metric"] = section.metric
     problems = []
-    for key, metric in watched.items():
-        if not metric or not areas or not metric.startswith("eval/"):
-            continue
-        if known:
-            is_known = metric in known
-        else:
-            is_known = metric.startswith(tuple(areas))
-        if not is_known:
+    for key, metric in _watched_metrics(config):
+        is_known = metric in known if known else metric.startswith(tuple(areas))
+        if metric.startswith("eval/") and not is_known:
             reason = "no evaluation set gives it"
             fix = f"write one of {', '.join(known or areas)}"
             problems.append(Problem("unknown-metric", reason, fix, key, metric))
     if problems:
         raise ConfigError(problems)
+
+
+def _watched_metrics(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the key in the config and the name of every metric that the run follows."""
+    if config.checkpoint.keep_best:
+        yield "checkpoint.keep_best", config.checkpoint.keep_best
+    for number, section in enumerate(config.callbacks):
+        if isinstance(section, WatchSection) and section.metric:
+            yield f"callbacks.{number}.metric", section.metric
 
 
 def load_task(config: RunConfig) -> Any:

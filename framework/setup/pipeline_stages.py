@@ -202,14 +202,12 @@ def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> Cu
     """
     saved = manifest.get("pipeline") or {}
     parallel = plan.config.parallel
-    bounds = saved.get("bounds")
     layers = [layer.name for layer in model.table.layers]
     was_measured = manifest["config"].get("parallel", {}).get("partition") == parallel.partition
-    if not was_measured or saved.get("layers") != layers or not isinstance(bounds, list):
+    if not was_measured or saved.get("layers") != layers:
         return None
-    if len(bounds) != parallel.pipe + 1 or not all(type(bound) is int for bound in bounds):
-        return None
-    if bounds[0] != 0 or bounds[-1] != len(layers):
+    bounds = _checked_bounds(saved.get("bounds"), num_layers=len(layers), num_stages=parallel.pipe)
+    if bounds is None:
         return None
     stages: list[int] = []
     for number, (start, stop) in enumerate(pairwise(bounds)):
@@ -218,6 +216,16 @@ def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> Cu
     config = plan.config.model_copy(update={"parallel": new_parallel})
     table = _cut(model.table.layers, model.surveyed, replace(plan, config=config))
     return replace(model, table=table)
+
+
+def _checked_bounds(value: Any, *, num_layers: int, num_stages: int) -> list[int] | None:
+    """Return the bounds of stages in a manifest, or None if they do not fit layers and stages."""
+    if not isinstance(value, list) or len(value) != num_stages + 1:
+        return None
+    bounds = [bound for bound in value if type(bound) is int]
+    if len(bounds) != len(value) or bounds[0] != 0 or bounds[-1] != num_layers:
+        return None
+    return bounds
 
 
 def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) -> StageTable:

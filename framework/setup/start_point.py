@@ -100,13 +100,7 @@ def agreed_weights(
     if start is not None and prepared.plan.config.training.lora is None:
         return prepared.without_weights()
     path = str(prepared.plan.config.checkpoint.init_weights)
-    descriptions = gather(prepared.describe_weights())
-    for number, description in enumerate(descriptions):
-        if description != descriptions[0]:
-            raise StorageError(
-                f"checkpoint.init_weights = {path}: on rank {number}, {description}; on rank 0, "
-                f"{descriptions[0]}; all hosts must see the same files there [weights-differ]"
-            )
+    _refuse_different_weights(prepared, path)
     checkpoint = prepared.weights
     if not isinstance(checkpoint, SavedCheckpoint):
         return prepared
@@ -127,6 +121,16 @@ def agreed_weights(
         if problem is not None:
             raise problem
     return replace(prepared, weights=weights)
+
+
+def _refuse_different_weights(prepared: Prepared, path: str) -> None:
+    descriptions = gather(prepared.describe_weights())
+    for number, description in enumerate(descriptions):
+        if description != descriptions[0]:
+            raise StorageError(
+                f"checkpoint.init_weights = {path}: on rank {number}, {description}; on rank 0, "
+                f"{descriptions[0]}; all hosts must see the same files there [weights-differ]"
+            )
 
 
 def _verification() -> SharedVerification:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -50,18 +50,25 @@ def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
     histograms_of_ranks = gather(histograms)
     if rank() != 0:
         return []
+    merged = _merged(histograms_of_ranks, is_spread=is_spread)
+    return [
+        histogram._replace(tag=f"weights/{name}")
+        for name, histogram in merged.items()
+        if histogram.num
+    ]
+
+
+def _merged(
+    histograms_of_ranks: Sequence[Mapping[str, Histogram]], *, is_spread: bool
+) -> dict[str, Histogram]:
     merged: dict[str, Histogram] = {}
-    for of_rank in histograms_of_ranks:
-        for name, histogram in of_rank.items():
+    for histograms in histograms_of_ranks:
+        for name, histogram in histograms.items():
             if name not in merged:
                 merged[name] = histogram
             elif is_spread:  # without ZeRO 3 a pipeline's tied weights are whole on several stages
                 merged[name] = merged[name].plus(histogram)
-    shown: list[Shown] = []
-    for name, histogram in merged.items():
-        if histogram.num:
-            shown.append(histogram._replace(tag=f"weights/{name}"))
-    return shown
+    return merged
 
 
 def _rank_share(weight: Any) -> Tensor:
@@ -169,11 +176,7 @@ def samples(
     if first.ndim == 4 and first.shape[1] in (1, 3) and logits.ndim == 2:
         for number, image in enumerate(first.float()):
             yield Image(f"samples/{number}", image.shape[1], image.shape[2], png(image))
-        expected_classes = expected.flatten().tolist()
-        predicted_classes = predicted.flatten().tolist()
-        pairs = zip(expected_classes, predicted_classes, strict=True)
-        for number, (expected_class, predicted_class) in enumerate(pairs):
-            rows.append((str(number), str(expected_class), str(predicted_class)))
+        rows = _class_rows(expected, predicted)
     elif first.ndim == 2 and not first.is_floating_point() and logits.ndim == 3:
         text = partial(_as_text, decode=decode)
         for tokens, target_tokens, predictions in zip(first, expected, predicted, strict=True):
@@ -182,6 +185,14 @@ def samples(
         shapes = f"{tuple(first.shape)} -> {tuple(logits.shape)}"
         raise ValueError(f"neither images with classes nor tokens with tokens ({shapes})")
     yield Text("samples/predictions", _table(("input", "target", "prediction"), rows))
+
+
+def _class_rows(expected: Tensor, predicted: Tensor) -> list[tuple[str, str, str]]:
+    pairs = zip(expected.flatten().tolist(), predicted.flatten().tolist(), strict=True)
+    return [
+        (str(number), str(expected_class), str(predicted_class))
+        for number, (expected_class, predicted_class) in enumerate(pairs)
+    ]
 
 
 def _first_tensor(value: Any) -> Tensor | None:

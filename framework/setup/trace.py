@@ -449,50 +449,72 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _layer_works(ledger: _Ledger, model: nn.Module) -> Iterator[LayerWork]:
     """Yield the figures of every part; weights that no part has count for the first record."""
-    all_ids = {id(weight) for weight in model.parameters()}
-    sizes = {id(weight): weight.numel() for weight in model.parameters() if weight.requires_grad}
     ids_in_parts: set[int] = set()
     for record in ledger.records:
-        ids_in_parts.update(_weight_ids(record))
+        ids_in_parts.update(_weight_ids(record.module))
+    before_parts = ledger.records[0]
+    ids_outside = [key for key in _weight_ids(model) if key not in ids_in_parts]
+    sizes = {id(weight): weight.numel() for weight in model.parameters() if weight.requires_grad}
     first_part_of: dict[int, str] = {}
     saved_bytes = 0
     for number, record in enumerate(ledger.records):
-        is_before_parts = number == 0
-        if is_before_parts and not sum(record.figures.values()) and all_ids <= ids_in_parts:
-            continue  # nothing runs before the first part
-        if is_before_parts:
-            ids = [key for key in sizes if key not in ids_in_parts]
-        else:
-            ids = [key for key in _weight_ids(record) if key in sizes]
-        shared_ids = [key for key in ids if key in first_part_of]
-        new_ids = [key for key in ids if key not in first_part_of]
+        ids = _weight_ids(record.module)
+        if record is before_parts:
+            ids = ids_outside
+            if not ids and not any(record.figures.values()):
+                continue  # nothing runs before the first part
+        trained_ids = [key for key in ids if key in sizes]
+        shared_ids = [key for key in trained_ids if key in first_part_of]
+        new_ids = [key for key in trained_ids if key not in first_part_of]
         saved_bytes += record.figures["saved"]
-        # a part that has all its weights from earlier ones is one of several of this name
-        name = f"{record.name}-{number}" if shared_ids and not new_ids else record.name
-        forward_bytes = max(record.peak_bytes["forward"] - saved_bytes, 0)
-        yield LayerWork(
+        name = record.name
+        if shared_ids and not new_ids:  # several parts of this name have these weights
+            name += f"-{number}"
+        yield _layer_work(
+            record,
             name,
+            saved_bytes,
             num_params=sum(sizes[key] for key in new_ids),
-            flops=record.figures["flops"],
-            masked_flops=record.figures["masked"],
-            moved_bytes=record.figures["moved"],
-            saved_bytes=record.figures["saved"],
-            split_bytes=0,
-            peak_bytes=forward_bytes,
-            output_bytes=record.figures["output"],
-            input_bytes=record.figures["input"],
-            backward_bytes=max(record.peak_bytes["backward"] - saved_bytes, 0),
-            passing_bytes=forward_bytes + record.figures["saved"],
             shared_params=sum(sizes[key] for key in shared_ids),
             shares=first_part_of[shared_ids[0]] if shared_ids else "",
         )
         first_part_of |= dict.fromkeys(new_ids, record.name)
 
 
-def _weight_ids(record: _Record) -> list[int]:
-    if record.module is None:
+def _layer_work(
+    record: _Record,
+    name: str,
+    saved_bytes: int,
+    *,
+    num_params: int,
+    shared_params: int,
+    shares: str,
+) -> LayerWork:
+    """Return the figures of a part; `saved_bytes` are those of all parts up to this one."""
+    figures = record.figures
+    forward_bytes = max(record.peak_bytes["forward"] - saved_bytes, 0)
+    return LayerWork(
+        name,
+        num_params=num_params,
+        flops=figures["flops"],
+        masked_flops=figures["masked"],
+        moved_bytes=figures["moved"],
+        saved_bytes=figures["saved"],
+        split_bytes=0,
+        peak_bytes=forward_bytes,
+        output_bytes=figures["output"],
+        input_bytes=figures["input"],
+        backward_bytes=max(record.peak_bytes["backward"] - saved_bytes, 0),
+        passing_bytes=forward_bytes + figures["saved"],
+        shared_params=shared_params,
+        shares=shares,
+    )
+
+
+def _weight_ids(module: nn.Module | None) -> list[int]:
+    if module is None:
         return []
-    return [id(weight) for weight in record.module.parameters()]
+    return [id(weight) for weight in module.parameters()]
 
 
 def describe(question: Mapping[str, Any]) -> dict[str, Any]:

@@ -627,12 +627,10 @@ def _config_file(work: Workload) -> Findings:
     if volume is None:
         return
     name = volume.get("configMap", "name")
-    for config_map in work.objects("ConfigMap"):
-        if config_map.manifest.name != name:
-            continue
-        data = config_map.at("data")
+    config_maps = work.objects("ConfigMap")
+    for data in [item.at("data") for item in config_maps if item.manifest.name == name]:
         keys = data.mapping()
-        wrong = [key for key in keys if not (isinstance(key, str) and CONFIG_KEY.fullmatch(key))]
+        wrong = [key for key in keys if not _is_config_key(key)]
         if wrong:
             yield (
                 data,
@@ -642,3 +640,7 @@ def _config_file(work: Workload) -> Findings:
         if PurePosixPath(config).name not in keys:
             reason = f"{config}: ConfigMap {name} holds {', '.join(map(str, keys)) or 'nothing'}"
             yield work.program.at("command"), reason, "name a file that it holds"
+
+
+def _is_config_key(key: object) -> bool:
+    return isinstance(key, str) and CONFIG_KEY.fullmatch(key) is not None

@@ -183,16 +183,8 @@ class K8sRequest(JobRequest):
     def refuse_contradictions(self) -> None:
         """Raise UsageError for options that contradict each other or lack another one."""
         config = "".join(self.words[:1])
-        # A TrainJob can write these into its own runtime only.
-        runtime_options = {
-            "--env_secret": self.env_secret,
-            "--scheduler": self.scheduler,
-            "--priority_class": self.priority_class,
-        }
-        idle = ", ".join(name for name, value in runtime_options.items() if value)
-        paths = Counter(("/dev/shm", CACHE_PATH, CONFIG_PATH, TOKEN_PATH, self.ckpt_path))
-        paths.update(path for _, path, _ in self.mount)
-        taken = ", ".join(path for path, count in paths.items() if count > 1)
+        idle = ", ".join(self._own_runtime_options())
+        taken = ", ".join(self._paths_of_several_volumes())
         mistakes = (
             (
                 not self.image,
@@ -235,3 +227,17 @@ class K8sRequest(JobRequest):
             ),
         )
         self.refuse_mistakes("launch k8s", mistakes)
+
+    def _own_runtime_options(self) -> list[str]:
+        """Return the options in use that a TrainJob can write into its own runtime only."""
+        options_and_values = {
+            "--env_secret": self.env_secret,
+            "--scheduler": self.scheduler,
+            "--priority_class": self.priority_class,
+        }
+        return [name for name, value in options_and_values.items() if value]
+
+    def _paths_of_several_volumes(self) -> list[str]:
+        paths = Counter(("/dev/shm", CACHE_PATH, CONFIG_PATH, TOKEN_PATH, self.ckpt_path))
+        paths.update(path for _, path, _ in self.mount)
+        return [path for path, count in paths.items() if count > 1]
