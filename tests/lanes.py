@@ -1,18 +1,17 @@
 """Lanes for the whole suite, on two processors: a third of its time is spent waiting, for hosts
-that fall silent or launchers that grant a grace.
+that fall silent or launchers that grant a grace period.
 
-One lane trains: files whose tests keep both processors busy, one after the other. One takes the
-fast files. One takes those that wait, and leaves the processors to the others. A lane that is
-through with its own takes a file of what is left: of what trains the last, where the first lane is
-not yet.
+One lane takes the files of tests that train and keep both processors busy, one file after the
+other. One lane takes the fast files. One lane takes the files that wait, and leaves the processors
+to the others. A lane that has finished its own files takes one of another lane: of the files that
+train the last one, since the first lane begins with the first.
 
-Only a run of everything is split, with or without a choice by marker; `pytest tests/plan` is one
-process as ever, and so is all of it with ``-n 0``.
+Only a run of the whole suite is split, with or without a choice by marker; `pytest tests/plan`, and
+the whole suite with ``-n 0``, run in one process.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Collection
 from functools import cache
@@ -52,45 +51,62 @@ _DISTRIBUTION: Final = "loadscope"  # a file goes to one lane as a whole
 
 
 def choose(config: pytest.Config) -> None:
-    """Lanes for this call of pytest, where it is one for everything and xdist is there; called
-    before xdist looks.
+    """Set xdist's options for lanes, if this call of pytest is for the whole suite and xdist is
+    installed. To be called before xdist reads them.
     """
     options = config.option
-    is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
-    has_its_own_way = (
+    is_whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    needs_one_process = (
         options.usepdb or options.collectonly or options.capture == "no" or options.keyword
     )
-    if number() is not None or not is_whole or has_its_own_way:
+    if number() is not None or not is_whole_suite or needs_one_process:
         return
     if getattr(options, "numprocesses", 0) is None and options.dist == "no":
-        options.numprocesses, options.dist, options.loadscopereorder = 3, _DISTRIBUTION, False
+        options.numprocesses = 3
+        options.dist = _DISTRIBUTION
+        options.loadscopereorder = False
 
 
 def number() -> int | None:
-    """Which lane this process is, the one that trains 0; None for one that runs everything."""
+    """Return the number of this process's lane, 0 for the one that trains; None without lanes."""
     name = os.environ.get("PYTEST_XDIST_WORKER")
-    return None if name is None else int(name.removeprefix("gw"))
+    if name is None:
+        return None
+    return int(name.removeprefix("gw"))
 
 
 def next_file(left: Collection[str], *, lane: int) -> str:
-    """What a lane takes of the files that are left, those that train before others."""
-    own = {0: _trains, 1: _is_fast}.get(lane, _waits)
-    chosen = itertools.chain(
-        filter(own, left), itertools.filterfalse(_trains, left), reversed([*left])
-    )
-    return next(chosen)
+    """Return the file that a lane takes next: its own first, then one that does not train, then the
+    last one.
+    """
+    if lane == 0:
+        is_own = _trains
+    elif lane == 1:
+        is_own = _is_fast
+    else:
+        is_own = _waits
+    for file in left:
+        if is_own(file):
+            return file
+    for file in left:
+        if not _trains(file):
+            return file
+    return list(left)[-1]
 
 
 def sort(items: list[pytest.Item]) -> None:
-    """Fast tests first; in lanes, which take whole files, those that train before others."""
+    """Sort fast tests first. In lanes, which take whole files, files that train come before others."""
     in_lanes = number() is not None
-    items.sort(
-        key=lambda item: (in_lanes and not _trains(item.nodeid.partition("::")[0]), _is_slow(item))
-    )
+
+    def order(item: pytest.Item) -> tuple[bool, bool]:
+        file = item.nodeid.partition("::")[0]
+        return in_lanes and not _trains(file), _is_slow(item)
+
+    items.sort(key=order)
 
 
 def is_first() -> bool:
-    """Whether what is to happen once, happens in this process."""
+    """Return whether this process does the work that is done once for all lanes."""
     return not number()
 
 

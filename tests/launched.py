@@ -1,4 +1,4 @@
-"""Starts a real job of several processes with torchrun, and reads what it left behind."""
+"""Starts a real job of several processes with torchrun, and reads the files of its run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ exhaustive = False  # set by tests/conftest.py before it reads a test
 
 
 def job_environment(**extra: str) -> dict[str, str]:
-    """A clean environment for a job on CPU, which compiles nothing unless it is asked for."""
+    """Return a clean environment for a job, on CPU and without torch.compile unless `extra` has them
+    otherwise.
+    """
     extra = {"DS_ACCELERATOR": "cpu", NO_COMPILE: "1"} | extra
     if extra["DS_ACCELERATOR"] != "cpu":
         extra[NO_COMPILE] = "0"
@@ -39,7 +41,9 @@ def job_environment(**extra: str) -> dict[str, str]:
         "MASTER_PORT",
     )
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    path = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
+    path = str(ROOT)
+    if kept.get("PYTHONPATH"):
+        path += os.pathsep + kept["PYTHONPATH"]
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | extra
 
 
@@ -52,16 +56,11 @@ def torchrun(
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on `num_ranks` processes."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_ranks),
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num_ranks), str(script)]
+    command += arguments
     return subprocess.run(
-        [*command, str(script), *arguments],
+        command,
         cwd=cwd,
         env=job_environment(**environment),
         capture_output=True,
@@ -74,14 +73,14 @@ def torchrun(
 def run_ranks(
     script: Path, *arguments: str, num_ranks: int, cwd: Path, timeout: float = TIMEOUT_SECONDS
 ) -> str:
-    """Run a script on `num_ranks` processes forked from one that has imported everything; fails the
-    test with what it said.
+    """Run a script on `num_ranks` processes forked from one that has imported everything. A failure
+    fails the test with the job's output.
     """
     from tests.warm_ranks import session_ranks  # which imports this file
 
-    stated = cwd / f"said-{len(list(cwd.iterdir()))}"
+    output_folder = cwd / f"said-{len(list(cwd.iterdir()))}"
     job = session_ranks().start(
-        [*arguments], num_ranks=num_ranks, folder=stated, script=script, cwd=cwd
+        list(arguments), num_ranks=num_ranks, folder=output_folder, script=script, cwd=cwd
     )
     codes = job.wait(timeout)
     assert not any(codes), f"job failed ({codes}):\n{job.stated()[-12000:]}"
@@ -91,21 +90,21 @@ def run_ranks(
 def train_cases(
     configs: Sequence[Mapping[str, Any]], *, num_ranks: int, folder: Path, allow_fp16: bool = False
 ) -> None:
-    """Train all configs in one job; fails the test with the job's output if the job itself does not
-    end well.
+    """Train all configs in one job. If the job itself fails, that fails the test with its output.
 
-    `allow_fp16`: also where DeepSpeed's accelerator says that it cannot (`tests.jobs.half_on_cpu`).
+    `allow_fp16`: also if DeepSpeed's accelerator reports no fp16 (`tests.jobs.half_on_cpu`).
     """
-    cases = _write_cases(configs, num_ranks=num_ranks, folder=folder)
-    words = ["--allow-fp16"] if allow_fp16 else []
-    run_ranks(ROOT / "tests/jobs/run_cases.py", cases, *words, num_ranks=num_ranks, cwd=folder)
+    arguments = [_write_cases(configs, num_ranks=num_ranks, folder=folder)]
+    if allow_fp16:
+        arguments.append("--allow-fp16")
+    run_ranks(ROOT / "tests/jobs/run_cases.py", *arguments, num_ranks=num_ranks, cwd=folder)
 
 
 def train_cases_on_gpu(
     configs: Sequence[Mapping[str, Any]], *, num_ranks: int = 1, folder: Path
 ) -> None:
-    """The same on CUDA devices, by torchrun: no rank is forked from a process that may have begun
-    to use one.
+    """Train all configs on CUDA devices, by torchrun: a rank must not be forked from a process that
+    may have begun to use one.
     """
     cases = _write_cases(configs, num_ranks=num_ranks, folder=folder)
     script = ROOT / "tests/jobs/run_cases.py"
@@ -120,35 +119,37 @@ def _write_cases(configs: Sequence[Mapping[str, Any]], *, num_ranks: int, folder
 
 
 def fewer(steps: int, *, of: int) -> int:
-    """Steps of a run that holds what a step computes, where others hold the drift; with
-    `--exhaustive` all.
+    """Return `steps`, for a test of single steps beside other tests of the drift; with
+    `--exhaustive` all `of` them.
     """
-    return of if exhaustive else steps
+    if exhaustive:
+        return of
+    return steps
 
 
 def rarely(cases: Iterable[Any]) -> list[Any]:
-    """Parameters of a test that only `--exhaustive` tries."""
+    """Return parameters of a test that only `--exhaustive` tries."""
     return [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, float]]:
-    """Rows of metrics.jsonl."""
+    """Return the rows of metrics.jsonl."""
     error = run_folder.with_name(run_folder.name + ".error")
     assert not error.exists(), error.read_text(encoding="utf-8")
-    return [
-        json.loads(line)
-        for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    lines = (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def series(run_folder: Path, name: str) -> dict[int, float]:
-    """One metric as step -> value."""
+    """Return one metric as step -> value."""
     return {int(row["step"]): row[name] for row in read_metrics(run_folder) if name in row}
 
 
 def hold_parts(run_folder: Path, names: set[str]) -> None:
-    """The parts of a step's time are these, and `other`, and add up to it within 2 %: at the median
-    of logged points, as parts are means over ranks, of which one may be late to read its clock.
+    """Assert that a step's time has these parts and `other`, and that they add up to it within 2 %.
+
+    That holds for the median of logged points: parts are means over ranks, and a rank may be late
+    to read its clock.
     """
     rows = [row for row in read_metrics(run_folder) if "time/step_ms" in row]
     sums = []

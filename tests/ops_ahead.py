@@ -2,8 +2,8 @@
 run: python -m tests.ops_ahead.
 
 On a fresh machine that is minutes of a processor's time, for which slow tests would otherwise wait.
-Told to end, it ends after the op at hand: torch's lock of an op whose compilation was broken off
-would stay, and whoever needs it next would wait for ever.
+After SIGTERM it ends with the op at hand: if a compilation is broken off, torch's lock of the op
+stays, and the next process that needs the op waits for ever.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from importlib.util import find_spec
 
 from tests.launched import ROOT, job_environment
 
-# What tests/dslint/rules asks of DeepSpeed on a processor; every start of it needs the first, and
-# many the second.
+# The ops that tests/dslint/rules needs of DeepSpeed on a processor; every start of DeepSpeed needs
+# the first, and many the second.
 BUILDERS = ("ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder")
 
 
 def start() -> subprocess.Popen[bytes] | None:
-    """Start compiling in the background; None where nothing can be compiled."""
-    if platform.system() != "Linux" or any(
-        find_spec(name) is None for name in ("torch", "deepspeed", "ninja")
-    ):
+    """Start compiling in the background. Returns None if nothing can be compiled here."""
+    if platform.system() != "Linux":
+        return None
+    if any(find_spec(name) is None for name in ("torch", "deepspeed", "ninja")):
         return None
     return subprocess.Popen(
         [sys.executable, "-m", "tests.ops_ahead"],
@@ -41,15 +41,15 @@ def start() -> subprocess.Popen[bytes] | None:
 
 
 def main() -> None:
-    """Compile what is not there."""
-    is_told_to_end: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: is_told_to_end.append(number))
+    """Compile the ops that are missing."""
+    stop_signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     os.nice(10)
-    load_ops(until=lambda: bool(is_told_to_end))
+    load_ops(until=lambda: bool(stop_signals))
 
 
 def load_ops(*, until: Callable[[], bool] = lambda: False) -> None:
-    """Compile those that are not there, and load all, or as many as come before `until` holds."""
+    """Load all ops, compiling those that are missing, or as many as come before `until` holds."""
     from deepspeed.accelerator import get_accelerator
 
     from framework.engine.extensions import quoting_torchs_library, use_own_cache
@@ -61,7 +61,7 @@ def load_ops(*, until: Callable[[], bool] = lambda: False) -> None:
         try:
             with quoting_torchs_library():
                 get_accelerator().create_op_builder(builder).load()
-        except Exception as error:  # whoever needs the op will say what is wrong
+        except Exception as error:  # a test that needs the op will fail with the reason
             print(f"{builder}: {error}", file=sys.stderr)
 
 

@@ -1,9 +1,9 @@
 """Ranks of a real job, forked from a process that has imported everything: train.py in two seconds
 instead of ten.
 
-What follows the fork is what follows the import in a process of its own: train.py reads its command
-line, joins the process group, builds the engine. Tests that start hundreds of jobs, to kill them,
-would import torch for hours otherwise.
+After the fork a rank does the same as a process of its own after its imports: train.py reads its
+command line, joins the process group, builds the engine. Tests that start hundreds of jobs, to kill
+them, would import torch for hours otherwise.
 
     with WarmRanks() as warm:
         job = warm.start(["--config", "run.yaml"], num_ranks=2, folder=folder)
@@ -40,7 +40,7 @@ from tests.launched import NO_COMPILE, ROOT, job_environment
 from tests.ports import free_ports
 
 _READY_SECONDS = 300.0  # imports, on a machine that has other things to do
-# between the end of one rank and SIGKILL for those that stay: torchrun gives them 30
+# between the end of one rank and SIGKILL for the others: torchrun gives them 30
 _GRACE_SECONDS = 20.0
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -49,14 +49,14 @@ _session: list[WarmRanks] = []
 
 
 def session_ranks() -> WarmRanks:
-    """One process that forks, for all tests that need no other; `tests/conftest.py` ends it."""
+    """Return the process that forks for all tests of the session; `tests/conftest.py` ends it."""
     if not _session:
         _session.append(WarmRanks().__enter__())
     return _session[0]
 
 
 def end_session_ranks() -> None:
-    """End it, if it was started."""
+    """End the session's process, if it was started."""
     while _session:
         _session.pop().__exit__()
 
@@ -68,15 +68,17 @@ class WarmRanks:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.warm_ranks"],
             cwd=ROOT,
-            env=job_environment(**{NO_COMPILE: "0"}),  # what it has imported all ranks have
+            env=job_environment(**{NO_COMPILE: "0"}),  # all ranks have its imports
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._changed, self._sending = threading.Condition(), threading.Lock()
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
         self._pids: list[list[int]] = []
         self._codes: dict[int, int] = {}
-        self._is_ready = self._is_over = False
+        self._is_ready = False
+        self._is_over = False
         threading.Thread(target=self._listen, daemon=True).start()
 
     def __enter__(self) -> WarmRanks:
@@ -97,7 +99,7 @@ class WarmRanks:
         script: Path | None = None,
         cwd: Path | None = None,
     ) -> Job:
-        """Start train.py, or another script, on `num_ranks` ranks; what they print goes to
+        """Start train.py, or another script, on `num_ranks` ranks; their output goes to
         ``folder/rank<N>.txt``.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,17 +108,19 @@ class WarmRanks:
         port = free_ports(1)
         number = len(self._pids) + 1
         order = {
-            "arguments": [*arguments],
+            "arguments": list(arguments),
             "num_ranks": num_ranks,
             "folder": str(folder),
             "port": port,
+            "script": str(script or ""),
+            "cwd": str(cwd or folder),
         }
-        self._send(order | {"script": str(script or ""), "cwd": str(cwd or folder)})
+        self._send(order)
         self._until(lambda: len(self._pids) >= number, seconds=60)
         return Job(self, self._pids[number - 1], folder, port)
 
     def codes(self) -> dict[int, int]:
-        """Exit code of every process that has ended, by its id; -9 for SIGKILL."""
+        """Return the exit code of every process that has ended, by its id; -9 for SIGKILL."""
         with self._changed:
             return dict(self._codes)
 
@@ -134,23 +138,21 @@ class WarmRanks:
 
     def _until(self, holds: Any, *, seconds: float) -> None:
         with self._changed:
-            if (
-                not self._changed.wait_for(lambda: holds() or self._is_over, timeout=seconds)
-                or not holds()
-            ):
+            self._changed.wait_for(lambda: holds() or self._is_over, timeout=seconds)
+            if not holds():
                 raise RuntimeError("the process that forks ranks does not answer")
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            stated = json.loads(line)
+            message = json.loads(line)
             with self._changed:
-                if "pids" in stated:
-                    for pid in stated["pids"]:
+                if "pids" in message:
+                    for pid in message["pids"]:
                         self._codes.pop(pid, None)  # of an earlier process of this number
-                    self._pids.append(stated["pids"])
-                elif "code" in stated:
-                    self._codes[stated["pid"]] = stated["code"]
+                    self._pids.append(message["pids"])
+                elif "code" in message:
+                    self._codes[message["pid"]] = message["code"]
                 else:
                     self._is_ready = True
                 self._changed.notify_all()
@@ -163,13 +165,16 @@ class Job:
     """Ranks that were started together."""
 
     def __init__(self, warm: WarmRanks, pids: list[int], folder: Path, port: int) -> None:
-        self._warm, self._pids, self._folder, self._port = warm, pids, folder, port
+        self._warm = warm
+        self._pids = pids
+        self._folder = folder
+        self._port = port
         # kept: other processes get these numbers later
         self._codes: list[int | None] = [None] * len(pids)
 
     @property
     def pids(self) -> list[int]:
-        """The process of each rank."""
+        """Process of each rank."""
         return list(self._pids)
 
     def kill(self, *ranks: int) -> None:
@@ -183,40 +188,29 @@ class Job:
             self._warm.signal(self._pids[rank], number)
 
     def codes(self) -> list[int | None]:
-        """Exit code of every rank; None while it runs."""
+        """Return the exit code of every rank, None while it runs."""
         ended = self._warm.codes()
-        self._codes = [
-            ended.get(pid) if known is None else known
-            for pid, known in zip(self._pids, self._codes, strict=True)
-        ]
+        for rank, pid in enumerate(self._pids):
+            if self._codes[rank] is None:
+                self._codes[rank] = ended.get(pid)
         return list(self._codes)
 
     def is_over(self) -> bool:
-        """Whether a rank has failed or all have ended."""
+        """Return whether a rank has failed or all have ended."""
         codes = self.codes()
         return any(codes) or None not in codes
 
     def wait(self, seconds: float) -> list[int]:
-        """Wait for all ranks, end those that are left when one has failed, and return the exit
-        codes.
+        """Wait for all ranks, end the others when one has failed, and return the exit codes.
 
         Raises:
-            TimeoutError: it runs longer; it is killed.
+            TimeoutError: the job runs longer; it is killed.
         """
         deadline = time.monotonic() + seconds
         while not self.is_over() and time.monotonic() < deadline:
             time.sleep(0.005)
         is_late = not self.is_over()
-        kind, patience = (signal.SIGKILL, 0.0) if is_late else (signal.SIGTERM, _GRACE_SECONDS)
-        first = time.monotonic()
-        while None in (codes := self.codes()):
-            # A rank that has lost its peer may say so for a moment, before it is told to end.
-            is_told = kind == signal.SIGKILL or time.monotonic() > first + 1.0
-            for pid, code in zip(self._pids, codes, strict=True):
-                if code is None and is_told:
-                    self._warm.signal(pid, kind)
-            time.sleep(0.2 if is_told and kind == signal.SIGTERM else 0.02)
-            kind = signal.SIGKILL if time.monotonic() > first + patience else kind
+        self._end_ranks(0.0 if is_late else _GRACE_SECONDS)
         for buffer in Path("/dev/shm").glob(
             f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{self._port}_*"
         ):
@@ -225,18 +219,33 @@ class Job:
             raise TimeoutError(
                 f"the job had not ended after {seconds:.0f} s; it said:\n{self.stated()[-4000:]}"
             )
-        return [code for code in codes if code is not None]
+        return [code for code in self.codes() if code is not None]
+
+    def _end_ranks(self, grace_seconds: float) -> None:
+        """End all ranks: by SIGTERM, and by SIGKILL after `grace_seconds`, at once if these are 0."""
+        number = signal.SIGTERM if grace_seconds else signal.SIGKILL
+        begin = time.monotonic()
+        codes = self.codes()
+        while None in codes:
+            # A rank that has lost its peer may report it in the first second, before it is ended.
+            is_due = number == signal.SIGKILL or time.monotonic() > begin + 1.0
+            for pid, code in zip(self._pids, codes, strict=True):
+                if code is None and is_due:
+                    self._warm.signal(pid, number)
+            time.sleep(0.2 if is_due and number == signal.SIGTERM else 0.02)
+            if time.monotonic() > begin + grace_seconds:
+                number = signal.SIGKILL
+            codes = self.codes()
 
     def stated(self, rank: int | None = None) -> str:
-        """What a rank, or all ranks, have printed."""
+        """Return the output of a rank, or of all ranks."""
         ranks = range(len(self._pids)) if rank is None else [rank]
-        return "".join(
-            (self._folder / f"rank{number}.txt").read_text(errors="replace") for number in ranks
-        )
+        paths = [self._folder / f"rank{number}.txt" for number in ranks]
+        return "".join(path.read_text(errors="replace") for path in paths)
 
 
 def _warm_up() -> None:
-    """Import what a run imports, also what DeepSpeed and torch import late."""
+    """Import all modules of a run, also those that DeepSpeed and torch import late."""
     import deepspeed.module_inject.auto_ep_layer
     import deepspeed.runtime.zero.muon.muon_optimizer
     import deepspeed.utils.pin_memory  # noqa: F401
@@ -255,31 +264,33 @@ def _warm_up() -> None:
         build_shm_op()  # a rank that is killed while it compiles would leave the op broken for all
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()
     gc.collect()
-    # ranks look for garbage among their own objects, and leave pages that they share alone
+    # so that ranks collect garbage among their own objects only, and do not copy shared pages
     gc.freeze()
 
 
 def _serve() -> None:
-    orders, wake = os.fdopen(os.dup(0), "rb", buffering=0), os.pipe()
+    orders = os.fdopen(os.dup(0), "rb", buffering=0)
+    wake_reader, wake_writer = os.pipe()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what imports print must not be taken for an answer
+    os.dup2(2, 1)  # output of imports must not be taken for an answer
     _warm_up()
-    os.set_blocking(wake[1], False)
-    signal.set_wakeup_fd(wake[1], warn_on_full_buffer=False)
+    os.set_blocking(wake_writer, False)
+    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     answers.write("{}\n")
     running: set[int] = set()
     buffered = b""
     while True:
-        ready, _, _ = select.select([orders, wake[0]], [], [])
-        if wake[0] in ready:
-            os.read(wake[0], 4096)
+        ready, _, _ = select.select([orders, wake_reader], [], [])
+        if wake_reader in ready:
+            os.read(wake_reader, 4096)
             _collect(running, answers)
         if orders in ready:
             more = os.read(orders.fileno(), 65536)
             if not more:
                 break
-            *lines, buffered = (buffered + more).split(b"\n")
+            lines = (buffered + more).split(b"\n")
+            buffered = lines.pop()
             for line in lines:
                 _obey(json.loads(line), running, answers)
     for pid in running:
@@ -289,12 +300,11 @@ def _serve() -> None:
 
 def _collect(running: set[int], answers: Any) -> None:
     for pid in sorted(running):
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if ended_pid:
             running.discard(pid)
-            answers.write(
-                json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}) + "\n"
-            )
+            message = {"pid": pid, "code": os.waitstatus_to_exitcode(status)}
+            answers.write(json.dumps(message) + "\n")
 
 
 def _obey(order: dict[str, Any], running: set[int], answers: Any) -> None:

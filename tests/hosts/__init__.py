@@ -8,6 +8,6 @@ joined by a switch.
         first.kill()                      # the whole machine at once
 
 Nothing of it has a name outside of the namespaces: the kernel removes it with the last process, and
-the processes end with the one that made them, however it ends. It needs root; `why_not()` says what
-is missing elsewhere.
+the processes end with the one that made them, however it ends. It needs root; elsewhere `why_not()`
+returns the reason.
 """

@@ -1,4 +1,4 @@
-"""`Host`: a machine made of namespaces. What runs on it, how it dies."""
+"""`Host`: a machine made of namespaces, with its processes and its end."""
 
 from __future__ import annotations
 
@@ -27,30 +27,27 @@ _START_SECONDS = 60
 
 @dataclass(frozen=True)
 class Mount:
-    """What is at a path of a host: a folder of this machine, or a file system of its own with a
-    size.
-    """
+    """A folder of this machine, or a file system of a given size, for a path of a host."""
 
     bind: Path | None = None
     tmpfs_bytes: int | None = None
     read_only: bool = False
 
     def reported(self) -> dict[str, Any]:
-        """For init.py."""
-        what = (
-            {"bind": str(self.bind)} if self.bind is not None else {"tmpfs_bytes": self.tmpfs_bytes}
-        )
-        return what | {"read_only": self.read_only}
+        """Return the mount as plain values for init.py."""
+        if self.bind is not None:
+            return {"bind": str(self.bind), "read_only": self.read_only}
+        return {"tmpfs_bytes": self.tmpfs_bytes, "read_only": self.read_only}
 
 
 class Host:
-    """One machine: a name, an address at eth0, its own processes, /tmp, /run and /dev/shm. Made by
-    `Network.host`.
+    """One machine: a name, an address at eth0, its own processes, /tmp, /run and /dev/shm.
+    `Network.host` makes it.
 
     Args:
-        mounts: what is at which path beside the programs and libraries, which all hosts share.
+        mounts: by path, beside the programs and libraries, which all hosts share.
         shm_bytes: size of /dev/shm.
-        command: what PID 1 is, as in a container; left out: a process that waits, and the host
+        command: program of PID 1, as in a container; without one PID 1 only waits, and the host
             stays until it is killed.
         environment: all variables of `command`.
         cwd: its working folder.
@@ -71,7 +68,10 @@ class Host:
         cwd: str = "/",
         uid: int | None = None,
     ) -> None:
-        self.name, self.address, self.port, self._network = name, address, port, network
+        self.name = name
+        self.address = address
+        self.port = port
+        self._network = network
         self.aliases: dict[str, str | None] = {}
         self._folder = network.folder / f"{port}-{name}"
         self._folder.mkdir()
@@ -83,26 +83,28 @@ class Host:
             "shm_bytes": shm_bytes,
             "log": str(self.log),
             "mounts": {path: mount.reported() for path, mount in (mounts or {}).items()},
-            "command": [*command],
+            "command": list(command),
             "environment": dict(environment or {}),
             "cwd": cwd,
             "uid": uid,
             "files": self._files(),
-            **_ways_to_programs(uid),
+            **_project_folders(uid),
         }
         (self._folder / "root").mkdir()
         self._start()
 
     def _files(self) -> dict[str, str]:
-        """Files of /etc that differ between hosts."""
-        names = {
+        """Write the files that differ between hosts; return path on the host -> path here."""
+        texts = {
             "/etc/hosts": "",
             "/etc/hostname": f"{self.name}\n",
             "/etc/resolv.conf": "options attempts:1 timeout:1\n",
         }
-        for path, text in names.items():
-            (self._folder / Path(path).name).write_text(text)
-        files = {path: str(self._folder / Path(path).name) for path in names}
+        files = {}
+        for path, text in texts.items():
+            file = self._folder / Path(path).name
+            file.write_text(text)
+            files[path] = str(file)
         self.termination_log = self._folder / "termination-log"
         self.termination_log.touch()
         self.termination_log.chmod(0o666)
@@ -129,21 +131,21 @@ class Host:
         assert self._process.stderr is not None
         first = self._process.stdout.readline()
         if not first:
-            raise HostError(
-                self._process.stderr.read().strip().rpartition("\n")[2] or "no namespaces"
-            )
+            last_line = self._process.stderr.read().strip().rpartition("\n")[2]
+            raise HostError(last_line or "no namespaces")
         self.pid = int(first)
         self._namespace = _namespace_of(self.pid)
         self._plug_in()
         self.write_names()
         self._process.stdin.write(json.dumps(self._spec) + "\n")
         self._process.stdin.flush()
-        if (stated := self._process.stdout.readline()) != "ready\n":
+        answer = self._process.stdout.readline()
+        if answer != "ready\n":
             self.kill()
-            raise HostError(f"{self.name}: {stated.strip() or 'it ended at once'}")
+            raise HostError(f"{self.name}: {answer.strip() or 'it ended at once'}")
 
     def _plug_in(self) -> None:
-        mac = "02:00:00:00:{:02x}:{:02x}".format(*divmod(self.port, 256))
+        mac = f"02:00:00:00:{self.port // 256:02x}:{self.port % 256:02x}"
         self._network.order({"do": "attach", "port": self.port, "pid": self.pid, "mac": mac})
         orders = (
             "link set lo up",
@@ -163,34 +165,32 @@ class Host:
         """Write /etc/hosts: the names that the network publishes, and this host's own view of some
         (`aliases`).
         """
-        names = {
-            "localhost": "127.0.0.1",
-            self.name: self.address,
-            **self._network.names,
-            **self.aliases,
-        }
-        text = "".join(
-            f"{address}\t{name}\n" for name, address in names.items() if address is not None
-        )
+        addresses: dict[str, str | None] = {"localhost": "127.0.0.1", self.name: self.address}
+        addresses |= self._network.names
+        addresses |= self.aliases
+        text = ""
+        for name, address in addresses.items():
+            if address is not None:
+                text += f"{address}\t{name}\n"
         file = self._folder / "hosts"
-        # in place: this very file is mounted
+        # in place: this file is mounted, and a new one would not be
         with file.open("r+" if file.exists() else "w") as stream:
             stream.write(text)
             stream.truncate()
 
     def know(self, name: str, address: str | None) -> None:
-        """This host alone takes a name for another address, or does not know it (None)."""
+        """Let this host alone have another address for a name, or not know it (None)."""
         self.aliases[name] = address
         self.write_names()
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Variables for a job on CPU, on this network."""
-        dropped = {
+        """Return the variables for a job on CPU, on this network."""
+        variables = {
             name: value
             for name, value in job_environment().items()
             if not name.startswith("PYTEST_")
         }
-        return dropped | {"GLOO_SOCKET_IFNAME": "eth0"} | more
+        return variables | {"GLOO_SOCKET_IFNAME": "eth0"} | more
 
     def start(
         self,
@@ -213,12 +213,11 @@ class Host:
     def run(
         self, command: Sequence[str], *, timeout: float = 120, **how: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command here to its end; what it printed, stderr too, is in `stdout`."""
+        """Run a command here to its end; `stdout` of the result has its stderr, too."""
         started = self.start(command, **how)
         try:
-            return subprocess.CompletedProcess(
-                [*command], started.wait(timeout), started.stated(), ""
-            )
+            code = started.wait(timeout)
+            return subprocess.CompletedProcess(list(command), code, started.stated(), "")
         except subprocess.TimeoutExpired:
             started.signal(signal.SIGKILL)
             raise AssertionError(
@@ -226,38 +225,36 @@ class Host:
             ) from None
 
     def processes(self, *, services: bool = False) -> dict[int, list[str]]:
-        """Command lines of what runs here, by process id outside; without PID 1, and without sshd
-        unless asked.
+        """Return the command lines of the processes here, by process id outside.
+
+        PID 1 is left out, and so is sshd without `services`.
         """
-        found = {}
+        commands = {}
         for process in psutil.process_iter():
             with suppress(OSError, psutil.Error):
                 if _namespace_of(process.pid) == self._namespace and process.pid != self.pid:
                     words = process.cmdline()
-                    is_zombie = process.status() == psutil.STATUS_ZOMBIE
-                    if (
-                        words
-                        and not is_zombie
-                        and (services or not words[0].startswith(("sshd", "/usr/sbin/sshd")))
-                    ):
-                        found[process.pid] = words
-        return found
+                    if not words or process.status() == psutil.STATUS_ZOMBIE:
+                        continue
+                    if services or not words[0].startswith(("sshd", "/usr/sbin/sshd")):
+                        commands[process.pid] = words
+        return commands
 
     def start_sshd(self, *, port: int = 2222) -> None:
-        """An sshd that every host of the network may enter, with a host key that all know."""
+        """Start an sshd that every host of the network may enter, with a host key that all know."""
         self._network.keys.serve(self, port=port)
 
     @property
     def ssh_folder(self) -> Path:
-        """Its /etc/ssh."""
+        """The host's /etc/ssh, as a folder here."""
         return self._folder / "ssh"
 
     def is_alive(self) -> bool:
-        """Whether its PID 1 runs."""
+        """Return whether PID 1 runs."""
         return self._process.poll() is None
 
     def exit_code(self) -> int | None:
-        """How PID 1 ended, 128 + n for signal n; None while it runs."""
+        """Return the exit code of PID 1, 128 + n for signal n; None while it runs."""
         return self._process.poll()
 
     def signal(self, number: int) -> None:
@@ -289,26 +286,16 @@ class Command:
         cwd: str,
         output: Path,
     ) -> None:
-        self.host, self.output, self.command = host, output, [*command]
-        # The folder is one of the host's own tree, which nsenter's --wd is not.
-        enter = [
-            "nsenter",
-            "-t",
-            str(host.pid),
-            "-n",
-            "-m",
-            "-p",
-            "-u",
-            "--",
-            "sh",
-            "-c",
-            'cd "$0" && exec "$@"',
-            cwd,
-        ]
+        self.host = host
+        self.output = output
+        self.command = list(command)
+        enter = ["nsenter", "-t", str(host.pid), "-n", "-m", "-p", "-u", "--"]
+        # The folder is in the host's own tree; nsenter's --wd would be in that of this machine.
+        enter += ["sh", "-c", 'cd "$0" && exec "$@"', cwd]
         with output.open("w") as stream:
             # Its own session, as sshd or a container runtime gives it.
             self._process = subprocess.Popen(
-                [*enter, *command],
+                enter + self.command,
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
@@ -321,7 +308,8 @@ class Command:
         """Its process id outside: the child of nsenter."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
-            if children := psutil.Process(self._process.pid).children():
+            children = psutil.Process(self._process.pid).children()
+            if children:
                 return int(children[0].pid)
             time.sleep(0.01)
         raise RuntimeError(f"{self.command} has not started")
@@ -333,9 +321,11 @@ class Command:
                 os.kill(self.pid, number)
 
     def poll(self) -> int | None:
-        """Exit code, 128 + n for signal n; None while it runs."""
+        """Return the exit code, 128 + n for signal n; None while it runs."""
         code = self._process.poll()
-        return 128 - code if code is not None and code < 0 else code
+        if code is not None and code < 0:
+            return 128 - code
+        return code
 
     def wait(self, timeout: float) -> int:
         """Wait for its exit code."""
@@ -345,28 +335,24 @@ class Command:
         return code
 
     def stated(self) -> str:
-        """Everything that it has printed."""
+        """Return all output of the command."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
 
-def _ways_to_programs(uid: int | None) -> dict[str, list[str]]:
-    """Where this project and its Python lie under a folder that a host has of its own, or that the
-    user may not enter.
+def _project_folders(uid: int | None) -> dict[str, list[str]]:
+    """Return folders of / that the host leaves out, and folders in them to show nevertheless.
 
-    Such folders of / are left out (`closed`), and what is needed of them is put back (`visible`).
+    This project and its Python may be in a folder that a host has of its own (/tmp, /run), or that
+    the user may not enter. The latter are `closed`; the folders of the project are `visible`.
     """
     needed = sorted({ROOT, Path(sys.prefix), Path(sys.base_prefix)})
-    closed = {
-        path.parts[1]
-        for path in needed
-        for parent in path.parents
-        if uid and not parent.stat().st_mode & 0o001
-    }
-    own = closed | {"tmp", "run"}
-    return {
-        "closed": sorted(closed),
-        "visible": [str(path) for path in needed if path.parts[1] in own],
-    }
+    closed = set()
+    for path in needed:
+        if uid and not all(parent.stat().st_mode & 0o001 for parent in path.parents):
+            closed.add(path.parts[1])
+    hidden = closed | {"tmp", "run"}
+    visible = [str(path) for path in needed if path.parts[1] in hidden]
+    return {"closed": sorted(closed), "visible": visible}
 
 
 def _namespace_of(pid: int) -> str:

@@ -1,11 +1,11 @@
-"""Becomes a host: python init.py, with what it is as one line of JSON on stdin, and ends with that
-host.
+"""Becomes a host and ends with it: python init.py, with the host's description as one line of JSON
+on stdin.
 
     the test --starts--> this process, outside --forks--> PID 1 of the host
 
-After the first line stdin is a life line: when it closes, because the test wants so or is gone, the
-host dies at once. PID 1 waits for whatever becomes its child, or is a program of its own (the
-container of a pod).
+After the first line stdin is a life line: when it closes, because the test closes it or has ended,
+the host dies at once. PID 1 only waits for its children, or is a program of its own (the container
+of a pod).
 """
 
 from __future__ import annotations
@@ -54,31 +54,32 @@ def main() -> None:
 
 
 def _be_first(order: int) -> None:
-    """PID 1."""
+    """Be PID 1 of the host. Never returns."""
     try:
         kernel.die_with_parent()
         spec = json.loads(os.fdopen(order).readline() or "null")
         if spec is None:
             os._exit(0)
-        log = os.open(spec["log"], os.O_WRONLY | os.O_APPEND)  # outside of what it can see
+        log = os.open(spec["log"], os.O_WRONLY | os.O_APPEND)  # outside of the host's root folder
         _furnish(spec)
-        if (uid := spec.get("uid")) is not None:
+        uid = spec.get("uid")
+        if uid is not None:
             os.setgroups([uid])
             os.setgid(uid)
             os.setuid(uid)  # the capabilities go with it
-            kernel.die_with_parent()  # which a change of user takes back
+            kernel.die_with_parent()  # again: a change of user takes it back
             kernel.gain_nothing()
-        stated = os.dup(1)
-        os.set_inheritable(stated, False)
+        answer = os.dup(1)
+        os.set_inheritable(answer, False)
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.setsid()
-        os.write(stated, b"ready\n")
+        os.write(answer, b"ready\n")
         if spec["command"]:
             os.chdir(spec["cwd"])
             os.execvpe(spec["command"][0], spec["command"], spec["environment"])
-        os.close(stated)
+        os.close(answer)
         _reap()
     except BaseException as error:
         os.write(1, f"error: {error!r}\n".encode())
@@ -95,12 +96,12 @@ def _reap() -> None:
 
 
 def _furnish(spec: dict[str, Any]) -> None:
-    """Name, root folder, and files that are this host's own."""
+    """Give the host its name, its root folder, and its own files."""
     kernel.set_hostname(spec["name"])
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     new = Path(spec["root"])
     kernel.mount("tmpfs", str(new), "tmpfs", options="mode=755")
-    _share_system(new, without=_OWN | {*spec["closed"]})
+    _share_system(new, without=_OWN.union(spec["closed"]))
     for folder, options in (
         ("tmp", "mode=1777"),
         ("run", "mode=755"),
@@ -108,18 +109,22 @@ def _furnish(spec: dict[str, Any]) -> None:
     ):
         (new / folder).mkdir(exist_ok=True)
         kernel.mount("tmpfs", str(new / folder), "tmpfs", options=options)
-    for path in [*spec["visible"], *spec["mounts"]]:
-        _mount(new, spec["mounts"].get(path, {"bind": path}), path)
+    mounts = spec["mounts"]
+    for path in spec["visible"]:
+        _mount(new, mounts.get(path, {"bind": path}), path)
+    for path, mount in mounts.items():
+        _mount(new, mount, path)
     for path, source in spec["files"].items():
+        target = new / path.lstrip("/")
         if path.startswith("/dev/"):
-            (new / path.lstrip("/")).touch()
-        if (new / path.lstrip("/")).exists():
-            kernel.mount(source, str(new / path.lstrip("/")), flags=kernel.BIND)
+            target.touch()
+        if target.exists():
+            kernel.mount(source, str(target), flags=kernel.BIND)
     kernel.pivot_root(str(new))
 
 
 def _share_system(new: Path, *, without: set[str]) -> None:
-    """What all hosts have in common: programs, libraries, the Python environment."""
+    """Show the host what all hosts share: programs, libraries, the Python environment."""
     for entry in Path("/").iterdir():
         target = new / entry.name
         if entry.is_symlink():
@@ -142,14 +147,15 @@ def _share_system(new: Path, *, without: set[str]) -> None:
         (new / "dev" / name).symlink_to(place)
 
 
-def _mount(new: Path, what: dict[str, Any], path: str) -> None:
+def _mount(new: Path, mount: dict[str, Any], path: str) -> None:
     target = new / path.lstrip("/")
     target.mkdir(parents=True, exist_ok=True)
-    if "bind" in what:
-        kernel.mount(what["bind"], str(target), flags=kernel.BIND)
+    if "bind" in mount:
+        kernel.mount(mount["bind"], str(target), flags=kernel.BIND)
     else:
-        kernel.mount("tmpfs", str(target), "tmpfs", options=f"mode=1777,size={what['tmpfs_bytes']}")
-    if what.get("read_only"):
+        options = f"mode=1777,size={mount['tmpfs_bytes']}"
+        kernel.mount("tmpfs", str(target), "tmpfs", options=options)
+    if mount.get("read_only"):
         kernel.mount("none", str(target), flags=kernel.BIND | kernel.REMOUNT | kernel.READ_ONLY)
 
 

@@ -5,9 +5,22 @@ from __future__ import annotations
 import ctypes
 import os
 
-NEW_MOUNTS, NEW_UTS, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x20000000, 0x40000000
-READ_ONLY, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 32, 4096, 16384, 1 << 18
-_DETACH, _DIE_WITH_PARENT, _NO_NEW_RIGHTS, _PIVOT_ROOT = 2, 1, 38, {"x86_64": 155, "aarch64": 41}
+# Flags of unshare(2)
+NEW_MOUNTS = 0x20000
+NEW_UTS = 0x4000000
+NEW_PID = 0x20000000
+NEW_NET = 0x40000000
+# Flags of mount(2)
+READ_ONLY = 1
+REMOUNT = 32
+BIND = 4096
+RECURSIVE = 16384
+PRIVATE = 1 << 18
+_DETACH = 2  # of umount2(2)
+# Options of prctl(2)
+_DIE_WITH_PARENT = 1
+_NO_NEW_RIGHTS = 38
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}  # number of the system call
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -18,7 +31,7 @@ def _check(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """This process (its next child, for PIDs) gets namespaces of its own."""
+    """Give this process (its next child, for PIDs) namespaces of its own."""
     _check(_libc.unshare(flags), "unshare")
 
 
@@ -37,15 +50,18 @@ def join_network(namespace: str | int) -> None:
 def mount(
     source: str, target: str, kind: str | None = None, flags: int = 0, options: str = ""
 ) -> None:
-    """mount(2)."""
-    words = [word.encode() if word is not None else None for word in (source, target, kind)]
-    _check(
-        _libc.mount(*words, ctypes.c_ulong(flags), options.encode()), f"mount {source} at {target}"
+    """Call mount(2)."""
+    filesystem = None
+    if kind is not None:
+        filesystem = kind.encode()
+    result = _libc.mount(
+        source.encode(), target.encode(), filesystem, ctypes.c_ulong(flags), options.encode()
     )
+    _check(result, f"mount {source} at {target}")
 
 
 def pivot_root(new: str) -> None:
-    """Make `new`, a mount, the root of this mount namespace, and let go of the old one."""
+    """Make `new`, a mount, the root of this mount namespace, and unmount the old root."""
     os.chdir(new)
     _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", _DETACH), "umount of the old root")
@@ -53,17 +69,17 @@ def pivot_root(new: str) -> None:
 
 
 def set_hostname(name: str) -> None:
-    """The name of this UTS namespace."""
+    """Set the name of this UTS namespace."""
     _check(_libc.sethostname(name.encode(), len(name.encode())), "sethostname")
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process when the thread that started it ends; an exec keeps that."""
+    """Let this process get SIGKILL when the thread that started it ends; an exec keeps that."""
     _check(_libc.prctl(_DIE_WITH_PARENT, 9, 0, 0, 0), "prctl")
 
 
 def gain_nothing() -> None:
-    """No program that this process starts gets more rights than it has, as
-    `allowPrivilegeEscalation: false` says.
+    """Let no program that this process starts get more rights than it has, as with
+    `allowPrivilegeEscalation: false`.
     """
     _check(_libc.prctl(_NO_NEW_RIGHTS, 1, 0, 0, 0), "prctl")

@@ -1,4 +1,4 @@
-"""`Network`: hosts, the switch between them, and what can go wrong on the way."""
+"""`Network`: hosts, the switch between them, and the faults of their connections."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ _PREFIX = "10.77"
 
 @cache
 def why_not(*, ssh: bool = False) -> str:
-    """Why hosts cannot be made here; empty where they can."""
+    """Return why hosts cannot be made here; empty if they can."""
     if os.name != "posix" or not sys.platform.startswith("linux"):
         return "namespaces are Linux"
     if os.geteuid() != 0:
         return "namespaces as hosts need root"
-    for program in ("ip", "nsenter", *(("ssh", "ssh-keygen") if ssh else ())):
+    programs = ["ip", "nsenter"]
+    if ssh:
+        programs += ["ssh", "ssh-keygen"]
+    for program in programs:
         if shutil.which(program) is None:
             return f"there is no `{program}` (Debian: iproute2, util-linux, openssh-client)"
     if ssh and not Path("/usr/sbin/sshd").exists():
@@ -50,7 +53,7 @@ class Network:
     """A switch and the hosts at it, each with an address and a name. All end with the block.
 
     Args:
-        folder: keeps names, keys and what hosts print; None for a temporary one.
+        folder: for the logs and the output of hosts; None for a temporary one.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -81,7 +84,7 @@ class Network:
         self._stack.close()
 
     def host(self, name: str, *, publish: bool = True, **furniture: Any) -> Host:
-        """A new host with the next address. `furniture` is that of `Host`.
+        """Make a host with the next address. `furniture` are arguments of `Host`.
 
         Args:
             publish: whether all hosts know its name at once.
@@ -96,7 +99,7 @@ class Network:
         return host
 
     def publish(self, name: str, address: str | None) -> None:
-        """Every host knows this name from now on, or no longer (None)."""
+        """Let every host know this name from now on, or no longer (None)."""
         self.names.pop(name, None)
         if address is not None:
             self.names[name] = address
@@ -104,7 +107,7 @@ class Network:
             host.write_names()
 
     def cut(self, host: Host) -> None:
-        """Silence in both directions: nothing is refused, nothing arrives."""
+        """Lose all frames in both directions: nothing is refused, nothing arrives."""
         self._set(host, cut=True)
 
     def drop(self, host: Host, share: float) -> None:
@@ -112,11 +115,11 @@ class Network:
         self._set(host, drop=share)
 
     def delay(self, host: Host, milliseconds: float) -> None:
-        """Each frame from and to the host arrives so much later."""
+        """Delay each frame from and to the host."""
         self._set(host, delay_ms=milliseconds)
 
     def heal(self, host: Host) -> None:
-        """A cable as new."""
+        """End all faults of the host's connection."""
         self._set(host)
 
     def _set(
@@ -126,16 +129,16 @@ class Network:
 
     @property
     def keys(self) -> Keys:
-        """Made for this network, at first use."""
+        """Keys of this network, made at first use."""
         if self._keys is None:
             self._keys = Keys(self.folder / "ssh")
         return self._keys
 
     def order(self, what: dict[str, Any]) -> None:
-        """Tell the switch.
+        """Send an order to the switch, and wait for its answer.
 
         Raises:
-            HostError: it could not.
+            HostError: the switch could not obey.
         """
         assert self._switch.stdin is not None
         assert self._switch.stdout is not None

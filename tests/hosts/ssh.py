@@ -1,5 +1,5 @@
-"""Keys and settings for sshd on hosts: /etc/ssh of each host is its own, so that plain `ssh NAME`
-just works between them.
+"""Keys and settings for sshd on hosts: each host has an /etc/ssh of its own, so that plain
+`ssh NAME` works between them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ _READY_SECONDS = 30
 
 
 class Keys:
-    """One key for the hosts and one for whoever enters them."""
+    """A key of all hosts, and a key of the user who enters them."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
-        self.user, self._host, self._known = (
-            folder / "user",
-            folder / "host",
-            folder / "known_hosts",
-        )
+        self.user = folder / "user"
+        self._host = folder / "host"
+        self._known = folder / "known_hosts"
         for key in (self.user, self._host):
             subprocess.run(
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(key)],
@@ -45,13 +43,25 @@ class Keys:
         ):
             shutil.copy(source, folder / name)
         (folder / "sshd_config").write_text(
-            f"Port {port}\nHostKey /etc/ssh/host_key\nAuthorizedKeysFile /etc/ssh/authorized_keys\nStrictModes no\n"
-            "PermitRootLogin prohibit-password\nPasswordAuthentication no\nUsePAM no\nPidFile none\nAcceptEnv LANG "
-            "LC_*\n"
+            f"Port {port}\n"
+            "HostKey /etc/ssh/host_key\n"
+            "AuthorizedKeysFile /etc/ssh/authorized_keys\n"
+            "StrictModes no\n"
+            "PermitRootLogin prohibit-password\n"
+            "PasswordAuthentication no\n"
+            "UsePAM no\n"
+            "PidFile none\n"
+            "AcceptEnv LANG LC_*\n"
         )
         (folder / "ssh_config").write_text(
-            f"Host *\n  Port {port}\n  User root\n  IdentityFile /etc/ssh/user_key\n  IdentitiesOnly yes\n"
-            "  GlobalKnownHostsFile /etc/ssh/known_hosts\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
+            "Host *\n"
+            f"  Port {port}\n"
+            "  User root\n"
+            "  IdentityFile /etc/ssh/user_key\n"
+            "  IdentitiesOnly yes\n"
+            "  GlobalKnownHostsFile /etc/ssh/known_hosts\n"
+            "  UserKnownHostsFile /dev/null\n"
+            "  LogLevel ERROR\n"
         )
 
     def serve(self, host: Host, *, port: int) -> None:

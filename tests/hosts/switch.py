@@ -1,8 +1,10 @@
 """The switch between the hosts, which can cut, lose and delay: python -m tests.hosts.switch, orders
 as JSON lines on stdin.
 
-    {"do": "attach", "port": 3, "pid": 4711, "mac": "02:00:00:00:00:03"}    eth0 appears in the network of that process
-    {"do": "set", "port": 3, "cut": true, "drop": 0.0, "delay_ms": 0}       for frames from and to that port
+    # eth0 appears in the network of that process
+    {"do": "attach", "port": 3, "pid": 4711, "mac": "02:00:00:00:00:03"}
+    # for frames from and to that port
+    {"do": "set", "port": 3, "cut": true, "drop": 0.0, "delay_ms": 0}
 
 Each order is answered by one line. It is a process that forwards frames between tap devices, so
 that it works on kernels without `tc netem`, and leaves nothing in this machine's own network.
@@ -25,13 +27,14 @@ from typing import Any
 
 from tests.hosts import kernel
 
-_SET_TAP, _TAP_WITHOUT_HEADER = 0x400454CA, 0x1002
+_SET_TAP = 0x400454CA
+_TAP_WITHOUT_HEADER = 0x1002
 _LONGEST_FRAME = 65_600
 
 
 @dataclass
 class Port:
-    """One host's cable, and what is wrong with it."""
+    """One host's cable, and its faults."""
 
     tap: int
     mac: bytes
@@ -41,14 +44,15 @@ class Port:
 
 
 class Switch:
-    """Knows the address of every port, so that nothing has to be learnt."""
+    """Forwards frames. It knows the address of every port, so it does not have to learn any."""
 
     def __init__(self) -> None:
         self._ports: dict[int, Port] = {}
         self._poll = select.epoll()
         self._by_tap: dict[int, Port] = {}
         self._late: list[tuple[float, int, Port, bytes]] = []
-        self._number, self._draw = count(), random.Random(0)
+        self._number = count()
+        self._draw = random.Random(0)
         self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
 
     def serve(self) -> None:
@@ -56,9 +60,10 @@ class Switch:
         self._poll.register(0, select.EPOLLIN)
         orders = b""
         while True:
-            for descriptor, _ in self._poll.poll(
-                max(0.0, self._late[0][0] - time.monotonic()) if self._late else -1
-            ):
+            timeout = -1.0  # none
+            if self._late:
+                timeout = max(0.0, self._late[0][0] - time.monotonic())
+            for descriptor, _ in self._poll.poll(timeout):
                 if descriptor != 0:
                     if descriptor in self._by_tap:
                         self._forward(self._by_tap[descriptor])
@@ -66,7 +71,8 @@ class Switch:
                 read = os.read(0, 65_536)
                 if not read:
                     return
-                *lines, orders = (orders + read).split(b"\n")
+                lines = (orders + read).split(b"\n")
+                orders = lines.pop()
                 for line in lines:
                     print(json.dumps(self._obey(json.loads(line))), flush=True)
             while self._late and self._late[0][0] <= time.monotonic():
@@ -76,11 +82,14 @@ class Switch:
     def _obey(self, order: dict[str, Any]) -> dict[str, Any]:
         try:
             if order["do"] == "attach":
-                self._attach(
-                    order["port"], order["pid"], bytes.fromhex(order["mac"].replace(":", ""))
-                )
-            elif port := self._ports.get(order["port"]):  # a host that has ended has no cable
-                port.cut, port.drop, port.delay_ms = order["cut"], order["drop"], order["delay_ms"]
+                mac = bytes.fromhex(order["mac"].replace(":", ""))
+                self._attach(order["port"], order["pid"], mac)
+                return {}
+            port = self._ports.get(order["port"])
+            if port is not None:  # a host that has ended has no cable
+                port.cut = order["cut"]
+                port.drop = order["drop"]
+                port.delay_ms = order["delay_ms"]
         except OSError as error:
             return {"error": str(error)}
         return {}
@@ -94,7 +103,9 @@ class Switch:
             fcntl.ioctl(tap, _SET_TAP, struct.pack("16sH22x", b"eth0", _TAP_WITHOUT_HEADER))
         finally:
             kernel.join_network(self._home)
-        self._ports[number] = self._by_tap[tap] = Port(tap, mac)
+        port = Port(tap, mac)
+        self._ports[number] = port
+        self._by_tap[tap] = port
         self._poll.register(tap, select.EPOLLIN)
 
     def _detach(self, port: Port) -> None:
@@ -118,19 +129,17 @@ class Switch:
                     self._carry(source, port, frame)
 
     def _carry(self, source: Port, target: Port, frame: bytes) -> None:
-        if (
-            source.cut
-            or target.cut
-            or any(each.drop and self._draw.random() < each.drop for each in (source, target))
-        ):
+        if source.cut or target.cut:
             return
+        for port in (source, target):
+            if port.drop and self._draw.random() < port.drop:
+                return
         delay = (source.delay_ms + target.delay_ms) / 1000
-        if delay:
-            heapq.heappush(
-                self._late, (time.monotonic() + delay, next(self._number), target, frame)
-            )
-        else:
+        if not delay:
             self._deliver(target, frame)
+            return
+        due = time.monotonic() + delay
+        heapq.heappush(self._late, (due, next(self._number), target, frame))
 
     def _deliver(self, port: Port, frame: bytes) -> None:
         if port.tap not in self._by_tap:
