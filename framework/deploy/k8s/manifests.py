@@ -138,7 +138,7 @@ def parse_manifests(text: str, *, name: str) -> list[Manifest]:
     manifests: list[Manifest] = []
     line = 0
     for document_text in _SEPARATOR.split(text):
-        document = parse_document("\n" * line + document_text, name=name)
+        document = parse_document("".ljust(line, "\n") + document_text, name=name)
         line += document_text.count("\n")
         lines = lines_of(document)
         if isinstance(document.value, dict):
