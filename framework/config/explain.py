@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final, get_args
+from types import UnionType
+from typing import Any, Final, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -47,7 +49,32 @@ def explain(
         model: the class that was validated for.
         texts: texts of numbers that are written otherwise than they would be shown.
     """
-    return [_problem(details, model, texts or {}) for details in error.errors(include_url=False)]
+    explained: dict[KeyPath, list[Problem]] = {}
+    for details in error.errors(include_url=False):
+        path, problem = _problem(details, model, texts or {})
+        explained.setdefault(path, []).append(problem)
+    merged = []
+    for path, problems in explained.items():
+        if _is_union_of_values(path, model):
+            problems = [_one_of(problems)]
+        merged += [(path, problem) for problem in problems]
+    return merged
+
+
+def _is_union_of_values(path: KeyPath, model: type[BaseModel]) -> bool:
+    """Check whether a key takes values of several plain types, such as a word or a number: pydantic
+    has an error for each of them.
+    """
+    annotation = descend(path, model)[2]
+    members = [member for member in get_args(annotation) if member is not type(None)]
+    return get_origin(annotation) in (Union, UnionType) and len(members) > 1
+
+
+def _one_of(problems: Sequence[Problem]) -> Problem:
+    """Join the problems of one value into the last one, whose fix names all that the key takes."""
+    *others, last = problems
+    alternatives = [problem.fix.removeprefix("write ") for problem in others]
+    return replace(last, fix=", or ".join([last.fix, *alternatives]))
 
 
 def numbers_for_text(error: ValidationError, model: type[BaseModel]) -> Iterator[KeyPath]:
@@ -110,7 +137,7 @@ def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, 
             annotation = get_args(annotation)[0]
             while not members_of(annotation) and get_args(annotation):
                 annotation = get_args(annotation)[0]
-        elif part != "[key]":
+        elif part != "[key]" and not _is_label(part, annotation):
             path.append(part)
             field = fields_of(annotation).get(str(part))
             owner = annotation
@@ -119,6 +146,11 @@ def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, 
             if get_args(annotation)[1:] == (type(None),):
                 annotation = get_args(annotation)[0]
     return tuple(path), owner, annotation
+
+
+def _is_label(part: str | int, annotation: Any) -> bool:
+    """Check whether pydantic names a member of a union of plain types, as ``literal['auto']``."""
+    return get_origin(annotation) in (Union, UnionType) and not isinstance(part, int)
 
 
 def fields_of(owner: Any) -> Mapping[str, FieldInfo]:

@@ -142,6 +142,16 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
             ":1: model.hidden_sizes.2 = -1: too small; write 1 or more [wrong-value]",
         ],
     ),
+    "a word or a number": (
+        "training:\n  loss_tile: -3\n",
+        [":2: training.loss_tile = -3: too small; write 0 or more, or 'auto' [wrong-value]"],
+    ),
+    "neither the word nor a number": (
+        "training:\n  loss_tile: all\n",
+        [
+            ":2: training.loss_tile = all: text where a whole number belongs; write a whole number, or 'auto' [wrong-type]",
+        ],
+    ),
     # kinds
     "no kind": (
         "model: {image_size: 28}\noptimizer: {lr: 0.1}\nprecision: {loss_scale: 3}\nzero: {offload_optimizer: "
