@@ -149,7 +149,8 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     "neither the word nor a number": (
         "training:\n  loss_tile: all\n",
         [
-            ":2: training.loss_tile = all: text where a whole number belongs; write a whole number, or 'auto' [wrong-type]",
+            ":2: training.loss_tile = all: text where a whole number belongs; write a whole number, "
+            "or 'auto' [wrong-type]",
         ],
     ),
     # kinds
