@@ -237,7 +237,9 @@ def _is_makeable(document: Document, edit: Edit) -> bool:
     if made is None:
         return True
     sections = (made[:depth] for depth in range(len(made) - 1, -1, -1))
-    home = next(section for section in sections if section in document.spans)
+    home = next((section for section in sections if section in document.spans), None)
+    if home is None:  # a file of comments alone has no place for a key
+        return False
     if made in document.spans or (edit.touched is not None and _is_in(made, edit.touched)):
         return False
     return isinstance(at(document.value, home), dict)

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from framework.errors import ConfigError
-from framework.text.document import Document, KeyPath
+from framework.text.document import Document, KeyPath, parse_document
 from framework.text.edits import (
     Edit,
     InsertMember,
@@ -260,6 +260,12 @@ def test_edits_that_overlap_clash(first: Edit, second: Edit) -> None:
 def test_edits_that_do_not_fit_are_refused(edit: Edit) -> None:
     with pytest.raises(EditError):
         edited('{"a": {"x": 1}, "l": [1]}', edit)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n", "---\n"])
+def test_yaml_without_a_section_has_no_place_for_a_key(text: str) -> None:
+    with pytest.raises(EditError):
+        apply_edits(parse_document(text, name="x.yaml"), [InsertMember(("zero", "stage"), 2)])
 
 
 @st.composite
