@@ -73,7 +73,8 @@ _FRAME: Final = re.compile(
 # within `initialize` as well.
 _MOMENTS: Final = {
     "start": r"deepspeed/__init__\.py initialize$"
-    r"|engine/(initialize|base_engine|step|model_build)\.py "
+    r"|engine/(initialize|model_build)\.py "
+    r"|engine/base_engine\.py __init__$"
     r"|(deepspeed_light|runtime/engine)\.py (__init__|_configure\w+)$"
     r"|(partition_parameters|parameter_offload)\.py "
     r"(__init__|_post_init\w*|_zero_init\w*|_convert\w*)$"

@@ -244,3 +244,32 @@ def test_the_place_is_the_models_own_code() -> None:
     assert (found.moment, found.place) == ("forward", "me/project/nets.py: forward")
     alone = shortage_of("device", "CUDA out of memory", frames[:3])
     assert alone.place == "deepspeed/runtime/engine.py: forward"
+
+
+@pytest.mark.parametrize(
+    ("frames", "moment"),
+    [
+        (
+            [("framework/engine/base_engine.py", "__init__"), ("torch/functional.py", "norm")],
+            "start",
+        ),
+        (
+            [
+                ("framework/engine/base_engine.py", "save"),
+                ("framework/engine/checkpoint_bytes.py", "save_bytes"),
+            ],
+            "save",
+        ),
+        (
+            [
+                ("framework/engine/base_engine.py", "load"),
+                ("deepspeed/runtime/engine.py", "load_checkpoint"),
+            ],
+            "load",
+        ),
+    ],
+)
+def test_a_save_or_a_load_of_the_engine_is_not_its_start(
+    frames: list[tuple[str, str]], moment: str
+) -> None:
+    assert shortage_of("device", "CUDA out of memory", frames).moment == moment
