@@ -137,7 +137,7 @@ def test_another_host_waits_until_it_sees_the_new_folder(
         seen.wait_until_visible("another word", wait_seconds=0.1)
         assert capsys.readouterr().err.count("[run-folder-not-shared]") == 1
         # on one host nobody waits
-        monkeypatch.setattr("framework.train.run_folder._LOOK_SECONDS", 3600.0)
+        monkeypatch.setattr("framework.train.run_folder._POLL_SECONDS", 3600.0)
         RunFolder(folder.path).wait_until_visible(folder.generation)
 
 
