@@ -134,11 +134,13 @@ class LoadedRun:
 
         With `data_elsewhere`, data that is not on this machine is a warning.
         """
-        from framework.checkpoint.huggingface import published_problems
         from framework.plan.token_folder import look_at_data
 
         problems, size = look_at_data(self.config, data_elsewhere=data_elsewhere)
-        problems += published_problems(self.config)
+        if self.config.checkpoint.init_weights is not None:
+            from framework.checkpoint.huggingface import published_problems
+
+            problems += published_problems(self.config)
         cluster = cluster or default_cluster(self.config)
         return make_plan(
             self.config, cluster, num_train_samples=size, source=self.source, further=problems

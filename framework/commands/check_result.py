@@ -218,10 +218,10 @@ def _document(text: str, file: str) -> Document:
 
 def _too_large(plan: Plan, target: Hardware | None) -> Iterator[Problem]:
     """Warn of a plan of a known model that does not fit the device."""
-    from framework.plan.memory import NotEstimatedError, estimate
-
     if target is None:
         return
+    from framework.plan.memory import NotEstimatedError, estimate
+
     try:
         reason = target.lacking(target.with_beside(estimate(plan), plan))
     except NotEstimatedError:
