@@ -194,7 +194,6 @@ def _refuse_lacking(
     """Refuse files without the numbers of some weight: it would stay as it was drawn. Below stage 3
     the module's state has all names, or torch refuses it.
     """
-
     if engine.zero_optimization_stage() < 3:
         return
     content = read_or_explain(Path(engine._get_ckpt_name(str(folder), tag)), mmap=True)
@@ -419,7 +418,6 @@ def _refuse_other_model(
     """Refuse a checkpoint of another model, before a number is changed. Every rank checks the whole
     model; in a pipeline its own stage.
     """
-
     for tensor, name in names.items():
         stored.refuse_other_shape(name, whole_shape(tensor))
     if not isinstance(engine.module, PipelineModule):

@@ -67,7 +67,6 @@ def build_engine(
         make_schedule: makes the user's schedule.
         groups: process groups, if a tensor group divides the weights.
     """
-
     if plan.layout.sequence_size > 1:
         from framework.models.sequence import share_attention
 
@@ -103,7 +102,6 @@ class PlainEngine(BaseEngine):
     _check: PositionCheck | None = None  # until the first step
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, plan: Plan, task: Task) -> None:
-
         super().__init__(engine, plan, task, names=partial(names_of, engine.module))
         self._sums = sum_gradients(engine)
         if plan.layout.tensor_size > 1:

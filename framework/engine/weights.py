@@ -43,18 +43,13 @@ def find_weights(
             allowed.
         StorageError: the files are damaged.
     """
+    from framework.checkpoint.state.weight_files import PICKLED, is_exported, read_exported
 
     place = Path(path)
     with explaining_storage_errors(_KEY, path):
-        from framework.checkpoint.state.weight_files import is_exported
-
         if is_exported(place):
-            from framework.checkpoint.state.weight_files import read_exported
-
             return _renamed(read_exported(place), model)
         file = place
-        from framework.checkpoint.state.weight_files import PICKLED
-
         for name in (PICKLED, "pytorch_model.bin"):
             if (place / name).is_file():
                 file = place / name
@@ -236,7 +231,6 @@ def put_layer_weights(
     module: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, layer: str
 ) -> torch.nn.Module:
     """Load the weights of one layer, which `refuse_other_layers` let pass, into its module."""
-
     with torch.no_grad():
         from framework.checkpoint.state.weight_files import shapes_of
 

@@ -131,7 +131,6 @@ def _whole_model(
     prepared: Prepared, groups: RankGroups | None, *, varying_shapes: bool
 ) -> torch.nn.Module:
     """Build this rank's model: its share in a tensor group, partitioned at stage 3. Collective."""
-
     plan = prepared.plan
     parts = prepared.parts
     weights = prepared.weights
@@ -209,7 +208,6 @@ def watch_samples(
         The steps at which it shows histograms of the weights, and the function that does; None
         without histograms.
     """
-
     section = plan.config.monitors.tensorboard
     board = next((monitor for monitor in monitors if monitor.name == "tensorboard"), None)
     if section is None:
@@ -448,7 +446,6 @@ def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, Exp
 
 
 def _eval_loader(dataset: Any, **options: Any) -> EvalLoader | StreamEvalLoader:
-
     if is_stream(dataset):
         from framework.data.streams import StreamEvalLoader
 

@@ -69,7 +69,6 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     Raises:
         ConfigError: a target does not import, does not take its arguments, or is of a wrong type.
     """
-
     _refuse_objects_from_files(config, objects)
     splits = objects.splits or _load_data(config.data, key="data")
     if objects.task is None:
@@ -160,7 +159,6 @@ def make_train_loader(
             ready together.
         places: of the lanes of a stream.
     """
-
     data = plan.config.data
     layout = plan.layout
     if num_workers is None:
@@ -342,7 +340,6 @@ def as_module(model: Any) -> torch.nn.Module:
 
 
 def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
-
     section = config.optimizer
     if isinstance(section, Muon):
         from framework.engine.parameter_groups import MuonWithAdamW
@@ -388,13 +385,10 @@ def _handed_over_optimizer(make: Any) -> MakeOptimizer:
 
 
 def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.Optimizer:
-
     if isinstance(optimizer, torch.optim.Optimizer):
-        from framework.setup.user_optimizer import refuse_closure
+        from framework.setup.user_optimizer import refuse_closure, savable
 
         refuse_closure(optimizer, key=key, value=value)
-        from framework.setup.user_optimizer import savable
-
         return savable(optimizer, key=key, value=value)
     reason = f"it returned {type_name(optimizer)}, not a torch.optim.Optimizer"
     fix = "return an optimizer over the given parameters"

@@ -150,7 +150,6 @@ def prepare(
     Raises:
         ConfigError, StorageError: the run cannot work.
     """
-
     objects = objects or Objects()
     source = source or Source()
     device = cast(Device, device_name())
@@ -259,13 +258,11 @@ def _first_weights(
     path: str, config: RunConfig, cut: CutModel | None
 ) -> LazyWeights | SavedCheckpoint:
     """Return the weights, or the checkpoint, at `path`, the config's `checkpoint.init_weights`."""
-    from framework.engine.weights import find_weights
+    from framework.engine.weights import find_weights, refuse_other_layers
 
     unverified = config.checkpoint.allow_unverified
     weights = find_weights(path, allow_unverified=unverified, model=config.model)
     if cut is not None and not isinstance(weights, SavedCheckpoint):
-        from framework.engine.weights import refuse_other_layers
-
         refuse_other_layers(weights, cut.surveyed, source=path)
     return weights
 

@@ -165,7 +165,6 @@ def choose_start(
     folder: RunFolder, config: RunConfig, *, damage_of: DamageOf = SavedCheckpoint.damage
 ) -> SavedCheckpoint | None:
     """Lock the run's folder if it exists, and choose the checkpoint that the run starts from."""
-
     folder.lock_if_exists()
     start, damaged = find_sound_checkpoint(
         config.checkpoint.resume,
@@ -279,7 +278,6 @@ def _refuse_unfit_start(start: SavedCheckpoint, prepared: Prepared) -> None:
 
 def _keep_tokenizer(folder: RunFolder, prepared: Prepared) -> None:
     """Copy the tokenizer of the data into the run folder, and print the facts about the data."""
-
     splits = prepared.parts.splits
     tokenizer = getattr(splits.train, "tokenizer", None)
     if tokenizer:
