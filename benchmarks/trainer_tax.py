@@ -50,7 +50,7 @@ from framework.engine.stop_agreement import agreed_stops
 from framework.setup.assemble import make_monitors, make_schedule
 from framework.setup.components import make_train_loader
 from framework.setup.prepare_run import Prepared, prepare
-from framework.system.stopping import StopRequest
+from framework.system.stopping import GO_ON, Decision, StopRequest
 from framework.train.monitors.base import Monitor, Point
 from framework.train.trainer import Every, Schedule, Trainer
 
@@ -169,7 +169,11 @@ class Ours:
     """The Trainer as `framework.fit` uses it."""
 
     def __init__(
-        self, prepared: Prepared, folder: Path, *, stop: Callable[[int], str] = lambda step: ""
+        self,
+        prepared: Prepared,
+        folder: Path,
+        *,
+        stop: Callable[[int], Decision] = lambda step: GO_ON,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._stop = stop

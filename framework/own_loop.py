@@ -35,7 +35,7 @@ from framework.system.clock import now
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.launcher_rank import take_rank
 from framework.system.log import warn
-from framework.system.stopping import EVALUATE, SAVE, StopRequest
+from framework.system.stopping import Action, Decision, StopRequest
 from framework.train.monitors.base import Point, Sinks
 
 # Words of torch's errors about partitioned weights, which are vectors without elements.
@@ -359,7 +359,7 @@ class OpenEngine:
             self._evaluate_once()
         if self._schedule.save.is_due(step, total_steps=-1) and self._saved_at != step:
             self.save()
-            self._run.minutes.restart(SAVE)
+            self._run.minutes.restart(Action.SAVE)
 
     def _evaluate_once(self) -> None:
         """Evaluate, unless there is no data for it, or metrics of this step are logged already."""
@@ -367,7 +367,7 @@ class OpenEngine:
         is_evaluated = any(name.startswith("eval/") for name in logged)
         if self._eval_sets and not is_evaluated:
             self.evaluate()
-            self._run.minutes.restart(EVALUATE)
+            self._run.minutes.restart(Action.EVALUATE)
 
     def evaluate(self, batches: Iterable[Any] | None = None) -> dict[str, float]:
         """Measure the evaluation data, or other batches, the same number on every rank; returns and
@@ -418,22 +418,21 @@ class OpenEngine:
         for engine in _OPEN:
             engine._do_due_work()
             engine._should_stop_at = engine.steps_taken
-        agreed = self._run.stop(self.steps_taken)
-        if agreed:
-            for engine in _OPEN:
-                engine._follow_request(agreed)
+        decision = self._run.stop(self.steps_taken)
+        for engine in _OPEN:
+            engine._follow(decision)
         return bool(self._run.outcome.stopped)
 
-    def _follow_request(self, agreed: str) -> None:
+    def _follow(self, decision: Decision) -> None:
         """Save, evaluate or note the stop that all ranks have agreed on."""
-        if agreed == SAVE:
+        if decision.action is Action.SAVE:
             self.save()
-            self._run.minutes.restart(SAVE)
-        elif agreed == EVALUATE:
+            self._run.minutes.restart(Action.SAVE)
+        elif decision.action is Action.EVALUATE:
             self.evaluate()
-            self._run.minutes.restart(EVALUATE)
-        else:
-            self._run.outcome.stopped = agreed
+            self._run.minutes.restart(Action.EVALUATE)
+        elif decision.action is Action.STOP:
+            self._run.outcome.stopped = decision.reason
 
     def _close(self, error: str) -> None:
         """End the run: after a loop without an error do what is due at the end; close the sinks."""

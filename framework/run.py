@@ -35,7 +35,7 @@ from framework.setup.prepare_run import Prepared, order_of
 from framework.setup.roll_back import train
 from framework.system.exits import end_in_one_line
 from framework.system.log import noting_errors
-from framework.system.stopping import StopRequest
+from framework.system.stopping import Action, StopRequest
 from framework.system.waiting import waiting
 from framework.train.best import BestSoFar
 from framework.train.run_folder import RunFolder
@@ -126,8 +126,8 @@ def _at_work(
         engine, folder.checkpoints, plan=plan, description=description, further=kept.state
     )
     intervals = {
-        "evaluate": config.evaluation.every_minutes,
-        "save": config.checkpoint.every_minutes,
+        Action.EVALUATE: config.evaluation.every_minutes,
+        Action.SAVE: config.checkpoint.every_minutes,
     }
     minutes = Minutes(intervals, most=config.training.max_minutes, began=request.began)
     with (

@@ -52,7 +52,7 @@ from framework.system.debugger import is_at_prompt as is_at_prompt_of
 from framework.system.frames import current_frames
 from framework.system.log import report_event
 from framework.system.parent_watch import report_end
-from framework.system.stopping import announce
+from framework.system.stopping import Decision, announce
 
 _LOOK_SECONDS: Final = 0.5
 _LEAST_SECONDS: Final = 10.0
@@ -118,14 +118,14 @@ class Watched:
     passes the call on to `ask`, and takes it as a sign of life.
     """
 
-    def __init__(self, watch: HangWatch, ask: Callable[[int], str]) -> None:
+    def __init__(self, watch: HangWatch, ask: Callable[[int], Decision]) -> None:
         self._watch = watch
         self._ask = ask
         self._last: int | None = None
         self.enter = watch.enter
         self.during = watch.during
 
-    def __call__(self, step: int) -> str:
+    def __call__(self, step: int) -> Decision:
         if self._last is None:
             self._watch.begin(step)
         self._last = step

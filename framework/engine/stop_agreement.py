@@ -32,7 +32,7 @@ from framework.engine.distributed import gather
 from framework.engine.process_group_errors import is_lost_peer
 from framework.errors import EXIT_PEER_LOST, PeerLostError, RunStopped
 from framework.system.log import warn
-from framework.system.stopping import EVALUATE, SAVE, StopRequest, announce
+from framework.system.stopping import GO_ON, Action, Decision, StopRequest, announce
 
 _LOOK_SECONDS: Final = 0.25
 # More ranks look less often, as one thread at rank 0 answers all of them, and wait longer.
@@ -45,24 +45,22 @@ _numbers = itertools.count()
 
 @contextmanager
 def agreed_stops(
-    request: StopRequest, *, start_step: int, due: Callable[[], str] = lambda: ""
-) -> Iterator[Callable[[int], str]]:
+    request: StopRequest, *, start_step: int, due: Callable[[], Decision] = lambda: GO_ON
+) -> Iterator[Callable[[int], Decision]]:
     """Follow requests between two steps from here on. Collective, as is the end of the block.
 
     Args:
         request: a request to stop this process.
         start_step: the step from which the run goes on.
-        due: returns what is due by rank 0's clock: ``evaluate``, ``save`` or a reason to stop;
-            empty for nothing. It is called in another thread, or after every step if this rank is
-            alone.
+        due: returns what is due by rank 0's clock. It is called in another thread, or after every
+            step if this rank is alone.
 
     Raises:
         RunStopped: another rank had a request, too, and ended before it came here.
 
     Yields:
         A function to be called on every rank equally often, first with `start_step`, then with the
-        number of the last step taken. It returns the name of the signal if all ranks stop now, or
-        what is due now by the clock, or an empty string.
+        number of the last step taken. It returns what all ranks do now.
     """
     request.training_begins()
     signal = _earlier_signal(request)
@@ -70,13 +68,13 @@ def agreed_stops(
     store: Store | None = _get_default_store()  # MPI's groups have none
     if signal or world_size == 1:
 
-        def signal_after(step: int) -> str:
-            stop = signal or request.signal
-            if not stop and step > start_step:
+        def decide_alone(step: int) -> Decision:
+            decision = Decision.of_signal(signal or request.signal)
+            if decision == GO_ON and step > start_step:
                 return due()
-            return stop
+            return decision
 
-        yield signal_after
+        yield decide_alone
         return
     if store is None:
         warn(
@@ -84,7 +82,7 @@ def agreed_stops(
             "cannot be agreed on, and are not followed, nor is the clock (every_minutes, "
             "max_minutes) [stop-not-agreed]"
         )
-        yield lambda step: ""
+        yield lambda step: GO_ON
         return
     # On a connection of its own: the group's may be kept by a thread that waits for a peer.
     own_store = PrefixStore(f"stop/{next(_numbers)}", store).clone()
@@ -101,14 +99,14 @@ def agreed_stops(
     # the calls are counted, not the steps: an evaluation makes several after one step
     calls = itertools.count(start_step)
     try:
-        yield lambda step: agreement.signal_after(next(calls))
+        yield lambda step: agreement.decision_after(next(calls))
         agreement.leave()
     finally:
         agreement.close()
 
 
-def _nothing_due() -> str:
-    return ""
+def _nothing_due() -> Decision:
+    return GO_ON
 
 
 def _earlier_signal(request: StopRequest) -> str:
@@ -137,7 +135,7 @@ class StopAgreement:
         rank: int,
         world_size: int,
         step: int,
-        due: Callable[[], str] = lambda: "",
+        due: Callable[[], Decision] = lambda: GO_ON,
         look_seconds: float = _LOOK_SECONDS,
         wait_seconds: float = _WAIT_SECONDS,
     ) -> None:
@@ -148,12 +146,12 @@ class StopAgreement:
         self._look_seconds = look_seconds * max(1.0, world_size / _RANKS_PER_LOOK)
         self._wait_seconds = wait_seconds + self._look_seconds - look_seconds
         self._changed = threading.Condition()
-        self._clock_asks = due
+        self._due_by_clock = due
         self._round = 0
         self._step = step
         self._posted = -1
         self._last_decided = -1
-        self._agreed: deque[tuple[int, str]] = deque()  # after which call what happens
+        self._agreed: deque[tuple[int, Decision]] = deque()  # after which call what happens
         self._is_stopping = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stop-agreement", daemon=True)
@@ -164,8 +162,8 @@ class StopAgreement:
         self._request.when_asked(self._count_down)
         self._thread.start()
 
-    def signal_after(self, step: int) -> str:
-        """Return the signal if all ranks stop after this step, or what else all do now.
+    def decision_after(self, step: int) -> Decision:
+        """Return what all ranks do after this step.
 
         Raises:
             PeerLostError: a rank does not post its step.
@@ -177,11 +175,11 @@ class StopAgreement:
             ):
                 raise _lost(self._rank)
             if not self._agreed or step < self._agreed[0][0]:
-                return ""
-            action = self._agreed[0][1]
-            if action in (EVALUATE, SAVE):
+                return GO_ON
+            decision = self._agreed[0][1]
+            if decision.action is not Action.STOP:
                 self._agreed.popleft()
-            return action
+            return decision
 
     def _is_held(self) -> bool:
         """Check whether this rank has reached the step that it posted, before all ranks have."""
@@ -215,20 +213,22 @@ class StopAgreement:
     def _agree(self) -> None:
         """Take part in the agreement on a request, if there is one."""
         if self._posted < 0:
-            action = self._request.signal or self._clock_asks()
-            if action:
-                self._store.set(self._key("asked"), action)
+            request = Decision.of_signal(self._request.signal)
+            if request == GO_ON:
+                request = self._due_by_clock()
+            if request != GO_ON:
+                self._store.set(self._key("asked"), str(request))
             elif not self._store.check([self._key("asked")]):
                 return
             self._post()
         # `wait` instead of `check`: the store answers all waiting ranks as soon as the key is set.
         self._store.wait([self._key("decided")], timedelta(seconds=max(1.0, self._look_seconds)))
         values = self._store.multi_get([self._key("asked"), self._key("decided")])
-        action = values[0].decode()
+        decision = Decision.parse(values[0].decode())
         step = int(values[1])
         with self._changed:
-            self._agreed.append((step, action))
-            self._is_stopping = action not in (EVALUATE, SAVE)
+            self._agreed.append((step, decision))
+            self._is_stopping = decision.action is Action.STOP
             self._posted = -1
             self._last_decided = step
             self._round += 1

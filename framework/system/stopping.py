@@ -18,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from types import FrameType
 from typing import Any, Final, Literal, NoReturn
@@ -38,10 +40,48 @@ _MAY_BE_IGNORED: Final = (signal.SIGINT, signal.SIGHUP)
 # `timeout` and some schedulers send one request twice; a user who means "now" takes longer than
 # this.
 _SAME_REQUEST_SECONDS: Final = 2.0
-# Requests of the clock: the first two end nothing, the last one stops the run as a signal does.
-EVALUATE: Final = "evaluate"
-SAVE: Final = "save"
-TIME_IS_UP: Final = "training.max_minutes"
+
+
+class Action(Enum):
+    """Work between two steps that a signal or the clock asks all ranks for."""
+
+    NONE = "none"
+    EVALUATE = "evaluate"
+    SAVE = "save"
+    STOP = "stop"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do between two steps.
+
+    Attributes:
+        action: the work.
+        reason: for people, why a run stops: the name of a signal, or ``training.max_minutes``.
+    """
+
+    action: Action
+    reason: str = ""
+
+    @staticmethod
+    def of_signal(name: str) -> Decision:
+        """Return the decision that follows from a signal; an empty name: none has come."""
+        if name:
+            return Decision(Action.STOP, name)
+        return GO_ON
+
+    @staticmethod
+    def parse(text: str) -> Decision:
+        """Read what another rank wrote with `str`."""
+        action, _, reason = text.partition(" ")
+        return Decision(Action(action), reason)
+
+    def __str__(self) -> str:
+        return f"{self.action.value} {self.reason}"
+
+
+GO_ON: Final = Decision(Action.NONE)
+TIME_IS_UP: Final = Decision(Action.STOP, "training.max_minutes")
 
 
 class Insistence:

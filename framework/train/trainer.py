@@ -29,7 +29,7 @@ from framework.engine.protocol import (
 from framework.errors import StorageError, TrainingError
 from framework.system.clock import now
 from framework.system.log import warn
-from framework.system.stopping import EVALUATE, SAVE, TIME_IS_UP
+from framework.system.stopping import GO_ON, TIME_IS_UP, Action, Decision
 from framework.system.waiting import waiting
 from framework.train.bad_steps import BadStepPolicy, RolledBack
 from framework.train.callbacks import Callbacks
@@ -89,7 +89,7 @@ class Minutes:
 
     def __init__(
         self,
-        often: Mapping[str, float | None] = MappingProxyType({}),
+        often: Mapping[Action, float | None] = MappingProxyType({}),
         *,
         most: float | None = None,
         began: float = 0.0,
@@ -98,39 +98,40 @@ class Minutes:
         """Begin to count minutes.
 
         Args:
-            often: minutes between two evaluations (``evaluate``) and two saves (``save``), counted
-                from now.
+            often: minutes between two evaluations and two saves, counted from now.
             most: length of the run, counted from `began`; None: without end.
             began: time of the clock at which the run began.
             clock: seconds.
         """
         self._clock = clock
-        self._seconds: dict[str, float] = {}
-        self._due_at: dict[str, float] = {}
+        self._seconds: dict[Action, float] = {}
+        self._due_at: dict[Action, float] = {}
         now = clock()
         for action, minutes in often.items():
             if minutes is not None:
                 self._seconds[action] = 60 * minutes
                 self._due_at[action] = now + 60 * minutes
         if most is not None:
-            self._due_at[TIME_IS_UP] = began + 60 * most
+            self._due_at[Action.STOP] = began + 60 * most
 
-    def due(self) -> str:
-        """Return what is due, or an empty text.
+    def due(self) -> Decision:
+        """Return what is due.
 
         An evaluation or a save is returned once, and again only after its `restart`.
         """
         if not self._due_at:
-            return ""
+            return GO_ON
         now = self._clock()
         for action, moment in self._due_at.items():
-            if now >= moment:
-                if action != TIME_IS_UP:
-                    self._due_at[action] = math.inf
-                return action
-        return ""
+            if now < moment:
+                continue
+            if action is Action.STOP:
+                return TIME_IS_UP
+            self._due_at[action] = math.inf
+            return Decision(action)
+        return GO_ON
 
-    def restart(self, action: str) -> None:
+    def restart(self, action: Action) -> None:
         """Count from now: it has happened."""
         if action in self._seconds:
             self._due_at[action] = self._clock() + self._seconds[action]
@@ -208,7 +209,7 @@ class Trainer:
         save: Callable[[int, Mapping[str, float]], object] | None = None,
         start_step: int = 0,
         evaluates_first: bool = False,
-        stop: Callable[[int], str] = lambda step: "",
+        stop: Callable[[int], Decision] = lambda step: GO_ON,
         enter: Callable[[str], str] = lambda phase: "",
         minutes: Minutes | None = None,
         look: tuple[Every, Callable[[int], object]] | None = None,
@@ -233,8 +234,8 @@ class Trainer:
             evaluates_first: whether the evaluation that is due after `start_step` comes first; it
                 is missing where a stop ended it.
             stop: called before the first step, after every step but the last, and between the
-                batches of an evaluation, alike on all ranks. The name of a signal ends the run
-                there; ``evaluate`` and ``save`` are done after the next step.
+                batches of an evaluation, alike on all ranks. A stop ends the run there;
+                evaluations and saves are done after the next step.
             enter: called with each phase of the run as it begins; returns the phase before it.
             minutes: evaluations and saves by the clock; `stop` reports when one is due.
             look: when to look at the weights, and the function that does; collective, its time is
@@ -266,7 +267,7 @@ class Trainer:
         self._save = save
         self._stop = stop
         self._minutes = minutes or Minutes()
-        self._due_by_clock = set[str]()  # EVALUATE and SAVE, for the next step
+        self._due_by_clock = set[Action]()  # after the next step
         self._evaluates_first = evaluates_first
         self._look = look
         self._record = record or _ignore
@@ -443,9 +444,12 @@ class Trainer:
         schedule = self._schedule
         evaluates = self._due(schedule.evaluate)
         saves = self._save is not None and self._due(schedule.save)
-        if EVALUATE in self._due_by_clock and self._outcome.step >= schedule.evaluate.start_step:
+        if (
+            Action.EVALUATE in self._due_by_clock
+            and self._outcome.step >= schedule.evaluate.start_step
+        ):
             evaluates = True
-        if SAVE in self._due_by_clock:
+        if Action.SAVE in self._due_by_clock:
             saves = True
         for action in self._due_by_clock:
             self._minutes.restart(action)
@@ -515,7 +519,7 @@ class Trainer:
         self._refuse_to_save_nan(result)
         with self._in_phase(SAVING):
             is_saved = save(self._outcome.step, self._measured) is not False
-        self._minutes.restart(SAVE)
+        self._minutes.restart(Action.SAVE)
         seconds = self._stopwatch.excluded_seconds
         not_logged_ms = self._checkpoint.get("time/checkpoint_ms", 0.0)
         self._checkpoint = {"time/checkpoint_ms": 1000 * seconds + not_logged_ms}
@@ -627,17 +631,19 @@ class Trainer:
             metrics = evaluate_sets(self._engine, self._eval_data, is_stopping=self._is_stopping)
             if not self._outcome.stopped:
                 self._report({**metrics, **self._call("on_evaluation", metrics)})
-        self._minutes.restart(EVALUATE)
+        self._minutes.restart(Action.EVALUATE)
         if not self._outcome.stopped:
             self._record("evaluate", self._outcome.step, seconds=self._stopwatch.excluded_seconds)
 
     def _is_stopping(self) -> bool:
-        request = self._stop(self._outcome.step)
-        if request and request in (EVALUATE, SAVE):
-            self._due_by_clock.add(request)
-            request = ""
-        self._outcome.stopped = request
-        return request != ""
+        decision = self._stop(self._outcome.step)
+        if decision.action is Action.STOP:
+            self._outcome.stopped = decision.reason
+            return True
+        self._outcome.stopped = ""
+        if decision.action is not Action.NONE:
+            self._due_by_clock.add(decision.action)
+        return False
 
     def _report(self, metrics: Mapping[str, float]) -> None:
         self._outcome.metrics.update(metrics)

@@ -25,6 +25,7 @@ from unittest.mock import patch
 from framework.config.load import config_from_values
 from framework.report.goodput import Goodput, goodput
 from framework.report.records import read_run
+from framework.system.stopping import Action
 from framework.train.events import Events
 from framework.train.monitors.metric_files import JsonlFile
 from framework.train.trainer import Every, Minutes, Schedule, Trainer
@@ -103,7 +104,7 @@ def simulate(
     plan = Schedule(10**9, 10**9, 1, log=Every(4), evaluate=Every(), save=Every())
     while job.now < START + HOUR:
         job.is_first, job.unsaved, job.step = True, 0.0, saved
-        minutes = Minutes({"save": every}, most=60.0, began=START, clock=lambda: job.now)
+        minutes = Minutes({Action.SAVE: every}, most=60.0, began=START, clock=lambda: job.now)
         events = Events(
             folder / "events.jsonl",
             from_step=saved,

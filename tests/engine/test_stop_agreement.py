@@ -19,11 +19,14 @@ from torch.distributed.distributed_c10d import Store
 from framework.engine import stop_agreement
 from framework.engine.stop_agreement import StopAgreement
 from framework.errors import PeerLostError
-from framework.system.stopping import StopRequest
+from framework.system.stopping import GO_ON, TIME_IS_UP, Action, Decision, StopRequest
 
 pytestmark = pytest.mark.timing
 
 LOOK_SECONDS, LONG = 0.02, 30.0
+EVALUATE = Decision(Action.EVALUATE)
+SAVE = Decision(Action.SAVE)
+SIGTERM = Decision(Action.STOP, "SIGTERM")
 
 
 class Rank:
@@ -40,7 +43,7 @@ class Rank:
         steps: int,
         step_seconds: float,
         patience: float = LONG,
-        due: Callable[[], str] = lambda: "",
+        due: Callable[[], Decision] = lambda: GO_ON,
     ) -> None:
         self.request = StopRequest()
         self.request.training_begins()
@@ -54,20 +57,21 @@ class Rank:
             look_seconds=LOOK_SECONDS,
             wait_seconds=patience,
         )
-        self.step, self.signal, self._steps, self._step_seconds = 0, "", steps, step_seconds
+        self.step, self._steps, self._step_seconds = 0, steps, step_seconds
+        self.decision = GO_ON
         self.error: Exception | None = None
-        self.by_clock: list[tuple[int, str]] = []
+        self.by_clock: list[tuple[int, Decision]] = []
         self.thread = threading.Thread(target=self._train)
 
     def _train(self) -> None:
         try:
             self.agreement.start()
             while self.step < self._steps:
-                self.signal = self.agreement.signal_after(self.step)
-                if self.signal in ("evaluate", "save"):
-                    self.by_clock.append((self.step, self.signal))
-                elif self.signal:
+                self.decision = self.agreement.decision_after(self.step)
+                if self.decision.action is Action.STOP:
                     break
+                if self.decision != GO_ON:
+                    self.by_clock.append((self.step, self.decision))
                 time.sleep(self._step_seconds * random.uniform(0.5, 1.5))
                 self.step += 1
             self.agreement.leave()
@@ -103,7 +107,7 @@ def test_all_stop_after_the_same_step(asked: tuple[int, ...], step_seconds: floa
     for number in asked:
         ranks[number].request.receive(signal.SIGUSR1)
     join(ranks)
-    assert {rank.signal for rank in ranks} == {"SIGUSR1"}
+    assert {rank.decision for rank in ranks} == {Decision(Action.STOP, "SIGUSR1")}
     assert len({rank.step for rank in ranks}) == 1
     assert 0 < ranks[0].step < 10_000
 
@@ -114,7 +118,7 @@ def test_a_request_before_the_first_step_stops_there() -> None:
     for rank in ranks:
         rank.thread.start()
     join(ranks)
-    assert {rank.signal for rank in ranks} == {"SIGTERM"}
+    assert {rank.decision for rank in ranks} == {SIGTERM}
     assert len({rank.step for rank in ranks}) == 1
 
 
@@ -123,39 +127,34 @@ def test_without_a_request_all_train_to_the_end() -> None:
     for rank in ranks:
         rank.thread.start()
     join(ranks)
-    assert [(rank.step, rank.signal) for rank in ranks] == [(50, "")] * 3
+    assert [(rank.step, rank.decision) for rank in ranks] == [(50, GO_ON)] * 3
 
 
 @pytest.mark.parametrize("step_seconds", [0.0005, 0.02])
 def test_what_the_clock_asks_for_is_done_by_all_after_the_same_steps(step_seconds: float) -> None:
-    words = iter(["evaluate", "save", "evaluate", "evaluate", "save"])
-    ranks = job(step_seconds=step_seconds, due=lambda: next(words, "training.max_minutes"))
+    wanted = [EVALUATE, SAVE, EVALUATE, EVALUATE, SAVE]
+    coming = iter(wanted)
+    ranks = job(step_seconds=step_seconds, due=lambda: next(coming, TIME_IS_UP))
     for rank in ranks[1:]:
-        rank.agreement._clock_asks = lambda: ""
+        rank.agreement._due_by_clock = lambda: GO_ON
     for rank in ranks:
         rank.thread.start()
     join(ranks)
-    assert {rank.signal for rank in ranks} == {"training.max_minutes"}
-    assert [word for _, word in ranks[0].by_clock] == [
-        "evaluate",
-        "save",
-        "evaluate",
-        "evaluate",
-        "save",
-    ]
+    assert {rank.decision for rank in ranks} == {TIME_IS_UP}
+    assert [decision for _, decision in ranks[0].by_clock] == wanted
     assert all((rank.by_clock, rank.step) == (ranks[0].by_clock, ranks[0].step) for rank in ranks)
     assert ranks[0].by_clock == sorted(ranks[0].by_clock, key=lambda pair: pair[0])
 
 
 def test_a_request_ends_a_run_whose_clock_asks_all_the_time() -> None:
-    ranks = job(due=lambda: "evaluate")  # of every rank, at once
+    ranks = job(due=lambda: EVALUATE)  # of every rank, at once
     for rank in ranks:
         rank.thread.start()
     time.sleep(0.3)
     ranks[2].request.receive(signal.SIGTERM)
     join(ranks)
-    assert len({(rank.step, rank.signal, len(rank.by_clock)) for rank in ranks}) == 1
-    assert ranks[0].signal == "SIGTERM"
+    assert len({(rank.step, rank.decision, len(rank.by_clock)) for rank in ranks}) == 1
+    assert ranks[0].decision == SIGTERM
     assert ranks[0].by_clock
 
 
@@ -163,7 +162,7 @@ def test_a_request_ends_a_run_whose_clock_asks_all_the_time() -> None:
 def test_a_clock_at_any_instant_around_the_end_leaves_nobody_waiting() -> None:
     for seed in range(25):
         draw = random.Random(seed)
-        ranks = job(steps=40, due=lambda draw=draw: "evaluate" if draw.random() < 0.7 else "")
+        ranks = job(steps=40, due=lambda draw=draw: EVALUATE if draw.random() < 0.7 else GO_ON)
         for rank in ranks:
             rank.thread.start()
         join(ranks)
@@ -180,7 +179,7 @@ def test_requests_at_any_instant_around_the_end_leave_nobody_waiting() -> None:
         time.sleep(draw.uniform(0.05, 0.12))
         ranks[draw.randrange(3)].request.receive(signal.SIGTERM)
         join(ranks)
-        assert len({(rank.step, rank.signal) for rank in ranks}) == 1, (
+        assert len({(rank.step, rank.decision) for rank in ranks}) == 1, (
             "some stopped and some finished"
         )
         assert all(rank.error is None for rank in ranks)
@@ -233,7 +232,7 @@ def test_a_store_that_is_gone_does_not_disturb_until_somebody_asks(
     time.sleep(0.1)
     del server
     join([rank])
-    assert (rank.step, rank.signal, ended) == (300, "", [])
+    assert (rank.step, rank.decision, ended) == (300, GO_ON, [])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 512, 4096, 16_384])

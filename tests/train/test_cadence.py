@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from framework.system.stopping import GO_ON, Action, Decision
 from framework.train.trainer import Every, Minutes
 
 
@@ -48,30 +49,30 @@ class TestMinutes:
 
     def test_each_is_due_once_until_it_is_restarted(self) -> None:
         now = [100.0]
-        minutes = Minutes({"evaluate": 1, "save": 2.5}, clock=lambda: now[0])
-        assert minutes.due() == ""
+        minutes = Minutes({Action.EVALUATE: 1, Action.SAVE: 2.5}, clock=lambda: now[0])
+        assert minutes.due() == GO_ON
         now[0] = 160.0
-        assert (minutes.due(), minutes.due()) == ("evaluate", "")
+        assert (minutes.due(), minutes.due()) == (Decision(Action.EVALUATE), GO_ON)
         now[0] = 251.0
-        assert (minutes.due(), minutes.due()) == ("save", "")
-        minutes.restart("evaluate")  # an evaluation counts from its end, however late it came
+        assert (minutes.due(), minutes.due()) == (Decision(Action.SAVE), GO_ON)
+        minutes.restart(Action.EVALUATE)  # an evaluation counts from its end, however late it came
         now[0] = 310.0
-        assert minutes.due() == ""
+        assert minutes.due() == GO_ON
         now[0] = 311.0
-        assert minutes.due() == "evaluate"
+        assert minutes.due() == Decision(Action.EVALUATE)
 
     def test_the_end_counts_from_the_beginning_of_the_process_and_stays_due(self) -> None:
         now = [100.0]
         minutes = Minutes(most=2, began=40.0, clock=lambda: now[0])
         now[0] = 159.9
-        assert minutes.due() == ""
+        assert minutes.due() == GO_ON
         now[0] = 160.0
-        assert minutes.due() == minutes.due() == "training.max_minutes"
+        assert minutes.due() == minutes.due() == Decision(Action.STOP, "training.max_minutes")
 
     def test_nothing_that_was_not_asked_for_begins_by_a_restart(self) -> None:
         minutes = Minutes(clock=lambda: 0.0)
-        minutes.restart("save")
-        assert minutes.due() == ""
+        minutes.restart(Action.SAVE)
+        assert minutes.due() == GO_ON
 
 
 @given(every=st.integers(0, 50), at_end=st.booleans(), total=st.integers(1, 200))

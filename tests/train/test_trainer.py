@@ -14,11 +14,15 @@ import pytest
 
 from framework.errors import StorageError, TrainingError
 from framework.system import waiting
+from framework.system.stopping import GO_ON, Action, Decision
 from framework.train.monitors.base import Monitor, Point
 from framework.train.trainer import Every, Outcome, Schedule, Trainer
 
 BATCHES = [("batch", True)]
 EVAL_DATA = {"": BATCHES}
+EVALUATE = Decision(Action.EVALUATE)
+SAVE = Decision(Action.SAVE)
+SIGTERM = Decision(Action.STOP, "SIGTERM")
 
 
 @dataclass
@@ -146,7 +150,7 @@ def make_run(
     start_step: int = 0,
     eval_data: Any = EVAL_DATA,
     saves: bool = True,
-    stop: Callable[[int], str] = lambda step: "",
+    stop: Callable[[int], Decision] = lambda step: GO_ON,
     evaluates_first: bool = False,
 ) -> Run:
     engine, data = engine or RecordingEngine(), data or Numbers()
@@ -418,19 +422,21 @@ def test_evaluating_and_saving_are_not_training_time() -> None:
     assert outcome.samples_per_sec == 8.0
 
 
-def stop_after(number: int, asked: list[int] | None = None) -> Callable[[int], str]:
+def stop_after(number: int, asked: list[int] | None = None) -> Callable[[int], Decision]:
     """A request that arrives while a step is taken; notes after which steps the Trainer asks."""
 
-    def stop(step: int) -> str:
+    def stop(step: int) -> Decision:
         if asked is not None:
             asked.append(step)
-        return "SIGTERM" if step >= number else ""
+        if step >= number:
+            return SIGTERM
+        return GO_ON
 
     return stop
 
 
 def test_what_the_clock_asks_for_is_done_after_the_next_step() -> None:
-    asked = iter(["", "save", "evaluate", "", "", "save", "", ""])
+    asked = iter([GO_ON, SAVE, EVALUATE, GO_ON, GO_ON, SAVE, GO_ON, GO_ON])
     never = agenda(7, evaluate=Every(0), save=Every(0), log=Every(0))
     run = make_run(never, stop=lambda step: next(asked))
     assert run.fit().stopped == ""
@@ -441,10 +447,10 @@ def test_what_the_clock_asks_for_is_done_after_the_next_step() -> None:
 
 def test_an_evaluation_by_the_clock_waits_for_its_first_step_and_its_data() -> None:
     late = agenda(4, evaluate=Every(0, start_step=3), save=Every(0))
-    run = make_run(late, stop=lambda step: "evaluate" if step in (0, 2) else "")
+    run = make_run(late, stop=lambda step: EVALUATE if step in (0, 2) else GO_ON)
     run.fit()
     assert [event for event in run.engine.events if event.startswith("evaluate")] == ["evaluate 3"]
-    run = make_run(late, stop=lambda step: "evaluate", eval_data={}, saves=False)
+    run = make_run(late, stop=lambda step: EVALUATE, eval_data={}, saves=False)
     assert run.fit().step == 4
 
 
@@ -624,7 +630,7 @@ def test_events_are_recorded_in_order_with_how_long_they_took() -> None:
         eval_data=EVAL_DATA,
         save=save,
         monitors=[monitor],
-        stop=lambda step: "SIGTERM" if step == 6 else "",
+        stop=lambda step: SIGTERM if step == 6 else GO_ON,
         record=record,
         constants={"run/restarts": 2.0},
         clock=lambda: now[0],
