@@ -4,7 +4,7 @@ It is DeepSpeed's layout, ``checkpoints/global_step<N>/`` and ``checkpoints/late
 ``manifest.json`` in each checkpoint: files, sizes and SHA-256, step, topology, versions and the
 resolved config. The manifest's seal shows chance changes. A change on purpose comes with a new seal
 and may write anything: so a manifest is accepted only if every value that a reader relies on has
-the type in `_TYPES`.
+the type in `framework.checkpoint.manifest_schema`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,8 +28,6 @@ SEAL: Final = "sha256"
 # A line for each file and one for each metric: a checkpoint of a thousand ranks needs about 300 KB.
 LONGEST_BYTES: Final = 8 << 20
 _LONGEST_NUMBER: Final = 40
-_LARGEST_COUNT: Final = 1 << 63
-_NAMES: Final = ("kind", "target", "object")
 _FORMER_NAME: Final = "dsframework"
 
 
@@ -192,16 +189,19 @@ def _parse(text: bytes, *, step: int) -> dict[str, Any] | None:
     """
     if len(text) > LONGEST_BYTES or not text.endswith(b"\n"):
         return None
+    # Imported here, because a background writer that publishes nothing reads no manifest.
+    from framework.checkpoint.manifest_schema import Manifest
+
     try:
         manifest: dict[str, Any] = json.loads(
             text, parse_constant=_refuse, parse_int=_parse_int, parse_float=_parse_float
         )
-        if manifest[SEAL] != _hash_of(manifest) or manifest["step"] != step:
+        if manifest[SEAL] != _hash_of(manifest):
             return None
-        for path, is_right in _TYPES.items():
-            if not all(map(is_right, _values(manifest, path.split(".")))):
-                return None
+        Manifest.model_validate(manifest)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
+    if manifest["format"] != FORMAT or manifest["step"] != step:
         return None
     return manifest
 
@@ -221,157 +221,3 @@ def _parse_float(text: str) -> float:
     if math.isfinite(number):
         return number
     return _refuse(text)
-
-
-def _values(value: Any, path: Sequence[str]) -> Iterator[Any]:
-    """Yield the values at a path of `_TYPES`.
-
-    Raises:
-        LookupError, TypeError: there is no value at the path.
-    """
-    if not path:
-        yield value
-        return
-    may_be_missing = path[0].endswith("?")
-    for part in _parts(value, path[0].removesuffix("?"), may_be_missing=may_be_missing):
-        if part is not None or not may_be_missing or not path[1:]:
-            yield from _values(part, path[1:])
-
-
-def _parts(value: Any, key: str, *, may_be_missing: bool) -> Iterable[Any]:
-    if key == "*":
-        items: Iterable[Any] = value.values() if isinstance(value, dict) else value
-        return items
-    if may_be_missing and key not in value:
-        return []
-    return [value[key]]
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST_COUNT
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_time(value: str) -> bool:
-    return bool(datetime.fromisoformat(value).astimezone())
-
-
-def _or_null(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or is_right(value)
-
-
-def _has_name(section: Mapping[str, Any]) -> bool:
-    return any(map(section.get, _NAMES))
-
-
-def _are_records(files: Mapping[str, Any]) -> bool:
-    """Check the records of files. All files must stay inside the checkpoint: a manifest that was
-    sealed anew must not point elsewhere.
-    """
-    for name, record in files.items():
-        if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
-            return False
-        if record.keys() != {"num_bytes", "sha256"}:
-            return False
-        if not _is_count(record["num_bytes"]) or not _is_text(record["sha256"]):
-            return False
-    return True
-
-
-def _is_pipeline(pipeline: Mapping[str, Any]) -> bool:
-    """Check a pipeline; its bounds, if given, go up from 0 to the number of layers."""
-    layers = pipeline["layers"]
-    bounds = pipeline.get("bounds")
-    if not isinstance(layers, list):
-        return False
-    if bounds is None:
-        return True
-    is_rising = all(map(_is_count, bounds)) and sorted(set(bounds)) == bounds
-    return is_rising and bounds[0] == 0 and bounds[-1] == len(layers)
-
-
-def _is_split(split: Any) -> bool:
-    """Check a `checkpoint.state.tensor_split.Split`: a dimension, and a list of sections."""
-    if len(split) != 2:
-        return False
-    dim = split[0]
-    sections = split[1]
-    return _is_count(dim) and isinstance(sections, list) and all(map(_is_count, sections))
-
-
-_COUNTS: Final = (
-    "steps_per_epoch",
-    "total_steps",
-    "num_train_samples",
-    "epoch",
-    "step_in_epoch",
-    "samples",
-)
-_LAYOUT: Final = (
-    "world_size",
-    "data_parallel_size",
-    "pipe_size",
-    "global_size",
-    "micro_size",
-    "accumulation_steps",
-)
-_TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "format": lambda value: _is_count(value) and value == FORMAT,
-    "step": _is_count,
-    **{f"{name}?": _or_null(_is_count) for name in _COUNTS},
-    "order?": _is_count,
-    "lanes?": _is_count,
-    "files": _are_records,
-    **{f"layout.{name}": _is_count for name in _LAYOUT},
-    "layout.*": lambda value: _is_count(value) and value > 0,
-    "config": lambda sections: all(
-        _is_mapping(section) or name == "callbacks" for name, section in sections.items()
-    ),
-    "config.run.name": _is_text,
-    "config.zero.stage": lambda value: _is_count(value) and value <= 3,
-    "config.zero.offload_optimizer?": _or_null(_is_mapping),
-    "config.zero.offload_param?": _or_null(_is_mapping),
-    "config.precision.dtype": _is_text,
-    "config.model": _has_name,
-    "config.optimizer": _has_name,
-    **{f"config.model.{name}?": _or_null(_is_text) for name in _NAMES},
-    **{f"config.optimizer.{name}?": _or_null(_is_text) for name in _NAMES},
-    "config.optimizer.lr?": _or_null(_is_number),
-    "config.training?.ema?.decay": _is_number,
-    "config.parallel?.partition?": _or_null(_is_text),
-    "config.training?.lora?": _or_null(_is_mapping),
-    "base?.sha256": _is_text,
-    "base?.init_weights": _or_null(_is_text),
-    "pipeline?": _is_pipeline,
-    "pipeline?.layers.*": _is_text,
-    "ties?": _is_mapping,
-    "ties?.*": _is_text,
-    "weights?.names": _is_count,
-    "weights?.elements": _is_count,
-    "tensor?": _is_mapping,
-    "tensor?.*": _is_split,
-    "metrics?": _is_mapping,
-    # JSON has no number for these
-    "metrics?.*": lambda value: _is_number(value) or value in ("inf", "-inf", "nan"),
-    "best?.metric": _is_text,
-    "best?.value": _is_number,
-    "best?.step": _is_count,
-    "saved_at?": _or_null(_is_time),
-    "versions?": _is_mapping,
-    "versions?.*": _or_null(_is_text),
-    "data_sha256?": _or_null(_is_text),
-}
-"""Dotted path in a manifest -> check of a value there. A key marked ? may be missing, with all that
-is in it; * stands for every key or item.
-"""
