@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.data.streams import StreamPlaces
+from framework.data.loaders import is_stream
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
 from framework.engine.distributed import (
     from_rank0,
@@ -40,6 +40,9 @@ from framework.system.waiting import waiting
 from framework.train.best import BestSoFar
 from framework.train.run_folder import RunFolder
 from framework.train.trainer import Minutes, Outcome
+
+if TYPE_CHECKING:
+    from framework.data.streams import StreamPlaces
 
 
 def run_prepared(prepared: Prepared, request: StopRequest) -> RunResult:
@@ -107,7 +110,7 @@ def _at_work(
     description = prepared.description(order=order_of(start)) | engine.description()
     description |= start_point.describe_frozen(engine, config)
     callbacks = make_callbacks(engine, prepared)
-    places = StreamPlaces(gather)
+    places = _stream_places(prepared)
     left_out = start_point.steps_left_out(folder, start, config)
     with_state: list[Any] = [best, callbacks, left_out]
     if engine.bad_steps:
@@ -162,6 +165,15 @@ def _at_work(
     engine.close()
     if rank() == 0:
         run.print_end()
+
+
+def _stream_places(prepared: Prepared) -> StreamPlaces | None:
+    """Return what keeps the places of a training stream; None for data with samples by number."""
+    if not is_stream(prepared.parts.splits.train):
+        return None
+    from framework.data.streams import StreamPlaces
+
+    return StreamPlaces(gather)
 
 
 def _seed(prepared: Prepared, start: SavedCheckpoint | None) -> None:

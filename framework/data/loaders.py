@@ -21,7 +21,6 @@ from framework.data.batches import (
     collate,
     own_collate,
 )
-from framework.data.lengths import bucketed, lengths_of, shortest_first
 from framework.data.order import (
     LATEST_ORDER,
     MicroBatchSampler,
@@ -157,6 +156,8 @@ class TrainLoader:
             )
         order_of_first: Callable[[int], Order] = in_sequence
         if bucket_steps or curriculum_steps:
+            from framework.data.lengths import bucketed, lengths_of, shortest_first
+
             key = "data.bucket_steps" if bucket_steps else "data.curriculum_steps"
             lengths = lengths_of(dataset, key)
             if bucket_steps:

@@ -12,11 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from framework.data.from_dataloader import taken_over
 from framework.data.loaders import is_stream, num_samples_of
-from framework.data.token_files import read_meta
-from framework.data.tokens import Tokens
 from framework.errors import ConfigError, Problem
 
 
@@ -115,7 +113,7 @@ def _pair(result: object, origin: _Origin) -> tuple[Any, Any]:
 
 
 def _check(train: Any, evaluation: Any, origin: _Origin) -> Splits:
-    train, taken = taken_over(train, key=origin.train_key, trains=True)
+    train, taken = _taken_over(train, key=origin.train_key, trains=True)
     problems = [_problem_of(train, origin, name="training")]
     is_by_name = isinstance(evaluation, Mapping)
     if isinstance(evaluation, Mapping) and not evaluation:
@@ -129,7 +127,7 @@ def _check(train: Any, evaluation: Any, origin: _Origin) -> Splits:
             reason = "this is no name of an evaluation set, as its metrics are eval/<name>/<metric>"
             fix = f"{origin.give} names of letters, digits, '_', '-' and '.'"
             problems.append(Problem("data-target-result", reason, fix, origin.eval_key, name))
-        dataset, eval_taken = taken_over(given, key=origin.eval_key, trains=False)
+        dataset, eval_taken = _taken_over(given, key=origin.eval_key, trains=False)
         evaluations[name] = dataset
         if eval_taken:
             taken["eval_size"] = eval_taken["micro_size"]
@@ -139,6 +137,16 @@ def _check(train: Any, evaluation: Any, origin: _Origin) -> Splits:
     if is_by_name:
         return Splits(train, evaluations, taken)
     return Splits(train, evaluations.get(""), taken)
+
+
+def _taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, Any]]:
+    """Return a dataset and its settings, as `from_dataloader.taken_over` does."""
+    is_hugging_face = type(given).__module__.startswith("datasets.")
+    if not isinstance(given, DataLoader) and not is_hugging_face:
+        return given, {}
+    from framework.data.from_dataloader import taken_over
+
+    return taken_over(given, key=key, trains=trains)
 
 
 _NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
@@ -214,6 +222,11 @@ def tokens_sha256(dataset: Any) -> str | None:
         ConfigError: ``meta.json`` is gone or damaged.
     """
     tokens = getattr(dataset, "tokens", None)
+    if tokens is None:
+        return None
+    from framework.data.token_files import read_meta
+    from framework.data.tokens import Tokens
+
     if not isinstance(tokens, Tokens):
         return None
     if tokens.source is None:

@@ -28,19 +28,14 @@ from framework.plan.plan import Plan
 
 
 @contextmanager
-def building_experts(plan: Plan, *, varies: bool) -> Iterator[bool]:
-    """Build models within the block with this rank's experts only, if the plan divides experts.
-    Yields whether it does. Collective.
-    """
+def building_experts(plan: Plan, *, varies: bool) -> Iterator[None]:
+    """Build models within the block with this rank's experts only. Collective."""
     size = plan.layout.expert_size
-    if size == 1:
-        yield False
-        return
     for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
         known.pop(_name(size), None)  # of an earlier run in this process
     groups._create_expert_and_data_parallel(size)
     with dividing_experts(groups._get_expert_parallel_group(_name(size)), varies=varies):
-        yield True
+        yield
 
 
 def _name(size: int) -> str:

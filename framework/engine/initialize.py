@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 
 from framework.checkpoint.state.optimizer_shards import Names
 from framework.config.deepspeed_words import SCHEDULES
-from framework.engine.expert_parallel import declaring_experts, with_expert_groups
 from framework.engine.optimizer_weights import make_over_all
 from framework.engine.parameter_groups import LR_RATIO, parameter_groups
 from framework.engine.rank_groups import RankGroups
@@ -60,9 +59,13 @@ def initialize(
     _refuse_nothing_to_train(model)
     section = plan.config.optimizer
     freeze = plan.config.training.freeze
-    parameters = with_expert_groups(
-        model, parameter_groups(named, section, layers=layers, freeze=freeze)
-    )
+    parameters = parameter_groups(named, section, layers=layers, freeze=freeze)
+    declaring: AbstractContextManager[None] = nullcontext()
+    if plan.layout.expert_size > 1:
+        from framework.engine.expert_parallel import declaring_experts, with_expert_groups
+
+        parameters = with_expert_groups(model, parameters)
+        declaring = declaring_experts(model)
     if make_optimizer is not None:
         make_optimizer = partial(
             make_over_all,
@@ -74,7 +77,7 @@ def initialize(
     with (
         refusing_scalars(),
         _sending_scalars(),
-        declaring_experts(model),
+        declaring,
         taking_zero_optimizer(),
         taking_no_empty_step(),
     ):

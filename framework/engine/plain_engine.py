@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import deepspeed
 import torch
@@ -28,22 +28,15 @@ from framework.engine.step import Step
 from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
-from framework.errors import ConfigError
-from framework.models.compilation import compile_model
-from framework.models.experts import MixtureOfExperts, collected_routings, routing_metrics
+from framework.models.added_losses import AddsLosses, collected_routings, routing_metrics
 from framework.models.layers import LayeredModel
-from framework.models.tiled_loss import output_head, wanting_loss
 from framework.plan.plan import Plan
 from framework.system.log import warn
-from framework.tasks.causal_lm import CausalLM
 from framework.tasks.loss_checks import refuse_without_graph
-from framework.tasks.masked_lm import MaskedLM
 from framework.tasks.task import Task
 
 if TYPE_CHECKING:
     from framework.engine.shared_positions import PositionCheck
-
-_LOSSES: Final = {CausalLM.loss, CausalLM.measure, MaskedLM.loss, MaskedLM.measure}
 
 
 def build_engine(
@@ -74,6 +67,8 @@ def build_engine(
     names = names_of(model)
     section = plan.config.training.compile
     if section is not None:
+        from framework.models.compilation import compile_model
+
         # As DeepSpeed's `engine.compile` does: the ranges would cut graphs.
         deepspeed.utils.nvtx.enable_nvtx = False
         compile_model(model, section, after_first_pass=plan.config.zero.stage == 3)
@@ -114,12 +109,10 @@ class PlainEngine(BaseEngine):
                 every=plan.config.training.log_every,
                 is_own_plan=plan.config.parallel.tensor_plan is None,
             )
-        # A mixture's losses are means, which a count of the task's must not divide.
-        has_mixtures = any(
-            isinstance(module, MixtureOfExperts) for module in engine.module.modules()
-        )
+        # Losses that layers add are means, which a count of the task's must not divide.
+        has_added_losses = any(isinstance(module, AddsLosses) for module in engine.module.modules())
         dividing_sums = None
-        if self._sums is not None and self._sums.divides and not has_mixtures:
+        if self._sums is not None and self._sums.divides and not has_added_losses:
             dividing_sums = self._sums
         self._loss = StepLoss(
             task, micro_batches=engine.gradient_accumulation_steps(), sums=dividing_sums
@@ -253,38 +246,12 @@ def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Tiles:
         ConfigError: kind ``loss-not-tiled``: the config sets a tile, and it cannot.
     """
     tile = plan.config.training.loss_tile
-    is_shipped = type(task) in (CausalLM, MaskedLM) and isinstance(model, LayeredModel)
-    if tile == 0 or (tile == "auto" and not is_shipped):
+    if tile == 0 or (tile == "auto" and not isinstance(model, LayeredModel)):
         _warn_of_slow_rows(model, plan)
         return lambda targets: nullcontext()
-    head, reason = _head_and_reason(model, plan, task)
-    if head is None:
-        if tile == "auto":
-            return lambda targets: nullcontext()
-        fix = "set training.loss_tile: 0"
-        raise ConfigError.of("loss-not-tiled", reason, fix, "training.loss_tile", tile)
-    if plan.config.zero.stage == 3:
-        for bias in getattr(head, "head_bias", ()):  # a parameter of another module
-            deepspeed.zero.register_external_parameter(head, bias)
-    if isinstance(task, MaskedLM):
-        return lambda targets: wanting_loss(targets[0], tile, task.vocabulary)
-    return lambda targets: wanting_loss(targets, tile, task.vocabulary)
+    from framework.engine.loss_tiles import loss_tiles
 
-
-def _head_and_reason(
-    model: torch.nn.Module, plan: Plan, task: Any
-) -> tuple[torch.nn.Module | None, str]:
-    """Return the output layer that can compute the loss, or None and the reason."""
-    kind = type(task)
-    if not {getattr(kind, "loss", None), getattr(kind, "measure", None)} <= _LOSSES:
-        return None, f"{kind.__name__} computes a loss of its own from logits"
-    reason = (
-        f"the output layer of {type(model).__name__} is not known, or not an nn.Linear of its own"
-    )
-    is_joined = plan.layout.tensor_size > 1 and task.vocabulary is None
-    if is_joined:
-        return None, reason
-    return output_head(model), reason
+    return loss_tiles(model, plan, task)
 
 
 def _warn_of_slow_rows(model: torch.nn.Module, plan: Plan) -> None:

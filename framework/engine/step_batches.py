@@ -19,7 +19,6 @@ from framework.engine.gradient_sums import GradientSums
 from framework.errors import ConfigError
 from framework.models.formats import channels_last
 from framework.tasks.loss_checks import refuse_first_sum
-from framework.tasks.model_loss import ModelLoss
 from framework.tasks.task import Positions, Ratio, Task
 
 _IMAGE_DIMENSIONS: Final = 4
@@ -51,9 +50,7 @@ class DeviceBatches:
         A target keeps its digits: in half precision 300,123 would be 301,056, or infinite, in loss
         and metrics.
         """
-        if isinstance(task, ModelLoss):
-            task.look_at(batch)
-        inputs, targets = task.split(self.move(batch))
+        inputs, targets = task.split(self.move(task.on_host(batch)))
         if self.positions is not None:
             inputs, targets = task.share(inputs, targets, self.positions)
         return self.as_read(inputs), targets

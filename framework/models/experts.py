@@ -9,10 +9,10 @@ Transformers", section 2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed
@@ -21,61 +21,37 @@ from torch.autograd import Function
 from torch.nn.functional import linear
 
 from framework.config.model import MoE
+from framework.models.added_losses import AddsLosses, Routing, add_losses
 from framework.models.initialized import DrawnLinear
 
-
-class Routing(NamedTuple):
-    """Loss and metrics of a mixture for one micro-batch, 0-d float32 tensors.
-
-    Attributes:
-        loss: the mixture's weighted losses, to be added to the task's loss; differentiable.
-        balance: the balance loss alone, detached; 1 if all experts get equally many tokens.
-        dropped: share of the choices that found no room.
-    """
-
-    loss: Tensor
-    balance: Tensor
-    dropped: Tensor
-
-
-_collected: ContextVar[list[Routing] | None] = ContextVar("collected", default=None)
 _group: ContextVar[Any] = ContextVar("group", default=None)
 
 
 @contextmanager
-def _set_within(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
-    token = variable.set(value)
-    try:
-        yield value
-    finally:
-        variable.reset(token)
-
-
-def collected_routings() -> AbstractContextManager[list[Routing]]:
-    """Collect the `Routing` of each mixture that runs within the block.
-
-    Recomputation in the backward pass runs after the block, and adds nothing.
-    """
-    return _set_within(_collected, [])
-
-
-def dividing_experts(group: Any, *, varies: bool = False) -> AbstractContextManager[Any]:
+def dividing_experts(group: Any, *, varies: bool = False) -> Iterator[None]:
     """Divide the experts of each mixture that is built within the block over the ranks of `group`.
 
     `varies`: micro-batches of the ranks may differ in their number of tokens.
     """
-    return _set_within(_group, (group, varies))
+    token = _group.set((group, varies))
+    try:
+        yield
+    finally:
+        _group.reset(token)
 
 
-def routing_metrics(reported: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return the means of `balance` and `dropped` over what mixtures have reported in a step.
-
-    It waits for the device.
+def sizes_of_all_ranks(
+    model: nn.Module, sizes: Mapping[nn.Parameter, int]
+) -> dict[nn.Parameter, int]:
+    """Return for the weights of experts how many numbers all ranks that divide them have, given
+    the sizes on this rank.
     """
-    if not reported:
-        return {}
-    balance, dropped = torch.stack([torch.stack(pair) for pair in reported]).mean(0).tolist()
-    return {"train/balance_loss": balance, "train/dropped_tokens": dropped}
+    all_sizes: dict[nn.Parameter, int] = {}
+    for mixture in model.modules():
+        if isinstance(mixture, MixtureOfExperts):
+            for weight in mixture.experts.parameters():
+                all_sizes[weight] = mixture.size * sizes[weight]
+    return all_sizes
 
 
 def is_elsewhere(model: nn.Module) -> Callable[[str], bool]:
@@ -119,7 +95,7 @@ class Router(DrawnLinear):
             return logits
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(AddsLosses):
     """Perceptrons; each token is computed by `top_k` of them: (..., hidden) to the same shape.
 
     An output is the sum over the chosen experts, weighted with their probabilities (Switch,
@@ -229,7 +205,7 @@ class MixtureOfExperts(nn.Module):
     def _report(
         self, logits: Tensor, probabilities: Tensor, is_first_choice: Tensor, fits: Tensor
     ) -> None:
-        """Append the losses to the `Routing`s that are collected.
+        """Add the losses to the task's.
 
         They are computed also where none are collected: recomputation needs the same tensors.
         """
@@ -239,6 +215,4 @@ class MixtureOfExperts(nn.Module):
         loss = shape.balance_loss * balance
         if shape.z_loss:
             loss = loss + shape.z_loss * logits.logsumexp(-1).square().mean()
-        routings = _collected.get()
-        if routings is not None:
-            routings.append(Routing(loss, balance.detach(), 1.0 - fits.float().mean()))
+        add_losses(Routing(loss, balance.detach(), 1.0 - fits.float().mean()))

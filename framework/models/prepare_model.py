@@ -5,9 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from framework.config.training import Training
-from framework.models.freezing import freeze
-from framework.models.recomputation import with_recompute
-from framework.models.sync_batch_norm import with_sync_batch_norm
 
 
 def prepare_model(model: nn.Module, training: Training) -> nn.Module:
@@ -25,7 +22,16 @@ def prepare_model(model: nn.Module, training: Training) -> nn.Module:
         ConfigError: a pattern of `training.freeze` matches no weight, or the patterns match all;
             or recomputation needs a model that can be cut into layers, and this one cannot.
     """
-    freeze(model, training.freeze)
+    if training.freeze:
+        from framework.models.freezing import freeze
+
+        freeze(model, training.freeze)
     if training.sync_batch_norm:
+        from framework.models.sync_batch_norm import with_sync_batch_norm
+
         model = with_sync_batch_norm(model)
-    return with_recompute(model, every=training.recompute_every)
+    if training.recompute_every:
+        from framework.models.recomputation import with_recompute
+
+        model = with_recompute(model, every=training.recompute_every)
+    return model

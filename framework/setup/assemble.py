@@ -23,7 +23,6 @@ from framework.engine import random_state
 from framework.engine.base_engine import BaseEngine
 from framework.engine.collective_timeout import gather_from_disks
 from framework.engine.distributed import claims_error_report, device, from_rank0, gather, rank
-from framework.engine.expert_parallel import building_experts
 from framework.engine.model_build import build_model, partition
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.protocol import Engine
@@ -143,14 +142,16 @@ def _whole_model(
         from framework.engine.tensor_cut import TensorCut
 
         build = TensorCut(groups.tensor, config.parallel.tensor_plan, parts.task).after(build)
-    # Other ranks have other experts, so no rank can send its weights to another.
-    with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1) as divides:
-        if divides:
+    if plan.layout.expert_size > 1:
+        from framework.engine.expert_parallel import building_experts
+
+        # Other ranks have other experts, so no rank can send its weights to another.
+        with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1):
             model = build()
-        else:
-            model = build_model(
-                build, ds_config=prepared.ds_config, draws_in_pieces=is_ours, groups=groups
-            )
+    else:
+        model = build_model(
+            build, ds_config=prepared.ds_config, draws_in_pieces=is_ours, groups=groups
+        )
     if config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets
         as_fp32(model)
     model = prepare_model(model, config.training)

@@ -98,10 +98,10 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
 
 
 def _load_data(section: Any, *, key: str) -> Splits:
-    from framework.data import mixtures
-
     if not isinstance(section, Mixture):
         return as_splits(call_factory(section.factory(), key=key))
+    from framework.data import mixtures
+
     weighted = []
     evaluation = None
     for number, part in enumerate(section.parts):
@@ -401,8 +401,6 @@ def _schedule_maker(
     """Return the user's own schedule, tried over an optimizer of one weight, or None if the config
     names a built-in one.
     """
-    from framework.setup.user_optimizer import check_schedule
-
     section = config.scheduler
     make = handed_over
     if isinstance(section, Target):
@@ -411,6 +409,8 @@ def _schedule_maker(
         make = partial(target, **section.args)
     if make is None:
         return None
+    from framework.setup.user_optimizer import check_schedule
+
     if handed_over is not None:
         key = "scheduler"
         path = type_name(handed_over)

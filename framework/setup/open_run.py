@@ -14,7 +14,6 @@ from framework.data.failures import ExplainedData
 from framework.engine.distributed import claims_error_report, from_rank0, rank
 from framework.engine.hang_watch import Watched
 from framework.engine.protocol import Engine
-from framework.models.experts import MixtureOfExperts
 from framework.plan.cluster import GPU_VARIABLE
 from framework.plan.plan import Plan
 from framework.plan.plan_against_run import PlanAgainstRun
@@ -74,7 +73,7 @@ class OpenRun:
     best: BestSoFar
     callbacks: Callbacks
     start: SavedCheckpoint | None
-    places: StreamPlaces
+    places: StreamPlaces | None
     stop: Watched
     minutes: Minutes
     left_out: LeftOut
@@ -100,7 +99,9 @@ class OpenRun:
         """Print the summary of the start; on rank 0."""
         prepared = self.prepared
         stages = prepared.cut.table if prepared.cut else None
-        num_params, num_trained = count_parameters(self.engine, stages)
+        num_params, num_trained = count_parameters(
+            self.engine, stages, divides_experts=prepared.plan.layout.expert_size > 1
+        )
         print_start(
             prepared.plan,
             self.folder.path,
@@ -241,20 +242,20 @@ def _was_evaluated(checkpoint: SavedCheckpoint) -> bool:
     return any(name.startswith("eval/") for name in checkpoint.manifest.get("metrics", {}))
 
 
-def count_parameters(engine: Engine, stages: StageTable | None) -> tuple[int, int]:
+def count_parameters(
+    engine: Engine, stages: StageTable | None, *, divides_experts: bool
+) -> tuple[int, int]:
     """Return the number of parameters of the whole model, and of its trained ones, over all stages
-    and over all ranks that share weights.
+    and over all ranks that share weights, or experts where `divides_experts` is set.
     """
     if stages is not None:
         count = sum(stage.num_params for stage in stages.stages())
         return count, count
     module = engine.engine.module  # type: ignore[attr-defined]
     sizes = {weight: whole_shape(weight).numel() for weight in module.parameters()}
-    expert_sizes = {}
-    for mixture in module.modules():
-        if isinstance(mixture, MixtureOfExperts):
-            for weight in mixture.experts.parameters():
-                expert_sizes[weight] = mixture.size * sizes[weight]
-    sizes |= expert_sizes
+    if divides_experts:
+        from framework.models.experts import sizes_of_all_ranks
+
+        sizes |= sizes_of_all_ranks(module, sizes)
     num_trained = sum(size for weight, size in sizes.items() if weight.requires_grad)
     return sum(sizes.values()), num_trained

@@ -7,7 +7,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from framework.checkpoint.checkpointer import clear_unfinished
 from framework.checkpoint.manifest import SavedCheckpoint
@@ -15,7 +15,6 @@ from framework.checkpoint.names import size_of
 from framework.checkpoint.resume_point import find_sound_checkpoint, set_aside_later
 from framework.checkpoint.verification import SharedVerification
 from framework.config.run_config import RunConfig
-from framework.data.streams import StreamPlaces
 from framework.engine.distributed import describe_environment, from_rank0, gather, rank
 from framework.engine.process_group_errors import is_lost_peer
 from framework.engine.protocol import Engine
@@ -26,6 +25,9 @@ from framework.system.log import print_line
 from framework.train.bad_steps import LeftOut, noted_windows
 from framework.train.events import carry_over
 from framework.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from framework.data.streams import StreamPlaces
 
 DamageOf = Callable[[SavedCheckpoint], list[str]]
 """Finds damaged files of a checkpoint, a line for each."""
@@ -40,20 +42,23 @@ class _HasState(Protocol):
 class Kept:
     """Parts that a checkpoint holds beside the engine's state."""
 
-    def __init__(self, places: StreamPlaces, *others: _HasState) -> None:
+    def __init__(self, places: StreamPlaces | None, *others: _HasState) -> None:
         self._places = places
         self._others = others
 
     def state(self, step: int) -> dict[str, Any]:
         """Gather the state of all parts for the checkpoint of a step. Collective."""
-        state = self._places.state(step)
+        state: dict[str, Any] = {}
+        if self._places is not None:
+            state = self._places.state(step)
         for part in self._others:
             state |= part.state()
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Give every part its state back."""
-        self._places.restore(state)
+        if self._places is not None:
+            self._places.restore(state)
         for part in self._others:
             part.restore(state)
 

@@ -93,6 +93,11 @@ class ModelLoss(Task):
             targets = targets[:, 1:]
         return (targets != self.ignore_index).sum()
 
+    def on_host(self, batch: Any) -> Any:
+        """Return the batch; see `look_at`."""
+        self.look_at(batch)
+        return batch
+
     def look_at(self, batch: Any) -> None:
         """Warn, once, if rows of the first batches end like padding and no label is left out.
 

@@ -127,6 +127,10 @@ class Task(ABC):
             return (batch[0], batch[1])
         return (tuple(batch[:-1]), batch[-1])
 
+    def on_host(self, batch: Any) -> Any:
+        """Return a collated batch as it is moved to the device; by default as it is."""
+        return batch
+
     def shown_name(self) -> str:
         """Return the name of the task in error messages: the class's, or the loss function's."""
         return type(self).__name__

@@ -18,7 +18,7 @@ from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.state.reader import MergedWeights
 from framework.config.load import config_from_values
 from framework.data.order import epoch_order
-from framework.models.experts import Routing, collected_routings
+from framework.models.added_losses import Routing, collected_routings
 from framework.setup.user_code import call_factory
 from tests.engine.oracle import Average, MuonWithAdam
 from tests.jobs.parts import MaskedPrompts, tiny_mixtral

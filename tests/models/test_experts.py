@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from framework.config.model import MoE
-from framework.models.experts import MixtureOfExperts, collected_routings
+from framework.models.added_losses import collected_routings
+from framework.models.experts import MixtureOfExperts
 from framework.models.gpt import GPT
 
 SIZE, TOKENS = 6, 24
