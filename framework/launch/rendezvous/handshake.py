@@ -97,7 +97,6 @@ def is_hello(hello: object) -> bool:
         0 <= hello["node_rank"] < hello["nnodes"] + hello["spares"]
         and is_host(hello["host"])
         and math.isfinite(hello["clock"])
-        and isinstance(hello.get("master_addr", ""), str)
         and _are_facts(hello["facts"])
     )
 
@@ -118,7 +117,6 @@ def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> lis
     problems = [*_rank_problems(hellos), *_machine_problems(hellos)]
     for name, fix in _SAME.items():
         problems += _differences(hellos, name, [hello[name] for hello in hellos], fix)
-    problems += _address_problems(hellos)
     problems += _fact_problems(hellos)
     looked = [hello for hello in hellos if "look" in hello]
     if len({name_of(hello) for hello in looked}) > 1:
@@ -127,20 +125,6 @@ def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> lis
         problems += differences(looks, seen=seen)
         problems += compare_clocks(offsets).problems
     return _together(problems)
-
-
-def _address_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
-    """Yield a problem for each node that looks for node 0 at another address.
-
-    Such a node looks for it at itself, and has called here only because of its hostfile.
-    """
-    for hello in hellos[1:]:
-        if "master_addr" in hello:
-            reason = f"node {name_of(hellos[0])} is not there"
-            value = hello["master_addr"]
-            fix = f"give every node the same --master_addr, or {_ONE_HOSTFILE}"
-            file = f"node {name_of(hello)}"
-            yield Problem("nodes-differ", reason, fix, key="master_addr", value=value, file=file)
 
 
 def _fact_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:

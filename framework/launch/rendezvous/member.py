@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 from framework.errors import (
     EXIT_OK,
@@ -30,7 +30,6 @@ from framework.errors import (
 from framework.launch.hosts.hostfile import is_host
 from framework.launch.job import print_line
 from framework.launch.rendezvous.channel import (
-    PROTOCOL,
     Channel,
     ConnectionLost,
     Message,
@@ -75,11 +74,9 @@ _DOUBT_SECONDS: Final = 120.0
 _DOUBT_ELSEWHERE_SECONDS: Final = 20.0
 _OF_A_POD: Final = "KUBERNETES_SERVICE_HOST"  # the kubelet gives it to every container
 _ELSEWHERE_AFTER_SECONDS: Final = 5.0
-_ELSEWHERE_SECONDS: Final = 10.0  # in which every caller gets the problem
 # Node 0 keeps the deadline and sends the reason, so no other node leaves before it.
 _AFTER_DEADLINE_SECONDS: Final = 30.0
 _WAITS: Final = "waiting for the others"
-_MOST_VISITS: Final = 64
 _LONGEST_REPORT: Final = 500
 _ROUND: Final = re.compile(r"[0-9a-f]{32}")
 _GO: Final = frozenset({"type", "nodes", "resumes", "epoch", "port", "state", "hosts"})
@@ -96,17 +93,10 @@ class Member:
         is_heard: an agent answers at node 0's address.
     """
 
-    def __init__(self, session: Session, *, visited: str = "") -> None:
-        """Prepare to call node 0.
-
-        Args:
-            session: this node's part in the job.
-            visited: host to call in its place: node 0 may be there, if its hostfile is in another
-                order.
-        """
+    def __init__(self, session: Session) -> None:
+        """Prepare to call node 0; `session`: this node's part in the job."""
         self._session = session
-        self._visited = visited
-        self._where = visited or session.topology.master_addr
+        self._where = session.topology.master_addr
         self._channel: Channel | None = None
         self._peers: MemberPeers | None = None
         self._noting: asyncio.Future[None] | None = None
@@ -151,7 +141,7 @@ class Member:
         if self._session.is_idle:
             self._session.begin_wait()
         self.hang_up()
-        await self._refuse_place()
+        self._refuse_place()
         await asyncio.sleep(_DIAL_AGAIN_SECONDS)
         return None
 
@@ -292,9 +282,7 @@ class Member:
     def _hello(self, channel: Channel) -> dict[str, Any]:
         session = self._session
         hello = {**session.hello, "clock": time.time(), "state": dict(session.state)}
-        if self._visited:
-            hello["master_addr"] = session.topology.master_addr
-        elif "look" in hello:
+        if "look" in hello:
             with suppress(OSError):  # without a port or a file left, no other node calls this one
                 hello["echo"] = [channel.local_address, session.answer_at(channel.local_address)]
         return hello
@@ -466,8 +454,7 @@ class Member:
         node cannot prove anything, and ends this node alone.
         """
         problems = _problems(message)
-        kinds = {problem.kind for problem in problems}
-        is_believed = not kinds.isdisjoint(("token-refused", "node-rank-swapped"))
+        is_believed = any(problem.kind == "token-refused" for problem in problems)
         if is_proven or (is_believed and not self._is_known):
             raise ConfigError(problems)
 
@@ -502,8 +489,8 @@ class Member:
                 self._session.port, reason, fix="give all nodes another --master_port"
             )
 
-    async def _refuse_place(self) -> None:
-        """Raise a ConfigError if this node has node 0's address, and refuse callers meanwhile."""
+    def _refuse_place(self) -> None:
+        """Raise a ConfigError if this node has node 0's address."""
         session = self._session
         # In a pod the name may still mean the last pod of this rank.
         if _OF_A_POD in os.environ:
@@ -511,68 +498,15 @@ class Member:
         else:
             doubt_seconds = _ELSEWHERE_AFTER_SECONDS
         is_late = time.monotonic() - session.started_at > doubt_seconds
-        if self._is_known or self._visited or not session.topology.node_rank or not is_late:
+        if self._is_known or not session.topology.node_rank or not is_late:
             return
         if is_loopback(self._where):
             return
         with suppress(PortInUse):
             listener = listen_at(self._where, session.port)
             if listener is not None:
-                await refuse_callers(session, listener, elsewhere_problem(session))
-
-
-async def refuse_callers(session: Session, listener: socket.socket, problem: Problem) -> NoReturn:
-    """Refuse all callers at node 0's address for a while, and then raise the same problem.
-
-    The other hosts of a hostfile are called meanwhile: node 0 may wait at one of them, because its
-    hostfile is in another order, and gets to know what differs.
-    """
-
-    async def refuse(channel: Channel) -> None:
-        # No welcome: this node proves nothing. Callers believe this kind of problem without a
-        # proof.
-        with suppress(ConnectionLost):
-            channel.send(
-                "challenge", protocol=PROTOCOL, nonce=new_nonce(), token=bool(session.token)
-            )
-            await channel.receive()
-            channel.send("nogo", problems=[problem.to_dict()])
-            await channel.receive()
-
-    tasks: set[asyncio.Task[None]] = set()
-    loop = asyncio.get_running_loop()
-
-    def opened(channel: Channel) -> None:
-        tasks.add(loop.create_task(refuse(channel)))
-
-    server = await loop.create_server(lambda: Channel(opened), sock=listener)
-    print_line(f"{problem}; all that call here hear it for {_ELSEWHERE_SECONDS:.0f} s")
-    names = [name.rpartition("@")[2] for name in session.names]
-    others = [name for name in names if name != session.topology.master_addr]
-    visits = asyncio.gather(*(_visit(session, name) for name in others[:_MOST_VISITS]))
-    try:
-        answers, _ = await asyncio.gather(visits, asyncio.sleep(_ELSEWHERE_SECONDS))
-    finally:
-        server.close()
-    problems: list[Problem] = []
-    for answer in answers:
-        problems += answer
-    raise ConfigError([*dict.fromkeys(problems), problem])
-
-
-async def _visit(session: Session, name: str) -> list[Problem]:
-    visitor = Member(session, visited=name)
-    try:
-        await asyncio.wait_for(visitor.attempt(), _ELSEWHERE_SECONDS)
-    except ConfigError as error:
-        # Another job may be there; its refusal is not about this one.
-        others = ("token-refused", "other-job")
-        return [problem for problem in error.problems if problem.kind not in others]
-    except asyncio.TimeoutError:
-        pass
-    finally:
-        visitor.hang_up()
-    return []
+                listener.close()
+                raise ConfigError(elsewhere_problem(session))
 
 
 def _host_name(reported: object) -> str:

@@ -166,13 +166,6 @@ def test_many_with_the_same_difference_are_one_line() -> None:
     )
 
 
-def test_a_node_that_takes_itself_for_the_place_of_node_0_differs() -> None:
-    (problem,) = disagreements(
-        [hello(0, nnodes=2), hello(1, nnodes=2, master_addr="node-1")], seen=set()
-    )
-    assert (problem.kind, problem.key, problem.value) == ("nodes-differ", "master_addr", "node-1")
-
-
 @pytest.mark.parametrize(
     ("clock", "expected"), [(100.5, 0.0), (101.0, 0.0), (99.0, 0.0), (161.0, 60.0), (39.0, -60.0)]
 )

@@ -259,7 +259,6 @@ def test_equal_nodes_agree() -> None:
         {**HELLO, "clock": float("nan")},
         {**HELLO, "node_rank": 2},
         {**HELLO, "echo": ["a", 0]},
-        {**HELLO, "master_addr": 1},
     ],
 )
 def test_what_is_no_hello(wrong: object) -> None:
@@ -327,68 +326,25 @@ def test_a_node_that_is_not_reached_is_refused_on_all(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_who_has_the_address_of_node_0_says_so_to_all_that_call(
+def test_a_master_addr_that_is_not_node_0s_is_a_finding_at_both_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Swapped ranks: node 0 hears it as the others do, and all end with the same problem."""
+    """Swapped ranks: node 1 has the address, and node 0 does not."""
     monkeypatch.setattr(member, "_ELSEWHERE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(member, "_DOUBT_ELSEWHERE_SECONDS", 2.0)
     monkeypatch.setattr(member, "is_loopback", lambda host: False)
-    monkeypatch.setattr(member, "_ELSEWHERE_SECONDS", 4.0)
-    address, port = own_address(), free_ports(2)
-
-    async def case() -> list[object]:
-        # Node 0 and node 2 are elsewhere: they do not find the address on their machine.
-        monkeypatch.setattr(
-            member, "listen_at", lambda host, port: really(host, port) if has[0] else None
-        )
-        has = [True]
-        really = member_listen_at
-        swapped = asyncio.ensure_future(
-            meet(session(1, nnodes=3, port=port, address=address, token=TOKEN))
-        )
-        await asyncio.sleep(2.0)
-        has[0] = False
-        elsewhere = (
-            session(rank, nnodes=3, port=port, address=address, token=TOKEN) for rank in (0, 2)
-        )
-        return [*await meet(*elsewhere), *await swapped]
-
-    for end in run(case()):
-        assert isinstance(end, ConfigError)
-        assert [problem.kind for problem in end.problems] == ["node-rank-swapped"]
-
-
-member_listen_at = member.listen_at
-
-
-@pytest.mark.slow
-def test_two_that_take_themselves_for_the_place_of_node_0_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Hostfiles in another order: each finds itself at the first place; nobody would ever call the
-    other.
-    """
-    monkeypatch.setattr(member, "_ELSEWHERE_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr(member, "_ELSEWHERE_SECONDS", 4.0)
-    monkeypatch.setattr(member, "is_loopback", lambda host: False)
-    port, names = free_ports(2), ("127.0.0.2", "127.0.0.3")
-    nodes = (
-        session(
-            rank,
-            port=port,
-            address=names[rank],
-            names=names[:: 1 - 2 * rank],
-            token=TOKEN,
-            stated=hello(rank, hosts=",".join(names[:: 1 - 2 * rank])),
-        )
-        for rank in (0, 1)
-    )
-    ends = run(meet(*nodes))
-    for end in ends:
-        assert isinstance(end, ConfigError)
-        assert [each.key for each in end.problems][:2] == ["hosts", "master_addr"]
-    assert "node 0 (llama-train-0) has 127.0.0.2 as number 1" in str(ends[1])
-    assert "[node-rank-swapped]" in str(ends[1])
+    port = free_ports(2)
+    (end,) = run(meet(session(1, port=port, address=own_address(), token=TOKEN)))
+    assert isinstance(end, ConfigError)
+    (problem,) = end.problems
+    assert (problem.kind, problem.key) == ("node-rank-swapped", "master_addr")
+    assert problem.reason == "this is the address of node 1, not of node 0"
+    monkeypatch.setattr(member, "listen_at", lambda host, port: None)
+    (end,) = run(meet(session(0, port=port, address=own_address(), token=TOKEN)))
+    assert isinstance(end, ConfigError)
+    (problem,) = end.problems
+    assert (problem.kind, problem.key) == ("node-rank-swapped", "master_addr")
+    assert problem.reason == "node 0 does not have this address"
 
 
 def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again() -> None:
