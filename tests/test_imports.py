@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from framework import cli
+import pytest
+
+from framework.commands.table import BUILT_IN
 from tests.places import ROOT
 
 # Part -> the parts that it may import beside itself. A part is a room of framework/, or a half of
@@ -47,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deploy": {"load_run", "system", "text", "config", "plan", "launch", "hosts"},
     "report": {"system", "text", "config", "plan", "checkpoint", "engine protocol", "train"},
     "commands": {
+        "hosts",
         "load_run",
         "system",
         "text",
@@ -133,20 +136,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "setup",
     },
     # ------------------------------------------------ on top
-    "cli": {
-        "load_run",
-        "system",
-        "config",
-        "plan",
-        "dslint",
-        "hosts",
-        "launch",
-        "doctor",
-        "doctor command",
-        "bench command",
-        "deploy",
-        "commands",
-    },
+    "cli": {"system", "commands"},
     "script": {"load_run", "system", "plan", "hosts", "launch", "run"},  # what train.py does
     "entry": {"script"},  # train.py of an installed copy
     "__main__": {"system", "cli"},
@@ -289,15 +279,34 @@ def test_the_light_half_imports_what_a_laptop_has() -> None:
 
 
 def test_commands_beyond_the_torch_line_are_there() -> None:
-    """The walk does not see what `cli` imports by name."""
-    for name in cli._WITH_TORCH.values():
-        assert part_of(name) not in LIGHT
+    """The walk does not see what the table imports by name."""
+    for command in BUILT_IN:
+        name, _, function = command.place.partition(":")
+        assert (part_of(name) in LIGHT) is not command.needs_torch, command
         names = {
             node.name
             for node in ast.parse(modules()[name].read_text()).body
             if isinstance(node, ast.FunctionDef)
         }
-        assert "main" in names, name
+        assert function in names, command
+
+
+# What is reached through the table of commands alone.
+WINGS = {
+    "framework.deploy": ("framework/deploy/",),
+    "framework.dslint.import_trainers": ("framework/dslint/import_command.py",),
+}
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_wing_is_named_by_the_table_of_commands_alone(wing: str) -> None:
+    wrong = []
+    for path in modules().values():
+        place = path.relative_to(ROOT).as_posix()
+        is_inside = place.startswith(WINGS[wing]) or place == "framework/commands/table.py"
+        if not is_inside and wing in path.read_text(encoding="utf-8"):
+            wrong.append(place)
+    assert wrong == []
 
 
 def test_deepspeed_is_imported_below_the_engine_alone() -> None:

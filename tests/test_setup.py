@@ -6,7 +6,6 @@ and uv that write down how they were called; nothing is downloaded.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.cli import _parser
+from framework.commands.table import BUILT_IN
 from framework.launch.environment import requirements
 from tests.places import ROOT
 
@@ -265,12 +264,7 @@ def test_from_elsewhere_the_quickstart_has_whole_paths(
 
 
 def commands_of_the_command_line() -> list[str]:
-    (commands,) = (
-        action.choices
-        for action in _parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    return list(commands)
+    return [command.name for command in BUILT_IN if " " not in command.name]
 
 
 @pytest.mark.parametrize("command", commands_of_the_command_line())

@@ -1,3 +1,1 @@
-"""Commands that need torch: `export`, `generate`. `framework.cli` imports them by name when they
-are asked for.
-"""
+"""A file for each command; `table.py` has all of them."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,22 @@ from framework.commands.check_result import (
     check_file,
     find_gpu,
 )
+from framework.commands.cluster_options import add_cluster_options, find_cluster
 from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, StorageError, UsageError
 from framework.plan.cluster import Cluster
-from framework.system.arguments import add_option
+from framework.system.arguments import CommandParser, parse_command
 from framework.system.output import visible, write
 from framework.text.document import COMMAND_LINE, Document, is_setting, parse_scalar
 
-FindCluster = Callable[[argparse.Namespace], Cluster | None]
+
+def main(words: Sequence[str]) -> int:
+    """Check every file, after fixing or resolving it if the options request that; returns the exit
+    code.
+    """
+    return _run(parse_command("check", _add_arguments, words))
 
 
-def add_options(check: argparse.ArgumentParser) -> None:
-    """Add the options that `check` takes beside the cluster."""
+def _add_arguments(check: CommandParser) -> None:
     option = check.add_argument
     files = "run configs or DeepSpeed JSON files, and settings that win over run configs"
     option("words", nargs="+", metavar="FILE|key=value", help=files)
@@ -60,17 +65,16 @@ def add_options(check: argparse.ArgumentParser) -> None:
         'says "auto"'
     )
     option("--for", choices=("deepspeed", "huggingface", "accelerate"), dest="reader", help=first)
-    add_option(
-        check,
+    check.option(
         "--data_elsewhere",
         action="store_true",
         help="only warn of data that is not on this machine",
     )
     option("--gpu", metavar="KIND", help="judge for this GPU, for example h100-80gb")
+    add_cluster_options(check)
 
 
-def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> int:
-    """Check every file, after fixing or resolving it if the options request that."""
+def _run(arguments: argparse.Namespace) -> int:
     settings = [word for word in arguments.words if is_setting(word)]
     files = [word for word in arguments.words if not is_setting(word)]
     _refuse_odd_words(arguments, files)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -46,6 +46,7 @@ from framework.errors import (
     printable,
     show_value,
 )
+from framework.system.arguments import CommandParser, parse_command
 from framework.train.best import best_in
 
 # a checkpoint can be read or not by their versions
@@ -86,6 +87,33 @@ class Inspected:
                 line += f" and {len(self.lacking) - 1} more"
             lines.append(line)
         return lines
+
+
+def main(words: Sequence[str]) -> int:
+    """Print what a checkpoint is, or all of a run; returns the exit code, see `run_inspect`."""
+    arguments = parse_command("inspect", _add_arguments, words)
+    return run_inspect(
+        arguments.path,
+        as_json=arguments.json,
+        verify=not arguments.no_verify,
+        allow_unverified=arguments.allow_unverified,
+    )
+
+
+def _add_arguments(inspect: CommandParser) -> None:
+    place = "a folder global_step<N>, or a run: all of its checkpoints"
+    inspect.add_argument("path", metavar="CHECKPOINT|RUN", help=place)
+    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    inspect.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="read the manifest only, not every byte of every file",
+    )
+    inspect.add_argument(
+        "--allow-unverified",
+        action="store_true",
+        help="describe what DeepSpeed wrote without a manifest",
+    )
 
 
 def run_inspect(source: str, *, as_json: bool, verify: bool, allow_unverified: bool = False) -> int:

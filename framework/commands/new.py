@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from framework.errors import StorageError, UsageError
+from framework.errors import EXIT_OK, StorageError, UsageError
+from framework.system.arguments import CommandParser, parse_command
 
 _TEMPLATES: Final = Path(__file__).parent / "project"
 # Template -> place in the project; the others lie at its top.
@@ -21,6 +23,19 @@ _PLACES: Final = {
 }
 
 _LONGEST_SHOWN: Final = 80
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the project, and print its files and how to start it; returns the exit code."""
+    arguments = parse_command("new", _add_arguments, words)
+    written = new(arguments.name)
+    print("\n".join(map(str, written)))
+    print(f"\ncd {arguments.name}\npython -m framework launch run.yaml")
+    return EXIT_OK
+
+
+def _add_arguments(parser: CommandParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="of the project and its folder")
 
 
 def new(name: str) -> list[Path]:

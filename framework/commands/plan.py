@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.commands.check_result import find_gpu
+from framework.commands.cluster_options import find_cluster
 from framework.commands.paper import paper_lines, paper_section
+from framework.commands.plan_options import add_plan_options
 from framework.commands.stage_balance import StageBalance, find_stage_balance
 from framework.commands.strategies import (
     is_same,
@@ -29,7 +31,7 @@ from framework.commands.traced_work import find_own_optimizer, find_own_work
 from framework.config.base import ModelKind
 from framework.config.base import Target as TargetSection
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
-from framework.load_run import LoadedRun
+from framework.load_run import LoadedRun, load_run
 from framework.plan.alternatives import settings_text, size_text, with_settings
 from framework.plan.auto import listed_target, measured_target
 from framework.plan.cluster import Cluster
@@ -56,6 +58,7 @@ from framework.plan.search import (
 from framework.plan.time import StepTime
 from framework.plan.token_folder import look_at_data
 from framework.plan.work import ModelWork
+from framework.system.arguments import parse_command
 from framework.system.output import write
 from framework.text.document import COMMAND_LINE
 
@@ -136,7 +139,14 @@ class _Question:
         )
 
 
-def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None) -> int:
+def main(words: Sequence[str]) -> int:
+    """Print the plan of a run config; returns the exit code."""
+    arguments = parse_command("plan", add_plan_options, words)
+    run = load_run(arguments.file, arguments.words)
+    return _run(arguments, run, find_cluster(arguments))
+
+
+def _run(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None) -> int:
     """Print the plan of a run with its memory and time, its stages, and the strategies; returns the
     exit code.
     """

@@ -5,23 +5,33 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from framework.errors import EXIT_OK, StorageError, UsageError
-from framework.system.arguments import whole
+from framework.system.arguments import CommandParser, parse_command, whole
 from framework.system.output import visible, write
 
-if TYPE_CHECKING:  # the parser of every command imports this module for its options
+if TYPE_CHECKING:  # imported where options are known to go together
     from framework.report.records import RunRecords
 
 _REFRESH_SECONDS = 10
 
 
-def add_options(report: argparse.ArgumentParser) -> None:
-    """Add the arguments of `report`, and the function that runs it."""
-    report.set_defaults(command=run_report)
+def main(words: Sequence[str]) -> int:
+    """Write, print or serve the report; returns the exit code.
+
+    Raises:
+        ConfigError: a folder is not a run's.
+        StorageError: the page cannot be written.
+        UsageError: options exclude each other.
+    """
+    return _run(parse_command("report", _add_arguments, words))
+
+
+def _add_arguments(report: CommandParser) -> None:
     port = whole(0, 65536, "{} is not a port; write 0 to 65535")
     report.add_argument(
         "runs", nargs="+", metavar="RUN", help="run folder, <run.output_dir>/<run.name>"
@@ -48,14 +58,7 @@ def add_options(report: argparse.ArgumentParser) -> None:
     )
 
 
-def run_report(arguments: argparse.Namespace) -> int:
-    """Write, print or serve the report; returns the exit code.
-
-    Raises:
-        ConfigError: a folder is not a run's.
-        StorageError: the page cannot be written.
-        UsageError: options exclude each other.
-    """
+def _run(arguments: argparse.Namespace) -> int:
     from framework.report.figures import summary
     from framework.report.records import read_run
 

@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, field, fields
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -52,6 +52,38 @@ def add_option(
         if hyphenated != name:
             spellings.append(hyphenated)
     target.add_argument(*spellings, **kwargs)
+
+
+def parse_command(
+    name: str,
+    add_arguments: Callable[[CommandParser], None],
+    words: Sequence[str],
+    *,
+    description: str | None = None,
+) -> argparse.Namespace:
+    """Parse the words behind a command's name. Settings, the argument `words`, may also stand
+    behind options: argparse alone takes positional words from one place only.
+
+    Args:
+        name: of the command.
+        add_arguments: adds what the command takes.
+        words: of the command line.
+        description: for the help.
+
+    Raises:
+        UsageError: the words are wrong.
+    """
+    parser = CommandParser(prog=f"python -m framework {name}", description=description)
+    add_arguments(parser)
+    arguments, rest = parser.parse_known_args(words)
+    unrecognized = rest
+    if hasattr(arguments, "words"):
+        unrecognized = [word for word in rest if word.startswith("-")]
+    if unrecognized:
+        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
+    if rest:
+        arguments.words += rest
+    return arguments
 
 
 def option(

@@ -4,7 +4,6 @@ back.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from framework.checkpoint.huggingface import form_of, published_problems
 from framework.checkpoint.state.weight_files import LazyWeights, as_theirs, entries, write_one
-from framework.commands.check import add_options, run_check
+from framework.commands.check import main as check
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.engine.weights import find_weights, put_weights
@@ -319,14 +318,11 @@ def test_check_names_tensors_that_are_too_many_or_too_few(
     run.write_text(
         f"model: {{{model}}}\n{text}checkpoint: {{init_weights: {tmp_path}}}\n", encoding="utf-8"
     )
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    words = parser.parse_args([str(run)])
-    assert run_check(words, find_cluster=lambda _: None) == 0
+    assert check([str(run)]) == 0
     weights = load_file(tmp_path / "model.safetensors")
     weights["classifier.weight"] = weights.pop("transformer.h.1.mlp.c_fc.bias")
     save_file(weights, tmp_path / "model.safetensors")
-    assert run_check(words, find_cluster=lambda _: None) == 2
+    assert check([str(run)]) == 2
     _, stated = capsys.readouterr()
     assert f"{run}:4" in stated
     assert "it lacks transformer.h.1.mlp.c_fc.bias; " in stated

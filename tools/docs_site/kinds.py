@@ -24,6 +24,7 @@ _IN_BRACKETS: Final = re.compile(r"\[([a-z][a-z0-9]*(?:-[a-z0-9]+)+)\]")
 # a report.
 _NO_PROBLEMS: Final = frozenset(
     {
+        "BuiltIn",
         "decode",
         "encode",
         "which",

@@ -17,6 +17,7 @@ from typing import Any, Final
 from unittest import mock
 
 import framework
+from framework.commands.table import BUILT_IN
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, TYPED
 from framework.config.schema import schema_text
 from framework.system.arguments import CommandParser
@@ -279,9 +280,6 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     from framework import cli, script
 
     found: dict[str, argparse.ArgumentParser] = {}
-    (commands,) = (
-        each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction)
-    )
     with (
         mock.patch.object(CommandParser, "parse_known_args", take),
         mock.patch.object(CommandParser, "parse_args", take),
@@ -291,8 +289,6 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
         for name in _COMMANDS:
             if name == "train.py":
                 found[name] = script._parser()
-            elif name in commands.choices and name not in cli._ELSEWHERE:
-                found[name] = commands.choices[name]
             else:
                 words = [*name.split(), "x"]
                 found[name] = made_by(lambda words=words: cli.main(words))  # type: ignore[misc]
@@ -308,8 +304,9 @@ def commands_page() -> str:
         "first (`train` there is `launch`, `node` is `launch node`). `key=value` are settings that win",
         "over the file.\n",
     ]
+    helps = {command.name: command.help for command in BUILT_IN}
     for name, parser in parsers().items():
-        about = parser.description or _helps().get(name, "")
+        about = parser.description or helps.get(name, "")
         lines += [f"## {name}\n", f"{_tidy(about)}\n", f"```\n{_usage(parser)}\n```\n"]
         rows = []
         for action in parser._actions:
@@ -328,15 +325,6 @@ def commands_page() -> str:
             )
         lines += ["| option | |", "|---|---|", *rows, ""] if rows else []
     return "\n".join(lines)
-
-
-def _helps() -> dict[str, str]:
-    from framework import cli
-
-    (commands,) = (
-        each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction)
-    )
-    return {each.dest: each.help or "" for each in commands._choices_actions}
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:

@@ -1,0 +1,60 @@
+"""Options that name a cluster: `check`, `plan` and `render` take them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from framework.errors import UsageError
+from framework.plan.cluster import Cluster
+from framework.system.arguments import whole
+
+_num_devices: Final = whole(1, 10**18, "{} is not a number of devices; write 1 or more")
+
+
+def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--num_gpus``, ``--nodes`` and ``--hostfile``."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--num_gpus", "--num-gpus", type=_num_devices, metavar="N", help="devices on one host"
+    )
+    parser.add_argument(
+        "--nodes", type=_num_devices, metavar="N", help="hosts, each with --num_gpus devices"
+    )
+    where.add_argument(
+        "-H",
+        "--hostfile",
+        metavar="FILE",
+        help="hosts and their devices, in DeepSpeed's format",
+    )
+
+
+def add_run_config(parser: argparse.ArgumentParser) -> None:
+    """Add the run config with its settings, and the device that it is planned for."""
+    parser.add_argument("--gpu", metavar="KIND", help="for this device, for example h100-80gb")
+    parser.add_argument("file", metavar="FILE", help="run config, YAML or JSON")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="settings that win over the file",
+    )
+
+
+def find_cluster(arguments: argparse.Namespace) -> Cluster | None:
+    """Return the cluster that the options name, or None without them.
+
+    Raises:
+        UsageError: ``--nodes`` without devices.
+        ConfigError: the hostfile cannot be used.
+    """
+    if arguments.num_gpus is not None:
+        return Cluster(num_hosts=arguments.nodes or 1, devices_per_host=arguments.num_gpus)
+    if arguments.nodes is not None:
+        raise UsageError("--nodes: how many devices does each host have? give --num_gpus as well")
+    if arguments.hostfile is None:
+        return None
+    from framework.launch.hosts.hostfile import cluster_of, read_hostfile
+
+    return cluster_of(read_hostfile(arguments.hostfile), path=arguments.hostfile)

@@ -1,0 +1,275 @@
+"""The table of all commands of `python -m framework`: built-in ones, and those of installed
+packages, which are entry points of the group `dsf.commands`.
+
+A command's module is imported when the command is called. Entry points are listed only where the
+word is no built-in command, and for the help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+from framework.errors import ConfigError, Problem, UsageError, missing_package
+from framework.system.exits import refusing_exits
+
+if TYPE_CHECKING:  # its import takes longer than a built-in command's lookup
+    from importlib.metadata import EntryPoint
+
+GROUP: Final = "dsf.commands"
+
+
+class AnyCommand(Protocol):
+    """What the table looks up: a command with its line of help."""
+
+    @property
+    def name(self) -> str:
+        """The words that call it."""
+
+    @property
+    def help(self) -> str:
+        """Its line in the list of all commands."""
+
+    def main(self, words: Sequence[str]) -> int:
+        """Run it with the words behind its name; returns the exit code."""
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A command of this package.
+
+    Attributes:
+        name: the words that call it.
+        help: its line in the list of all commands.
+        place: of a function that gets the words behind the name and returns the exit code, as
+            ``module:function``.
+        needs_torch: whether its module needs more than the base install.
+    """
+
+    name: str
+    help: str
+    place: str
+    needs_torch: bool = False
+
+    def main(self, words: Sequence[str]) -> int:
+        """Import the function and run it."""
+        if not self.needs_torch:
+            return self._function()(words)
+        function = self._function_with_torch()
+        with refusing_exits():  # the user's code runs there
+            return function(words)
+
+    def _function(self) -> Callable[[Sequence[str]], int]:
+        module, _, function = self.place.partition(":")
+        imported: Callable[[Sequence[str]], int] = getattr(
+            importlib.import_module(module), function
+        )
+        return imported
+
+    def _function_with_torch(self) -> Callable[[Sequence[str]], int]:
+        try:
+            # DeepSpeed prints the device that it found when it is imported
+            with contextlib.redirect_stdout(io.StringIO()):
+                return self._function()
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] == "framework":
+                raise
+            raise missing_package(error.name, what=self.name) from error
+
+
+BUILT_IN: Final = (
+    BuiltIn(
+        "check",
+        "find everything that is wrong with run configs or DeepSpeed JSON",
+        "framework.commands.check:main",
+    ),
+    BuiltIn("plan", "say what will happen on a cluster", "framework.commands.plan:main"),
+    BuiltIn("render", "print the DeepSpeed JSON", "framework.commands.render:main"),
+    BuiltIn(
+        "schema",
+        "print the JSON Schema of run configs or DeepSpeed JSON, for editors",
+        "framework.commands.schema:main",
+    ),
+    BuiltIn(
+        "import",
+        "print the run config that a file of DeepSpeed or of another trainer amounts to",
+        "framework.dslint.import_command:main",
+    ),
+    BuiltIn(
+        "new",
+        "write a small project that trains at once: model, data, task, config, test",
+        "framework.commands.new:main",
+    ),
+    BuiltIn(
+        "inspect",
+        "say what a checkpoint is, and whether its files are as they were written",
+        "framework.commands.inspect:main",
+    ),
+    BuiltIn(
+        "report",
+        "write a page on one run, or on several over each other",
+        "framework.commands.report:main",
+    ),
+    BuiltIn(
+        "prepare",
+        "turn text into numbered tokens: prepare INPUT... OUT_DIR",
+        "framework.data.prepare:main",
+        needs_torch=True,
+    ),
+    BuiltIn(
+        "generate",
+        "print a sample of text from a checkpoint of a GPT: generate CHECKPOINT --prompt TEXT",
+        "framework.commands.generate:main",
+        needs_torch=True,
+    ),
+    BuiltIn(
+        "export",
+        "write the weights of a checkpoint as safetensors: export CHECKPOINT OUT",
+        "framework.commands.export:main",
+        needs_torch=True,
+    ),
+    BuiltIn(
+        "evaluate",
+        "measure a checkpoint: evaluate CHECKPOINT [key=value ...]",
+        "framework.commands.evaluate:main",
+        needs_torch=True,
+    ),
+    BuiltIn(
+        "predict",
+        "write what a model makes of inputs: predict CHECKPOINT INPUT... --out FILE",
+        "framework.commands.predict:main",
+        needs_torch=True,
+    ),
+    BuiltIn(
+        "lr-range",
+        "find a learning rate: lr-range CONFIG [key=value ...] [--from LR] [--to LR] [--steps N]",
+        "framework.commands.lr_range:main",
+        needs_torch=True,
+    ),
+    BuiltIn(
+        "doctor",
+        "is this machine, or are these hosts, fit to train? doctor [CONFIG] [-H HOSTFILE] "
+        "[--bench]",
+        "framework.commands.doctor:doctor",
+    ),
+    BuiltIn(
+        "bench",
+        "time variants of a run: bench CONFIG... [key=value ...] [--variant NAME key=value ...] "
+        "[--num_gpus 1,2]",
+        "framework.commands.bench:bench",
+    ),
+    BuiltIn(
+        "launch",
+        "train: launch CONFIG [key=value ...] [-H HOSTFILE]; launch node: one member without ssh",
+        "framework.launch.local:launch",
+    ),
+    BuiltIn(
+        "launch k8s",
+        "print the Kubernetes objects of a run, or check manifests: launch k8s CONFIG --image I",
+        "framework.deploy.k8s.command:main",
+    ),
+    BuiltIn(
+        "launch slurm",
+        "print the batch script of a run: launch slurm CONFIG --nodes N",
+        "framework.deploy.slurm:main",
+    ),
+)
+_BY_NAME: Final[Mapping[str, BuiltIn]] = {command.name: command for command in BUILT_IN}
+_MOST_WORDS: Final = 2  # in a command's name
+
+
+def find_command(words: Sequence[str]) -> tuple[AnyCommand, Sequence[str]]:
+    """Return the command that the words begin with, and the words behind its name.
+
+    Raises:
+        UsageError: there is no such command.
+        ConfigError: a package that offers the command is at fault.
+    """
+    for length in range(_MOST_WORDS, 0, -1):
+        command = _BY_NAME.get(" ".join(words[:length]))
+        if command is not None:
+            return command, words[length:]
+    entries = _entries_by_name()
+    if words[0] not in entries:
+        raise _no_command(words[0], [*_BY_NAME, *entries])
+    return _load(words[0], entries[words[0]]), words[1:]
+
+
+def list_commands() -> tuple[list[AnyCommand], list[Problem]]:
+    """Return all commands, and what is wrong with those of other packages."""
+    commands: list[AnyCommand] = list(BUILT_IN)
+    problems: list[Problem] = []
+    for name, entries in sorted(_entries_by_name().items()):
+        try:
+            commands.append(_load(name, entries))
+        except ConfigError as error:
+            problems += error.problems
+    return commands, problems
+
+
+def _entries_by_name() -> dict[str, list[EntryPoint]]:
+    from importlib.metadata import entry_points
+
+    by_name: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=GROUP):
+        by_name.setdefault(entry.name, []).append(entry)
+    return by_name
+
+
+def _load(name: str, entries: Sequence[EntryPoint]) -> AnyCommand:
+    """Import the command of another package.
+
+    Raises:
+        ConfigError: it is no command, or another one has its name.
+    """
+    from framework.commands.command import Command
+
+    if name in _BY_NAME:
+        raise _clash(name, entries, "the framework has a command of this name", "rename it there")
+    if len(entries) > 1:
+        fix = "uninstall all of these packages but one"
+        raise _clash(name, entries, "several packages have a command of this name", fix)
+    try:
+        command = entries[0].load()
+    except Exception as error:  # another package's code runs
+        reason = f"{entries[0].value} cannot be imported ({type(error).__name__}: {error})"
+        raise _broken(name, entries, reason) from error
+    if not isinstance(command, Command) or command.name != name:
+        reason = f"{entries[0].value} is no framework.commands.command.Command of this name"
+        raise _broken(name, entries, reason)
+    return command
+
+
+def _broken(name: str, entries: Iterable[EntryPoint], reason: str) -> ConfigError:
+    reason = f"{_packages(entries)}: {reason}"
+    fix = "update or uninstall the package"
+    return ConfigError.of("plug-in-broken", reason, fix, f"{GROUP}.{name}")
+
+
+def _clash(name: str, entries: Iterable[EntryPoint], reason: str, fix: str) -> ConfigError:
+    reason = f"{_packages(entries)}: {reason}"
+    return ConfigError.of("plug-ins-clash", reason, fix, f"{GROUP}.{name}")
+
+
+def _packages(entries: Iterable[EntryPoint]) -> str:
+    packages = [entry.dist for entry in entries if entry.dist is not None]
+    return ", ".join(sorted(f"{package.name} {package.version}" for package in packages))
+
+
+def _no_command(word: str, names: Iterable[str]) -> UsageError:
+    from framework.text.typos import nearest
+
+    names = list(dict.fromkeys(names))
+    guess = nearest(word, names)
+    if guess is None:
+        fix = f"choose from {', '.join(names)}"
+    else:
+        fix = f"did you mean {guess}?"
+    return UsageError(
+        f"python -m framework: argument COMMAND: invalid choice: {word!r} ({fix}); see "
+        "python -m framework --help"
+    )
