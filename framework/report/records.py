@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from framework.checkpoint.names import CHECKPOINTS, TAG
 from framework.errors import ConfigError
+from framework.report.run_lines import EVENT, LIMIT, METRICS, POINT
 from framework.report.series import Series
 from framework.system.files import open_own, read_regular
 from framework.text.document import parse_document
@@ -25,7 +26,6 @@ from framework.text.document import parse_document
 _OF_A_RUN: Final = ("metrics.jsonl", "plan.json", "config.yaml", "events.jsonl")
 _NOT_METRICS: Final = frozenset({"step", "epoch", "time", "time_seconds", "metrics"})
 _LARGEST_TEXT: Final = 4 << 20
-_LARGEST_STEP: Final = 10**15
 _MOST_EVENTS: Final = 100_000
 _MOST_METRICS: Final = 400
 _MOST_OTHERS: Final = 10_000
@@ -119,7 +119,7 @@ class RunRecords:
             if event["kind"] in ("start", "resume"):
                 by_events = 0
             step = event.get("step", 0)
-            if 0 <= step < _LARGEST_STEP:
+            if 0 <= step < LIMIT:
                 by_events = max(by_events, int(step))
         return max([self.last_logged_step, by_events, *self.saved_steps])
 
@@ -270,23 +270,17 @@ def _stride(path: Path, most_points: int | None) -> int:
 def _add_point(run: RunRecords, line: bytes) -> bool:
     """Add a line of ``metrics.jsonl``; returns whether it is sound."""
     try:
-        point = json.loads(line)
-        step = _whole(point["step"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        point = POINT.validate_python(json.loads(line))
+    except (ValueError, RecursionError):
         return False
-    stamp = _number(point.get("time", point.get("time_seconds")))
-    if not abs(stamp) < _LARGEST_STEP:
-        stamp = math.nan
-    run.clock.add(step, stamp)
-    run.epochs.add(step, _number(point.get("epoch")))
-    metrics = point.get("metrics")
-    if not isinstance(metrics, dict):
-        metrics = point
-    for name, value in metrics.items():
-        if name not in _NOT_METRICS and (value is None or isinstance(value, int | float)):
+    step = point["step"]
+    run.clock.add(step, point.get("time", point.get("time_seconds", math.nan)))
+    run.epochs.add(step, point.get("epoch", math.nan))
+    for name, value in METRICS.validate_python(point.get("metrics", point)).items():
+        if name not in _NOT_METRICS:
             series = _series_of(run, name)
             if series is not None:
-                series.add(step, _number(value))
+                series.add(step, _finite(value))
     return True
 
 
@@ -309,16 +303,11 @@ def _read_events(run: RunRecords) -> None:
         if len(run.events) == _MOST_EVENTS:
             continue
         try:
-            event = json.loads(line)
-            event["kind"] = str(event["kind"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+            event = EVENT.validate_python(json.loads(line))
+        except (ValueError, RecursionError):
             place.num_broken += 1
             continue
-        for name in ("time_seconds", "seconds", "step"):
-            # Sums with a number beyond all times are no numbers.
-            if name in event and not abs(_number(event[name])) < _LARGEST_STEP:
-                del event[name]
-        run.events.append(event)
+        run.events.append(dict(event))
     if len(run.events) == _MOST_EVENTS:
         run.notes.append(f"events.jsonl: the first {_MOST_EVENTS:,} events are shown")
     if place.num_broken:
@@ -425,25 +414,15 @@ def _read_logs(run: RunRecords) -> None:
     run.warnings = list(warnings)
 
 
-def _whole(value: Any) -> int:
-    """Return a step of a file; raises ValueError if it is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError
-    if not 0 <= value < _LARGEST_STEP:
-        raise ValueError
-    return int(value)
-
-
-def _number(value: Any) -> float:
-    """Return a number of a file; NaN if it is none."""
-    if isinstance(value, int | float):
-        try:
-            if math.isfinite(value):
-                return float(value)
-            return math.nan
-        except OverflowError:
-            pass
-    return math.nan
+def _finite(value: float | None) -> float:
+    """Return a metric as a float; NaN if it is not finite, or larger than any float."""
+    if value is None:
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def flat(values: Any, *, prefix: str = "") -> dict[str, Any]:
