@@ -311,7 +311,7 @@ main() {
         test)
             set_up 'train dev'
             cd "$ROOT"
-            # Three lanes and a hundred processes would compile framework/ and tests/ anew, each for itself.
+            # Without bytecode a hundred processes would compile framework/ anew, each for itself.
             unset DSF_SHELL_PATH DSF_DOOR PYTHONDONTWRITEBYTECODE
             export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
             exec "$PY" -m pytest "$@"

@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -56,29 +55,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+_exit_codes: list[int] = []
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """How long runs are is known when their cases are listed. Of ten thousand cases and all that
-    they import nothing is garbage: whoever looks for some looks in vain.
+    """Set how long runs are, before their cases are listed. Switch the garbage collector off while
+    tests are collected: nothing of what they import is garbage.
     """
     launched.exhaustive = bool(config.getoption("--exhaustive"))
     gc.disable()
+    atexit.register(_end_at_once)  # early, and so after all other handlers
     # Late, torch asks for a solver of this name; the folder of a test's run is none.
     if importlib.util.find_spec("z3") is None:
         sys.modules["z3"] = None  # type: ignore[assignment]
-    if lanes.number() is not None:
-        # after all other handlers: tearing down ten thousand cases takes seconds
-        atexit.register(os._exit, 0)
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage again, among what tests make."""
+    """Collect garbage again, among what tests make."""
     gc.freeze()
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    """What is frozen is not torn down, of which nanobind complains behind the last line."""
-    gc.unfreeze()
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keep the exit code for `_end_at_once`."""
+    _exit_codes.append(int(session.exitstatus))
+
+
+def _end_at_once() -> None:
+    """End the process without tearing down ten thousand cases, which takes seconds."""
+    if _exit_codes:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_codes[-1])
 
 
 @pytest.fixture(scope="session")
@@ -89,25 +97,8 @@ def exhaustive(pytestconfig: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """A run of everything goes in lanes."""
+    """Run the whole suite in lanes."""
     lanes.choose(config)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which lane gets what."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Lanes(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return nodeid.partition("::")[0]
-
-        def _assign_work_unit(self, node: Any) -> None:
-            file = lanes.next_file(self.workqueue, lane=int(node.gateway.id.removeprefix("gw")))
-            self.workqueue.move_to_end(file, last=False)
-            super()._assign_work_unit(node)
-
-    return Lanes(config, log) if config.option.dist == "loadscope" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

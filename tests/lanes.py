@@ -1,21 +1,31 @@
 """Lanes for the whole suite, on two processors: a third of its time is spent waiting, for hosts
 that fall silent or launchers that grant a grace period.
 
-One lane takes the files of tests that train and keep both processors busy, one file after the
+A lane is a process that is forked once the tests are collected: all that they import is imported
+once. One lane takes the files of tests that train and keep both processors busy, one file after the
 other. One lane takes the fast files. One lane takes the files that wait, and leaves the processors
 to the others. A lane that has finished its own files takes one of another lane: of the files that
 train the last one, since the first lane begins with the first.
 
 Only a run of the whole suite is split, with or without a choice by marker; `pytest tests/plan`, and
-the whole suite with ``-n 0``, run in one process.
+`pytest tests`, run in one process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
 from collections.abc import Collection
 from functools import cache
-from typing import Final
+from io import StringIO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any, Final
 
 import pytest
 
@@ -47,32 +57,26 @@ WAITING: Final = (
     "tests/dslint/test_fixes.py",
     "tests/dslint/rules/test_any_value.py",
 )
-_DISTRIBUTION: Final = "loadscope"  # a file goes to one lane as a whole
+_NUM_LANES: Final = 3
+_PR_SET_PDEATHSIG: Final = 1
+
+_number: int | None = None  # of this process's lane
 
 
 def choose(config: pytest.Config) -> None:
-    """Set xdist's options for lanes, if this call of pytest is for the whole suite and xdist is
-    installed. To be called before xdist reads them.
-    """
+    """Run the tests in lanes, if this call of pytest is for the whole suite."""
     options = config.option
     is_whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     needs_one_process = (
         options.usepdb or options.collectonly or options.capture == "no" or options.keyword
     )
-    if number() is not None or not is_whole_suite or needs_one_process:
-        return
-    if getattr(options, "numprocesses", 0) is None and options.dist == "no":
-        options.numprocesses = 3
-        options.dist = _DISTRIBUTION
-        options.loadscopereorder = False
+    if is_whole_suite and not needs_one_process and hasattr(os, "fork"):
+        config.pluginmanager.register(_Lanes(), "lanes")
 
 
 def number() -> int | None:
     """Return the number of this process's lane, 0 for the one that trains; None without lanes."""
-    name = os.environ.get("PYTEST_XDIST_WORKER")
-    if name is None:
-        return None
-    return int(name.removeprefix("gw"))
+    return _number
 
 
 def next_file(left: Collection[str], *, lane: int) -> str:
@@ -95,19 +99,13 @@ def next_file(left: Collection[str], *, lane: int) -> str:
 
 
 def sort(items: list[pytest.Item]) -> None:
-    """Sort fast tests first. In lanes, which take whole files, files that train come before others."""
-    in_lanes = number() is not None
-
-    def order(item: pytest.Item) -> tuple[bool, bool]:
-        file = item.nodeid.partition("::")[0]
-        return in_lanes and not _trains(file), _is_slow(item)
-
-    items.sort(key=order)
+    """Sort fast tests first: what they find is known in minutes."""
+    items.sort(key=_is_slow)
 
 
 def is_first() -> bool:
     """Return whether this process does the work that is done once for all lanes."""
-    return not number()
+    return not _number
 
 
 @cache
@@ -125,3 +123,198 @@ def _is_fast(file: str) -> bool:
 
 def _is_slow(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is not None
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def _by_file(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(_file(item), []).append(item)
+    return files
+
+
+class _Lanes:
+    """Plugin of the process that collects: it forks the lanes, hands out files and reports."""
+
+    def __init__(self) -> None:
+        self._left: dict[str, None] = {}  # files that no lane has taken
+        self._lanes: dict[Connection, int] = {}
+        self._pids: list[int] = []
+        self._running: dict[Connection, str] = {}  # the test that each lane runs
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Run all tests in lanes; leave it to pytest after an error of the collection."""
+        if session.testsfailed and not session.config.option.continue_on_collection_errors:
+            return None
+        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+        terminal.showfspath = False  # lanes report in turns: a dot says no file
+        self._left = dict.fromkeys(map(_file, session.items))
+        for lane in range(_NUM_LANES):
+            self._fork(lane, session)
+        try:
+            while self._lanes:
+                for channel in wait(list(self._lanes)):
+                    self._answer(channel, session)
+            self._reap()
+        finally:
+            self._end()
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        return True
+
+    def _fork(self, lane: int, session: pytest.Session) -> None:
+        mine, theirs = Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            for other in (mine, *self._lanes):
+                other.close()
+            _be_lane(lane, session, theirs)
+        theirs.close()
+        self._lanes[mine] = lane
+        self._pids.append(pid)
+
+    def _answer(self, channel: Any, session: pytest.Session) -> None:
+        try:
+            kind, value = channel.recv()
+        except (EOFError, ConnectionResetError):
+            self._lose(channel, session)
+            return
+        hook = session.config.hook
+        if kind == "starts":
+            self._running[channel] = value
+        elif kind == "ended":
+            del self._running[channel]
+        elif kind == "report":
+            report = hook.pytest_report_from_serializable(config=session.config, data=value)
+            hook.pytest_runtest_logreport(report=report)
+        elif kind == "warning":
+            hook.pytest_warning_recorded.call_historic(kwargs=value)
+        else:
+            self._hand_out(channel, session)
+
+    def _hand_out(self, channel: Connection, session: pytest.Session) -> None:
+        """Give a lane its next file; None once all are taken, or the run ends early."""
+        if session.shouldfail or session.shouldstop or not self._left:
+            channel.send(None)
+            return
+        file = next_file(self._left, lane=self._lanes[channel])
+        del self._left[file]
+        channel.send(file)
+
+    def _lose(self, channel: Connection, session: pytest.Session) -> None:
+        """Handle the end of a lane: a failure of the test that it ran, if it ran one."""
+        lane = self._lanes.pop(channel)
+        channel.close()
+        test = self._running.pop(channel, None)
+        if test is None:
+            return
+        reason = f"lane {lane} ended while it ran {test}; the rest of its file is not run"
+        report = pytest.TestReport(test, (_path(test), None, test), {}, "failed", reason, "call")
+        session.config.hook.pytest_runtest_logreport(report=report)
+        session.shouldfail = reason
+
+    def _reap(self) -> None:
+        while self._pids:
+            os.waitpid(self._pids.pop(), 0)
+
+    def _end(self) -> None:
+        """End the lanes that run on, as after Ctrl-C."""
+        for pid in self._pids:
+            os.kill(pid, signal.SIGINT)
+        self._reap()
+
+
+def _path(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def _be_lane(lane: int, session: pytest.Session, channel: Connection) -> None:
+    """Run the files that the parent hands out. Never returns."""
+    global _number
+    _number = lane
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+    config = session.config
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    # A fork shares the files that hold what is captured.
+    capture.stop_global_capturing()
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+    config.pluginmanager.get_plugin("terminalreporter")._tw._file = StringIO()
+    config.pluginmanager.register(_Reporter(config, channel), "lane")
+    factory = config._tmp_path_factory  # type: ignore[attr-defined]
+    factory._basetemp = factory.getbasetemp() / f"lane{lane}"
+    factory._basetemp.mkdir()
+    try:
+        _run_files(_by_file(session.items), channel)
+    except KeyboardInterrupt:
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        session._setupstate.teardown_exact(None)
+        channel.close()
+        os._exit(0)  # tearing down ten thousand cases takes seconds
+
+
+def _run_files(files: dict[str, list[pytest.Item]], channel: Connection) -> None:
+    file = _request_file(channel)
+    while file is not None:
+        following = None
+        items = files[file]
+        for index, item in enumerate(items):
+            if index + 1 < len(items):
+                next_item = items[index + 1]
+            else:
+                # Known before the last test ends: what it shares with the next file is kept.
+                following = _request_file(channel)
+                next_item = None if following is None else files[following][0]
+            channel.send(("starts", item.nodeid))
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
+            channel.send(("ended", item.nodeid))
+        file = following
+
+
+def _request_file(channel: Connection) -> str | None:
+    channel.send(("next", None))
+    file: str | None = channel.recv()
+    return file
+
+
+class _Reporter:
+    """Plugin of a lane: it sends the parent what is to be reported."""
+
+    def __init__(self, config: pytest.Config, channel: Connection) -> None:
+        self._config = config
+        self._channel = channel
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Send the report of a test's phase."""
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._channel.send(("report", data))
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: object
+    ) -> None:
+        """Send a warning; as text, if its own class does not travel."""
+        kwargs = {
+            "warning_message": warning_message,
+            "when": when,
+            "nodeid": nodeid,
+            "location": location,
+        }
+        try:
+            pickle.dumps(kwargs)
+        except Exception:
+            text = f"{warning_message.category.__name__}: {warning_message.message}"
+            kwargs["warning_message"] = warnings.WarningMessage(
+                text, UserWarning, warning_message.filename, warning_message.lineno
+            )
+        self._channel.send(("warning", kwargs))
