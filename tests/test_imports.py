@@ -147,6 +147,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 HALVES = {
     "errors": "system",
     "own_loop": "run",
+    "registry": "system",
     "training": "run",
     "data.token_files": "token files",
     "engine.protocol": "engine protocol",

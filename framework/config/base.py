@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Annotated, Any, ClassVar, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -29,7 +29,16 @@ from pydantic import (
     GetJsonSchemaHandler,
     StringConstraints,
 )
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import (
+    CoreSchema,
+    PydanticCustomError,
+    PydanticKnownError,
+    SchemaValidator,
+    core_schema,
+)
+
+from framework import registry
+from framework.errors import ConfigError
 
 
 def _whole(value: Any) -> Any:
@@ -111,6 +120,8 @@ class Factory:
 class Section(BaseModel):
     """One section of a run config."""
 
+    # Group of `framework.registry` that has the kinds derived from this class.
+    registered_in: ClassVar[str] = ""
     # defer_build: a section that no config names is never compiled, which saves every `check` 25
     # ms.
     model_config = ConfigDict(
@@ -141,6 +152,8 @@ class Kind(Section):
     """
 
     builds: ClassVar[str]
+    if TYPE_CHECKING:
+        kind: str  # a Literal in each kind
     own_fields: ClassVar[frozenset[str]] = frozenset({"kind"})
 
     def factory(self) -> Factory:
@@ -174,11 +187,19 @@ class Object(Section):
         )
 
 
-def choices_of(members: Mapping[str, type[BaseModel]]) -> tuple[str, list[str]]:
-    """Return the key that distinguishes the members of a union, and its allowed values."""
+def choices_of(union: Any) -> tuple[str, list[str]]:
+    """Return the key that distinguishes the members of a union, and its allowed values: of kinds
+    that installed packages register as well.
+    """
+    members = members_of(union)
     choices = [tag for tag in members if tag not in OF_ONES_OWN]
     fields = members[choices[0]].model_fields
     tag_key = next(key for key in TAG_KEYS if key in fields)
+    base = _registered_base(union)
+    if base is not None:
+        for name in registry.installed(base.registered_in):
+            if name not in choices:
+                choices.append(name)
     return tag_key, choices
 
 
@@ -187,16 +208,29 @@ class OneOf:
     """Annotation of a union of sections; the value of one key distinguishes its members.
 
     Where that is `kind`, the user's own code and an object from Python are distinguished by the
-    presence of the key that names them.
+    presence of the key that names them. A base of kinds stands for all that are registered under
+    it (`framework.registry`); of these only the one that a config names is imported.
     """
 
     key: str = "kind"
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if _registered_base(union) is not None:
+            return core_schema.no_info_plain_validator_function(_RegisteredUnion(union, self._tag))
         choices = {
             tag: handler.generate_schema(member) for tag, member in members_of(union).items()
         }
         return core_schema.tagged_union_schema(choices, self._tag)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        if schema["type"] == "function-plain":
+            union = schema["function"]["function"].union
+            schema = core_schema.tagged_union_schema(
+                {tag: _core_schema(member) for tag, member in members_of(union).items()}, self._tag
+            )
+        return handler(schema)
 
     def _tag(self, value: Any) -> str | None:
         if isinstance(value, Mapping):
@@ -213,14 +247,139 @@ class OneOf:
         return None
 
 
-def members_of(union: Any) -> dict[str, type[BaseModel]]:
-    """Return the members of a union of sections by their tags; empty for any other type."""
-    members: dict[str, type[BaseModel]] = {}
+@dataclass(frozen=True)
+class _RegisteredUnion:
+    """Validator of a union with a base of registered kinds."""
+
+    union: Any
+    tag_of: Callable[[Any], str | None]
+
+    def __call__(self, value: Any) -> Section:
+        tag = self.tag_of(value)
+        if tag is None:
+            raise PydanticKnownError("union_tag_not_found", {"discriminator": "kind"})
+        member = self._member(tag)
+        if member is None:
+            context = {"discriminator": "kind", "tag": tag, "expected_tags": ""}
+            raise PydanticKnownError("union_tag_invalid", context)
+        if isinstance(value, member):
+            return value
+        section: Section = _validator(member, tag).validate_python(value)
+        return section
+
+    def _member(self, tag: str) -> type[Section] | None:
+        for member in get_args(self.union):
+            if not _is_base(member):
+                if _tag_of(member) == tag:
+                    return cast(type[Section], member)
+                continue
+            try:
+                kind = _registered_kind(member.registered_in, tag)
+            except ConfigError as error:
+                context = {"problem": error.problems[0]}
+                raise PydanticCustomError("plug_in", "{problem}", context) from error
+            if kind is not None and issubclass(kind, member):
+                return kind
+        return None
+
+
+@cache
+def _validator(member: type[Section], tag: str) -> SchemaValidator:
+    """Return a validator whose errors have the tag in their places, as those of pydantic's own
+    unions have.
+    """
+    schema = core_schema.no_info_plain_validator_function(member.model_validate)
+    return SchemaValidator(core_schema.tagged_union_schema({tag: schema}, lambda _: tag))
+
+
+def _core_schema(member: type[Section]) -> CoreSchema:
+    member.model_rebuild()  # its building was deferred
+    return member.__pydantic_core_schema__
+
+
+def members_of(union: Any) -> dict[str, type[Section]]:
+    """Return the members of a union of sections by their tags; empty for any other type.
+
+    Kinds of installed packages are among them once a config has named them.
+    """
+    members: dict[str, type[Section]] = {}
     for member in get_args(union):
         if not (isinstance(member, type) and issubclass(member, Section)):
             return {}
-        members[_tag_of(member)] = member
+        if _is_base(member):
+            members |= _loaded_kinds(member)
+        else:
+            members[_tag_of(member)] = member
     return members
+
+
+def _is_base(member: Any) -> bool:
+    """Check whether a member of a union stands for all kinds that are registered under it."""
+    return (
+        isinstance(member, type)
+        and issubclass(member, Section)
+        and bool(member.registered_in)
+        and "kind" not in member.model_fields
+    )
+
+
+def _registered_base(union: Any) -> type[Section] | None:
+    for member in get_args(union):
+        if _is_base(member):
+            return cast(type[Section], member)
+    return None
+
+
+def _loaded_kinds(base: type[Section]) -> dict[str, type[Section]]:
+    """Return the built-in kinds of a base, and those of packages that are loaded."""
+    kinds: dict[str, type[Section]] = {}
+    for name in registry.BUILT_IN[base.registered_in]:
+        kind = _registered_kind(base.registered_in, name)
+        if kind is not None and issubclass(kind, base):
+            kinds[name] = kind
+    for (_, name), plug_in in _PLUG_INS.items():
+        if issubclass(plug_in, base):
+            kinds[name] = plug_in
+    return kinds
+
+
+# (group, name) -> section of a kind of an installed package, once it is loaded.
+_PLUG_INS: Final[dict[tuple[str, str], type[Section]]] = {}
+
+
+@cache
+def _registered_kind(group: str, name: str) -> type[Section] | None:
+    """Return the section of a registered kind; None if the name is unknown.
+
+    Raises:
+        ConfigError: it cannot be imported, is no section of this group, or two packages register
+            it.
+    """
+    registered = registry.find(group, name)
+    if registered is None:
+        return None
+    section = registered.load()
+    if name in registry.BUILT_IN[group]:
+        return cast(type[Section], section)
+    if not (isinstance(section, type) and issubclass(section, Section)):
+        raise registered.broken("that is no section of framework.config")
+    if section.registered_in != group:
+        raise registered.broken(f"that is a kind of {section.registered_in or 'no group'}")
+    if "kind" not in section.model_fields or section.model_fields["kind"].default != name:
+        raise registered.broken(f'its field kind is not Literal["{name}"] = "{name}"')
+    _PLUG_INS[group, name] = section
+    return section
+
+
+def load_all_kinds() -> None:
+    """Load the kinds of all installed packages, so that the schema has them.
+
+    Raises:
+        ConfigError: one of them cannot be loaded, or two packages register one name.
+    """
+    for group in registry.KINDS:
+        for registered in registry.all_registered(group):
+            _registered_kind(group, registered.name)
 
 
 def _tag_of(member: type[Section]) -> str:
@@ -249,6 +408,7 @@ def _field_sentences(section: type[Section]) -> dict[str, str]:
 class ModelKind(Kind):
     """A model that the framework builds, without torch."""
 
+    registered_in: ClassVar[str] = "dsf.models"
     has_batch_norm: ClassVar[bool] = False
     has_convolutions: ClassVar[bool] = False
 

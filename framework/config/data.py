@@ -86,15 +86,20 @@ class _Streamable(Section):
     """
 
 
-class _Dataset(Kind, Loader):
-    """A dataset that is known by name."""
+class Dataset(Kind, Loader):
+    """Base of all data that is known by name."""
 
+    registered_in: ClassVar[str] = "dsf.data"
     own_fields: ClassVar[frozenset[str]] = frozenset(
         {"kind", *Loader.model_fields, *_Streamable.model_fields}
     )
 
 
-class Digits(_Dataset):
+class DataKind(Dataset):
+    """Base of data that may be a part of a mixture."""
+
+
+class Digits(DataKind):
     """scikit-learn's bundled handwritten digits: 1,797 real grey images of 8x8 pixels, no
     download.
     """
@@ -111,7 +116,7 @@ class Digits(_Dataset):
         return ImageShape(channels=1, size=self.image_size, num_classes=10)
 
 
-class FashionMNIST(_Dataset):
+class FashionMNIST(DataKind):
     """Fashion-MNIST (Xiao et al. 2017): 60,000 + 10,000 grey images of 28x28 pixels, through
     torchvision.
     """
@@ -132,7 +137,7 @@ class FashionMNIST(_Dataset):
         return ImageShape(channels=1, size=28, num_classes=10)
 
 
-class CIFAR10(_Dataset):
+class CIFAR10(DataKind):
     """CIFAR-10 (Krizhevsky 2009): 50,000 + 10,000 colour images of 32x32 pixels, through
     torchvision.
     """
@@ -153,7 +158,7 @@ class CIFAR10(_Dataset):
         return ImageShape(channels=3, size=32, num_classes=10)
 
 
-class ImageFolder(_Dataset):
+class ImageFolder(DataKind):
     """Images in folders named after their class: ``<root>/train/<class>/*`` and
     ``<root>/val/<class>/*``.
     """
@@ -177,7 +182,7 @@ class ImageFolder(_Dataset):
         return ImageShape(channels=3, size=self.image_size, num_classes=None)
 
 
-class SyntheticImages(_Dataset):
+class SyntheticImages(DataKind):
     """Random images with random labels, the same on every machine: for measuring speed, not for
     learning.
     """
@@ -204,7 +209,7 @@ class SyntheticImages(_Dataset):
         )
 
 
-class _Text(_Dataset):
+class _Text(DataKind):
     """Text as numbered tokens, from a folder that ``prepare`` made."""
 
     path: str | None = None
@@ -248,7 +253,7 @@ class TextPairs(_Text):
         return True
 
 
-class _Labelled(_Dataset):
+class _Labelled(Dataset):
     """Text by the line, that becomes tokens when the run starts."""
 
     path: str | None = None
@@ -310,7 +315,7 @@ class LabelledText(_Labelled):
     """
 
 
-class HuggingFace(_Dataset, _Streamable):
+class HuggingFace(DataKind, _Streamable):
     """Rows in files, as tensors, by Hugging Face's ``datasets``; tar files are WebDataset's
     shards.
     """
@@ -352,29 +357,16 @@ class DataObject(Object, Loader, _Streamable):
     """As for a target."""
 
 
-_Part = (
-    Digits
-    | FashionMNIST
-    | CIFAR10
-    | ImageFolder
-    | SyntheticImages
-    | Text
-    | TextPairs
-    | HuggingFace
-    | DataTarget
-)
-
-
 class Part(Section):
     """A part of a mixture."""
 
     weight: Positive
     """Share of the samples, beside the other parts' weights."""
-    data: Annotated[_Part, OneOf()]
+    data: Annotated[DataKind | DataTarget, OneOf()]
     """What is read, as in the section `data`; its keys of a loader mean nothing here."""
 
 
-class Mixture(_Dataset, _Streamable):
+class Mixture(Dataset, _Streamable):
     """Several data in fixed shares, each begun anew where it ends. A stream; evaluated is what the
     first part has.
     """
@@ -389,19 +381,4 @@ class Mixture(_Dataset, _Streamable):
         return any(part.data.has_random_samples() for part in self.parts)
 
 
-DataSection = Annotated[
-    Digits
-    | FashionMNIST
-    | CIFAR10
-    | ImageFolder
-    | SyntheticImages
-    | Text
-    | TextPairs
-    | Conversations
-    | LabelledText
-    | HuggingFace
-    | Mixture
-    | DataTarget
-    | DataObject,
-    OneOf(),
-]
+DataSection = Annotated[Dataset | DataTarget | DataObject, OneOf()]

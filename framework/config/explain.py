@@ -97,7 +97,11 @@ def _problem(
     if kind == "missing":
         return path, Problem("missing-key", "the key is required here", "add it", key)
     if kind in ("union_tag_not_found", "union_tag_invalid"):
-        return _unknown_kind(path, value, members_of(annotation))
+        return _unknown_kind(path, value, annotation)
+    if kind == "plug_in":
+        kind_path = (*path, "kind")
+        key = ".".join(map(str, kind_path))
+        return kind_path, replace(context["problem"], key=key, value=value["kind"])
     if kind in WANTED:
         reason, fix = _wrong_type(value, WANTED[kind])
         if WANTED[kind] == "text" and isinstance(value, (bool, int, float)):
@@ -200,12 +204,10 @@ def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
             yield f"{section}.{name}"
 
 
-def _unknown_kind(
-    path: KeyPath, value: Any, members: Mapping[str, type[BaseModel]]
-) -> tuple[KeyPath, Problem]:
-    tag_key, choices = choices_of(members)
+def _unknown_kind(path: KeyPath, value: Any, union: Any) -> tuple[KeyPath, Problem]:
+    tag_key, choices = choices_of(union)
     choices_text = ", ".join(choices)
-    if "target" in members:
+    if "target" in members_of(union):
         choices_text += ", or target: package.module:name"
     if not isinstance(value, Mapping):
         reason, fix = _wrong_type(value, _SECTION)

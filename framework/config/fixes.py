@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from framework.config.base import choices_of, members_of
+from framework.config.base import choices_of
 from framework.config.explain import TRUTH, WANTED, descend, explain, fields_of, homes_of
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError
@@ -119,7 +119,7 @@ def _candidates(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Ed
     if kind == "extra_forbidden":
         yield from _for_unknown_key(path, owner, values)
     elif kind in ("union_tag_not_found", "union_tag_invalid"):
-        yield from _for_unknown_kind(path, value, members_of(annotation))
+        yield from _for_unknown_kind(path, value, annotation)
     elif kind in WANTED:
         converted = _convert(value, WANTED[kind])
         if converted is not None:
@@ -153,10 +153,8 @@ def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> It
             yield (move,)
 
 
-def _for_unknown_kind(
-    path: KeyPath, value: Any, known: Mapping[str, type[BaseModel]]
-) -> Iterator[Edits]:
-    tag_key, choices = choices_of(known)
+def _for_unknown_kind(path: KeyPath, value: Any, union: Any) -> Iterator[Edits]:
+    tag_key, choices = choices_of(union)
     if isinstance(value, str) and value in choices:
         yield (ReplaceValue(path, {tag_key: value}),)
     elif isinstance(value, Mapping):

@@ -367,6 +367,4 @@ def _scaled(size: Size, values: Mapping[str, Any]) -> dict[str, Any]:
     return scaled
 
 
-ModelSection = Annotated[
-    LeNet | SmallResNet18 | ResNet18 | ResNet50 | MLP | GPT | BERT | Target | Object, OneOf()
-]
+ModelSection = Annotated[ModelKind | Target | Object, OneOf()]

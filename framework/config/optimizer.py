@@ -9,7 +9,7 @@ up).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -44,9 +44,10 @@ class Group(Section):
     """Their weight decay, of vectors too; left out: the optimizer's."""
 
 
-class _Optimizer(Section):
-    """Base of all optimizers."""
+class OptimizerKind(Section):
+    """Base of all optimizers that are known by name."""
 
+    registered_in: ClassVar[str] = "dsf.optimizers"
     lr: NonNegative = 1e-3
     """Learning rate; a scheduler changes it over time."""
     weight_decay: NonNegative = 0.0
@@ -69,7 +70,7 @@ class _Optimizer(Section):
 GROUP_KEYS: Final = frozenset({"weight_decay_on", "groups", "layer_decay"})
 
 
-class AdamW(_Optimizer):
+class AdamW(OptimizerKind):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
     kind: Literal["adamw"] = "adamw"
@@ -95,7 +96,7 @@ class Adam(AdamW):
     weight_decay: NonNegative = 0.0
 
 
-class SGD(_Optimizer):
+class SGD(OptimizerKind):
     """Stochastic gradient descent with momentum."""
 
     kind: Literal["sgd"] = "sgd"
@@ -106,7 +107,7 @@ class SGD(_Optimizer):
     """Look ahead along the momentum (needs momentum > 0)."""
 
 
-class Adagrad(_Optimizer):
+class Adagrad(OptimizerKind):
     """Adagrad (Duchi et al. 2011)."""
 
     kind: Literal["adagrad"] = "adagrad"
@@ -115,7 +116,7 @@ class Adagrad(_Optimizer):
     """Added to the root of the summed squares."""
 
 
-class Lion(_Optimizer):
+class Lion(OptimizerKind):
     """Lion (Chen et al. 2023) by DeepSpeed's fused kernel. On the device it needs a GPU; with CPU
     offload it runs on the host.
     """
@@ -126,7 +127,7 @@ class Lion(_Optimizer):
     """Interpolation of the update, decay of the running mean."""
 
 
-class Lamb(_Optimizer):
+class Lamb(OptimizerKind):
     """LAMB (You et al. 2020) by DeepSpeed's fused kernel: layer-wise scaling for large batches. GPU
     only.
     """
@@ -142,7 +143,7 @@ class Lamb(_Optimizer):
     """Lower bound of the layer-wise ratio."""
 
 
-class Adafactor(_Optimizer):
+class Adafactor(OptimizerKind):
     """Adafactor (Shazeer & Stern 2018) as torch has it: of a matrix it keeps the means of rows and
     columns alone. Each step is a share of the weight's own size.
     """
@@ -160,7 +161,7 @@ class Adafactor(_Optimizer):
     """Most that an update may be, as a root mean square, before it is scaled down."""
 
 
-class Muon(_Optimizer):
+class Muon(OptimizerKind):
     """Muon (Jordan et al. 2024) for the matrices of hidden layers, whose momentum it makes
     orthogonal, and AdamW for all other weights; both are torch's.
     """
@@ -204,10 +205,7 @@ class OptimizerObject(Object):
     """Its other keyword arguments, where it says them and they are plain values."""
 
 
-OptimizerSection = Annotated[
-    AdamW | Adam | SGD | Adagrad | Lion | Lamb | Adafactor | Muon | Target | OptimizerObject,
-    OneOf(),
-]
+OptimizerSection = Annotated[OptimizerKind | Target | OptimizerObject, OneOf()]
 
 
 def optimizer_lr(optimizer: OptimizerSection) -> float | None:
@@ -221,7 +219,13 @@ def optimizer_lr(optimizer: OptimizerSection) -> float | None:
     return None
 
 
-class Constant(Section):
+class SchedulerKind(Section):
+    """Base of all schedules that are known by name."""
+
+    registered_in: ClassVar[str] = "dsf.schedulers"
+
+
+class Constant(SchedulerKind):
     """The optimizer's learning rate all the time, after a linear warm-up where one is asked for."""
 
     kind: Literal["constant"] = "constant"
@@ -270,7 +274,7 @@ class WSD(_Falling):
     """Way down: a straight line, 1 - sqrt(progress), or half a cosine."""
 
 
-class InverseSqrt(Section):
+class InverseSqrt(SchedulerKind):
     """Linear warm-up, then the optimizer's rate times sqrt(warmup_steps / steps) (Vaswani et al.
     2017).
     """
@@ -284,7 +288,7 @@ OURS: Final = (Constant, InverseSqrt, Target, Object)
 """Schedules that the framework hands to DeepSpeed; its JSON names the others."""
 
 
-class WarmupLR(Section):
+class WarmupLR(SchedulerKind):
     """DeepSpeed's WarmupLR: up from `min_lr` to `max_lr`, then constant."""
 
     kind: Literal["warmup"] = "warmup"
@@ -306,7 +310,7 @@ class WarmupDecayLR(WarmupLR):
     """Step at which zero is reached; left out: the length of the run."""
 
 
-class WarmupCosineLR(Section):
+class WarmupCosineLR(SchedulerKind):
     """DeepSpeed's WarmupCosineLR: up to the optimizer's rate, then half a cosine down."""
 
     kind: Literal["warmup_cosine"] = "warmup_cosine"
@@ -322,7 +326,7 @@ class WarmupCosineLR(Section):
     """Step at which the minimum is reached; left out: the length of the run."""
 
 
-class OneCycle(Section):
+class OneCycle(SchedulerKind):
     """DeepSpeed's OneCycle (Smith 2018): up, down again, then decay."""
 
     kind: Literal["one_cycle"] = "one_cycle"
@@ -348,7 +352,7 @@ class OneCycle(Section):
     """Momentum at its ends."""
 
 
-class LRRangeTest(Section):
+class LRRangeTest(SchedulerKind):
     """DeepSpeed's LRRangeTest (Smith 2017): a rate that grows, to find the largest one that
     trains.
     """
@@ -364,18 +368,4 @@ class LRRangeTest(Section):
     """Grow once per interval instead of every step."""
 
 
-SchedulerSection = Annotated[
-    Constant
-    | Cosine
-    | Polynomial
-    | WSD
-    | InverseSqrt
-    | WarmupLR
-    | WarmupDecayLR
-    | WarmupCosineLR
-    | OneCycle
-    | LRRangeTest
-    | Target
-    | Object,
-    OneOf(),
-]
+SchedulerSection = Annotated[SchedulerKind | Target | Object, OneOf()]

@@ -10,17 +10,24 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any, Final
 
+from framework import registry
+
 PACKAGED: Final = Path(__file__).with_name("run.schema.json")
 # A file beside the code that writes it: nothing of that code is needed for it.
 _DEEPSPEED: Final = Path(__file__).parents[1] / "dslint/deepspeed.schema.json"
 
 
 def schema_text() -> str:
-    """Return the packaged JSON Schema, or build it anew if the file is missing or empty.
+    """Return the packaged JSON Schema, or build it anew if the file is missing or empty, or where
+    installed packages register kinds.
 
     A test keeps the packaged one current.
+
+    Raises:
+        ConfigError: a kind of an installed package cannot be loaded.
     """
-    if PACKAGED.exists():
+    has_plug_ins = any(registry.installed(group) for group in registry.KINDS)
+    if PACKAGED.exists() and not has_plug_ins:
         text = PACKAGED.read_text(encoding="utf-8")
         if text.strip():
             return text
@@ -29,11 +36,16 @@ def schema_text() -> str:
 
 def new_schema_text() -> str:
     """Build the JSON Schema from the models, which takes ten times as long as reading it."""
+    from framework.config.base import load_all_kinds
+
+    load_all_kinds()
     return json.dumps(run_schema(), indent=2) + "\n"
 
 
 def run_schema() -> dict[str, Any]:
-    """Build the JSON Schema (draft 2020-12) of a run config file."""
+    """Build the JSON Schema (draft 2020-12) of a run config file, with the built-in kinds and those
+    of packages that are loaded.
+    """
     # here: the models take half a second
     from framework.config.run_config import AUTO, AUTO_KEYS, RunConfig
 
@@ -63,7 +75,7 @@ def run_schema() -> dict[str, Any]:
 def _remove_objects(schema: dict[str, Any]) -> None:
     """Remove the sections of objects from Python, which a file cannot name."""
     definitions = schema["$defs"]
-    objects = [name for name in definitions if name.endswith("Object")]
+    objects = ("Object", "DataObject", "OptimizerObject")
     for name in objects:
         del definitions[name]
     for section in (schema, *definitions.values()):
@@ -143,4 +155,4 @@ def _without(typed: Set[str], schema: dict[str, Any], path: str) -> dict[str, An
 
 
 if __name__ == "__main__":
-    PACKAGED.write_text(new_schema_text(), encoding="utf-8")
+    PACKAGED.write_text(json.dumps(run_schema(), indent=2) + "\n", encoding="utf-8")

@@ -707,7 +707,15 @@ class Parallel(Section):
 # `task`: what a batch means, that is its loss and its metrics (`framework/tasks/`).
 
 
-class Classification(Kind):
+class TaskKind(Kind):
+    """Base of all tasks that are known by name."""
+
+    registered_in: ClassVar[str] = "dsf.tasks"
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """Metrics of an evaluation; left out: they are known once it has run."""
+
+
+class Classification(TaskKind):
     """Cross-entropy over classes; metric: accuracy."""
 
     builds: ClassVar[str] = "framework.tasks.classification:Classification"
@@ -721,7 +729,7 @@ class Classification(Kind):
     """Targets that are left out of loss and metrics: often 255 in segmentation."""
 
 
-class CausalLM(Kind):
+class CausalLM(TaskKind):
     """Cross-entropy of the next token at every position; metrics: accuracy, perplexity."""
 
     builds: ClassVar[str] = "framework.tasks.causal_lm:CausalLM"
@@ -729,7 +737,7 @@ class CausalLM(Kind):
     kind: Literal["causal_lm"] = "causal_lm"
 
 
-class MaskedLM(Kind):
+class MaskedLM(TaskKind):
     """BERT's pre-training: hidden tokens plus next-sentence prediction; metrics: accuracy,
     perplexity, one for each part.
     """
@@ -746,7 +754,7 @@ class MaskedLM(Kind):
     kind: Literal["masked_lm"] = "masked_lm"
 
 
-class ModelLoss(Kind):
+class ModelLoss(TaskKind):
     """The loss that the model returns, as transformers' models do: batches are mappings, which it
     takes whole as keyword arguments.
     """
@@ -767,4 +775,4 @@ class ModelLoss(Kind):
     """
 
 
-TaskSection = Annotated[Classification | CausalLM | MaskedLM | ModelLoss | Target | Object, OneOf()]
+TaskSection = Annotated[TaskKind | Target | Object, OneOf()]

@@ -147,7 +147,7 @@ def _without_other_experts(work: ModelWork, plan: Plan) -> ModelWork:
     size = plan.layout.expert_size
     if size == 1:
         return work
-    moe: MoE = plan.config.model.moe  # type: ignore[union-attr, assignment]  # a rule requires it
+    moe: MoE = plan.config.model.moe  # type: ignore[union-attr]  # a rule requires it
     num_experts = moe.num_experts // size
 
     def is_on_rank(name: str) -> bool:
