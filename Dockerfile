@@ -27,6 +27,7 @@ RUN python framework/launch/environment.py requirements train text > requirement
     && rm requirements.txt
 
 COPY README.md train.py ./
+COPY deepspeed_lint deepspeed_lint
 COPY framework framework
 COPY ds_configs ds_configs
 RUN pip install --no-deps --no-build-isolation --editable .

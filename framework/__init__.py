@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from framework.config.load import load_config
     from framework.config.run_config import RunConfig
-    from framework.dslint.import_run import import_deepspeed
     from framework.errors import ConfigError
+    from framework.imports.deepspeed import import_deepspeed
     from framework.own_loop import OpenEngine, open_engine
     from framework.plan.cluster import Cluster
     from framework.plan.plan import make_plan
@@ -54,7 +54,7 @@ _HOME = {
     "State": "framework.train.callbacks",
     "Task": "framework.tasks.task",
     "fit": "framework.training",
-    "import_deepspeed": "framework.dslint.import_run",
+    "import_deepspeed": "framework.imports.deepspeed",
     "load": "framework.setup.trained",
     "load_config": "framework.config.load",
     "make_plan": "framework.plan.plan",

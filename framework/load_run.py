@@ -155,7 +155,7 @@ class LoadedRun:
         plan = self.chosen(cluster, is_proposal=True).plan(cluster)
         problems = [*self.source.notes, *plan.findings]
         if self.config.deepspeed:
-            from framework.dslint.judge import judge_passed_through
+            from framework.plan.judge_passed import judge_passed_through
             from framework.plan.render import render
 
             problems += judge_passed_through(plan, render(plan), source=self.source, release=None)
@@ -184,7 +184,7 @@ def load_run(
     """
     config, source = load_with_source(path, overrides, text=text)
     if deepspeed_config is not None:
-        from framework.dslint.import_run import with_deepspeed_config
+        from framework.imports.deepspeed import with_deepspeed_config
 
         config = with_deepspeed_config(config, deepspeed_config, source=source)
     return LoadedRun(path, tuple(overrides), config, source, deepspeed_config)

@@ -53,9 +53,9 @@ WAITING: Final = (
     "tests/test_train_script.py",
     "tests/system/test_uncaught.py",
     "tests/config/",
-    "tests/text/",
-    "tests/dslint/test_fixes.py",
-    "tests/dslint/rules/test_any_value.py",
+    "tests/deepspeed_lint/text/",
+    "tests/deepspeed_lint/test_fixes.py",
+    "tests/deepspeed_lint/rules/test_any_value.py",
 )
 _NUM_LANES: Final = 3
 _PR_SET_PDEATHSIG: Final = 1

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 
 from tests.launched import ROOT, job_environment
 
-# The ops that tests/dslint/rules needs of DeepSpeed on a processor; every start of DeepSpeed needs
+# The ops that tests/deepspeed_lint/rules needs of DeepSpeed on a processor; every start of DeepSpeed needs
 # the first, and many the second.
 BUILDERS = ("ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder")
 

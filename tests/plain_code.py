@@ -1,4 +1,6 @@
-"""Counts of what makes code hard to read at the first reading, per room of framework/."""
+"""Counts of what makes code hard to read at the first reading, per room of framework/ and for the
+linter.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,10 @@ def rates(files: list[Path]) -> dict[str, float]:
 
 
 def rooms() -> dict[str, list[Path]]:
-    """List the Python files of each room; those that stand in no room under ``framework``."""
-    found: dict[str, list[Path]] = {}
+    """List the Python files of each room, and those of the linter; those that stand in no room under
+    ``framework``.
+    """
+    found = {"deepspeed_lint": sorted((ROOT / "deepspeed_lint").rglob("*.py"))}
     for file in sorted((ROOT / "framework").rglob("*.py")):
         path = file.relative_to(ROOT / "framework").parts
         found.setdefault(path[0] if len(path) > 1 else "framework", []).append(file)

@@ -16,6 +16,7 @@ import pytest
 from tests import plain_code
 from tests.places import ROOT
 
+PACKAGES = ("deepspeed_lint", "framework")
 LONGEST_FUNCTION = 100
 MOST_WITHOUT_A_VERB_PERCENT = 2.0
 MOST_VAGUE_REMARKS = 60
@@ -48,7 +49,7 @@ def test_the_formatter_decides_every_line() -> None:
     opt_out = "# fmt" + ":"
     assert [
         str(path)
-        for path in sources("framework", "tests", "benchmarks", "tools")
+        for path in sources(*PACKAGES, "tests", "benchmarks", "tools")
         if opt_out in path.read_text("utf-8")
     ] == []
     pytest.importorskip("ruff", reason="ruff comes with the dev extra")
@@ -75,7 +76,7 @@ def test_code_is_plain(room: str) -> None:
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
     num_docstrings = 0
     without = []
-    for path in sources("framework"):
+    for path in sources(*PACKAGES):
         for name, docstring in plain_code.function_docstrings(ast.parse(path.read_text("utf-8"))):
             num_docstrings += 1
             if plain_code.NOT_A_VERB.match(docstring):
@@ -86,7 +87,7 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
 
 def test_docstrings_and_comments_name_who_does_what() -> None:
     vague = []
-    for path in sources("framework"):
+    for path in sources(*PACKAGES):
         for remark in plain_code.remarks(path.read_text("utf-8")):
             vague += [
                 f"{path.relative_to(ROOT)}: {word}" for word in plain_code.VAGUE.findall(remark)
@@ -96,7 +97,7 @@ def test_docstrings_and_comments_name_who_does_what() -> None:
 
 def test_names_are_the_fields() -> None:
     wrong = []
-    for path in sources("framework"):
+    for path in sources(*PACKAGES):
         names = set(path.relative_to(ROOT).with_suffix("").parts)
         names.update(identifiers(ast.parse(path.read_text("utf-8"))))
         if path.name in OF_EARLY_STOPPING:
@@ -109,7 +110,7 @@ def test_names_are_the_fields() -> None:
 
 def test_functions_are_short() -> None:
     long = []
-    for path in sources("framework"):
+    for path in sources(*PACKAGES):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -121,7 +122,7 @@ def test_functions_are_short() -> None:
 def test_the_map_names_files_that_are_there() -> None:
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+(?:\.py|/))`", page)) - {"framework/"}
-    places = [ROOT, ROOT / "framework", *(ROOT / "framework").glob("*/")]
+    places = [ROOT, ROOT / "framework", *(ROOT / "framework").glob("*/"), ROOT / "deepspeed_lint"]
     assert len(named) > 40
     assert [
         name for name in sorted(named) if not any((place / name).exists() for place in places)

@@ -20,28 +20,33 @@ import pytest
 from framework.commands.table import BUILT_IN
 from tests.places import ROOT
 
+PACKAGES = ("deepspeed_lint", "framework")
 # Part -> the parts that it may import beside itself. A part is a room of framework/, or a half of
 # one (`HALVES`).
 MAY_IMPORT: dict[str, set[str]] = {
-    "system": set(),  # errors.py is of this floor: it prints, and what stands in system/ raises
-    "text": {"system"},
-    "config": {"system", "text"},
+    "problems": set(),
+    "text": {"problems"},
+    "deepspeed_lint": {"problems", "text"},
+    # ------------------------------------------------ framework
+    "system": {"problems"},  # errors.py is of this floor
+    "config": {"system", "text", "deepspeed_lint"},
     "token files": {"system"},
-    "plan": {"system", "text", "config", "token files"},
+    "plan": {"system", "text", "deepspeed_lint", "config", "token files"},
     "engine protocol": {"system"},
     "checkpoint": {"system", "config", "engine protocol"},
     "train": {"system", "text", "checkpoint", "engine protocol"},
-    "dslint": {"system", "text", "config", "plan"},
-    "load_run": {"system", "config", "plan", "checkpoint", "dslint"},
+    "imports": {"system", "text", "config", "plan", "deepspeed_lint"},
+    "load_run": {"system", "config", "plan", "checkpoint", "imports"},
     "hosts": {"system", "plan"},
-    "node checks": {"system", "config", "plan", "checkpoint", "hosts"},
+    "node checks": {"system", "deepspeed_lint", "config", "plan", "checkpoint", "hosts"},
     "launch": {
         "load_run",
         "system",
         "config",
         "plan",
         "checkpoint",
-        "dslint",
+        "deepspeed_lint",
+        "imports",
         "hosts",
         "node checks",
     },
@@ -57,7 +62,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "plan",
         "checkpoint",
         "train",
-        "dslint",
+        "deepspeed_lint",
+        "imports",
         "report",
     },
     "bench command": {
@@ -93,7 +99,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "token files",
         "plan",
-        "dslint",
+        "deepspeed_lint",
+        "imports",
         "checkpoint",
         "checkpoint state",
         "train",
@@ -169,6 +176,7 @@ HALVES = {
     "commands.program": "torch commands",
 }
 LIGHT = (
+    "problems",
     "system",
     "text",
     "config",
@@ -177,7 +185,8 @@ LIGHT = (
     "engine protocol",
     "checkpoint",
     "train",
-    "dslint",
+    "deepspeed_lint",
+    "imports",
     "load_run",
     "hosts",
     "node checks",
@@ -209,6 +218,8 @@ def part_of(module: str) -> str:
     """Name the part that holds a module: ``framework.config.load`` -> ``config``; ``framework`` ->
     ``__init__``.
     """
+    if module.split(".")[0] == "deepspeed_lint":
+        return _part_of_linter(module)
     _, *path = [name for name in module.split(".") if name != "__init__"]
     for depth in range(len(path), 0, -1):
         if half := HALVES.get(".".join(path[:depth])):
@@ -216,9 +227,17 @@ def part_of(module: str) -> str:
     return path[0] if path else "__init__"
 
 
+def _part_of_linter(module: str) -> str:
+    if module.startswith("deepspeed_lint.text"):
+        return "text"
+    if module.startswith("deepspeed_lint.errors"):
+        return "problems"
+    return "deepspeed_lint"
+
+
 def modules() -> dict[str, Path]:
-    """Every module of the framework by name."""
-    files = sorted((ROOT / "framework").rglob("*.py"))
+    """Every module of the framework and of the linter by name."""
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
 
 
@@ -258,7 +277,7 @@ def test_imports_run_one_way() -> None:
         part = part_of(name)
         allowed = MAY_IMPORT[part] | {part, "__init__"}
         for imported in sorted(imports_of(path)):
-            if imported.split(".")[0] == "framework" and part_of(imported) not in allowed:
+            if imported.split(".")[0] in PACKAGES and part_of(imported) not in allowed:
                 wrong.append(f"{name} ({part}) imports {imported} ({part_of(imported)})")
     assert wrong == []
 
@@ -270,7 +289,7 @@ def test_the_light_half_imports_what_a_laptop_has() -> None:
         if part not in LIGHT:
             continue
         packages = {imported.split(".")[0] for imported in imports_of(path)}
-        outside = packages - {"framework"} - sys.stdlib_module_names
+        outside = packages - set(PACKAGES) - sys.stdlib_module_names
         allowed = BASE_INSTALL | OF_THE_TRAIN_EXTRA.get(part, set())
         wrong += [f"{name} imports {package}" for package in sorted(outside - allowed - HEAVY)]
         wrong += [
@@ -295,7 +314,7 @@ def test_commands_beyond_the_torch_line_are_there() -> None:
 # What is reached through the table of commands alone.
 WINGS = {
     "framework.deploy": ("framework/deploy/",),
-    "framework.dslint.import_trainers": ("framework/dslint/import_command.py",),
+    "framework.imports.trainers": ("framework/imports/command.py",),
 }
 
 

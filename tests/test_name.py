@@ -12,6 +12,7 @@ from tests.places import ROOT
 _FOLDERS = (
     ".ci",
     "benchmarks",
+    "deepspeed_lint",
     "deploy",
     "docs",
     "ds_configs",

@@ -1,5 +1,5 @@
 """Write the table of every key that one DeepSpeed release reads:
-framework/dslint/tables/<release>.json.
+deepspeed_lint/tables/<release>.json.
 
     DS_ACCELERATOR=cpu python -m tools.build_key_table                 # the installed release
     DS_ACCELERATOR=cpu PYTHONPATH=/tmp/ds-0.18.9 python -m tools.build_key_table
@@ -22,7 +22,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from framework.dslint import key_files
+from deepspeed_lint import key_files
 
 Entry = dict[str, Any]
 Table = dict[str, Entry]

@@ -20,8 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.dslint.differential.compare import Comparison, compare
-from tests.dslint.differential.generate import questions
+from tests.deepspeed_lint.differential.compare import Comparison, compare
+from tests.deepspeed_lint.differential.generate import questions
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Writes `framework/dslint/tables/trainer_defaults.json`: the arguments of other trainers, with
+"""Writes `framework/imports/tables/trainer_defaults.json`: the arguments of other trainers, with
 their defaults.
 
     python -m tools.trainer_defaults
@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-OUT: Final = Path(__file__).resolve().parents[1] / "framework/dslint/tables/trainer_defaults.json"
+OUT: Final = Path(__file__).resolve().parents[1] / "framework/imports/tables/trainer_defaults.json"
 
 
 def defaults() -> dict[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from operator import sub
 from pathlib import Path
 from typing import Any, Final
 
+from deepspeed_lint.text.document import is_setting
 from framework.commands.check_fix import write_file
 from framework.commands.timed_runs import INTERRUPTED, config_alone, run_alone
 from framework.errors import EXIT_OK, EXIT_TRAINING, ConfigError, StorageError, UsageError, counted
@@ -37,7 +38,6 @@ from framework.report.repeats import Variant, compare, windows_of
 from framework.system.arguments import CommandParser, like, whole
 from framework.system.files import refuse_foreign, replace_bytes
 from framework.system.output import visible, write
-from framework.text.document import is_setting
 
 _MARKS: Final = {
     "bench.json": b'"variants": [',

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed_lint.text.document import COMMAND_LINE, Document, is_setting, parse_scalar
 from framework.commands.check_result import (
     CheckContext,
     CheckResult,
@@ -24,7 +25,6 @@ from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, Stora
 from framework.plan.cluster import Cluster
 from framework.system.arguments import CommandParser, parse_command
 from framework.system.output import visible, write
-from framework.text.document import COMMAND_LINE, Document, is_setting, parse_scalar
 
 
 def main(words: Sequence[str]) -> int:
@@ -80,7 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
     _refuse_odd_words(arguments, files)
     release = arguments.deepspeed
     if release is not None:  # an unknown release is refused before any file is read
-        from framework.dslint.keys import load_table
+        from deepspeed_lint.keys import load_table
 
         load_table(release)
     try:
@@ -200,7 +200,7 @@ def _refuse_other_config(path: Path, document: Document) -> None:
     Raises:
         StorageError: the path holds such a file.
     """
-    from framework.text.hjson import parse_hjson
+    from deepspeed_lint.text.hjson import parse_hjson
 
     present_keys: set[object] = set()
     try:
@@ -229,10 +229,10 @@ def _refuse_other_config(path: Path, document: Document) -> None:
 def _resolve(
     file: str, settings: Iterable[str], against: CheckContext, arguments: argparse.Namespace
 ) -> int:
+    from deepspeed_lint.resolve import resolve
+    from deepspeed_lint.text.hjson import parse_hjson
     from framework.commands.check_fix import write_file
-    from framework.dslint.auto_values import resolve
-    from framework.dslint.readers import read_deepspeed_json
-    from framework.text.hjson import parse_hjson
+    from framework.imports.kind_of_file import read_deepspeed_json
 
     trainer_arguments = dict(map(_parsed_setting, settings))
     try:

@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from deepspeed_lint.fixes import fixed_text, safe_edits
+from deepspeed_lint.text.document import Document, document_of, read_text
+from deepspeed_lint.text.edits import Edit, RenameKey, ReplaceValue, edited, unified_diff
 from framework.config.deepspeed_words import OWNED, SHARED, TYPED
 from framework.config.fixes import fixed_run_config
-from framework.dslint.fixes import fixed_text, safe_edits
-from framework.dslint.readers import parse_deepspeed_json
 from framework.errors import StorageError
+from framework.imports.kind_of_file import parse_deepspeed_json
 from framework.system.files import refuse_foreign, replace_text
-from framework.text.document import Document, document_of, read_text
-from framework.text.edits import Edit, RenameKey, ReplaceValue, edited, unified_diff
 
 _MOST_EDITS: Final = 100
 _SECTION: Final = "deepspeed"

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed_lint.text.document import YAML_ENDINGS, Document, read_text
 from framework.errors import ConfigError, Problem, UsageError
-from framework.text.document import YAML_ENDINGS, Document, read_text
 
 if TYPE_CHECKING:
-    from framework.dslint.facts import GpuKind, Topology
-    from framework.dslint.readers import Reader
+    from deepspeed_lint.readers import Reader
+    from deepspeed_lint.topology import GpuKind, Topology
     from framework.plan.cluster import Cluster
     from framework.plan.plan import Plan
     from framework.plan.search import Hardware
@@ -43,10 +43,11 @@ class CheckContext:
 
     def topology(self) -> Topology:
         """Return cluster and GPU in the form that the rules of DeepSpeed JSON take."""
-        from framework.dslint.facts import Topology
+        from deepspeed_lint.topology import Topology
+        from framework.plan.cluster import topology_of
 
         if self.cluster is not None:
-            return Topology.from_cluster(self.cluster, self.gpu)
+            return topology_of(self.cluster, self.gpu)
         if self.gpu is not None:
             return Topology(device=self.gpu.device, gpu=self.gpu)
         return Topology(device="unknown", gpu=None)
@@ -74,7 +75,7 @@ def find_gpu(name: str | None) -> GpuKind | None:
     """
     if name is None:
         return None
-    from framework.dslint.facts import gpu_kinds
+    from deepspeed_lint.topology import gpu_kinds
     from framework.plan.devices import find_device
 
     return gpu_kinds()[find_device(name).name]
@@ -86,7 +87,7 @@ def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Ch
         text = read_text(Path(file), name=file)
         document = None
         if Path(file).suffix.lower() not in YAML_ENDINGS:
-            from framework.dslint.readers import parse_deepspeed_json
+            from framework.imports.kind_of_file import parse_deepspeed_json
 
             document = parse_deepspeed_json(text, Path(file), name=file)
         if document is None:
@@ -100,10 +101,11 @@ def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Ch
 
 def check_document(document: Document, against: CheckContext) -> CheckResult:
     """Check DeepSpeed JSON that was read."""
-    from framework.dslint.keys import load_table
-    from framework.dslint.lint import lint, placed
-    from framework.dslint.other_tools import without_placeholders
-    from framework.dslint.readers import NAMES, as_read, assumption, foreign_problem, reader_of
+    from deepspeed_lint.keys import load_table
+    from deepspeed_lint.lint import lint, placed
+    from deepspeed_lint.readers import NAMES, as_read, reader_of
+    from deepspeed_lint.templates import without_placeholders
+    from framework.imports.kind_of_file import assumption, foreign_problem
 
     foreign = foreign_problem(document)
     if foreign is not None:
@@ -143,8 +145,8 @@ def _check_run_config(
     file: str, overrides: Sequence[str], against: CheckContext, text: str
 ) -> CheckResult:
     from framework.commands.target_search import missing_sinks, missing_targets
-    from framework.dslint.judge import judge_rendered
     from framework.load_run import load_run
+    from framework.plan.judge_passed import judge_rendered
     from framework.plan.plan import one_line
 
     try:
@@ -180,10 +182,10 @@ def _check_refused_config(
         text: what it holds.
         error: why it cannot be planned.
     """
+    from deepspeed_lint.templates import without_placeholders
     from framework.config.load import Source
-    from framework.dslint.judge import judge_passed_alone
-    from framework.dslint.other_tools import without_placeholders
-    from framework.dslint.readers import assumption, foreign_problem, with_last_of_duplicates
+    from framework.imports.kind_of_file import assumption, foreign_problem, with_last_of_duplicates
+    from framework.plan.judge_passed import judge_passed_alone
 
     is_yaml = Path(file).suffix.lower() in YAML_ENDINGS
     document = with_last_of_duplicates(text, error, name=file, is_yaml=is_yaml)
@@ -206,8 +208,8 @@ def _check_refused_config(
 
 
 def _document(text: str, file: str) -> Document:
-    from framework.dslint.other_tools import template_problem
-    from framework.text.document import document_of
+    from deepspeed_lint.templates import template_problem
+    from deepspeed_lint.text.document import document_of
 
     try:
         return document_of(text, Path(file), name=file)
@@ -264,7 +266,7 @@ def _errors_of_known(
 
 
 def _release_note(file: str, against: CheckContext) -> Iterator[Problem]:
-    from framework.dslint.keys import load_table
+    from deepspeed_lint.keys import load_table
 
     if against.release is None:
         return

@@ -20,6 +20,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+from deepspeed_lint.text.document import COMMAND_LINE
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.weight_files import LazyWeights, shapes_of
 from framework.config.load import Source, load_with_source
@@ -36,7 +37,6 @@ from framework.setup.start_point import agreed_weights, measure_cut
 from framework.setup.trained import find_source, module_of, saved_config
 from framework.system.arguments import CommandParser
 from framework.system.launcher_rank import take_rank
-from framework.text.document import COMMAND_LINE
 
 
 def main(words: Sequence[str]) -> int:

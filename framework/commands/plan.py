@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from deepspeed_lint.text.document import COMMAND_LINE
 from framework.commands.check_result import find_gpu
 from framework.commands.cluster_options import find_cluster
 from framework.commands.paper import paper_lines, paper_section
@@ -60,7 +61,6 @@ from framework.plan.token_folder import look_at_data
 from framework.plan.work import ModelWork
 from framework.system.arguments import parse_command
 from framework.system.output import write
-from framework.text.document import COMMAND_LINE
 
 _TOP: Final = 5
 _MOST_LOSERS: Final = 10
@@ -191,7 +191,7 @@ def _run(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None)
     findings += map(run.source.locate, balance.notes)
     findings += map(run.source.locate, answer.findings)
     if gpu:
-        from framework.dslint.judge import judge_rendered
+        from framework.plan.judge_passed import judge_rendered
 
         findings += judge_rendered(plan, source=run.source, gpu=gpu)
     if arguments.json:

@@ -13,7 +13,7 @@ def main(words: Sequence[str]) -> int:
     """Print the schema of run configs, or of a DeepSpeed release's JSON; returns the exit code."""
     arguments = parse_command("schema", _add_arguments, words)
     if arguments.of == "deepspeed":
-        from framework.dslint.schema import deepspeed_schema
+        from deepspeed_lint.schema import deepspeed_schema
 
         print(json.dumps(deepspeed_schema(arguments.deepspeed), indent=2))
         return EXIT_OK

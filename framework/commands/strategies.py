@@ -24,8 +24,8 @@ from framework.plan.search import (
 )
 
 if TYPE_CHECKING:  # a table needs no editor
-    from framework.text.document import Document
-    from framework.text.edits import Edit
+    from deepspeed_lint.text.document import Document
+    from deepspeed_lint.text.edits import Edit
 
 # Group of a table's column or a chart's colour -> components of memory in it; all others are
 # buffers.
@@ -245,10 +245,10 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
             hold there; or a file of this layout cannot be edited.
         StorageError: the file cannot be written; it is then as it was.
     """
+    from deepspeed_lint.text.document import document_of, read_text
+    from deepspeed_lint.text.edits import unified_diff
     from framework.commands.check_fix import write_file
     from framework.config.load import load_with_source
-    from framework.text.document import document_of, read_text
-    from framework.text.edits import unified_diff
 
     before = read_text(Path(file), name=file)
     after = _with_settings(before, document_of(before, Path(file), name=file), settings)
@@ -264,7 +264,7 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
 
 def _with_settings(text: str, document: Document, settings: Settings) -> str:
     """Return the text of a run config, which was read as `document`, with the settings."""
-    from framework.text.edits import edited
+    from deepspeed_lint.text.edits import edited
 
     values: Mapping[str, Any] = {}
     if isinstance(document.value, dict):
@@ -288,7 +288,7 @@ def _with_settings(text: str, document: Document, settings: Settings) -> str:
 
 def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
     """Yield the edits by which a file sets a key; none if it does already, also by a default."""
-    from framework.text.edits import InsertMember, RemoveMember, ReplaceValue
+    from deepspeed_lint.text.edits import InsertMember, RemoveMember, ReplaceValue
 
     path = tuple(key.split("."))
     current: Any = values

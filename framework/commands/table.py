@@ -76,7 +76,10 @@ class BuiltIn:
             with contextlib.redirect_stdout(io.StringIO()):
                 return self._function()
         except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] == "framework":
+            if error.name is None or error.name.partition(".")[0] in (
+                "framework",
+                "deepspeed_lint",
+            ):
                 raise
             raise missing_package(error.name, what=self.name) from error
 
@@ -97,7 +100,7 @@ BUILT_IN: Final = (
     BuiltIn(
         "import",
         "print the run config that a file of DeepSpeed or of another trainer amounts to",
-        "framework.dslint.import_command:main",
+        "framework.imports.command:main",
     ),
     BuiltIn(
         "new",
@@ -261,7 +264,7 @@ def _packages(entries: Iterable[EntryPoint]) -> str:
 
 
 def _no_command(word: str, names: Iterable[str]) -> UsageError:
-    from framework.text.typos import nearest
+    from deepspeed_lint.text.typos import nearest
 
     names = list(dict.fromkeys(names))
     guess = nearest(word, names)

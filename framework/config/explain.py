@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from deepspeed_lint.text.document import KeyPath
+from deepspeed_lint.text.typos import nearest
 from framework.config.base import WORDS_OF_PATTERNS, choices_of, members_of
 from framework.config.deepspeed_words import OWNED, place_here
 from framework.errors import Problem, Written, show_value
-from framework.text.document import KeyPath
-from framework.text.typos import nearest
 
 _WORDS: Final = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 # Optimizers that DeepSpeed knows by name and this framework does not: why, and what to write.

@@ -15,12 +15,8 @@ from typing import Any, Final
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from framework.config.base import choices_of
-from framework.config.explain import TRUTH, WANTED, descend, explain, fields_of, homes_of
-from framework.config.run_config import RunConfig, kind_of_default
-from framework.errors import ConfigError
-from framework.text.document import Document, KeyPath, at, document_of, parse_scalar
-from framework.text.edits import (
+from deepspeed_lint.text.document import Document, KeyPath, at, document_of, parse_scalar
+from deepspeed_lint.text.edits import (
     Edit,
     InsertMember,
     MoveMember,
@@ -29,7 +25,11 @@ from framework.text.edits import (
     edited,
     edited_value,
 )
-from framework.text.typos import only_alike
+from deepspeed_lint.text.typos import only_alike
+from framework.config.base import choices_of
+from framework.config.explain import TRUTH, WANTED, descend, explain, fields_of, homes_of
+from framework.config.run_config import RunConfig, kind_of_default
+from framework.errors import ConfigError
 
 Edits = tuple[Edit, ...]
 

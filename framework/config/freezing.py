@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from deepspeed_lint.text.typos import unmatched_pattern
 from framework.config.training import FreezeEntry, FrozenSteps
 from framework.errors import ConfigError, Problem
-from framework.text.typos import unmatched_pattern
 
 _KEY = "training.freeze"
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
+from deepspeed_lint.text.typos import nearest, unmatched_pattern
 from framework.config.optimizer import Group, Muon
 from framework.config.training import LoRA
 from framework.errors import ConfigError, Problem
-from framework.text.typos import nearest, unmatched_pattern
 
 # A weight of a layer inside a numbered block; the layers of a plain sequence are not inside
 # anything.

@@ -13,13 +13,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from framework.config.base import TAG_KEYS
-from framework.config.deepspeed_words import OWNED
-from framework.config.explain import explain, homes_of, numbers_for_text
-from framework.config.run_config import AUTO, RunConfig, auto_keys, kind_of_default
-from framework.errors import ConfigError, Problem, UsageError, show_value
-from framework.system.exits import end_in_one_line
-from framework.text.document import (
+from deepspeed_lint.text.document import (
     COMMAND_LINE,
     Document,
     KeyPath,
@@ -28,6 +22,12 @@ from framework.text.document import (
     parse_document,
     read_document,
 )
+from framework.config.base import TAG_KEYS
+from framework.config.deepspeed_words import OWNED
+from framework.config.explain import explain, homes_of, numbers_for_text
+from framework.config.run_config import AUTO, RunConfig, auto_keys, kind_of_default
+from framework.errors import ConfigError, Problem, UsageError, show_value
+from framework.system.exits import end_in_one_line
 
 _SETTING: Final = re.compile(r"([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)=(.*)", re.DOTALL)
 

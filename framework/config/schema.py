@@ -13,8 +13,6 @@ from typing import Any, Final
 from framework import registry
 
 PACKAGED: Final = Path(__file__).with_name("run.schema.json")
-# A file beside the code that writes it: nothing of that code is needed for it.
-_DEEPSPEED: Final = Path(__file__).parents[1] / "dslint/deepspeed.schema.json"
 
 
 def schema_text() -> str:
@@ -116,9 +114,10 @@ def _further_keys() -> dict[str, Any]:
     """Return the schemas of keys under `deepspeed:`: DeepSpeed's, without keys of typed
     sections.
     """
+    from deepspeed_lint.schema import deepspeed_schema
     from framework.config.deepspeed_words import PASSED_THROUGH, SHARED, TYPED
 
-    of_deepspeed: dict[str, Any] = json.loads(_DEEPSPEED.read_text(encoding="utf-8"))["properties"]
+    of_deepspeed: dict[str, Any] = deepspeed_schema()["properties"]
     schemas = {name: of_deepspeed[name] for name in sorted(PASSED_THROUGH)}
     for name in sorted(SHARED):
         section = _without(TYPED.keys(), of_deepspeed[name], name)

@@ -12,13 +12,13 @@ from fractions import Fraction
 from pathlib import PurePosixPath
 from typing import Any, Final, TypeVar
 
+from deepspeed_lint.text.document import parse_document, parse_scalar
 from framework.config.run_config import RunConfig
 from framework.errors import UsageError
 from framework.plan.cluster import Cluster
 from framework.system.arguments import CommandParser, add_options, like, option
 from framework.system.arguments import whole as number
 from framework.system.output import masked
-from framework.text.document import parse_document, parse_scalar
 
 _Request = TypeVar("_Request", bound="JobRequest")
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from framework.errors import ConfigError, UsageError, counted
+
+if TYPE_CHECKING:
+    from deepspeed_lint.topology import GpuKind, Topology
 
 Device = Literal["cuda", "cpu", "npu", "xpu", "hpu", "mps", "unknown"]
 # torchrun's name first, then the DeepSpeed launcher's (deepspeed/launcher/launch.py).
@@ -86,3 +89,13 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"environment variable {name}={text}: not a positive whole number")
     return int(text)
+
+
+def topology_of(cluster: Cluster, gpu: GpuKind | None = None) -> Topology:
+    """Return the cluster, with a kind of GPU, as the linter of DeepSpeed JSON takes it."""
+    from deepspeed_lint.topology import Topology
+
+    device = cluster.device
+    if gpu is not None:
+        device = gpu.device
+    return Topology(cluster.world_size, device, gpu)

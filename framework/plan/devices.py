@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+from deepspeed_lint.text.typos import nearest
 from framework.errors import UsageError
-from framework.text.typos import nearest
 
 _DTYPES: Final = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
@@ -212,9 +212,16 @@ _MEASURED_TIMES: Final = {
 
 @cache
 def tables() -> Mapping[str, Any]:
-    """Return the contents of the file of devices and networks."""
+    """Return the contents of the file of devices and networks, each device with its row of the
+    linter's table.
+    """
+    from deepspeed_lint.topology import gpu_rows
+
     text = Path(__file__).with_name("devices.json").read_text(encoding="utf-8")
-    return MappingProxyType(json.loads(text))
+    contents: dict[str, Any] = json.loads(text)
+    for name, row in contents["devices"].items():
+        row.update(gpu_rows()[name])
+    return MappingProxyType(contents)
 
 
 def value_of(figure: Any) -> Any:

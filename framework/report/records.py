@@ -16,12 +16,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from deepspeed_lint.text.document import parse_document
 from framework.checkpoint.names import CHECKPOINTS, TAG
 from framework.errors import ConfigError
 from framework.report.run_lines import EVENT, LIMIT, METRICS, POINT
 from framework.report.series import Series
 from framework.system.files import open_own, read_regular
-from framework.text.document import parse_document
 
 _OF_A_RUN: Final = ("metrics.jsonl", "plan.json", "config.yaml", "events.jsonl")
 _NOT_METRICS: Final = frozenset({"step", "epoch", "time", "time_seconds", "metrics"})

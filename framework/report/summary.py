@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from deepspeed_lint.text.document import is_setting
 from framework.checkpoint.names import CHECKPOINTS, tag_of
 from framework.config.training import Checkpoint
 from framework.errors import counted, in_one_line
 from framework.plan.cluster import RANKS_ON_CPU
 from framework.plan.plan import Plan
 from framework.system.log import print_line, warn
-from framework.text.document import is_setting
 from framework.train.best import Best
 from framework.train.trainer import Outcome
 

@@ -206,7 +206,7 @@ def _problems_of_passed_keys(
     """
     if not plan.config.deepspeed:
         return ()
-    from framework.dslint.judge import judge_passed_through
+    from framework.plan.judge_passed import judge_passed_through
 
     return accepted(judge_passed_through(plan, ds_config, source=source), source)
 

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import torch
 
+from deepspeed_lint.text.typos import nearest
 from framework.config.base import Factory, Object, plain_values
 from framework.config.data import DataObject
 from framework.config.explain import homes_of
@@ -36,7 +37,6 @@ from framework.engine.checkpoint_bytes import is_plain
 from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.layers import Layer
-from framework.text.typos import nearest
 
 LayerList = Sequence[torch.nn.Module] | Sequence[Layer]
 ModelSource = torch.nn.Module | LayerList | Callable[[], torch.nn.Module | LayerList]

@@ -3,38 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
-from typing import Any, Final, TextIO
+from typing import TextIO
 
-_KEYS: Final = r"(^|_)(api|access|private|secret|auth)_?(key|token)"
-_PASSWORDS: Final = r"(^|_)(secret|password|passwd|passphrase|credentials?)"
-_TOKENS: Final = r"^(hf_|hub_|push_to_hub_)?token"
-_SECRET: Final = re.compile(f"({_KEYS}|{_PASSWORDS}|{_TOKENS})$", re.IGNORECASE)
-
-
-def masked(key: object, value: Any) -> Any:
-    """Return the value of a key such as ``comet.api_key`` for a log, and asterisks for a secret."""
-    if value and _SECRET.search(str(key).rpartition(".")[2]):
-        return "***"
-    return value
-
-
-def visible(text: str, *, keeps: str = "\n\t") -> str:
-    """Return a text of unknown origin with escapes such as ``\\x1b`` for unprintable characters.
-
-    These could control a terminal or a page: control characters, marks that change the direction of
-    reading, separators of lines, and bytes that are not text. The characters of `keeps` stay.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    characters = []
-    for character in text:
-        if character.isprintable() or character in keeps:
-            characters.append(character)
-        else:
-            characters.append(character.encode("unicode_escape").decode("ascii"))
-    return "".join(characters)
+from deepspeed_lint.errors import masked as masked
+from deepspeed_lint.errors import visible as visible
 
 
 def write(stream: TextIO | None, text: str) -> None:

@@ -16,12 +16,12 @@ from typing import IO, Any, Final
 
 import yaml
 
+from deepspeed_lint.text.document import parse_scalar
 from framework.checkpoint.names import CHECKPOINTS
 from framework.errors import ConfigError, Problem, StorageError
 from framework.system.files import make_own_folder, open_own, replace_text
 from framework.system.log import warn
 from framework.system.waiting import waiting
-from framework.text.document import parse_scalar
 
 _LOCK: Final = ".lock"
 # A folder with one of these is a run's, and may be renamed: a user's project may bear the name of a

@@ -15,6 +15,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from deepspeed_lint.keys import load_table
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resumable import (
     RULES,
@@ -26,7 +27,6 @@ from framework.checkpoint.resumable import (
 from framework.config.base import members_of
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
-from framework.dslint.keys import load_table
 from framework.errors import ConfigError
 from framework.setup.user_code import Objects, describe_objects
 from tests.places import ROOT

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_lint.text.document import Document
 from framework.config.load import config_from_values, load_known
 from framework.config.run_config import RunConfig
 from framework.config.schema import run_schema
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import errors_of_known, make_plan
-from framework.text.document import Document
 
 SCHEMA = run_schema()
 KEYS = sorted({key for section in SCHEMA["$defs"].values() for key in section["properties"]})

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from deepspeed_lint.text.document import document_of
 from framework.config.fixes import fixed_run_config
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError
-from framework.text.document import document_of
 
 YAML, JSON = Path("x.yaml"), Path("x.json")
 

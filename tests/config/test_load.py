@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from deepspeed_lint.text import document
+from deepspeed_lint.text.document import is_setting, parse_document
 from framework.config.load import config_from_values, load_config
 from framework.config.optimizer import SGD, AdamW
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError
-from framework.text import document
-from framework.text.document import is_setting, parse_document
 
 PLAIN = st.recursive(
     st.none()

@@ -11,12 +11,12 @@ from typing import Any
 import jsonschema
 import pytest
 
+from deepspeed_lint.text.document import read_document
 from framework.config import schema
 from framework.config.load import config_from_values, load_config
 from framework.config.run_config import RunConfig
 from framework.config.schema import run_schema
 from framework.errors import ConfigError
-from framework.text.document import read_document
 from tests.places import ROOT
 
 COMMITTED = ROOT / "framework/config/run.schema.json"

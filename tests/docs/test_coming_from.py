@@ -12,7 +12,7 @@ from importlib import import_module
 import pytest
 
 from framework.config.deepspeed_words import PASSED_THROUGH
-from framework.dslint.import_trainers import answers
+from framework.imports.trainers import answers
 from tools.docs_site.coming_from import coming_from_page, json_keys, keys_of
 from tools.docs_site.reference import config_keys
 
@@ -41,7 +41,7 @@ def test_every_argument_of_the_installed_package_has_an_answer(
         {field.name for field in dataclasses.fields(thing)} if is_dataclass else arguments_of(thing)
     )
     assert sorted(theirs - set(answers()[tool])) == [], (
-        "give it an answer in framework/dslint/tables/coming_from.yaml"
+        "give it an answer in framework/imports/tables/coming_from.yaml"
     )
     assert sorted(set(answers()[tool]) - theirs) == [], "the package has no such argument any more"
 

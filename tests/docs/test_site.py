@@ -206,7 +206,9 @@ def test_every_kind_that_anybody_names_is_described() -> None:
 def test_sentences_by_hand_are_of_kinds_that_there_are() -> None:
     for name, (room, _) in _COMPUTED.items():
         source = "".join(
-            path.read_text(encoding="utf-8") for path in (ROOT / "framework" / room).rglob("*.py")
+            path.read_text(encoding="utf-8")
+            for folder in (ROOT / room, ROOT / "framework" / room)
+            for path in folder.rglob("*.py")
         )
         parts = (
             name,

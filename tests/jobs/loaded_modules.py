@@ -25,7 +25,8 @@ class Loaded:
         sources = {
             name: module.__file__
             for name, module in sys.modules.items()
-            if name.split(".")[0] == "framework" and getattr(module, "__file__", None)
+            if name.split(".")[0] in ("framework", "deepspeed_lint")
+            and getattr(module, "__file__", None)
         }
         loaded = {
             "modules": sorted(sources),

@@ -37,29 +37,34 @@ def test_a_file_of_that_name_among_installed_packages_is_not_ours(
     assert find_train_script() == tmp_path / "framework/entry/train.py"
 
 
+PACKAGES = ("deepspeed_lint", "framework")
+
+
 def data_files() -> set[str]:
-    """What is read below framework/ and is no Python."""
-    files = (path for path in (ROOT / "framework").rglob("*") if path.suffix in (".json", ".typed"))
-    return {path.relative_to(ROOT).as_posix() for path in files}
+    """What is read below the packages and is no Python."""
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*")]
+    return {
+        path.relative_to(ROOT).as_posix() for path in files if path.suffix in (".json", ".typed")
+    }
 
 
 @pytest.mark.slow
 def test_an_installed_copy_starts_its_own(tmp_path: Path) -> None:
     """Built as pip builds it; `pip install` unpacks it wherever the scheme says, and nothing of it
-    lies outside of the package.
+    lies outside of the packages.
     """
     for name in ("pyproject.toml", "README.md", "train.py"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(
-        ROOT / "framework", tmp_path / "framework", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    ignored = shutil.ignore_patterns("__pycache__")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
     built = subprocess.run(
         [sys.executable, "-c", BUILD], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     site = tmp_path / "elsewhere/site-packages"
     with zipfile.ZipFile(tmp_path / built.stdout.splitlines()[-1]) as wheel:
         assert {name.partition("/")[0] for name in wheel.namelist()} == {
-            "framework",
+            *PACKAGES,
             "dsf_trainer-0.1.0.dist-info",
         }
         # Schemas, tables, and py.typed, without which mypy takes the package for one without

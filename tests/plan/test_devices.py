@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from framework.dslint.facts import gpu_kinds
+from deepspeed_lint.topology import gpu_kinds
 from framework.errors import UsageError
 from framework.plan.devices import Device, Machine, find_device, find_network, tables, value_of
 

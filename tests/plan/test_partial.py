@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_lint.text.document import Document
 from framework.cli import main
 from framework.config.load import config_from_values, load_known
 from framework.errors import Problem
@@ -15,7 +16,6 @@ from framework.plan.cluster import Cluster
 from framework.plan.layout import make_layout
 from framework.plan.plan import errors_of_known
 from framework.plan.rules import apply_rules
-from framework.text.document import Document
 from tests.plan.rules.cases import CASES
 
 UNREADABLE = {"there_is_no_such_key": 1}

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from framework.dslint.key_files import TABLES, known_releases
+from deepspeed_lint.key_files import TABLES, known_releases
 from tools import build_key_table
 from tools.key_table.models import entries_of
 from tools.key_table.recorder import NO_DEFAULT, Recorder

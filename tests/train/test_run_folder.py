@@ -22,10 +22,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_lint.text.document import read_document
 from framework.config.load import config_from_values, load_config
 from framework.errors import ConfigError, StorageError
 from framework.system.files import open_own
-from framework.text.document import read_document
 from framework.train.run_folder import RunFolder
 from tests.warm_ranks import WarmRanks
 

@@ -15,7 +15,7 @@ from framework.config.deepspeed_words import OWNED, PASSED_THROUGH
 from framework.plan.rules.passthrough import REMOVED, not_in_a_run
 from tools.docs_site.kinds import ROOT
 
-DATA: Final = ROOT / "framework/dslint/tables/coming_from.yaml"
+DATA: Final = ROOT / "framework/imports/tables/coming_from.yaml"
 _REASON: Final = re.compile(r"(not needed|not a key|cannot): ")
 _TITLES: Final = {
     "Hugging Face TrainingArguments": "Every field of `transformers.TrainingArguments`.",
@@ -39,9 +39,7 @@ def keys_of(answer: str) -> list[str]:
 
 def json_keys() -> Iterator[tuple[str, str]]:
     """Each top-level key of DeepSpeed's JSON with its answer."""
-    schema = json.loads(
-        (ROOT / "framework/dslint/deepspeed.schema.json").read_text(encoding="utf-8")
-    )
+    schema = json.loads((ROOT / "deepspeed_lint/deepspeed.schema.json").read_text(encoding="utf-8"))
     for name in sorted(set(schema["properties"]) - {"$schema"}):
         if name in OWNED:
             yield name, OWNED[name]

@@ -47,14 +47,18 @@ _NO_PROBLEMS: Final = frozenset(
         "Header",
     }
 )
+_TABLES_OF_RULES: Final = {
+    "deepspeed_lint": "deepspeed_lint/tables/rules.json",
+    "plan": "framework/plan/rules/rules.json",
+}
 # Kinds whose name, or whose sentence, is put together from parts when the problem is made.
 _COMPUTED: Final[dict[str, tuple[str, str]]] = {
     "auto-resolved": (
-        "dslint",
+        "deepspeed_lint",
         "filled in with {value}, from Hugging Face's default; give {argument}=VALUE if yours differs",
     ),
     "auto-unknown": (
-        "dslint",
+        "deepspeed_lint",
         "it follows from the number of devices; give --num_gpus N, --hostfile FILE or world_size=N",
     ),
     "callback-failed": ("train", "a method of a callback raised an error; its place is named"),
@@ -86,7 +90,7 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
         "it reads images, and text, the data, has tokens; set model.kind or data.kind",
     ),
     "not-expressible": (
-        "dslint",
+        "imports",
         "a run config has no such key; remove it, or train with the JSON itself",
     ),
     "not-in-a-run": (
@@ -122,11 +126,11 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
         "nobody says how many nodes there are; give --nnodes, or set NNODES",
     ),
     "warmup-decay-peak": (
-        "dslint",
+        "deepspeed_lint",
         "left out, WarmupDecayLR trains at 0.001; set scheduler.params.warmup_max_lr",
     ),
     "warmup-peak": (
-        "dslint",
+        "deepspeed_lint",
         "left out, WarmupLR trains at 0.001; set scheduler.params.warmup_max_lr",
     ),
     "weight-replaced": (
@@ -147,7 +151,7 @@ class Kind:
     Attributes:
         name: stable, as in brackets at the end of a message.
         sentence: reason and fix of one of its problems; empty where neither is written down.
-        room: folder of `framework/` that reports it.
+        room: folder of `framework/` that reports it, or `deepspeed_lint`.
         severity: error, warning or note, where the place that reports it has only one.
     """
 
@@ -161,10 +165,8 @@ class Kind:
 def find_kinds() -> dict[str, Kind]:
     """Return every kind, by name; of several places the first that has a sentence."""
     found: dict[str, Kind] = {}
-    for room, file in (("dslint", "tables"), ("plan", "rules")):
-        rows = json.loads(
-            (ROOT / f"framework/{room}/{file}/rules.json").read_text(encoding="utf-8")
-        )
+    for room, file in _TABLES_OF_RULES.items():
+        rows = json.loads((ROOT / file).read_text(encoding="utf-8"))
         for name, row in rows.items():
             first = {**row, **row.get("cases", [{}])[0]}
             found[name] = Kind(
@@ -177,13 +179,24 @@ def find_kinds() -> dict[str, Kind]:
         f"k8s-{name}": Kind(f"k8s-{name}", row["guards"], "deploy", "error")
         for name, row in manifests.items()
     }
-    for path in sorted((ROOT / "framework").rglob("*.py")):
+    paths = [*(ROOT / "deepspeed_lint").rglob("*.py"), *(ROOT / "framework").rglob("*.py")]
+    for path in sorted(paths):
         file = path.relative_to(ROOT).as_posix()
         for kind in _Module(ast.parse(path.read_text(encoding="utf-8")), file).kinds():
             if kind.name not in found or (kind.sentence and not found[kind.name].sentence):
                 found[kind.name] = kind
     found |= {name: Kind(name, sentence, room) for name, (room, sentence) in _COMPUTED.items()}
     return {name: kind for name, kind in sorted(found.items()) if " " in kind.sentence}
+
+
+def _room(file: str) -> str:
+    """Return the room of a file; what stands in none, and the linter's rules, count as theirs."""
+    package, *folders, _ = file.split("/")
+    if folders and folders[0] != "rules":
+        return folders[0]
+    if package == "deepspeed_lint":
+        return package
+    return "commands"
 
 
 def _joined(reason: str, fix: str) -> str:
@@ -195,8 +208,7 @@ class _Module:
 
     def __init__(self, tree: ast.Module, file: str) -> None:
         self._tree, self._file = tree, file
-        parts = file.split("/")
-        self._room = parts[1] if len(parts) > 2 else "commands"
+        self._room = _room(file)
         self._nodes: list[ast.AST] = []
         # the function in which a node stands, or the module
         self._owner: dict[ast.AST, ast.AST] = {}
@@ -299,7 +311,7 @@ class _Module:
                 (k.value.value for k in decorator.keywords if k.arg == "severity"), severity
             )
             kind = next((text for text in texts if _is_kind(text)), "")
-            if not kind and self._room == "dslint":
+            if not kind and self._room == "deepspeed_lint":
                 kind = function.name.replace("_", "-")
             yields = (node.value for node in ast.walk(function) if isinstance(node, ast.Yield))
             tuples = [
@@ -338,7 +350,7 @@ class _Module:
         """(kind, reason) or (kind, reason, fix), and what is written as two assignments in one."""
         first, *rest = node.elts
         if (
-            self._room not in ("dslint", "plan")
+            self._room not in ("deepspeed_lint", "imports", "plan")
             or not isinstance(first, ast.Constant)
             or not _is_kind(first.value)
         ):

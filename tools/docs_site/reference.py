@@ -5,7 +5,6 @@ Python API.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import inspect
 import io
@@ -21,7 +20,7 @@ from framework.commands.table import BUILT_IN
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, TYPED
 from framework.config.schema import schema_text
 from framework.system.arguments import CommandParser
-from tools.docs_site.kinds import ROOT, find_kinds
+from tools.docs_site.kinds import find_kinds
 
 _COMMANDS: Final = (
     *(
@@ -48,7 +47,8 @@ _ROOMS: Final[Mapping[str, str]] = {
     "config": "Run configs: keys and values",
     "text": "Files of settings",
     "plan": "Run configs: rules between keys",
-    "dslint": "DeepSpeed JSON",
+    "deepspeed_lint": "DeepSpeed JSON",
+    "imports": "Files of other trainers",
     "setup": "Models, data and optimizers of your own",
     "models": "Models of your own",
     "tasks": "Tasks",
@@ -357,7 +357,6 @@ def exit_codes_page() -> str:
     """Every exit code: its name in `framework/errors.py`, and the error that ends a process with
     it.
     """
-    tree = ast.parse((ROOT / "framework/errors.py").read_text(encoding="utf-8"))
     from framework import errors
 
     classes = [
@@ -366,8 +365,9 @@ def exit_codes_page() -> str:
         if isinstance(each, type) and issubclass(each, errors.FrameworkError)
     ]
     by_code: defaultdict[int, list[type]] = defaultdict(list)
-    for each in classes[1:]:
-        by_code[each.exit_code].append(each)
+    for each in classes:
+        if each is not errors.FrameworkError:
+            by_code[each.exit_code].append(each)
     lines = [
         "# Exit codes\n",
         "Of `./launch.sh`, `launch`, `deepspeed` and `python`; torchrun itself ends with 1 and prints",
@@ -376,14 +376,11 @@ def exit_codes_page() -> str:
         "| code | name | meaning | error in Python |",
         "|---|---|---|---|",
     ]
-    for node in tree.body:
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
-            continue
-        if (name := node.target.id).startswith("EXIT_") and isinstance(node.value, ast.Constant):
-            code = int(str(node.value.value))
-            about = " ".join(_first(each.__doc__) for each in by_code[code]) or _CODES[code]
-            errors_ = ", ".join(f"`{each.__name__}`" for each in by_code[code])
-            lines.append(f"| {code} | `{name}` | {_cell(about)} | {errors_} |")
+    names = {value: name for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    for code, name in sorted(names.items()):
+        about = " ".join(_first(each.__doc__) for each in by_code[code]) or _CODES[code]
+        errors_ = ", ".join(f"`{each.__name__}`" for each in by_code[code])
+        lines.append(f"| {code} | `{name}` | {_cell(about)} | {errors_} |")
     lines += [
         "| 130 | | Ctrl-C, where nothing was to be saved. | |",
         "| 128 + n | | Killed by signal n. | |",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
 
+from deepspeed_lint.text.document import read_text
 from framework.deploy.k8s.lint import lint
 from framework.deploy.k8s.manifests import parse_manifests
 from framework.deploy.k8s.render import manifest
@@ -19,7 +20,6 @@ from framework.deploy.options import as_service_name, last_setting, parse, resum
 from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, UsageError, printable
 from framework.launch.job import hand_out, refuse_one_start
 from framework.load_run import load_run
-from framework.text.document import read_text
 
 _MARK = b"app.kubernetes.io/name: dsf-trainer"  # in every object that we print
 _RESTARTS = 3

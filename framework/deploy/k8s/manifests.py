@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from deepspeed_lint.text.document import Document, KeyPath, parse_document
 from framework.errors import MISSING, ConfigError, Problem
 from framework.system.output import masked
-from framework.text.document import Document, KeyPath, parse_document
 
 _SEPARATOR: Final = re.compile(r"^---(?=\s|$)", re.MULTILINE)
 

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+import deepspeed_lint
 import framework
 from framework.doctor.node.findings import Check, warning
 from framework.doctor.node.requirements import Requirements
@@ -133,8 +134,14 @@ def _listed(values: Mapping[str, str]) -> str:
 
 
 def hash_of_framework() -> str:
-    """Return a hash of the framework's code, and of the tables and scripts beside it."""
-    return hash_of_files(Path(framework.__file__).parent, ".py", ".json", ".sh")
+    """Return a hash of the code of the framework and of the linter, and of the tables and scripts
+    beside it.
+    """
+    hashes = [
+        hash_of_files(Path(str(package.__file__)).parent, ".py", ".json", ".sh")
+        for package in (framework, deepspeed_lint)
+    ]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[: len(hashes[0])]
 
 
 def hash_of_files(place: Path, *endings: str) -> str:

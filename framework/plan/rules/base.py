@@ -15,11 +15,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
+from deepspeed_lint.rows import Finding, Row, cases_of, findings, is_between
 from framework.config.base import Section
 from framework.config.run_config import RunConfig
 from framework.errors import Problem, Severity
 from framework.plan.cluster import Cluster
-from framework.plan.rows import Finding, Row, cases_of, findings, is_between
 
 Rule = Callable[[RunConfig, Cluster], Iterator[Problem]]
 # A complete problem if its kind or its value is not the rule's.

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from deepspeed_lint.text.typos import nearest
 from framework.config.base import Object, Target
 from framework.config.optimizer import Constant
 from framework.config.run_config import RunConfig
@@ -17,7 +18,6 @@ from framework.config.training import EarlyStopping, ReduceOnPlateau
 from framework.errors import Problem, Severity
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
-from framework.text.typos import nearest
 
 _BEST: Final = "checkpoint.keep_best"
 # Metrics that every run may log; a test compares them with a run's.

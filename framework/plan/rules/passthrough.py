@@ -14,6 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
+from deepspeed_lint.text.typos import nearest
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
 from framework.config.optimizer import OURS, Muon
@@ -22,7 +23,6 @@ from framework.config.zero import OFFLOADS
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
-from framework.text.typos import nearest
 
 _TABLE: Final[Mapping[str, Any]] = json.loads(
     Path(__file__).with_suffix(".json").read_text(encoding="utf-8")

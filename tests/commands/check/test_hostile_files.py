@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_lint.text import document as read_text
 from framework.config.load import load_config
 from framework.errors import ConfigError
-from framework.text import document as read_text
 from tests.places import ROOT
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ MIB = 1 << 20
 MEASURED = """
 import sys
 from framework.cli import main
-from framework.text import document
+from deepspeed_lint.text import document
 document.WRITER_SECONDS = 0.05  # nobody comes to write
 code = main(sys.argv[1:])
 # Not ru_maxrss: it begins with the peak of the process that started this one.

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from deepspeed_lint.keys import load_table
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
 from framework.config.load import config_from_values
-from framework.dslint.import_sections import dotted_leaves as leaves
-from framework.dslint.keys import load_table
 from framework.errors import ConfigError, Problem
+from framework.imports.deepspeed_sections import dotted_leaves as leaves
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.plan.render import render

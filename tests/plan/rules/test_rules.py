@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from deepspeed_lint.text.document import parse_scalar
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.plan import rules
 from framework.plan.cluster import Cluster, Device
-from framework.text.document import parse_scalar
 from tests.plan.rules.cases import CASES
 
 RULES = {rule.__name__: rule for rule in rules.ALL}

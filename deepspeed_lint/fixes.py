@@ -1,0 +1,241 @@
+"""`check --fix`: fixes in the text for the problems of a DeepSpeed JSON that have one safe answer.
+
+Safe means that the answer is what the file already meant: a slip of one or two letters in a key,
+another tool's word for it, a key that only one other section has, a number or a truth value in
+quotes, a removed section that was switched off. The fixed file is judged again, and an edit that
+brings an error of another kind is not made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from deepspeed_lint.errors import Problem
+from deepspeed_lint.facts import FALSE, TRUE, dotted
+from deepspeed_lint.key_files import variant_of, was_off
+from deepspeed_lint.keys import Key, KeyTable, is_slip, load_table
+from deepspeed_lint.lint import lint
+from deepspeed_lint.text.document import Document, KeyPath, at
+from deepspeed_lint.text.edits import (
+    Edit,
+    MoveMember,
+    RemoveMember,
+    RenameKey,
+    ReplaceValue,
+    apply_edits,
+    clash,
+    edited_value,
+)
+from deepspeed_lint.text.hjson import parse_hjson
+
+_MOST_ROUNDS: Final = 10
+# One edit at a time is tried only where all of them at once bring an error.
+_MOST_TRIALS: Final = 50
+# What stands in a section with a misspelt name was wrong before, unseen.
+_OF_ONE_KEY: Final = (
+    "unknown-key",
+    "dotted-key",
+    "comment-key",
+    "removed-key",
+    "key-of-another-release",
+    "wrong-type",
+    "wrong-value",
+    "both-names",
+    "auto-value",
+)
+_JSON_TYPES: Final[Mapping[type, str]] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+}
+_Errors = Counter[tuple[str, str]]  # kind and key of each error
+
+
+def fixed_text(document: Document, *, release: str | None = None) -> str:
+    """Return the text with all safe fixes made; the same text where there are none.
+
+    Args:
+        document: what was read.
+        release: DeepSpeed's version; left out: the newest known.
+    """
+    for _ in range(_MOST_ROUNDS):  # edits that clash wait for the next round
+        edits = safe_edits(document, release=release)
+        if not edits:
+            break
+        document = parse_hjson(apply_edits(document, edits), name=document.name)
+    return document.text
+
+
+def safe_edits(document: Document, *, release: str | None = None) -> Sequence[Edit]:
+    """Return edits that go together; none of them makes the file worse."""
+    table = load_table(release)
+    problems = lint(document, release=release)
+    edits: list[Edit] = []
+    for problem in problems:
+        for edit in _answers(problem, document.value, table):
+            if _goes_with(edits, edit):
+                edits.append(edit)
+    errors_before = _errors(problems)
+    if not edits or _is_better(document.value, edits, errors_before, release):
+        return edits
+    return [
+        edit
+        for edit in edits[:_MOST_TRIALS]
+        if _is_better(document.value, [edit], errors_before, release)
+    ]
+
+
+def _goes_with(edits: Sequence[Edit], edit: Edit) -> bool:
+    """Check whether an edit is new and can be made together with others."""
+    return all(edit != other and not clash(edit, other) for other in edits)
+
+
+def _errors(problems: Sequence[Problem]) -> _Errors:
+    return Counter(
+        (problem.kind, problem.key) for problem in problems if problem.severity == "error"
+    )
+
+
+def _is_better(
+    value: Any, edits: Sequence[Edit], errors_before: _Errors, release: str | None
+) -> bool:
+    """Check whether the edits bring no error with them."""
+    errors = _errors(lint(Document("", edited_value(value, edits)), release=release))
+    renamed = [
+        dotted((*edit.path[:-1], edit.name)) for edit in edits if isinstance(edit, RenameKey)
+    ]
+    return all(_was_unseen(kind, key, renamed) for kind, key in errors - errors_before)
+
+
+def _was_unseen(kind: str, key: str, renamed: Sequence[str]) -> bool:
+    """Check whether a new error is of a key that was wrong before, under a misspelt name."""
+    inside = tuple(f"{name}." for name in renamed)
+    if kind in _OF_ONE_KEY and key.startswith(inside):
+        return True
+    return kind == "wrong-type" and key in renamed  # quotes: fixed in the next round
+
+
+def _answers(problem: Problem, values: Any, table: KeyTable) -> Iterator[Edit]:
+    """Yield the edit that fixes a problem, if it has one safe answer."""
+    path: KeyPath = tuple(problem.key.split("."))
+    if not _has(values, path):
+        return  # left out, or a name with a dot in it
+    if problem.kind == "unknown-key":
+        yield from _for_unknown(path, values, table)
+    elif problem.kind == "removed-key" and was_off(problem.key, problem.value):
+        yield RemoveMember(path)
+    elif problem.kind in ("loose-type", "wrong-type"):
+        key = table.get(list(map(str, path)), variant_of(values, path))
+        if key is None:
+            return
+        meant = _in_its_type(problem.value, key, is_dropped=problem.kind == "loose-type")
+        if meant is not None:
+            yield ReplaceValue(path, meant)
+
+
+def _for_unknown(path: KeyPath, values: Any, table: KeyTable) -> Iterator[Edit]:
+    """Yield another name in the same section, or the only other section that has the name."""
+    guesses = table.nearest(list(map(str, path)), variant_of(values, path))
+    if len(guesses) != 1:
+        return
+    guess = tuple(guesses[0].split("."))
+    name = guess[-1]
+    key = table.get(guesses[0], variant_of(values, guess))
+    value = at(values, path)
+    if key is None or key.status != "read" or not _suits(value, key):
+        return
+    if guess[:-1] == path[:-1]:
+        if is_slip(str(path[-1]), name) and not _has(values, guess):
+            yield RenameKey(path, name)
+    elif path[-1] == name and not isinstance(value, Mapping) and _is_free(guess, values):
+        yield MoveMember(path, guess)
+
+
+def _is_free(path: KeyPath, values: Any) -> bool:
+    """Check whether a key can be put there: its section is there or can be made, and has none of
+    the name.
+    """
+    for depth in range(1, len(path)):
+        section = path[:depth]
+        if not _has(values, section):
+            # `enabled` and the like are for the user to write: only a section that works without
+            # them is made.
+            return path[0] == "zero_optimization" or depth > 1
+        if not isinstance(at(values, section), Mapping):
+            return False
+    return not _has(values, path)
+
+
+def _suits(value: Any, key: Key) -> bool:
+    """Check whether the value can be meant for the key; quotes around a number are fixed in the
+    next round.
+    """
+    if value is None or "any" in key.types:
+        return True
+    kind = _JSON_TYPES.get(type(value), "object")
+    if kind in key.types or (kind == "integer" and "number" in key.types):
+        return True
+    return _in_its_type(value, key, is_dropped=False) is not None
+
+
+def _in_its_type(value: Any, key: Key, *, is_dropped: bool) -> Any:
+    """Return the value as it was meant; None where that is not clear.
+
+    Args:
+        value: text, or what DeepSpeed converts.
+        key: what it is for.
+        is_dropped: whether DeepSpeed converts the value itself; then it is converted as there.
+    """
+    if len(key.types) != 1 or key.from_python:
+        return None
+    if not is_dropped and not isinstance(value, str):
+        return None
+    kind = key.types[0]
+    if kind == "boolean":
+        return _as_truth(value)
+    if kind in ("integer", "number"):
+        return _as_number(value, kind)
+    return None
+
+
+def _as_truth(value: Any) -> bool | None:
+    if not isinstance(value, str):
+        return bool(value)
+    word = value.strip().lower()
+    if word in TRUE:
+        return True
+    if word in FALSE:
+        return False
+    return None
+
+
+def _as_number(value: Any, kind: str) -> int | float | None:
+    try:
+        number = float(value)
+        exact = None
+        if not isinstance(value, str) or value.strip().lstrip("+-").isdecimal():
+            exact = int(value)
+    except (ValueError, OverflowError):
+        return None
+    # A truth value was not meant as a number.
+    if not abs(number) < float("inf") or isinstance(value, bool):
+        return None
+    if kind == "number":
+        return number
+    if exact is not None:
+        return exact
+    if number.is_integer():
+        return int(number)
+    return None
+
+
+def _has(values: Any, path: KeyPath) -> bool:
+    for part in path:
+        if not isinstance(values, Mapping) or part not in values:
+            return False
+        values = values[part]
+    return True

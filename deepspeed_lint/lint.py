@@ -1,0 +1,355 @@
+"""`lint`: everything that is wrong with a DeepSpeed JSON, judged against one release of DeepSpeed.
+
+Each key is held against the key table (does this release read it, of what type, in which range),
+and the keys together against the rules. What DeepSpeed refuses or breaks on is an error; so is what
+it drops in silence, as the writer of a key wants it read. What it takes and does otherwise is a
+warning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from json import dumps
+from typing import Any, Final
+
+from deepspeed_lint.errors import MISSING, Problem, Severity
+from deepspeed_lint.facts import Facts, dotted
+from deepspeed_lint.key_files import TYPED_SECTIONS, known_releases, variant_of, without_variant
+from deepspeed_lint.keys import Key, KeyTable, history, load_table
+from deepspeed_lint.readers import Reader, judged_for
+from deepspeed_lint.rules import apply_rules
+from deepspeed_lint.text.document import Document, KeyPath
+from deepspeed_lint.topology import Topology
+from deepspeed_lint.values import Fault, class_mismatch, torch_problems, value_faults
+
+# Names that people give to comments; a key of DeepSpeed is none of them.
+_COMMENT: Final = re.compile(
+    r"//.*|#.*|[_$-]*comments?[_-]?\d*|[_$].*comment.*|_+(?:note|doc|description|readme|todo).*",
+    re.IGNORECASE,
+)
+# Where editors find a JSON Schema; DeepSpeed drops it, and it is not written for DeepSpeed.
+_SCHEMA: Final = ("$schema",)
+_UNREAD_KINDS: Final = ("unknown-key", "dotted-key", "comment-key")
+_USELESS: Final = {
+    "deprecated": "DeepSpeed keeps it for old files only",
+    "inert": "DeepSpeed reads it and does nothing with it",
+}
+
+
+def lint(
+    document: Document,
+    *,
+    release: str | None = None,
+    topology: Topology | None = None,
+    reader: Reader = "deepspeed",
+) -> list[Problem]:
+    """Return all problems of a DeepSpeed JSON, in the order of the file.
+
+    Args:
+        document: what was read, with the places of its keys.
+        release: DeepSpeed's version; left out: the newest known.
+        topology: where it is to run, as far as it is known.
+        reader: who reads it first.
+
+    Raises:
+        UsageError: there is no table of that release.
+    """
+    table = load_table(release)
+    if not isinstance(document.value, Mapping):
+        reason = "a DeepSpeed config is an object of keys"
+        return [
+            Problem(
+                kind="config-syntax",
+                file=document.name,
+                line=1,
+                column=1,
+                reason=reason,
+                fix="start with {",
+            )
+        ]
+    facts = Facts(document.value, table.release, topology or Topology())
+    of_keys = list(_KeyChecker(table, facts).problems())
+    key_alone = [problem for _, problem in of_keys]
+    together = _problems_of_settings(facts, key_alone)
+    judged = judged_for(key_alone + together, document.value, reader)
+    # Problems of keys know their path; a name in it may hold a dot.
+    paths = {id(problem): path for path, problem in of_keys}
+    distinct: dict[str, Problem] = {}
+    for problem in judged:
+        path = paths.get(id(problem), tuple(problem.key.split(".")))
+        at_its_key = placed(document, problem, path)
+        distinct[str(at_its_key)] = at_its_key
+    return sorted(
+        distinct.values(), key=lambda problem: (problem.line, problem.column, problem.kind)
+    )
+
+
+def _problems_of_settings(facts: Facts, key_problems: list[Problem]) -> list[Problem]:
+    """Return what torch's classes and the rules refuse.
+
+    A section that DeepSpeed does not read is neither filled in nor broken on, so "auto" in it is no
+    problem.
+    """
+    unread = tuple(f"{problem.key}." for problem in key_problems if problem.kind in _UNREAD_KINDS)
+    problems = list(torch_problems(facts.values)) + apply_rules(facts)
+    return [
+        problem
+        for problem in problems
+        if problem.kind != "auto-value" or not problem.key.startswith(unread)
+    ]
+
+
+def key_problems(document: Document, *, release: str | None = None) -> list[Problem]:
+    """Return the problems of keys by themselves: unknown, removed, of a wrong type or value.
+
+    Keys that are missing are no problem here, and rules are left out.
+
+    Args:
+        document: the values, which may be a part of a config.
+        release: DeepSpeed's version; left out: the newest known.
+    """
+    table = load_table(release)
+    problems = _KeyChecker(table, Facts(document.value, table.release)).problems()
+    return [
+        placed(document, problem, path)
+        for path, problem in problems
+        if problem.kind != "missing-key"
+    ]
+
+
+def placed(
+    document: Document, problem: Problem, path: KeyPath | None = None, *, at_top: bool = True
+) -> Problem:
+    """Return the problem at its key, or at the nearest section around it.
+
+    Args:
+        document: the file, with the places of its keys.
+        problem: the problem.
+        path: the path of its key; by default its dotted key, split.
+        at_top: whether a problem without a place stands at the top of the file, or nowhere.
+    """
+    if path is None:
+        path = tuple(problem.key.split("."))
+    if at_top:
+        place = document.places.get((), (1, 1))
+    else:
+        place = (0, 0)
+    for length in range(len(path), 0, -1):
+        known_place = _place(document, path[:length])
+        if known_place is not None:
+            place = known_place
+            break
+    line, column = place
+    return replace(problem, file=document.name, line=line, column=column)
+
+
+def _place(document: Document, path: KeyPath) -> tuple[int, int] | None:
+    if path in document.places:
+        return document.places[path]
+    return document.places.get(_with_indices(path))
+
+
+def _with_indices(path: KeyPath) -> KeyPath:
+    return tuple(int(part) if isinstance(part, str) and part.isdecimal() else part for part in path)
+
+
+@dataclass(frozen=True)
+class _KeyChecker:
+    """Holds every key by itself against the table."""
+
+    table: KeyTable
+    facts: Facts
+
+    def problems(self) -> Iterator[tuple[KeyPath, Problem]]:
+        yield from self._missing((), self.facts.values)
+        for path, value in self._walk(self.facts.values, ()):
+            for fault in self._judge(path, value):
+                yield _problem(path, fault, value)
+            if isinstance(value, Mapping):
+                yield from self._missing(path, value)
+                yield from self._both_names(path, value)
+
+    def _missing(
+        self, path: KeyPath, values: Mapping[str, Any]
+    ) -> Iterator[tuple[KeyPath, Problem]]:
+        """Find keys that a section does not work without.
+
+        Parameters of a type are looked for once the type is known.
+        """
+        section = self._key(path)
+        variant = self._variant((*path, "*"))
+        if section is None or section.status == "refused" or self._is_untabled((*path, "*")):
+            return
+        subject = path[-1]
+        if subject == "params" and variant:
+            subject = variant
+        for name in self._required(dotted(path), variant):
+            if name == "params" and "type" not in values:
+                continue
+            if name not in values:
+                fault = Fault("missing-key", f"{subject} does not work without it", "add it")
+                yield _problem((*path, name), fault)
+
+    def _required(self, section: str, variant: str | None) -> list[str]:
+        """Return the keys that a section, and the table of its type, need."""
+        names = list(self.table.required(section))
+        for kind in self.table.variants(section):
+            if variant and kind.lower() == variant.lower():
+                names += self.table.required(f"{section}[{kind}]")
+        return names
+
+    def _both_names(
+        self, path: KeyPath, values: Mapping[str, Any]
+    ) -> Iterator[tuple[KeyPath, Problem]]:
+        """Find keys under two of their names, which DeepSpeed's models refuse; they drop "auto"
+        before they look.
+        """
+        seen: dict[str, str] = {}
+        for name, value in values.items():
+            key = self._key((*path, name))
+            if key is None or not key.aliases or value == "auto":
+                continue
+            other = seen.setdefault(key.path, name)
+            if other != name:
+                reason = f"it is another name of {other}, which is given as well"
+                fault = Fault("both-names", reason, "remove one of them")
+                yield _problem((*path, name), fault, value)
+
+    def _walk(self, values: Mapping[str, Any], section: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+        for name, value in values.items():
+            path = (*section, name)
+            if self._is_untabled(path) or path == _SCHEMA:
+                continue
+            yield path, value
+            key = self._key(path)
+            if key is None or key.status == "refused" or key.unknown == "free":
+                continue
+            if isinstance(value, Mapping):
+                # Where no section belongs, that is what is wrong, not what is in it.
+                if not key.from_python and not {"object", "any"}.isdisjoint(key.types):
+                    yield from self._walk(value, path)
+            elif isinstance(value, list) and self._key((*path, "0")) is not None:
+                yield from self._walk_items(value, path)
+
+    def _walk_items(self, items: list[Any], path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+        for index, item in enumerate(items):
+            yield (*path, str(index)), item
+            if isinstance(item, Mapping):
+                yield from self._walk(item, (*path, str(index)))
+
+    def _key(self, path: KeyPath) -> Key | None:
+        if path:
+            return self.table.get([str(part) for part in path], self._variant(path))
+        return None
+
+    def _variant(self, path: KeyPath) -> str | None:
+        return variant_of(self.facts.values, path)
+
+    def _is_untabled(self, path: KeyPath) -> bool:
+        """Check whether the path is a parameter of one of torch's own optimizers or schedules."""
+        if len(path) < 3 or path[0] not in TYPED_SECTIONS or path[1] != "params":
+            return False
+        variant = self._variant(path)
+        known = {name.lower() for name in self.table.variants(f"{path[0]}.params")}
+        return variant is None or variant.lower() not in known
+
+    def _judge(self, path: KeyPath, value: Any) -> Iterator[Fault]:
+        key = self._key(path)
+        if key is None:
+            yield self._unknown(path, value)
+        elif key.status == "refused":
+            yield self._removed(key)
+        elif value != "auto":  # the rule `auto_value` is about these
+            if key.status in _USELESS:
+                fix = _instead(key.replaced_by, key.instead)
+                yield Fault(f"{key.status}-key", _USELESS[key.status], fix, "warning")
+            yield from value_faults(key, value)
+            mismatch = class_mismatch(self.facts, key)
+            if mismatch is not None:
+                yield mismatch
+
+    def _removed(self, key: Key) -> Fault:
+        past = history(key.path)
+        if past.removed:
+            when = f" since {past.removed}"
+        else:
+            when = ""
+        reason = f"DeepSpeed {self.table.release} raises an error where it is present{when}"
+        return Fault("removed-key", reason, _instead(key.replaced_by, key.instead))
+
+    def _unknown(self, path: KeyPath, value: Any) -> Fault:
+        """Return what is wrong with a key that the table does not have."""
+        section = self._key(path[:-1])
+        name = str(path[-1])
+        is_refused = section is not None and section.unknown == "error"
+        if is_refused:
+            reason = f"DeepSpeed {self.table.release} refuses"
+            refused = f"{reason} it"
+        else:
+            reason = f"DeepSpeed {self.table.release} reads no such key and drops it in silence"
+            refused = reason
+        if _COMMENT.fullmatch(name):
+            severity: Severity = "error" if is_refused else "warning"
+            return Fault("comment-key", refused, "write comments as // comments", severity)
+        if "." in name or "[" in name:
+            return Fault("dotted-key", refused, self._as_sections(dotted(path), value))
+        past = history(dotted(path))
+        if past.removed is not None:
+            went = f"{reason}: it went {_when(past.removed)}"
+            fix = _instead(past.replaced_by, past.instead)
+            return Fault("key-of-another-release", went, fix)
+        if past.added is not None:
+            came = f"{reason}: it came {_when(past.added)}"
+            fix = f"use DeepSpeed {past.added} or newer, or remove it"
+            return Fault("key-of-another-release", came, fix)
+        return Fault("unknown-key", refused, self._fix_of_unknown(path, value))
+
+    def _fix_of_unknown(self, path: KeyPath, value: Any) -> str:
+        guesses = self.table.nearest([str(part) for part in path], self._variant(path))
+        if guesses:
+            return f"did you mean {' or '.join(guesses)}?"
+        if isinstance(value, Mapping) and value and self._are_top_level(value):
+            return f"write {', '.join(map(str, value))} without this section around it"
+        return "remove it"
+
+    def _are_top_level(self, names: Iterable[object]) -> bool:
+        return all(self.table.get(str(name)) for name in names)
+
+    def _as_sections(self, name: str, value: Any) -> str:
+        """Return the fix for a dotted path where a name belongs."""
+        if isinstance(value, (str, int, float, type(None))):
+            nested = dumps(value)
+        else:
+            nested = "..."
+        for part in reversed(without_variant(name).split(".")):
+            nested = f'{{"{part}": {nested}}}'
+        if self.table.get(name) is not None:
+            return f"write it as sections: {nested}"
+        return "remove it"
+
+
+def _problem(path: KeyPath, fault: Fault, value: Any = MISSING) -> tuple[KeyPath, Problem]:
+    kind, reason, fix, severity = fault
+    return path, Problem(kind, reason, fix, dotted(path), value, severity=severity)
+
+
+def _when(release: str) -> str:
+    """Return when a key came or went; between two releases with tables, the exact one is not
+    known.
+    """
+    known = known_releases()
+    before = known[max(0, known.index(release) - 1)]
+    is_next = release.rpartition(".")[0] == before.rpartition(".")[0]
+    if is_next:
+        return f"with {release}"
+    return f"after {before}, in {release} at the latest"
+
+
+def _instead(replaced_by: tuple[str, ...], instead: str) -> str:
+    if instead:
+        return instead
+    if replaced_by:
+        return f"use {' or '.join(replaced_by)}"
+    return "remove it"

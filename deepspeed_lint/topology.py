@@ -1,0 +1,73 @@
+"""`Topology`: the target that a config is judged for, and the kinds of GPU that it may have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Literal
+
+Device = Literal["cuda", "cpu", "npu", "xpu", "hpu", "mps", "unknown"]
+_GPUS: Final = Path(__file__).parent / "tables/gpus.json"
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """One kind of accelerator.
+
+    Attributes:
+        name: as ``--gpu`` takes it.
+        memory_gib: memory of one device.
+        fp16: DeepSpeed trains fp16 on it (``cuda_accelerator.is_fp16_supported``: capability 7 and
+            newer).
+        bf16: it computes bf16 itself; older CUDA devices emulate it.
+        device: what torch calls its kind.
+    """
+
+    name: str
+    memory_gib: int
+    fp16: bool = True
+    bf16: bool = True
+    device: Device = "cuda"
+
+
+@cache
+def gpu_rows() -> Mapping[str, Mapping[str, Any]]:
+    """Return the rows of `tables/gpus.json`: memory, CUDA's compute capability and what torch calls
+    the kind of device.
+    """
+    rows: dict[str, Any] = json.loads(_GPUS.read_text(encoding="utf-8"))
+    return rows
+
+
+@cache
+def gpu_kinds() -> Mapping[str, GpuKind]:
+    """Return the kinds that ``--gpu`` takes, by name."""
+    kinds = {}
+    for name, row in gpu_rows().items():
+        capability = tuple(row["capability"] or ())
+        kinds[name] = GpuKind(
+            name,
+            row["memory_gib"],
+            fp16=not capability or capability >= (7, 0),
+            bf16=not capability or capability >= (8, 0),
+            device=row["kind"],
+        )
+    return kinds
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Target that a config is to run on, as far as it is known.
+
+    Attributes:
+        world_size: ranks in all; None if not known.
+        device: kind of device.
+        gpu: which GPU, from ``--gpu``.
+    """
+
+    world_size: int | None = None
+    device: Device = "unknown"
+    gpu: GpuKind | None = None

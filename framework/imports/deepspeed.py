@@ -1,0 +1,524 @@
+"""`import`: a DeepSpeed JSON becomes a run config that renders back to the same meaning.
+
+What the file leaves out is written down as DeepSpeed decides it, where our default is another.
+"auto", which only other tools fill in, becomes our default, with a comment. Keys without effect are
+named at the top. What a run config cannot express, and a key that this release does not read and
+that was on, is a problem, and then there is no run config. The ways in which the rendering differs
+from the file on purpose:
+
+- `steps_per_print`, `tensorboard`, `csv_monitor`: the Trainer reports; the engine stays silent
+(`training.log_every`, `monitors`);
+- `timers.throughput` is off unless the file gives it;
+- `zero_allow_untested_optimizer`, `zero_force_ds_cpu_optimizer`: set as the optimizer needs them;
+- torch's own optimizers are built by us, so the JSON has no `optimizer` for them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from deepspeed_lint.facts import Facts, value_at
+from deepspeed_lint.key_files import was_off
+from deepspeed_lint.keys import load_table
+from deepspeed_lint.lint import lint, placed
+from deepspeed_lint.templates import without_placeholders
+from deepspeed_lint.text.document import MAX_BYTES, Document
+from deepspeed_lint.text.hjson import parse_hjson, read_hjson
+from framework.config.deepspeed_words import OWNED, PASSED_THROUGH
+from framework.config.load import Source, config_from_values
+from framework.config.run_config import RunConfig, kind_of_default
+from framework.errors import ConfigError, Problem, printable
+from framework.imports.deepspeed_sections import (
+    NO_KEY,
+    DeepSpeedReader,
+    Omission,
+    Values,
+    is_default,
+    optimizer,
+    precision,
+    scheduler,
+    zero,
+)
+from framework.plan.plan import default_cluster, make_plan
+from framework.plan.render import merged
+from framework.plan.rules.passthrough import not_in_a_run
+
+_BATCH: Final = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+# What is left out with a comment, so that it does not stop an import: these, and keys of other
+# releases that are off.
+_LEFT_OUT: Final = frozenset({"auto-value", "inert-key"})
+_GONE: Final = frozenset({"removed-key", "key-of-another-release"})
+# Rendered in any case, so not worth a line.
+_SILENT: Final[Values] = {
+    "wall_clock_breakdown": False,
+    "timers": {"throughput": {"enabled": False, "synchronized": False}},
+    "steps_per_print": 1_000_000_000,
+}
+_PLACEHOLDER_SAMPLES: Final = 1437  # of the default data
+_REPORTS: Final = ("tensorboard", "csv_monitor")
+_REPORT_KEYS: Final = ("output_path", "job_name")
+# Section of DeepSpeed -> its key and ours.
+_SERVICES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
+    "wandb": (("project", "project"), ("group", "group"), ("team", "entity")),
+    "comet": (("project", "project"), ("workspace", "workspace")),
+}
+_SERVICE_KEYS_LEFT_OUT: Final = (
+    "api_key",
+    "online",
+    "mode",
+    "experiment_key",
+    "experiment_name",
+    "samples_log_interval",
+)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A run config, with what became of the keys of the file.
+
+    Attributes:
+        values: sections of the run config.
+        comments: dotted key -> comment beside it.
+        left_out: keys of the file that have no effect, each with the reason.
+        sources: run-config key -> the key of the file that decided it; the other values are
+            defaults.
+    """
+
+    values: Values
+    comments: Mapping[str, str]
+    left_out: tuple[Omission, ...]
+    sources: Mapping[str, str]
+
+    def decided_sections(self) -> set[str]:
+        """Return the names of the sections in which the file decides something."""
+        return {key.partition(".")[0] for key in self.sources}
+
+
+def import_deepspeed(
+    values: Mapping[str, Any], *, name: str = "", release: str | None = None
+) -> dict[str, Any]:
+    """Return the run config, as nested dicts, that renders back to what a DeepSpeed JSON means.
+
+    Raises:
+        ConfigError: DeepSpeed would refuse the file, or a run config cannot express it.
+    """
+    return import_document(Document(name, dict(values)), release=release).values
+
+
+def import_document(document: Document, *, release: str | None = None) -> Imported:
+    """Import a DeepSpeed JSON as `import_deepspeed` does, and keep the comments.
+
+    Raises:
+        ConfigError: as there; the problems name the lines of the document.
+    """
+    table = load_table(release)
+    wrong = [problem for problem in lint(document, release=release) if _stops(problem)]
+    if wrong:
+        raise ConfigError(without_placeholders(wrong, file=document.name))
+    reader = DeepSpeedReader(Facts(document.value, table.release), table)
+    sections = _sections(reader)
+    if reader.problems:
+        raise ConfigError([placed(document, problem, at_top=False) for problem in reader.problems])
+    sections["data"] = _placeholder_data(sections["batch"], reader)
+    values = {key: section for key, section in sections.items() if section}
+    try:
+        config = config_from_values(values)
+        make_plan(config, default_cluster(config))
+    except ConfigError as error:
+        problems = [
+            _at_deepspeeds_key(document, problem, reader.sources) for problem in error.problems
+        ]
+        problems.sort(key=lambda problem: (problem.line, problem.column))
+        raise ConfigError(problems) from None
+    return Imported(values, reader.comments, tuple(reader.left_out), reader.sources)
+
+
+def _stops(problem: Problem) -> bool:
+    """Check whether a problem prevents the import: DeepSpeed refuses the file, or drops a key that
+    was on.
+    """
+    if problem.kind in _GONE:
+        return not was_off(problem.key, problem.value)
+    return problem.severity == "error" and problem.kind not in _LEFT_OUT
+
+
+def _sections(reader: DeepSpeedReader) -> dict[str, Values]:
+    """Return the sections of the run config; what they do not take is settled in the reader."""
+    sections = {
+        "batch": _batch(reader),
+        "precision": precision(reader),
+        "zero": zero(reader),
+        "optimizer": optimizer(reader),
+        "scheduler": scheduler(reader),
+        "training": _training(reader),
+        "monitors": _monitors(reader),
+        "deepspeed": _passed_through(reader),
+    }
+    for section in OWNED:
+        reader.settle(section)
+    _settle_top_level(reader)
+    # Keys that the typed sections do not take, each where the file has it.
+    for path, value in reader.further.items():
+        for part in reversed(path.split(".")):
+            value = {part: value}
+        sections["deepspeed"] = merged(sections["deepspeed"], value)
+    return sections
+
+
+def _at_deepspeeds_key(document: Document, problem: Problem, sources: Mapping[str, str]) -> Problem:
+    """Move a problem of the run config to the key of the file that its value came from."""
+    deepspeed_key = sources.get(problem.key)
+    if deepspeed_key is None and problem.key.startswith("deepspeed."):
+        deepspeed_key = problem.key.removeprefix("deepspeed.")
+    if deepspeed_key is None:  # several keys together, or none of the file's
+        return replace(problem, file=document.name)
+    if deepspeed_key == problem.key:
+        reason = problem.reason
+    else:
+        reason = f"{problem.reason} ({problem.key} of a run config)"
+    return placed(document, replace(problem, key=deepspeed_key, reason=reason), at_top=False)
+
+
+def _batch(reader: DeepSpeedReader) -> Values:
+    section: Values = {}
+    for name in _BATCH:
+        value = reader.take(name, None)
+        key = OWNED[name]
+        if reader.comments.pop(key, None):
+            reason = f"it follows from the number of devices; {key} decides it"
+            reader.leave_out(name, "auto", reason)
+        if value is not None:
+            section[key.removeprefix("batch.")] = value
+    return section
+
+
+def _training(reader: DeepSpeedReader) -> Values:
+    section: Values = {"clip_grad_norm": reader.take("gradient_clipping", 1.0)}
+    steps_per_print = reader.take("steps_per_print", None)
+    if isinstance(steps_per_print, int) and steps_per_print != _SILENT["steps_per_print"]:
+        section["log_every"] = steps_per_print
+    if reader.comments.pop("training.log_every", None):
+        reader.leave_out("steps_per_print", "auto", "training.log_every has a default")
+    reader.mark_handled("managed_gradient_accumulation")
+    if reader.facts.flag("managed_gradient_accumulation", True) is not True:
+        reader.refuse(
+            "managed_gradient_accumulation",
+            "the Trainer leaves the boundaries of a step to DeepSpeed",
+            "remove it",
+        )
+    return section
+
+
+def _monitors(reader: DeepSpeedReader) -> Values:
+    section: Values = {}
+    for name in _REPORTS:
+        if reader.facts.given(f"{name}.enabled"):
+            key = OWNED[name].removeprefix("monitors.")
+            section[key] = reader.take(f"{name}.enabled", True)
+        reader.mark_without_effect(name, "files go into the run folder")
+        for key in _REPORT_KEYS:
+            path = f"{name}.{key}"
+            if reader.facts.given(path):
+                reader.leave_out(path, reader.facts.get(path), "files go into the run folder")
+            reader.mark_handled(path)
+    for name in _SERVICES:
+        if reader.take(f"{name}.enabled", False):
+            section[name] = _service(reader, name) or True
+        reader.mark_without_effect(name, "it is off")
+        _leave_out_service_keys(reader, name)
+    return section
+
+
+def _service(reader: DeepSpeedReader, name: str) -> Values:
+    section: Values = {}
+    for deepspeed_key, key in _SERVICES[name]:
+        value = reader.take(f"{name}.{deepspeed_key}", None)
+        if value is not None:
+            section[key] = value
+    return section
+
+
+def _leave_out_service_keys(reader: DeepSpeedReader, name: str) -> None:
+    for key in _SERVICE_KEYS_LEFT_OUT:
+        path = f"{name}.{key}"
+        if reader.facts.given(path):
+            value = reader.facts.get(path)
+            if key == "api_key":
+                value = "..."
+            reader.leave_out(path, value, "see monitors.comet; its key comes from COMET_API_KEY")
+        reader.mark_handled(path)
+
+
+def _passed_through(reader: DeepSpeedReader) -> Values:
+    """Return `deepspeed:`, the keys that no section of ours decides, without those without
+    effect.
+    """
+    section: Values = {}
+    for name, value in reader.facts.values.items():
+        if name not in PASSED_THROUGH or value == _SILENT.get(name):
+            continue
+        effective = _with_effect(reader, name, value)
+        if effective is not None:
+            reader.sources[f"deepspeed.{name}"] = name
+            section[name] = effective
+    return section
+
+
+def _with_effect(reader: DeepSpeedReader, written: str, value: Any) -> Any:
+    """Return a value without the keys in it that have no effect; None if nothing is left."""
+    reason = reader.why_without_effect(written, value)
+    if reason is not None:
+        reader.leave_out(written, value, reason)
+        return None
+    refusal = not_in_a_run(written, value)
+    if refusal is not None:
+        refusal_reason, fix = refusal
+        reader.refuse(written, refusal_reason, fix)
+        return None
+    key = reader.key(written)
+    if value is None and key is not None and key.default is not None:
+        reader.refuse(written, "a run config passes no null on", "write a value")
+    if not isinstance(value, Mapping) or (key is not None and key.unknown == "free"):
+        return value
+    section: Values = {}
+    for name, item in value.items():
+        effective = _with_effect(reader, f"{written}.{name}", item)
+        if effective is not None:
+            section[name] = effective
+    return section
+
+
+def _settle_top_level(reader: DeepSpeedReader) -> None:
+    """Leave out or refuse top-level keys that are neither ours nor passed through."""
+    for name, value in reader.facts.values.items():
+        if name in OWNED or name in PASSED_THROUGH or value is None or name == "$schema":
+            continue
+        why = reader.why_without_effect(name, value)
+        if why is not None:
+            reader.leave_out(name, value, why)
+            continue
+        key = reader.key(name)
+        if key is not None and is_default(key, value):
+            continue  # of an older release: it asks for what a run does anyway
+        if name == "sequence_parallel_size" and value == 1:
+            reader.leave_out(name, value, "one is what a run config has")
+        else:
+            reason, fix = not_in_a_run(name, value) or NO_KEY
+            reader.refuse(name, reason, fix)
+
+
+def _placeholder_data(batch: Values, reader: DeepSpeedReader) -> Values:
+    """Return data of the size that a large batch needs: the default data is too small to plan."""
+    samples = batch.get("global_size")
+    if not samples:
+        samples = batch.get("micro_size", 1) * batch.get("accumulation_steps", 1)
+    if samples <= _PLACEHOLDER_SAMPLES:
+        return {}
+    reader.comments["data"] = (
+        "a placeholder of the size that the batch needs: write your own data, model and task"
+    )
+    return {
+        "kind": "synthetic_images",
+        "num_samples": 100 * samples,
+        "image_size": 28,
+        "channels": 1,
+        "num_classes": 10,
+    }
+
+
+# The text of an imported run config: YAML with a comment beside what was decided for the user.
+
+
+_STUBS: Final = {
+    "run": "# run: {name: my-run}",
+    "model": "# model: {target: my_module:MyModel}",
+    "data": "# data: {target: my_module:make_data}",
+    "task": "# task: {target: my_module:my_loss}",
+    "training": "# training: {max_epochs: 3}",
+}
+_PLAIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_./:-]*[A-Za-z0-9_]|[A-Za-z_]")
+_NOT_TEXT: Final = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
+
+
+def run_config_text(imported: Imported, *, name: str) -> str:
+    """Return the text of a run config file.
+
+    Args:
+        imported: the run config.
+        name: the file that it was imported from.
+    """
+    lines = [f"# Imported from {printable(name)}. Model, data and task are not in it: write yours."]
+    if imported.left_out:
+        lines.append("# Left out, because it has no effect or is decided elsewhere:")
+        lines += [f"#   {printable(str(omission))}" for omission in imported.left_out]
+    for section, values in imported.values.items():
+        lines.append("")
+        lines += _lines(section, values, section, imported.comments, "")
+    stubs = [line for section, line in _STUBS.items() if section not in imported.values]
+    if stubs:
+        lines += [
+            "",
+            "# Yours to write; a key of a section that stands above goes into it, as no section "
+            "may stand twice:",
+        ]
+        lines += stubs
+    return "\n".join(lines) + "\n"
+
+
+def _lines(
+    name: str, value: Any, key: str, comments: Mapping[str, str], indent: str
+) -> Iterator[str]:
+    if key in comments:
+        comment = f"  # {printable(comments[key])}"
+    else:
+        comment = ""
+    if isinstance(value, Mapping) and value:
+        yield f"{indent}{_text(name)}:{comment}"
+        for inner, item in value.items():
+            yield from _lines(inner, item, f"{key}.{inner}", comments, f"{indent}  ")
+    else:
+        yield f"{indent}{_text(name)}: {_flow(value)}{comment}"
+
+
+def _flow(value: Any) -> str:
+    """Return a value in YAML's flow style, on one line."""
+    if isinstance(value, Mapping):
+        members = [f"{_text(name)}: {_flow(item)}" for name, item in value.items()]
+        return "{" + ", ".join(members) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, str):
+        return _text(value)
+    return json.dumps(value)
+
+
+def _text(text: str) -> str:
+    """Return a text without quotes if YAML reads it as the same text, in quotes otherwise."""
+    if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXT:
+        return text
+    return yaml.dump(text, default_style='"', allow_unicode=False, width=10**9).strip()
+
+
+# `train.py --deepspeed_config ds.json`: a run config and a DeepSpeed JSON describe one run
+# together. What either of them sets holds; what both set must be the same, or the run is refused
+# with both places named. What the JSON leaves out or has as "auto" is the run config's to set, and
+# DeepSpeed's or our default where it does not.
+
+
+_LONGEST_NAME: Final = 300
+_UNIONS: Final = ("optimizer", "scheduler", "precision")
+
+
+def with_deepspeed_config(
+    config: RunConfig, path: str | Path, *, source: Source | None = None
+) -> RunConfig:
+    """Return the run config with what a DeepSpeed JSON decides.
+
+    Args:
+        config: the run config, as it was written.
+        path: the DeepSpeed JSON; as DeepSpeed takes it, that may be the text itself in base64.
+        source: where the run config's values came from; it is given a note for every key of the
+            JSON without effect.
+
+    Raises:
+        ConfigError: the JSON cannot be imported, or contradicts the run config.
+    """
+    source = source or Source()
+    document = _read(str(path))
+    imported = import_document(document)
+    notes = [_left_out_note(document, omission) for omission in imported.left_out]
+    source.notes += sorted(notes, key=lambda note: (note.line, note.column))
+    written = config.written()
+    clashes = [source.locate(problem) for problem in _clashes(written, imported, document)]
+    if clashes:
+        raise ConfigError(clashes)
+    decided = imported.decided_sections()
+    json_values = {name: values for name, values in imported.values.items() if name in decided}
+    joined = merged(json_values, written)
+    return config_from_values(joined, source=source).noting_auto(config.was_auto)
+
+
+def _read(path: str) -> Document:
+    """Read a file; a name that is no file and reads as base64 of an object is the text itself
+    (deepspeed/runtime/config.py `DeepSpeedConfig`).
+    """
+    if len(path) <= 2 * MAX_BYTES and not _exists(path):
+        try:
+            text = base64.b64decode(path, altchars=b"-_", validate=True).decode("utf-8")
+        except ValueError:
+            text = ""
+        if text.lstrip().startswith("{"):
+            return parse_hjson(text, name="--deepspeed_config (base64)")
+    name = path
+    if len(path) > _LONGEST_NAME:
+        name = f"{path[:_LONGEST_NAME]}..."
+    return read_hjson(Path(path), name=name)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # too long for a name, or with a zero byte in it
+        return False
+
+
+def _clashes(
+    written: Mapping[str, Any], imported: Imported, document: Document
+) -> Iterator[Problem]:
+    """Find keys that the run config and the JSON both set, to different values."""
+    for key, deepspeed_key in imported.sources.items():
+        value = value_at(written, key.split("."), None)
+        json_value = value_at(imported.values, key.split("."), None)
+        if value is not None and json_value is not None and value != json_value:
+            place = _place(document, deepspeed_key)
+            yield _clash(key, value, f"{place} amounts to {json_value}")
+    yield from _kind_clashes(written, imported, document)
+
+
+def _kind_clashes(
+    written: Mapping[str, Any], imported: Imported, document: Document
+) -> Iterator[Problem]:
+    """Find sections in which the run config and the JSON name different kinds or targets."""
+    for name in _UNIONS:
+        section = written.get(name, {})
+        tags = [tag for tag in ("target", *kind_of_default(name)) if tag in section]
+        json_keys = [
+            deepspeed_key
+            for key, deepspeed_key in imported.sources.items()
+            if key.startswith(f"{name}.")
+        ]
+        if tags and json_keys and tags[0] not in imported.values[name]:
+            place = _place(document, json_keys[0])
+            yield _clash(f"{name}.{tags[0]}", section[tags[0]], f"{place} names another one")
+
+
+def _left_out_note(document: Document, omission: Omission) -> Problem:
+    key = omission.key
+    rest = omission.note
+    note = Problem(
+        "key-left-out", f"left out of this run: {rest}", f"remove {key}", key, severity="note"
+    )
+    return placed(document, note, at_top=False)
+
+
+def _clash(key: str, value: Any, reason: str) -> Problem:
+    return Problem("deepspeed-config-clash", reason, "say it in one of the two", key, value)
+
+
+def _place(document: Document, key: str) -> str:
+    line, _ = document.places.get(tuple(key.split(".")), (0, 0))
+    if line:
+        return f"{key} in {document.name}:{line}"
+    return f"{key} in {document.name}"

@@ -1,0 +1,557 @@
+"""From DeepSpeed's sections to ours: precision, ZeRO, optimizer and schedule, and the state of an
+import.
+
+What DeepSpeed does where a key is left out is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from deepspeed_lint.facts import DEPRECATED, Facts, dotted, leaves
+from deepspeed_lint.keys import Key, KeyTable
+from deepspeed_lint.rules.silent import UNSWITCHED
+from framework.config.deepspeed_words import OWNED, SCHEDULES, SHARED, TYPED
+from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
+from framework.config.precision import BF16, FP16
+from framework.config.zero import NEEDED_STAGE, OFFLOADS, STAGE3_KEYS, Zero
+from framework.errors import MISSING, Problem, show_value
+from framework.plan.rules.passthrough import not_in_a_run
+
+Values = dict[str, Any]
+NO_KEY: Final = ("a run config has no key for it", "remove it, or train with DeepSpeed's own API")
+
+
+@dataclass(frozen=True)
+class Omission:
+    """A key of a file that the run config does not take over.
+
+    Attributes:
+        key: as the file spells it.
+        shown: its value as a message shows it; None if the message leaves it out.
+        reason: why it is left out, or what to do instead.
+    """
+
+    key: str
+    shown: str | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.shown is None:
+            return f"{self.key} ({self.reason})"
+        return f"{self.key}: {self.note}"
+
+    @property
+    def note(self) -> str:
+        """The value and the reason."""
+        if not self.reason:
+            return self.shown or ""
+        return f"{self.shown} ({self.reason})"
+
+
+@dataclass
+class DeepSpeedReader:
+    """A DeepSpeed JSON on its way to a run config.
+
+    Attributes:
+        facts: the values as DeepSpeed sees them.
+        table: the keys of the release.
+        comments: run-config key -> comment beside it.
+        left_out: keys without effect, for the top of the file.
+        problems: keys that a run config cannot express.
+        sources: run-config key -> the DeepSpeed key that decided it; "auto" and keys left out
+            decide nothing.
+        further: DeepSpeed key -> value: keys that no typed section takes.
+    """
+
+    facts: Facts
+    table: KeyTable
+    comments: dict[str, str] = field(default_factory=dict)
+    left_out: list[Omission] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+    further: dict[str, Any] = field(default_factory=dict)
+    _handled: set[str] = field(default_factory=set)
+    _without_effect: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._autos = {
+            self.key_path(path)
+            for path, value in dotted_leaves(self.facts.values)
+            if value == "auto"
+        }
+
+    def is_auto(self, path: str) -> bool:
+        """Check whether the value is left to another tool."""
+        return path in self._autos
+
+    def take(self, path: str, our_default: Any, deepspeed_default: Any = MISSING) -> Any:
+        """Return the value of a DeepSpeed key for the run-config key that stands for it.
+
+        Args:
+            path: DeepSpeed's key, which is handled with this call.
+            our_default: the value for "auto".
+            deepspeed_default: the value where the key is left out; by default the table's.
+        """
+        self.mark_handled(path)
+        our_key = TYPED.get(path) or OWNED.get(path) or OWNED[path.partition(".")[0]]
+        if self.is_auto(path):
+            self.comments[our_key] = '"auto" in the file; this is our default'
+            return our_default
+        if self.facts.given(path):
+            self.sources[our_key] = self.facts.written(path)
+        key = self.key(path)
+        if deepspeed_default is MISSING:
+            deepspeed_default = _table_default(key)
+        value = self.facts.get(path, deepspeed_default)
+        if value is None or key is None:
+            return value
+        converted = self._converted(path, key, deepspeed_default)
+        if converted is None:
+            return value
+        return converted
+
+    def _converted(self, path: str, key: Key, default: Any) -> Any:
+        """Return "2" or 1.0 as the number it is where a model reads the section, or None."""
+        if key.types == ("boolean",):
+            return self.facts.flag(path, default)
+        if key.types == ("integer",):
+            return self.facts.whole(path, default)
+        if key.types == ("number",):
+            return self.facts.number(path, default)
+        return None
+
+    def mark_handled(self, *paths: str) -> None:
+        """Keep keys from being settled with the rest of their section."""
+        self._handled.update(paths)
+
+    def mark_without_effect(self, section: str, reason: str) -> None:
+        """Mark the rest of a section as without effect."""
+        self._without_effect[section] = reason
+
+    def refuse(self, path: str, reason: str, fix: str) -> None:
+        """Report a key that a run config cannot express."""
+        written = self.facts.written(path)
+        value = self.facts.raw(path)
+        self.problems.append(Problem("not-expressible", reason, fix, written, value))
+
+    def leave_out(self, path: str, value: Any, reason: str) -> None:
+        """List a key as left out, with the reason."""
+        self.left_out.append(Omission(path, show_value(value), reason))
+
+    def key(self, path: str) -> Key | None:
+        """Look up a key in the table."""
+        variant = None
+        if path.startswith(("optimizer.", "scheduler.")):
+            variant = self.facts.text(f"{path.partition('.')[0]}.type")
+        return self.table.get(path, variant)
+
+    def key_path(self, written: str) -> str:
+        """Return today's name of a key, without the type that the table may hold it under."""
+        key = self.key(written)
+        if key is None or "[" in key.path or "*" in key.path:
+            return written
+        if written.startswith("bfloat16"):
+            return f"bf16{written[8:]}"
+        return key.path
+
+    def settle(self, section: str) -> None:
+        """Pass on, leave out or refuse every key of a section that is not handled yet."""
+        for written, value in dotted_leaves(self.facts.values):
+            path = self.key_path(written)
+            if written.partition(".")[0] == section and path not in self._handled:
+                self._settle_key(written, path, value)
+
+    def _settle_key(self, written: str, path: str, value: Any) -> None:
+        if path in DEPRECATED:
+            return  # `Facts` has it under today's name
+        reason = self.why_without_effect(written, value)
+        if reason is not None:
+            self.leave_out(written, value, reason)
+            return
+        key = self.key(written)
+        if key is not None and (value is None or is_default(key, value)):
+            return
+        reason = self._section_reason(path)
+        if reason is not None and path not in UNSWITCHED:
+            self.leave_out(written, value, reason)
+        elif value != {}:
+            self._pass_on(path, value)
+
+    def _section_reason(self, path: str) -> str | None:
+        """Return why the section around a key is without effect, or None."""
+        for section, reason in self._without_effect.items():
+            if f"{path}.".startswith(f"{section}."):
+                return reason
+        return None
+
+    def _pass_on(self, path: str, value: Any) -> None:
+        """Put a key that no typed section takes under `deepspeed:`, or refuse it."""
+        refusal = not_in_a_run(path, value)
+        is_shared = path.partition(".")[0] in SHARED and path not in TYPED
+        if is_shared and refusal is None and value is not None:
+            self.further[path] = value
+            self.sources[f"deepspeed.{path}"] = self.facts.written(path)
+        else:
+            reason, fix = refusal or NO_KEY
+            self.refuse(path, reason, fix)
+
+    def why_without_effect(self, written: str, value: Any) -> str | None:
+        """Return why DeepSpeed does nothing with a key, or None if it does something."""
+        key = self.key(written)
+        release = self.table.release
+        if key is None:
+            return f"DeepSpeed {release} has no such key"
+        if key.status == "refused":
+            return f"DeepSpeed {release} refuses it"
+        if key.status == "inert":
+            return "DeepSpeed does nothing with it"
+        if key.status == "deprecated" and not written.startswith("bfloat16"):
+            return "DeepSpeed no longer looks at it"
+        if value == "auto" and not key.knows_auto:
+            return "other tools fill it in; DeepSpeed's default holds"
+        return None
+
+
+def _table_default(key: Key | None) -> Any:
+    if key is None or key.default is MISSING:
+        return None
+    return key.default
+
+
+def is_default(key: Key, value: Any) -> bool:
+    """Check whether a value is what DeepSpeed does anyway."""
+    return key.default is not MISSING and bool(value == key.default)
+
+
+def dotted_leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Return key and value of everything that is not a section."""
+    return ((dotted(path), value) for path, value in leaves(values))
+
+
+_PRECISIONS: Final = ("fp16", "bf16", "torch_autocast")
+_COMPUTE: Final = {"bf16": "bf16", "fp16": "fp16"}
+_ALL_STAGES: Final = (
+    "reduce_bucket_size",
+    "overlap_comm",
+    "contiguous_gradients",
+    "reduce_scatter",
+    "round_robin_gradients",
+)
+_STAGES_1_AND_2: Final[tuple[str, ...]] = ("allgather_bucket_size",)
+_NVME_KEYS: Final = (
+    "nvme_path",
+    "buffer_count",
+    "buffer_size",
+    "max_in_cpu",
+    "pipeline_read",
+    "pipeline_write",
+)
+
+
+def precision(reader: DeepSpeedReader) -> Values:
+    """Return `precision:` from `fp16`, `bf16` and `torch_autocast`; at most one of them is on."""
+    enabled = [name for name in _PRECISIONS if reader.take(f"{name}.enabled", False) is True]
+    for name in _PRECISIONS:
+        if name not in enabled:
+            reader.mark_without_effect(name, f"{name} is not enabled")
+    _comment_on_auto_precision(reader, enabled)
+    if len(enabled) > 1:
+        reader.refuse(
+            f"{enabled[1]}.enabled",
+            f"{enabled[0]} is enabled as well, and a run has one precision",
+            "disable one",
+        )
+        return {}
+    if enabled == ["fp16"]:
+        return _fp16(reader)
+    if enabled == ["bf16"]:
+        check = reader.take("bf16.check_grad_overflow", BF16().check_grad_overflow)
+        return {"dtype": "bf16", "check_grad_overflow": check}
+    if enabled:
+        return _autocast(reader)
+    return {"dtype": "fp32"}
+
+
+def _comment_on_auto_precision(reader: DeepSpeedReader, enabled: list[str]) -> None:
+    switches = [f"{name}.enabled" for name in _PRECISIONS]
+    autos = [switch for switch in switches if reader.is_auto(switch)]
+    if autos and not enabled:
+        reader.comments["precision.dtype"] = (
+            f'{" and ".join(autos)} "auto" in the file; this is our default'
+        )
+    else:  # one is enabled, so "auto" for another one means no
+        reader.comments.pop("precision.dtype", None)
+
+
+def _fp16(reader: DeepSpeedReader) -> Values:
+    our_defaults = FP16()
+    section: Values = {"dtype": "fp16"}
+    for key in FP16.model_fields:
+        if key != "dtype":
+            section[key] = reader.take(f"fp16.{key}", getattr(our_defaults, key))
+    return section
+
+
+def _autocast(reader: DeepSpeedReader) -> Values:
+    reader.mark_handled("torch_autocast.dtype")
+    dtype = reader.facts.dtype("torch_autocast.dtype")
+    if dtype not in _COMPUTE:
+        reader.refuse(
+            "torch_autocast.dtype",
+            "a run config says what autocast computes in",
+            "write bfloat16 or float16",
+        )
+        return {}
+    reader.sources["precision.compute_dtype"] = "torch_autocast.dtype"
+    section: Values = {"dtype": "autocast", "compute_dtype": _COMPUTE[dtype]}
+    modules = reader.take("torch_autocast.lower_precision_safe_modules", None)
+    if modules is not None:
+        section["lower_precision_safe_modules"] = modules
+    return section
+
+
+def zero(reader: DeepSpeedReader) -> Values:
+    """Return `zero:` from `zero_optimization`, with the keys that work at its stage."""
+    stage = reader.take("zero_optimization.stage", 0)
+    reader.mark_handled("zero_optimization")
+    section: Values = {"stage": stage}
+    if stage == 0:
+        reader.mark_without_effect("zero_optimization", "it does nothing at stage 0")
+        return section
+    if stage == 3:
+        stage_keys = STAGE3_KEYS
+        other_keys = _STAGES_1_AND_2
+    else:
+        stage_keys = _STAGES_1_AND_2
+        other_keys = STAGE3_KEYS
+    our_defaults = Zero()
+    for name in _ALL_STAGES + stage_keys:
+        value = reader.take(f"zero_optimization.{name}", getattr(our_defaults, name))
+        if value is not None:
+            section[name] = value
+    for name in other_keys:
+        path = f"zero_optimization.{name}"
+        reader.mark_without_effect(path, f"it does nothing at stage {stage}")
+    for name in OFFLOADS:
+        section |= _offload(reader, name, stage)
+    return section
+
+
+def _offload(reader: DeepSpeedReader, name: str, stage: int) -> Values:
+    path = f"zero_optimization.{name}"
+    device = reader.take(f"{path}.device", "none")
+    reader.mark_handled(path)
+    if device in (None, "none"):
+        reader.mark_without_effect(path, "nothing is offloaded")
+        return {}
+    needed_stage = NEEDED_STAGE[name].get(device, 3)
+    if stage < needed_stage:
+        reader.mark_without_effect(path, f"it does nothing at stage {stage}")
+        reader.leave_out(
+            reader.facts.written(f"{path}.device"),
+            device,
+            f"DeepSpeed offloads to {device} from stage {needed_stage} on",
+        )
+        return {}
+    section: Values = {"device": device}
+    for key, field_info in OFFLOADS[name][device].model_fields.items():
+        if key != "device":
+            section[key] = reader.take(f"{path}.{key}", field_info.default)
+    if device == "cpu":
+        for key in _NVME_KEYS:
+            reader.mark_without_effect(f"{path}.{key}", "it is for nvme")
+    return {name: section}
+
+
+_OPTIMIZERS: Final[Mapping[str, type[Any]]] = {
+    "adagrad": Adagrad,
+    "lion": Lion,
+    "lamb": Lamb,
+    "SGD": SGD,
+}
+_OWN_FIELDS: Final = frozenset({"kind", "implementation"})
+# torch's names: what torch.optim takes and its defaults where DeepSpeed's table has none.
+_TORCH_DEFAULTS: Final[Mapping[str, Any]] = {
+    "lr": 1e-3,
+    "weight_decay": 0.0,
+    "momentum": 0.0,
+    "nesterov": False,
+}
+# What DeepSpeed takes out of the parameters before torch's own Adam sees them.
+_NOT_TORCHS: Final = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_states"})
+# DeepSpeed's name -> our section, and our field -> DeepSpeed's parameter.
+_SCHEDULES: Final = {name: (section, names) for section, (name, names) in SCHEDULES.items()}
+
+
+def optimizer(reader: DeepSpeedReader) -> Values:
+    """Return `optimizer:`.
+
+    DeepSpeed's "Adam" is AdamW unless `adam_w_mode` is false; torch's own classes become targets.
+    """
+    reader.mark_handled(
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "optimizer.type",
+        "optimizer.params",
+    )
+    name = reader.facts.optimizer
+    if not name or reader.is_auto("optimizer.type"):
+        reader.comments["optimizer"] = (
+            "the file names none (DeepSpeed then takes one from code); this is our default"
+        )
+        return AdamW().model_dump()
+    reader.sources["optimizer.kind"] = "optimizer.type"
+    params = reader.facts.section("optimizer.params")
+    if name in ("adam", "adamw"):
+        return _adam(reader, name, params)
+    section = _OPTIMIZERS.get(name)
+    if section is not None and (name != "SGD" or params.keys() <= section.model_fields.keys()):
+        return {"kind": section.model_fields["kind"].default, **_fields(reader, section)}
+    if reader.key("optimizer.params") is not None and _is_deepspeeds(reader, name):
+        reader.refuse(
+            "optimizer.type",
+            f"a run config has no {name}",
+            "use adamw, or train with DeepSpeed's own API",
+        )
+        return {}
+    return _target(reader, name, params)
+
+
+def _is_deepspeeds(reader: DeepSpeedReader, name: str) -> bool:
+    """Check whether the key table has parameters of an optimizer of this name."""
+    variants = {variant.lower() for variant in reader.table.variants("optimizer.params")}
+    return name.lower() in variants
+
+
+def _adam(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Values:
+    decouples_decay = reader.facts.flag("optimizer.params.adam_w_mode", True)
+    reader.mark_handled("optimizer.params.adam_w_mode")
+    is_torchs = reader.take("optimizer.params.torch_adam", True)
+    section = AdamW if name == "adamw" or decouples_decay else Adam
+    if is_torchs:
+        reader.mark_handled("optimizer.params.fp32_optimizer_states")
+        if not params.keys() <= section.model_fields.keys() | _NOT_TORCHS | {"fused"}:
+            torch_params = {key: params[key] for key in params if key not in _NOT_TORCHS}
+            return _target(reader, section.__name__, torch_params)
+    if not is_torchs:
+        implementation = "deepspeed"
+    elif reader.take("optimizer.params.fused", False):
+        implementation = "fused"
+    else:
+        implementation = "torch"
+    # torch.optim.AdamW decays by 0.01 if weight_decay is left out, DeepSpeed's kernels do not decay
+    decay = section.model_fields["weight_decay"].default if is_torchs else 0.0
+    values: Values = {"kind": section.model_fields["kind"].default}
+    values |= _fields(reader, section, weight_decay=decay)
+    values["implementation"] = implementation
+    return values
+
+
+def _fields(
+    reader: DeepSpeedReader, section: type[Any], *, weight_decay: float | None = None
+) -> Values:
+    """Return the fields of one of our optimizers, each from DeepSpeed's parameter of its name.
+
+    Args:
+        reader: the DeepSpeed JSON.
+        section: our optimizer.
+        weight_decay: DeepSpeed's default; by default the table's.
+    """
+    values: Values = {}
+    for name, field_info in section.model_fields.items():
+        path = f"optimizer.params.{name}"
+        key = reader.key(path)
+        if name in _OWN_FIELDS or (key is None and name not in _TORCH_DEFAULTS):
+            continue  # it has our default
+        if name == "weight_decay" and weight_decay is not None:
+            default = weight_decay
+        elif key is not None:
+            default = key.default
+        else:
+            default = _TORCH_DEFAULTS[name]
+        values[name] = reader.take(path, field_info.default, default)
+    return values
+
+
+def _target(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Values:
+    """Return one of torch's own optimizers as a target.
+
+    DeepSpeed builds it from its name, we build it from its import path.
+    """
+    if not name.isidentifier() or name.islower():
+        reader.refuse(
+            "optimizer.type", "not the name of a class in torch.optim", "write for example AdamW"
+        )
+        return {}
+    class_args = {}
+    for key, value in params.items():
+        if value == "auto":
+            reader.comments["optimizer"] = f'left to {name}, because the file says "auto": {key}'
+        else:
+            class_args[key] = value
+        reader.mark_handled(f"optimizer.params.{key}")
+    source = reader.sources.pop("optimizer.kind")
+    reader.sources["optimizer.target"] = source
+    reader.sources["optimizer.args"] = source
+    return {"target": f"torch.optim:{name}", "args": class_args}
+
+
+def scheduler(reader: DeepSpeedReader) -> Values:
+    """Return `scheduler:`, one of DeepSpeed's five; without one the rate is constant."""
+    name = reader.facts.text("scheduler.type", "")
+    reader.mark_handled("scheduler.type", "scheduler.params")
+    if not name or reader.is_auto("scheduler.type"):
+        reader.comments["scheduler"] = (
+            "the file names none; one from code, such as our cosine, does not stand in it"
+        )
+        return {"kind": "constant"}
+    if name not in _SCHEDULES:
+        reader.refuse(
+            "scheduler.type",
+            "a run config has DeepSpeed's five schedules, constant and cosine",
+            f"use {', '.join(_SCHEDULES)}",
+        )
+        return {}
+    reader.sources["scheduler.kind"] = "scheduler.type"
+    values = _schedule_values(reader, name)
+    _check_schedule_values(reader, name, values)
+    return values
+
+
+def _schedule_values(reader: DeepSpeedReader, name: str) -> Values:
+    section, parameters = _SCHEDULES[name]
+    values: Values = {"kind": section.model_fields["kind"].default}
+    for our_name, parameter in parameters.items():
+        path = f"scheduler.params.{parameter}"
+        value = reader.take(path, section.model_fields[our_name].get_default())
+        if isinstance(value, list):
+            reader.refuse(path, "a run config has one rate for all parameters", "write one number")
+        elif value is not None and our_name == "warmup_steps" and value < 2:
+            values[our_name] = 2
+            reader.comments[f"scheduler.{our_name}"] = f"DeepSpeed turns {value} into 2"
+        elif value is not None:
+            values[our_name] = value
+    return values
+
+
+def _check_schedule_values(reader: DeepSpeedReader, name: str, values: Values) -> None:
+    """Refuse a cycle without rates, and comment on "auto" values that are left out."""
+    if name == "OneCycle" and not {"min_lr", "max_lr"} <= values.keys():
+        reader.refuse(
+            "scheduler.params",
+            'cycle_min_lr and cycle_max_lr have no default that "auto" could mean',
+            "write both",
+        )
+    stand_ins = {"total_steps": "the length of the run", "max_lr": "the optimizer's rate"}
+    notes = [
+        f"{key} is {stand_in}"
+        for key, stand_in in stand_ins.items()
+        if f"scheduler.{key}" in reader.comments and key not in values
+    ]
+    if notes:
+        reader.comments["scheduler.kind"] = (
+            f'"auto" in the file, so left out: {" and ".join(notes)}'
+        )

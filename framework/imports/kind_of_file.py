@@ -1,0 +1,218 @@
+"""What a file is: a run config, DeepSpeed JSON, or a config of another tool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import yaml
+
+from deepspeed_lint.keys import load_table
+from deepspeed_lint.templates import template_problem
+from deepspeed_lint.text.document import YAML_ENDINGS, Document, read_text
+from deepspeed_lint.text.hjson import parse_hjson
+from framework.errors import MISSING, ConfigError, Problem
+from framework.imports.other_tools import other_tool, other_tool_problem
+
+Tool = Literal["transformers.TrainingArguments", "lightning.Trainer", "accelerate"]
+_TOOLS: Final[Mapping[Tool, tuple[str, str]]] = {
+    "transformers.TrainingArguments": ("trainer-config", "Hugging Face's Trainer"),
+    "lightning.Trainer": ("trainer-config", "Lightning"),
+    "accelerate": ("accelerate-config", "Hugging Face's Accelerate"),
+}
+_ACCELERATE_KEYS: Final = frozenset({"compute_environment", "distributed_type", "deepspeed_config"})
+_TRAINER_KEYS: Final = frozenset(
+    {
+        "output_dir",
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "num_train_epochs",
+        "learning_rate",
+        "eval_strategy",
+        "evaluation_strategy",
+        "save_strategy",
+        "save_steps",
+        "logging_steps",
+        "lr_scheduler_type",
+    }
+)
+_LIGHTNING_KEYS: Final = frozenset(
+    {
+        "max_epochs",
+        "max_steps",
+        "devices",
+        "accelerator",
+        "strategy",
+        "precision",
+        "num_nodes",
+    }
+)
+_DEEPSPEED_KEYS: Final = frozenset(
+    {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}
+)
+IN_BOTH: Final = frozenset({"optimizer", "scheduler", "checkpoint"})
+# Sections that only a run config has. A test holds them against RunConfig.
+OURS: Final = frozenset(
+    {
+        "run",
+        "model",
+        "data",
+        "task",
+        "batch",
+        "precision",
+        "zero",
+        "parallel",
+        "training",
+        "evaluation",
+        "monitors",
+        "callbacks",
+        "profile",
+        "supervision",
+        "deepspeed",
+    }
+)
+# Sections of ours that other trainers have, too.
+_OTHER_TRAINERS_SECTIONS: Final = frozenset({"model", "data", "deepspeed"})
+
+
+def read_deepspeed_json(path: Path, *, name: str) -> Document | None:
+    """Read a file if it is DeepSpeed JSON; None if it is a run config.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if path.suffix.lower() in YAML_ENDINGS:
+        return None
+    return parse_deepspeed_json(read_text(path, name=name), path, name=name)
+
+
+def parse_deepspeed_json(text: str, path: Path, *, name: str) -> Document | None:
+    """Parse a text that has been read, as `read_deepspeed_json` does.
+
+    YAML files are run configs. Anything else is DeepSpeed JSON unless more of its keys are a run
+    config's own.
+    """
+    if path.suffix.lower() in YAML_ENDINGS:
+        return None
+    try:
+        document = parse_hjson(text, name=name)
+    except ConfigError as error:
+        raise ConfigError(template_problem(text, file=name) or error.problems) from None
+    if is_run_config(document.value):
+        return None
+    return document
+
+
+def is_run_config(values: Any) -> bool:
+    """Check whether these values are a run config rather than DeepSpeed's own."""
+    if not isinstance(values, Mapping):
+        return False
+    num_ours = len(OURS & values.keys())
+    optimizer = values.get("optimizer")
+    if isinstance(optimizer, Mapping):
+        num_ours += len({"kind", "target"} & optimizer.keys())
+    return num_ours > len(_deepspeed_keys(values))
+
+
+def _deepspeed_keys(values: Mapping[str, Any]) -> list[str]:
+    """Return the keys that only DeepSpeed has.
+
+    The key table is loaded only where one of ours is there as well.
+    """
+    if OURS & values.keys():
+        return [name for name in load_table().children() if name in values and name not in IN_BOTH]
+    optimizer = values.get("optimizer")
+    if isinstance(optimizer, Mapping) and "type" in optimizer:
+        return ["type"]
+    return []
+
+
+def assumption(document: Document, *, as_run_config: bool) -> Iterator[Problem]:
+    """Note what a file was taken for, if it has keys of both kinds."""
+    values = document.value
+    if not isinstance(values, Mapping):
+        return
+    our_keys = [name for name in values if name in OURS]
+    deepspeed_keys = _deepspeed_keys(values)
+    if not our_keys or not deepspeed_keys:
+        return
+    if as_run_config:
+        taken = "a run config"
+        other = deepspeed_keys[0]
+    else:
+        taken = "DeepSpeed JSON"
+        other = our_keys[0]
+    reason = f"the file was taken for {taken}, and this key is of the other kind"
+    fix = "keep the keys of one kind in one file"
+    line, column = document.places.get((other,), (0, 0))
+    yield Problem(
+        "kind-of-file-assumed",
+        reason,
+        fix,
+        other,
+        MISSING,
+        document.name,
+        line,
+        column,
+        severity="note",
+    )
+
+
+def tool_of(values: Any) -> Tool | None:
+    """Return the trainer these arguments belong to, or None."""
+    if not isinstance(values, Mapping) or (OURS - _OTHER_TRAINERS_SECTIONS) & values.keys():
+        return None
+    if other_tool(values, OURS) is not None:
+        return None
+    trainer = values.get("trainer")
+    if isinstance(trainer, Mapping) and _LIGHTNING_KEYS & trainer.keys():
+        return "lightning.Trainer"
+    if _ACCELERATE_KEYS & values.keys() or {"mixed_precision", "num_processes"} <= values.keys():
+        return "accelerate"
+    if len(_TRAINER_KEYS & values.keys()) > 1 and not _DEEPSPEED_KEYS & values.keys():
+        return "transformers.TrainingArguments"
+    return None
+
+
+def foreign_problem(document: Document) -> Problem | None:
+    """Return the problem of a config of another tool, which has some of DeepSpeed's settings under
+    names of its own.
+    """
+    values = document.value
+    if not isinstance(values, Mapping):
+        return None
+    name = other_tool(values, OURS)
+    if name is not None:
+        return other_tool_problem(name, values, file=document.name)
+    trainer = tool_of(values)
+    if trainer is None:
+        return None
+    kind, tool = _TOOLS[trainer]
+    fix = "`import` prints the run config that it amounts to"
+    reason = f"this is a config of {tool}, neither a run config nor DeepSpeed JSON"
+    return Problem(kind, reason, fix, "", MISSING, document.name, 1, 1)
+
+
+def with_last_of_duplicates(
+    text: str, error: ConfigError, *, name: str, is_yaml: bool
+) -> Document | None:
+    """Read a file with duplicate keys as its tool does, which takes the last of them.
+
+    Returns:
+        The document; None for a file that is not another tool's, or with other errors.
+    """
+    if any(problem.kind != "duplicate-key" for problem in error.problems):
+        return None
+    try:
+        if is_yaml:
+            values = yaml.safe_load(text)
+        else:
+            values = json.loads(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+    document = Document(name, values, text=text)
+    if foreign_problem(document) is not None:
+        return document
+    return None
