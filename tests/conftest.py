@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -99,6 +100,15 @@ def exhaustive(pytestconfig: pytest.Config) -> bool:
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run the whole suite in lanes."""
     lanes.choose(config)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files of slow tests alone where none is chosen: what they import takes seconds."""
+    if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
+        text = collection_path.read_text(encoding="utf-8")
+        if re.search(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", text, re.MULTILINE):
+            return True
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,10 +21,12 @@ import sys
 import traceback
 import warnings
 from collections.abc import Collection
+from contextlib import suppress
 from functools import cache
 from io import StringIO
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 import pytest
@@ -242,11 +244,7 @@ def _be_lane(lane: int, session: pytest.Session, channel: Connection) -> None:
     _number = lane
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
     config = session.config
-    capture = config.pluginmanager.get_plugin("capturemanager")
-    # A fork shares the files that hold what is captured.
-    capture.stop_global_capturing()
-    capture.start_global_capturing()
-    capture.suspend_global_capture()
+    _capture_alone(config)
     config.pluginmanager.get_plugin("terminalreporter")._tw._file = StringIO()
     config.pluginmanager.register(_Reporter(config, channel), "lane")
     factory = config._tmp_path_factory  # type: ignore[attr-defined]
@@ -262,6 +260,17 @@ def _be_lane(lane: int, session: pytest.Session, channel: Connection) -> None:
         session._setupstate.teardown_exact(None)
         channel.close()
         os._exit(0)  # tearing down ten thousand cases takes seconds
+
+
+def _capture_alone(config: pytest.Config) -> None:
+    """Give this process files of its own for what is captured: a fork shares those of the parent.
+
+    Loggers that were made while tests were collected keep writing to the same file objects.
+    """
+    capturing = config.pluginmanager.get_plugin("capturemanager")._global_capturing
+    for stream in (capturing.out, capturing.err):
+        with suppress(OSError), TemporaryFile(buffering=0) as own:
+            os.dup2(own.fileno(), stream.tmpfile.fileno())
 
 
 def _run_files(files: dict[str, list[pytest.Item]], channel: Connection) -> None:

@@ -8,6 +8,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -46,7 +47,7 @@ def rates(files: list[Path]) -> dict[str, float]:
     """
     counts: Counter[str] = Counter()
     for file in files:
-        counts.update(_counts(file.read_text(encoding="utf-8")))
+        counts.update(_counts(file))
     if counts["code lines"] < FEWEST_LINES:
         return {}
     return {name: 1000 * counts[name] / counts["code lines"] for name in MOST_PER_1000}
@@ -63,9 +64,15 @@ def rooms() -> dict[str, list[Path]]:
     return found
 
 
-def function_docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
+@cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a module's tree: each file is parsed once for all tests of a process."""
+    return tuple(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
+def function_docstrings(file: Path) -> Iterator[tuple[str, str]]:
     """Yield name and docstring of each function that has one; a property is named by a noun."""
-    for node in ast.walk(tree):
+    for node in nodes(file):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             docstring = ast.get_docstring(node)
             decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
@@ -73,18 +80,18 @@ def function_docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
                 yield node.name, docstring
 
 
-def remarks(text: str) -> Iterator[str]:
+def remarks(file: Path) -> Iterator[str]:
     """Yield all docstrings and comments of a module."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(file):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
             yield ast.get_docstring(node) or ""
-    for line in text.split("\n"):
+    for line in file.read_text(encoding="utf-8").split("\n"):
         yield line.partition("#")[2]
 
 
-def _counts(text: str) -> Counter[str]:
+def _counts(file: Path) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(file):
         if isinstance(node, ast.IfExp):
             counts["ternaries"] += 1
         elif isinstance(node, ast.NamedExpr):
@@ -99,7 +106,8 @@ def _counts(text: str) -> Counter[str]:
             sides = (node.left, node.right)
             counts["products of conditions"] += any(_is_condition_or_text(side) for side in sides)
         counts["code lines"] -= _docstring_lines(node)
-    lines = [line for line in text.split("\n") if line.strip() and not line.strip().startswith("#")]
+    stripped = [line.rstrip() for line in file.read_text(encoding="utf-8").split("\n")]
+    lines = [line for line in stripped if line and not line.lstrip().startswith("#")]
     counts["code lines"] += len(lines)
     counts["lines of more than 100 columns"] = sum(len(line) > 100 for line in lines)
     return counts

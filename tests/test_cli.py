@@ -57,6 +57,7 @@ def test_the_blocker_blocks(without_torch: dict[str, str]) -> None:
 COMMANDS = (["check", QUICKSTART], ["plan", QUICKSTART], ["render", QUICKSTART], ["schema"])
 
 
+@pytest.mark.slow
 def test_commands_answer_without_torch_and_in_little_time(without_torch: dict[str, str]) -> None:
     """Well under half a second: processor time, as a multiple of what Python takes to import
     pydantic and PyYAML.
@@ -92,6 +93,7 @@ def taken_by(
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done
 
 
+@pytest.mark.slow
 def test_a_wrong_config_without_torch(without_torch: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("zero: {stage: 4}\n")
@@ -110,6 +112,7 @@ def test_a_reader_that_leaves_early_is_no_error(without_torch: dict[str, str]) -
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_was_never_there_is_no_error(without_torch: dict[str, str]) -> None:
     """Small output is still in the buffer when the command ends: the flush at exit meets the closed
     pipe.
@@ -123,6 +126,7 @@ def test_a_reader_that_was_never_there_is_no_error(without_torch: dict[str, str]
         assert done.returncode in (0, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -150,6 +154,7 @@ def test_without_a_reader_a_refusal_stays_one(
     assert done.returncode == code
 
 
+@pytest.mark.slow
 def test_without_a_reader_an_unfit_machine_stays_one() -> None:
     """Also where the output waits in a buffer; `doctor` looks whether torch is there, so nothing
     blocks it.
@@ -404,6 +409,7 @@ def test_hostfiles_say_where(tmp_path: Path, capsys: Capture) -> None:
     assert "[hostfile-not-found]" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_file_names_may_be_any_bytes(without_torch: dict[str, str], tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/\xff.yaml"
     Path(os.fsdecode(path)).write_text("run: {name: x}\n")

@@ -75,6 +75,7 @@ def test_values_are_shown_as_yaml_writes_them(value: Any, shown: str) -> None:
     assert show_value(value) == shown
 
 
+@pytest.mark.slow
 @given(ANYTHING)
 def test_any_value_is_one_short_printable_line(value: Any) -> None:
     shown = show_value(value)
@@ -88,6 +89,7 @@ def test_a_list_that_holds_itself_is_shown() -> None:
     assert show_value(loop) == "[[[...]]]"
 
 
+@pytest.mark.slow
 @given(reason=st.text(), key=st.text(), file=st.text(), value=ANYTHING)
 def test_a_problem_is_one_line_and_json_whatever_it_holds(
     reason: str, key: str, file: str, value: Any
@@ -103,6 +105,7 @@ def test_a_value_that_was_left_out_is_not_in_the_json() -> None:
     assert Problem(kind="k", reason="r", value=None).to_dict()["value"] is None
 
 
+@pytest.mark.slow
 @given(
     value=st.none()
     | st.booleans()

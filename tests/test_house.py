@@ -34,9 +34,9 @@ def sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def identifiers(tree: ast.AST) -> Iterator[str]:
-    """Names of functions, classes, arguments and variables that a module defines."""
-    for node in ast.walk(tree):
+def identifiers(file: Path) -> Iterator[str]:
+    """Yield names of functions, classes, arguments and variables that a module defines."""
+    for node in plain_code.nodes(file):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -77,7 +77,7 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
     num_docstrings = 0
     without = []
     for path in sources(*PACKAGES):
-        for name, docstring in plain_code.function_docstrings(ast.parse(path.read_text("utf-8"))):
+        for name, docstring in plain_code.function_docstrings(path):
             num_docstrings += 1
             if plain_code.NOT_A_VERB.match(docstring):
                 without.append(f"{path.relative_to(ROOT)}: {name}: {docstring.splitlines()[0]}")
@@ -88,7 +88,7 @@ def test_docstrings_of_functions_begin_with_a_verb() -> None:
 def test_docstrings_and_comments_name_who_does_what() -> None:
     vague = []
     for path in sources(*PACKAGES):
-        for remark in plain_code.remarks(path.read_text("utf-8")):
+        for remark in plain_code.remarks(path):
             vague += [
                 f"{path.relative_to(ROOT)}: {word}" for word in plain_code.VAGUE.findall(remark)
             ]
@@ -99,7 +99,7 @@ def test_names_are_the_fields() -> None:
     wrong = []
     for path in sources(*PACKAGES):
         names = set(path.relative_to(ROOT).with_suffix("").parts)
-        names.update(identifiers(ast.parse(path.read_text("utf-8"))))
+        names.update(identifiers(path))
         if path.name in OF_EARLY_STOPPING:
             names -= {"patience", "_patience"}
         for name in sorted(names):
@@ -111,7 +111,7 @@ def test_names_are_the_fields() -> None:
 def test_functions_are_short() -> None:
     long = []
     for path in sources(*PACKAGES):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in plain_code.nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if num_lines > LONGEST_FUNCTION:

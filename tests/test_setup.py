@@ -302,6 +302,7 @@ def test_a_build_machine_runs_the_same_tests(machine: Machine, torch_environment
 # ------------------------------------------------------------------------------------------- an environment of our own
 
 
+@pytest.mark.slow
 def test_makes_an_environment_once(machine: Machine) -> None:
     first = machine.run("setup")
     assert first.returncode == 0
@@ -328,12 +329,14 @@ def test_nothing_is_compiled_ahead_where_there_is_a_gpu(machine: Machine) -> Non
     assert "call: compile" not in machine.calls()
 
 
+@pytest.mark.slow
 def test_the_tests_bring_their_own_tools(machine: Machine) -> None:
     machine.run("test")
     assert f"-e {machine.checkout}[train,dev]\n" in machine.calls()
     assert machine.run("setup").stderr.startswith("environment: .venv, ready")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["pyproject.toml", "constraints.txt"])
 def test_a_change_of_the_requirements_is_installed(machine: Machine, file: str) -> None:
     machine.run("setup")
@@ -344,6 +347,7 @@ def test_a_change_of_the_requirements_is_installed(machine: Machine, file: str) 
     assert machine.calls().startswith("call: uv pip install ")
 
 
+@pytest.mark.slow
 def test_a_failed_installation_says_why_and_is_repeated(machine: Machine) -> None:
     done = machine.run("setup", STUB_FAIL="1", STUB_CODE="1")
     assert done.returncode == 74
@@ -397,6 +401,7 @@ def test_the_build_of_torch_for_processors_is_taken_where_its_index_is_reached(
     )
 
 
+@pytest.mark.slow
 def test_further_extras_are_installed_on_request(machine: Machine) -> None:
     assert machine.run("setup", "text", "bench").returncode == 0
     assert f"-e {machine.checkout}[train,text,bench]\n" in machine.calls()
@@ -462,6 +467,7 @@ def test_uv_is_installed_beside_if_there_is_none(machine: Machine) -> None:
     assert (machine.checkout / ".venv-tools/.gitignore").read_text() == "*\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_active", [False, True])
 def test_an_environment_that_uv_made_is_completed_without_uv_on_the_path(
     machine: Machine, is_active: bool

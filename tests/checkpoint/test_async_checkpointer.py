@@ -88,6 +88,7 @@ class TestWriting:
         assert stated.count("[checkpoint-waits]") == 1
         assert "step 2 is to be saved while step 1 is still being written" in stated
 
+    @pytest.mark.slow
     def test_memory_is_used_again_and_grows(self, make: Any, tmp_path: Path) -> None:
         engine = Engine(num_bytes=300)
         checkpointer = make(engine)

@@ -228,6 +228,7 @@ def test_what_a_disk_refuses_in_the_words_of_a_connection_is_told(
 
 
 class TestIdentity:
+    @pytest.mark.slow
     def test_what_another_run_has_written_counts_for_nothing(
         self, make: Any, tmp_path: Path
     ) -> None:
@@ -333,6 +334,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer_is", ["stopped", "running"])
 def test_a_killed_run_takes_its_writer_along_and_leaves_whole_checkpoints(
     tmp_path: Path, writer_is: str

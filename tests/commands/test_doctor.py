@@ -19,6 +19,7 @@ from tests.doctor.node.broken import QUICKSTART, doctor, findings
 from tests.launched import job_environment
 
 
+@pytest.mark.slow
 def test_json_has_what_tools_need() -> None:
     done = doctor(QUICKSTART, "--num_gpus", "2", "--json", "zero.stage=1")
     found = json.loads(done.stdout)
@@ -39,6 +40,7 @@ def test_json_has_what_tools_need() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_the_config_does_not_hide_the_machine(tmp_path: Path) -> None:
     done = doctor(QUICKSTART, "--num_gpus", "7", before=["ulimit -n 200"])
     assert done.returncode == 78
@@ -47,6 +49,7 @@ def test_what_is_wrong_with_the_config_does_not_hide_the_machine(tmp_path: Path)
     assert "not fit to train: 2 errors" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "kind"),
     [(["no/such.yaml"], "config-not-found"), (["-H", "no/such"], "hostfile-not-found")],
@@ -55,6 +58,7 @@ def test_files_that_are_not_there(words: list[str], kind: str) -> None:
     assert kind in findings(*words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -84,6 +88,7 @@ exec sh -c "$*"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "names", "slots", "visible"),
     [
@@ -143,6 +148,7 @@ def test_this_machine_is_known_as_a_start_knows_it(
     assert (local._alone_in_hostfile(parse(["a.yaml", *where])) is not None) == here
 
 
+@pytest.mark.slow
 def test_torch_is_not_imported(tmp_path: Path) -> None:
     look = (
         "import sys; from framework.cli import main; main(['doctor', sys.argv[1], '--num_gpus', '2']); "
@@ -158,6 +164,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].strip() == "end"
 
 
+@pytest.mark.slow
 def test_the_users_own_module_is_hashed_where_it_lies(tmp_path: Path) -> None:
     (tmp_path / "my_nets.py").write_text("class Net: pass\n")
     words = (QUICKSTART, "--num_gpus", "1", "--json", "model={target: 'my_nets:Net'}")

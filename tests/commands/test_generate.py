@@ -75,6 +75,7 @@ def test_a_seed_names_a_sample(model: torch.nn.Module) -> None:
     assert drawn(model, seed=5) != drawn(model, seed=6)
 
 
+@pytest.mark.slow
 def test_samples_follow_the_softmax_of_the_divided_logits(model: torch.nn.Module) -> None:
     with torch.no_grad():
         expected = torch.softmax(model(torch.tensor([[1, 2, 3]]))[0, -1] / 2.0, dim=0)
@@ -105,6 +106,7 @@ def test_the_end_token_ends_it_and_what_stands_for_nothing_is_never_drawn(
     assert max(drawn(model, temperature=5.0, max_new_tokens=200, vocab_size=7)) < 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("positions", "kv_heads", "moe"),
     [

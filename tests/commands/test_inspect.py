@@ -227,6 +227,7 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert stated.endswith("[checkpoint-not-found]\n")
 
 
+@pytest.mark.slow
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     write(tmp_path, 5)
     program = (

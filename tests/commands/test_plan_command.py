@@ -120,6 +120,7 @@ def test_search_chooses_the_batch_as_well(capsys: Capture) -> None:
     assert {each["settings"]["zero.stage"] for each in fixed["strategies"]["ranked"]} == {3}
 
 
+@pytest.mark.slow
 def test_losers_say_why(capsys: Capture) -> None:
     out = plan(*GPT, "--gpu", "a100-40gb", "--search", "--top", "1", capsys=capsys)
     others = out[out.index("\nothers ") :]
@@ -161,6 +162,7 @@ def test_what_does_not_fit_is_told_with_what_would(capsys: Capture) -> None:
     assert "memory-too-small" not in fits
 
 
+@pytest.mark.slow
 def test_nothing_fits_names_the_constraint_and_the_devices(capsys: Capture) -> None:
     out = plan(
         *MODEL,
@@ -359,6 +361,7 @@ def test_apply_writes_a_section_into_a_section_of_several_lines(tmp_path: Path) 
     assert load_config(file).zero.offload_optimizer.device == "cpu"
 
 
+@pytest.mark.slow
 def test_apply_leaves_offloads_other_keys_behind(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -372,6 +375,7 @@ def test_apply_leaves_offloads_other_keys_behind(tmp_path: Path, capsys: Capture
     assert load_config(file).zero.offload_optimizer.device == "none"
 
 
+@pytest.mark.slow
 def test_the_chart_is_an_svg_with_a_bar_for_each(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "memory.svg"
     words = ["--gpu", "a100-80gb", "--top", "4", "--chart", str(file), "run.name=a_b"]
@@ -412,6 +416,7 @@ def test_paper_has_the_formulas_beside_what_deepspeed_allocates(capsys: Capture)
     assert "paper" not in json.loads(plan(*GPT, "--json", capsys=capsys))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goal", ["fewest-devices", "longest-sequence"])
 def test_goals(goal: str, capsys: Capture) -> None:
     words = ("--gpu", "a100-40gb", "--goal", goal, "--json", "zero.stage=2")

@@ -42,6 +42,7 @@ def test_images_are_the_example_of_a_model_of_images(tmp_path: Path) -> None:
             torch.testing.assert_close(found, model(images[:rows]), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_that_looks_at_its_numbers_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         write_program(tmp_path, Undecided().eval(), RunConfig())
@@ -52,6 +53,7 @@ def test_a_model_that_looks_at_its_numbers_is_refused_with_the_reason(tmp_path: 
     assert "\n" not in stated
 
 
+@pytest.mark.slow
 def test_a_chat_is_the_example_whether_rows_are_packed_or_not(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers comes with the dev extra")
     from framework.models.gpt import GPT

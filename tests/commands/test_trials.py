@@ -53,6 +53,7 @@ def test_both_are_for_one_host() -> None:
         measure(hosts.cluster)
 
 
+@pytest.mark.slow
 def test_where_none_runs_each_reason_is_given_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,6 +146,7 @@ SECTIONS = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(SECTIONS, st.booleans())
 @example(values={"model": "lenet"}, is_json=False)

@@ -80,6 +80,7 @@ def test_scalars_read_as_yaml_1_2_does(text: str, value: Any) -> None:
     assert type(found) is type(value)
 
 
+@pytest.mark.slow
 @given(PLAIN)
 def test_json_comes_back_as_it_went(value: Any) -> None:
     for indent in (None, "\t"):

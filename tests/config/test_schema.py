@@ -30,6 +30,7 @@ def test_the_committed_schema_is_current() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_command_builds_it_where_the_package_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,6 +43,7 @@ def test_the_command_builds_it_where_the_package_has_none(
         assert json.loads(schema.schema_text()) == run_schema()
 
 
+@pytest.mark.slow
 def test_it_is_a_valid_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(run_schema())
 

@@ -257,6 +257,7 @@ def test_packed_rows_compute_what_single_conversations_do(folder: Path, name: st
     torch.testing.assert_close(sums[0][2], sums[1][2], atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_documentation_of_python_makes_conversations() -> None:
     splits = build(sequence_length=256)
     assert len(splits.train) > 300
@@ -264,6 +265,7 @@ def test_the_documentation_of_python_makes_conversations() -> None:
     assert 0.05 < len(splits.evaluation) / len(splits.train) < 0.15
 
 
+@pytest.mark.slow
 def test_the_documentation_is_the_same_in_every_process() -> None:
     """Or no rank would have the samples of another, and no run could go on."""
     program = "import sys; from framework.data.text_rows import *; print(list(questions()), list(sentences()))"

@@ -50,6 +50,7 @@ def test_no_more_batches_than_needed(num_samples: int, batch: int, world: int) -
     assert len(batches) * batch * world >= num_samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("num_samples", "world_size"), [(11, 2), (3, 4), (1, 3)])
 def test_the_exact_mean_comes_out_of_the_counted_batches(

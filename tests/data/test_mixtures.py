@@ -76,6 +76,7 @@ class TestMixture:
         large = [number for step in found[:50] for number in step if number >= 2000]
         assert len(set(large)) == len(large) > 440
 
+    @pytest.mark.slow
     def test_ranks_workers_and_a_resume_see_the_same(self) -> None:
         def mixture() -> Mixture:
             return Mixture([(1, SMALL), (2, Mixture([(1, LARGE), (1, SMALL)]))])
@@ -86,6 +87,7 @@ class TestMixture:
         )
         assert taken(mixture(), 3, ranks=2, start=7) == whole[7:10]
 
+    @pytest.mark.slow
     def test_with_streams_it_has_their_lanes_and_states(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

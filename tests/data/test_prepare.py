@@ -140,6 +140,7 @@ def test_pieces_of_a_library_tokenizer_have_the_tokens_of_the_whole(
     assert (whole.vocab_size, whole.special) == (pieces.vocab_size, pieces.special)
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="the package tokenizers is not installed")
     model = tokenizers.models.WordLevel(
@@ -330,6 +331,7 @@ def test_a_folder_that_was_filled_meanwhile_stays(
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path) -> None:
     """A limit on the size of files stands in for it: writing fails in the middle of train.bin."""
     (tmp_path / "a.txt").write_bytes(b"text" * 100_000)
@@ -356,6 +358,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_is_told_to_end_leaves_nothing(
     number: signal.Signals, code: int, tmp_path: Path

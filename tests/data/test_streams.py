@@ -129,6 +129,7 @@ class TestSamples:
         assert found[2] == [4, 5, 104, 105, 10200, 10201, 304, 305, 404, 405, 504, 505]
         assert found[3][:2] == [6, 10000]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("ranks", "micro", "workers"),
         [(1, 3, 0), (1, 12, 0), (2, 2, 0), (3, 4, 0), (4, 1, 0), (1, 3, 2), (2, 2, 2), (1, 12, 5)],
@@ -163,6 +164,7 @@ class TestSamples:
         assert random.getstate() == states[0]
         assert torch.equal(torch.get_rng_state(), states[1])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("collates", [False, True])
     def test_a_stream_of_one_part_is_read_by_every_rank(self, collates: bool) -> None:
         def batches(ranks: int, micro: int, workers: int) -> list[Any]:
@@ -188,6 +190,7 @@ class TestSamples:
             assert alone[0]["text"] == ["24", "25", "26", "27"]
             assert alone[0]["pair"] == [[24, 25, 26, 27], ["24", "25", "26", "27"]]
 
+    @pytest.mark.slow
     def test_parts_of_a_micro_batch_are_joined_as_collated_together(self) -> None:
         class Divided(Texts):
             num_shards = 4

@@ -221,6 +221,7 @@ def test_no_global_generator_is_used() -> None:
     assert np.array_equal(np.random.get_state()[1], numpy_state)  # type: ignore[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_training_is_the_same_for_any_number_of_ranks_and_workers(num_workers: int) -> None:
     pairs = pairs_of(DOCUMENTS)

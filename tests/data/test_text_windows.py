@@ -58,6 +58,7 @@ def test_a_sample() -> None:
         windows[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_ranks_share_a_step_as_they_share_images(num_workers: int) -> None:
     windows = windows_of(*many_documents(), length=16)

@@ -77,6 +77,7 @@ def test_a_trained_tokenizer_gives_the_text_back(tmp_path: Path) -> None:
     assert again.encode([TEXT])[0].tolist() == numbers.tolist()
 
 
+@pytest.mark.slow
 def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
     script = """
 import sys

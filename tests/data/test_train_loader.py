@@ -124,6 +124,7 @@ def test_random_samples_do_not_depend_on_the_number_of_ranks() -> None:
     assert alone == step(micro_size=1, accumulation_steps=2, world_size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("random_samples", [False, True])
 def test_the_global_random_state_is_neither_used_nor_changed(

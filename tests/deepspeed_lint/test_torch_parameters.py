@@ -147,6 +147,7 @@ def test_what_an_optimizer_refuses_is_refused(name: str) -> None:
     assert accepted == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))
 def test_what_a_schedule_refuses_is_refused(name: str) -> None:
     cls = getattr(torch.optim.lr_scheduler, name)

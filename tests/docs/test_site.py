@@ -182,6 +182,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.slow
 def test_every_kind_that_anybody_names_is_described() -> None:
     """Kinds in brackets in tests and pages are seen where problems are reported; the page finds
     them in the source.

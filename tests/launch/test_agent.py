@@ -138,6 +138,7 @@ def test_the_termination_log_takes_any_file_name(
     assert log.read_text() == "\\udcff.yaml\n"
 
 
+@pytest.mark.slow
 def test_what_a_rank_is_given(alone: Members) -> None:
     process = alone.start(0, "exit=0", environment={"LOCAL_WORLD_SIZE": "7"})
     assert ended(process)[0] == 0

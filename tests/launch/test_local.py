@@ -518,6 +518,7 @@ def test_who_says_how_to_get_there_goes_there(
     assert "agent on localhost: ssh " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_missing_config_ends_with_78(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "framework", "launch", str(tmp_path / "none.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

@@ -448,6 +448,7 @@ def test_a_preflight_sees_the_devices_that_the_ranks_will_have(
         assert seen == [{name: "6,7"}]
 
 
+@pytest.mark.slow
 def test_what_is_sent_over_stdin_has_to_be_an_order() -> None:
     command = [sys.executable, "-m", "framework", "launch", "node", "x.yaml", "--from_stdin"]
     done = subprocess.run(

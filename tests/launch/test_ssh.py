@@ -100,6 +100,7 @@ def until(process: subprocess.Popen[str], *lines: str) -> None:
     assert sorted(process.stdout.readline().strip() for _ in lines) == sorted(lines)
 
 
+@pytest.mark.slow
 def test_lines_bear_the_name_of_their_host_and_all_codes_are_told(path: str) -> None:
     process = start(path, "a", SAYS.format(0), "me@b", SAYS.format(0))
     out, err = process.communicate(timeout=60)
@@ -108,6 +109,7 @@ def test_lines_bear_the_name_of_their_host_and_all_codes_are_told(path: str) -> 
     assert err.splitlines()[-1].endswith("ended with 0; the job ends with 0")
 
 
+@pytest.mark.slow
 def test_the_first_cause_is_the_code_of_the_job(path: str) -> None:
     process = start(path, "a", SAYS.format(137), "b", WAITS)
     out, _ = process.communicate(timeout=60)
@@ -115,6 +117,7 @@ def test_the_first_cause_is_the_code_of_the_job(path: str) -> None:
     assert "b: told lost" in out
 
 
+@pytest.mark.slow
 def test_a_host_that_is_not_reached_ends_the_job(path: str) -> None:
     process = start(path, "unreachable", WAITS, "b", WAITS)
     out, err = process.communicate(timeout=60)
@@ -124,6 +127,7 @@ def test_a_host_that_is_not_reached_ends_the_job(path: str) -> None:
     assert "b: told lost" in out
 
 
+@pytest.mark.slow
 def test_a_request_is_passed_on(path: str) -> None:
     process = start(path, "a", WAITS, "b", WAITS)
     until(process, "a: up", "b: up")
@@ -145,6 +149,7 @@ NAMES_STUCK = PROGRAM.replace("sys.exit(A", "agents = A").replace(".run(requests
 NAMES_STUCK += "    agents.run(requests)\nprint(agents.stuck)"
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_be_killed_does_not_hold_the_launcher(path: str) -> None:
     begun = time.monotonic()
     process = start(path, "a", SAYS.format(76), "b", STUCK, program=NAMES_STUCK)
@@ -188,6 +193,7 @@ def test_who_insists_does_not_wait_for_an_agent_that_hangs(path: str) -> None:
     assert process.returncode == 76
 
 
+@pytest.mark.slow
 def test_a_reader_that_is_gone_changes_no_code(path: str) -> None:
     process = start(path, "a", SAYS.format(70))
     assert process.stdout is not None
@@ -197,6 +203,7 @@ def test_a_reader_that_is_gone_changes_no_code(path: str) -> None:
     assert process.wait(60) == 70
 
 
+@pytest.mark.slow
 def test_two_users_of_one_host_are_two_nodes(path: str) -> None:
     process = start(path, "alice@h", SAYS.format(0), "bob@h", SAYS.format(70))
     _, err = process.communicate(timeout=60)
@@ -217,6 +224,7 @@ def test_more_hosts_than_files_are_refused(tmp_path: Path, monkeypatch: pytest.M
         )
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_cuts_the_life_lines(path: str, tmp_path: Path) -> None:
     mark = tmp_path / "ended"
     process = start(
@@ -401,6 +409,7 @@ def test_nobody_is_asked(text: str, command: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_environment_is_not_on_the_command_line(path: str) -> None:
     look = "import sys; sys.stdin.readline(); print(('sec' + 'ret') in open('/proc/self/cmdline').read())"
     assert start(path, "a", look).communicate(timeout=60)[0] == "a: False\n"
@@ -566,6 +575,7 @@ def test_what_the_plain_command_cannot_say_is_said(
     ]
 
 
+@pytest.mark.slow
 def test_a_thousand_hosts_are_told_in_a_few_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,7 @@ def one_step(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputed_gradients_are_the_same_to_the_bit_and_less_is_kept(name: str) -> None:
     build, inputs = MODELS[name]

@@ -44,6 +44,7 @@ def a100() -> Hardware:
     return listed_target("a100-80gb", devices_per_host=8)
 
 
+@pytest.mark.slow
 def test_a_choice_is_a_config_without_auto() -> None:
     config, settings, line = resolve(config_from_values(AUTO), CLUSTER, a100())
     assert settings.keys() == config.was_auto == {"zero.stage", "batch.micro_size", "parallel.pipe"}
@@ -76,6 +77,7 @@ def test_what_is_fixed_stays(keys: tuple[str, ...]) -> None:
         assert getattr(config, name) == getattr(asked, name)
 
 
+@pytest.mark.slow
 def test_every_rank_chooses_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a launcher that is not ours each rank makes the choice, from the cluster that its
     environment tells.
@@ -155,6 +157,7 @@ def test_nvidias_driver_names_the_device(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_choice() -> None:
     config = config_from_values(AUTO)
     saved = {

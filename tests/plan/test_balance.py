@@ -101,6 +101,7 @@ def test_the_norm_is_reduced_once_per_group_with_zero_and_in_fp16(
     assert needs_same_groups(config_from_values(values)) is expected
 
 
+@pytest.mark.slow
 def test_long_lists_do_not_recurse_deeply() -> None:
     assert balanced([1.0] * 600, 4) == (0, 150, 300, 450, 600)
 

@@ -44,6 +44,7 @@ EVERY_CASE = [
 ]
 
 
+@pytest.mark.slow
 def test_a_section_that_no_rule_reads_hides_nothing() -> None:
     reported = 0
     for values, cluster in EVERY_CASE:
@@ -55,6 +56,7 @@ def test_a_section_that_no_rule_reads_hides_nothing() -> None:
     assert reported > 40
 
 
+@pytest.mark.slow
 def test_a_section_that_cannot_be_read_is_held_against_nobody() -> None:
     """Whatever may have been meant in it: what is told without it is told with it."""
     for values, cluster in EVERY_CASE:

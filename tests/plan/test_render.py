@@ -455,6 +455,7 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(CONFIGS)
 def test_no_rendering_holds_auto_or_null(values: dict[str, Any]) -> None:
     found = rendered(values)

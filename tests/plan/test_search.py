@@ -100,6 +100,7 @@ def test_the_fastest_comes_first_and_ties_go_to_the_plainest() -> None:
     assert tied[0].choice[OFFLOAD] == "none"
 
 
+@pytest.mark.slow
 def test_what_deepspeed_refuses_is_not_proposed_and_says_why() -> None:
     found = searched()
     assert all(each.choice[STAGE] < 2 for each in found.ranked if each.choice[PIPE] > 1)
@@ -122,6 +123,7 @@ def test_the_global_size_stays_where_it_is_given() -> None:
         assert each.choice[MICRO] * each.choice[ACCUMULATION] * ranks == 96
 
 
+@pytest.mark.slow
 def test_a_free_batch_grows_while_that_makes_a_difference() -> None:
     cluster, target = a100(hosts=8)
     best = {tuple(each.choice.values())[:6]: each for each in searched(hosts=8).ranked}
@@ -141,6 +143,7 @@ def test_a_free_batch_grows_while_that_makes_a_difference() -> None:
     assert max(each.choice[MICRO] for each in unknown) <= 32
 
 
+@pytest.mark.slow
 def test_keys_that_are_not_free_stay() -> None:
     cluster, target = a100()
     given = config(
@@ -163,6 +166,7 @@ def test_keys_that_are_not_free_stay() -> None:
         )
 
 
+@pytest.mark.slow
 def test_without_a_device_the_least_traffic_comes_first() -> None:
     found = search(Request(config(batch={"global_size": 64, "micro_size": 2}), Cluster(4, 8)))
     first = found.ranked[0]
@@ -205,6 +209,7 @@ def test_nothing_fits_names_the_smallest_and_its_largest_part() -> None:
     assert found.block.endswith("654.9 MiB are usable")
 
 
+@pytest.mark.slow
 def test_a_host_that_is_too_small_blocks_offload() -> None:
     few = Hardware("device", 80 * GIB, host_bytes=8 * GIB)
     found = search(Request(config(), Cluster(devices_per_host=4), few))
@@ -356,6 +361,7 @@ def test_each_candidate_is_estimated_as_its_plan_alone() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [{"kind": "adamw"}, {"kind": "sgd"}])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "autocast"])
 def test_no_estimate_is_below_the_bound_by_which_a_search_for_more_devices_drops(

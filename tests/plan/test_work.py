@@ -100,6 +100,7 @@ def counted(config: RunConfig) -> int:
     return saved.total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [*product(MODELS, ("fp32", "bf16", "autocast"))])
 def test_saved_bytes_are_what_autograd_saves(name: str, dtype: str) -> None:
     config = config_of(name, dtype)
@@ -155,6 +156,7 @@ def again(value: torch.Tensor) -> torch.Tensor:
     return value.detach().requires_grad_(value.is_floating_point()).clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "dtype"), [*product((1, 2, 3, 20), ("fp32", "bf16"))])
 @pytest.mark.parametrize(
     "name", ["gpt-dropout", "llama", "bert", "lenet", "small_resnet18", "resnet50"]
@@ -168,6 +170,7 @@ def test_recomputation_keeps_inputs_of_groups_and_one_group(
     assert saved_bytes(work, every) == pytest.approx(counted_with_recompute(config), rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_are_what_torch_counts(name: str) -> None:
     config = config_of(name, "fp32")

@@ -167,6 +167,7 @@ def test_a_start_that_has_saved_nothing_counts(tmp_path: Path) -> None:
     assert (other / "events.jsonl").read_text() == ""
 
 
+@pytest.mark.slow
 def test_an_hour_of_failures_every_two_minutes(tmp_path: Path) -> None:
     found, job = hour(tmp_path, every_seconds=4.9, save_seconds=0.1)
     parts, spent = found.parts, job.ledger

@@ -287,6 +287,7 @@ def test_a_hundred_thousand_points_are_a_page_of_less_than_two_megabytes(tmp_pat
     assert len(page(shorter * 8)) < 2_000_000
 
 
+@pytest.mark.slow
 def test_the_end_of_a_long_run_does_not_wait(tmp_path: Path) -> None:
     """Every n-th point is read; a second is what that may cost, and 0.5 s of processor time is what
     it took.

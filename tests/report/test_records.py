@@ -108,6 +108,7 @@ def test_every_file_may_be_anything(name: str, kind: str, tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.slow
 def test_aliases_of_yaml_do_not_grow(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     levels = "".join(f"l{n}: &l{n} [{', '.join(['*l' + str(n - 1)] * 9)}]\n" for n in range(1, 12))

@@ -43,6 +43,7 @@ def test_samples_per_second_and_their_quartiles() -> None:
     assert variant("a", rates, failure="no memory").windows == []
 
 
+@pytest.mark.slow
 def test_the_interval_is_numpys_of_the_same_bootstrap() -> None:
     chance = np.random.default_rng(1)
     base, other = (chance.lognormal(mean, 0.1, (3, 4)) for mean in (0.0, 0.3))

@@ -89,6 +89,7 @@ NAMES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-8, 0.1])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_works_number_by_number_is_taken(name: str, lr: float) -> None:
@@ -265,6 +266,7 @@ def in_two_groups(parameters: Any, kind: Any = optim.AdamW, **options: Any) -> o
     return made
 
 
+@pytest.mark.slow
 def test_groups_by_shape_are_made_of_the_models_weights_but_at_stage_3() -> None:
     assert [judge(in_two_groups, stage=stage) for stage in range(4)] == [
         "",
@@ -288,6 +290,7 @@ class Counting(optim.Optimizer):
                 one.sub_(group["lr"] / group["calls"] * one.grad)
 
 
+@pytest.mark.slow
 def test_at_stage_3_step_is_called_for_each_group() -> None:
     def of_halves(parameters: Any) -> optim.Optimizer:
         return Counting([{"params": parameters[:2]}, {"params": parameters[2:]}])
@@ -314,6 +317,7 @@ def test_modes_are_refused_at_every_stage() -> None:
     }
 
 
+@pytest.mark.slow
 def test_ranks_of_a_tensor_group_have_a_part_of_the_weights() -> None:
     with pytest.raises(
         ConfigError, match=r"parallel.tensor: 2 each rank has a part.*set parallel.tensor: 1"

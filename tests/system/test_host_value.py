@@ -71,6 +71,7 @@ def summed(make: Callable[[], object]) -> tuple[str, int, int]:
 SUMMED = ("numbers", 499500, 21)
 
 
+@pytest.mark.slow
 def test_the_first_rank_makes_it_and_nothing_is_left_behind(
     tmp_path: Path, temporary: Path
 ) -> None:
@@ -80,12 +81,14 @@ def test_the_first_rank_makes_it_and_nothing_is_left_behind(
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_it_makes_it_is_replaced(tmp_path: Path) -> None:
     make = Made(tmp_path, first=lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert sorted(on_ranks(lambda: summed(make), num_ranks=3), key=str) == [SUMMED, SUMMED, None]
     assert make.count() == 2
 
 
+@pytest.mark.slow
 def test_an_error_of_the_first_is_the_error_of_all(tmp_path: Path, temporary: Path) -> None:
     def fail() -> None:
         raise ConfigError.of(
@@ -101,6 +104,7 @@ def test_an_error_of_the_first_is_the_error_of_all(tmp_path: Path, temporary: Pa
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_error_of_python_is_met_by_each_with_its_place_in_the_code(tmp_path: Path) -> None:
     def find() -> str:
         try:
@@ -113,6 +117,7 @@ def test_an_error_of_python_is_met_by_each_with_its_place_in_the_code(tmp_path: 
     assert on_ranks(find, num_ranks=2) == [stated] * 2
 
 
+@pytest.mark.slow
 def test_what_an_earlier_start_left_is_not_taken(tmp_path: Path, temporary: Path) -> None:
     """With the same address and port: the third rank had died."""
     make = Made(tmp_path)
@@ -123,12 +128,14 @@ def test_what_an_earlier_start_left_is_not_taken(tmp_path: Path, temporary: Path
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_second_run_of_a_process_has_its_own(tmp_path: Path) -> None:
     make = Made(tmp_path)
     assert on_ranks(lambda: (summed(make), summed(make)), num_ranks=2) == [(SUMMED, SUMMED)] * 2
     assert make.count() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("obstacle", ["none", "link"])
 def test_where_no_file_can_be_shared_every_rank_makes_its_own(
     tmp_path: Path, temporary: Path, obstacle: str

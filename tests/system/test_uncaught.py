@@ -35,6 +35,7 @@ def script(
     )
 
 
+@pytest.mark.slow
 def test_a_refusal_is_one_line_and_its_exit_code(tmp_path: Path) -> None:
     done = script(tmp_path, ATEXIT + LOAD)
     assert (done.returncode, done.stdout, done.stderr) == (78, "exit handlers ran\n", REFUSED)

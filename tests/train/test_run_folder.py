@@ -398,6 +398,7 @@ def readable(text: str) -> bool:
     return all(character.isprintable() for character in text)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     args=st.dictionaries(

@@ -141,6 +141,7 @@ def test_the_output_of_a_command_can_be_checked() -> None:
     assert "did you mean gradient_clipping?" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_config_from_a_pipe_is_read_once() -> None:
     script = (
         f'"{sys.executable}" -m framework check <(echo \'{{"run": {{"name": "x", "sed": 1}}}}\')'

@@ -107,6 +107,7 @@ def test_rules_never_raise(
         assert problem.to_dict()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     st.dictionaries(st.sampled_from([key for key in KEYS if "." not in key]), VALUES, max_size=5)

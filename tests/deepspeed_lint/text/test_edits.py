@@ -328,6 +328,7 @@ def test_any_edits_of_any_text(text: str, data: st.DataObject) -> None:
     assert [comment for comment in kept if comment not in after] == []
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(SECTIONS, st.sampled_from([None, 0, 2, "\t"]), st.data())
 def test_strict_json_stays_strict_json(
@@ -353,6 +354,7 @@ def comments(text: str, gone: Any) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(hjson_texts(), st.data())
 def test_a_replaced_value_changes_nothing_else(text: str, data: st.DataObject) -> None:

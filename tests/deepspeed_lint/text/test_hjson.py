@@ -114,6 +114,7 @@ def test_any_text_is_read_or_refused_as_by_hjson(text: str) -> None:
     check_agreement(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", REFUSED_ON_PURPOSE)
 def test_what_is_refused_on_purpose(reason: str) -> None:
     text = REFUSED_ON_PURPOSE[reason]

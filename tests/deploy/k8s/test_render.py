@@ -55,6 +55,7 @@ def test_it_prints_what_is_in_the_file(path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.name)
 def test_the_schemas_of_kubernetes_take_it(path: Path) -> None:
     """Strictly: no key that the release does not know. Kinds that are no part of Kubernetes have a

@@ -92,6 +92,7 @@ def test_no_ninja_also_breaks_what_is_compiled(
     ]
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_compiler_is_refused(tmp_path: Path) -> None:
     path = programs(tmp_path / "bin", "bash", "nproc")
     found = findings("--num_gpus", "2", PATH=path, TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"))

@@ -23,6 +23,7 @@ CLUSTER = Cluster(num_hosts=2, devices_per_host=2, device="cpu")
 NEED = Requirements(CLUSTER, (Op("deepspeed_shm_comm", "processors"),))
 
 
+@pytest.mark.slow
 @needs_mounts
 def test_a_containers_shared_memory_is_named() -> None:
     mounts = ["-t tmpfs -o size=64m tmpfs /dev/shm"]
@@ -41,6 +42,7 @@ def test_no_shared_memory_at_all(tmp_path: Path) -> None:
     assert (problem.kind, problem.severity) == ("shm-missing", "error")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "severity"), [("200", "error"), ("300", "warning")])
 def test_few_open_files(limit: str, severity: str) -> None:
     found = findings("--num_gpus", "2", before=[f"ulimit -n {limit}"])
@@ -48,6 +50,7 @@ def test_few_open_files(limit: str, severity: str) -> None:
     assert limit in found["nofile-low"]["found"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("may_lock", [False, True])
 def test_memory_that_cannot_be_locked(tmp_path: Path, may_lock: bool) -> None:
     """Root may lock whatever the limit is, unless it lacks the capability, as in a container."""
@@ -82,6 +85,7 @@ def test_memory_that_cannot_be_locked(tmp_path: Path, may_lock: bool) -> None:
     assert done.stdout.strip() == ("[]" if may_lock else "['memlock']"), done.stderr
 
 
+@pytest.mark.slow
 def test_memory_is_not_locked_where_nothing_needs_it() -> None:
     if not Path("/dev/infiniband").exists():
         assert "memlock" not in findings(before=["ulimit -l 64"])
@@ -95,6 +99,7 @@ def test_more_threads_than_cores(threads: str, kinds: list[str]) -> None:
     assert [each.kind for each in check_cores(NEED, {"OMP_NUM_THREADS": threads}).problems] == kinds
 
 
+@pytest.mark.slow
 @needs_mounts
 def test_a_name_that_leads_back_here(tmp_path: Path) -> None:
     """Debian writes such a line; gloo then sends the other hosts to themselves, and hangs."""
@@ -146,6 +151,7 @@ def test_a_user_without_a_name(environment: dict[str, str], kinds: str) -> None:
     os.waitpid(child, 0)
 
 
+@pytest.mark.slow
 def test_what_this_machine_says_is_all_there() -> None:
     done = doctor("--num_gpus", "1")
     assert "fit to train" in done.stdout

@@ -33,6 +33,7 @@ def need(folder: Path, **more: object) -> Requirements:
     return Requirements(Cluster(device="cpu"), run_folder=folder, num_kept=3, **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @needs_mounts
 def test_a_full_store(tmp_path: Path) -> None:
     found = findings(
@@ -45,6 +46,7 @@ def test_a_full_store(tmp_path: Path) -> None:
     assert "No space left" in found["run-folder-unwritable"]["found"]
 
 
+@pytest.mark.slow
 @needs_mounts
 def test_a_read_only_store(tmp_path: Path) -> None:
     found = findings(
@@ -53,6 +55,7 @@ def test_a_read_only_store(tmp_path: Path) -> None:
     assert "Read-only file system" in found["run-folder-unwritable"]["found"]
 
 
+@pytest.mark.slow
 @needs_mounts
 @pytest.mark.parametrize(
     ("free", "keep_last", "severity"), [(16, 3, "error"), (58, 4, "warning"), (62, 3, None)]
@@ -159,6 +162,7 @@ def test_doctor_says_what_was_set_aside(tmp_path: Path, capsys: pytest.CaptureFi
     assert "in 1 that a resume has set aside (*.replaced)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @needs_mounts
 def test_a_small_disk_for_the_first_checkpoint(tmp_path: Path) -> None:
     found = findings(
@@ -167,6 +171,7 @@ def test_a_small_disk_for_the_first_checkpoint(tmp_path: Path) -> None:
     assert found["disk-full"]["severity"] == "warning"
 
 
+@pytest.mark.slow
 @needs_mounts
 def test_a_home_that_nobody_can_write_to(tmp_path: Path) -> None:
     found = findings(
@@ -188,6 +193,7 @@ def test_no_home() -> None:
     assert problem.kind == "home-missing"
 
 
+@pytest.mark.slow
 def test_nothing_stays_behind(tmp_path: Path) -> None:
     offload = f"zero={{stage: 3, offload_optimizer: {{device: nvme, nvme_path: '{tmp_path}'}}}}"
     found = findings(
@@ -197,6 +203,7 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_the_run_reads_is_on_this_node(tmp_path: Path) -> None:
     (tmp_path / "weights").touch()
     data = f"data={{kind: image_folder, root: '{tmp_path}/images', image_size: 28}}"
@@ -223,6 +230,7 @@ def test_types_of_file_systems(tmp_path: Path) -> None:
     assert file_system(tmp_path) != "unknown"
 
 
+@pytest.mark.slow
 @needs_mounts
 def test_the_innermost_mount_counts(tmp_path: Path) -> None:
     inner = tmp_path / "with a space"

@@ -109,6 +109,7 @@ def test_two_agents_of_one_machine_are_refused_and_two_containers_of_it_are_not(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("unshare") is None, reason="no unshare here, which makes namespaces"
 )

@@ -102,6 +102,7 @@ def test_what_asks_the_group_to_stop_does_not_end_it(tmp_path: Path) -> None:
     assert (tmp_path / "told").read_text(encoding="utf-8").splitlines()[1:] == ["2 0.25", "closed"]
 
 
+@pytest.mark.slow
 def test_several_keep_their_numbers_in_one_file(tmp_path: Path) -> None:
     names = [f"sink-{number}" for number in range(6)]
     monitors = [sink(tmp_path, name) for name in names]
