@@ -3,6 +3,7 @@
 a rank fails, or a node is lost  -> every node: SIGTERM to all its ranks, 2 s, SIGKILL
 an agent is requested to stop    -> every node: SIGTERM to all its ranks; they save, end with 75
 a rank is requested to stop      -> the ranks agree on it; the agents know, and there is no restart
+an agent loses its launcher      -> every node: the same as at a request; to the others the node is lost
 SIGKILL does not end a rank      -> its node reports it after a minute, and is lost to the job
 every rank of every node ended   -> the agents exchange their codes and leave; 0 only if all are 0
 """
@@ -104,6 +105,7 @@ class _NodeAttempt:
     grace_seconds: float
     codes: list[int] = field(default_factory=list)
     stop_sent: bool = False
+    cut_sent: bool = False
     asked_sent: bool = False
     kill_sent: bool = False
     stopping: bool = False
@@ -166,7 +168,7 @@ class _NodeAttempt:
         if code == EXIT_OK or self.ending_since < math.inf:
             return
         if code == EXIT_STOPPED:
-            if not self.peers.stop:
+            if not self.peers.stop and not self.stopping:
                 self.peers.send("stop", why=f"rank {end.rank} stopped")
             return
         self.begun_to_end = self.begun_to_end or time.monotonic()
@@ -190,9 +192,12 @@ class _NodeAttempt:
     def _ask(self) -> None:
         """Pass on requests to stop that came to this agent."""
         self.requests.look()
-        if self.requests.asked and not self.stop_sent:
+        if self.requests.is_meant and not self.stop_sent:
             self.stop_sent = True
             self.peers.send("stop", why=self.requests.asked)
+        if self.requests.cut_off and not (self.cut_sent or self.stop_sent):
+            self.cut_sent = True
+            self.peers.send("cut", why=self.requests.asked)
         if self.requests.insists and not self.kill_sent:
             self.kill_sent = True
             self.peers.send("kill")
@@ -201,7 +206,8 @@ class _NodeAttempt:
         now = time.monotonic()
         if self.peers.failures:
             self._end_ranks()
-        elif self.peers.stop or self.stop_sent:  # not a signal that has come since `_ask`
+        # not a signal that has come since `_ask`
+        elif self.peers.stop or self.peers.cut or self.stop_sent or self.cut_sent:
             self._stop_ranks(now)
             if self.peers.killed or self.kill_sent:
                 self._give_up("killed at the second request to stop")
@@ -219,7 +225,7 @@ class _NodeAttempt:
         self.stopping = True
         self.begun_to_end = now
         self.kill_at = now + self._grace()
-        why = self.peers.stop or self.requests.asked
+        why = self.peers.stop or self.peers.cut or self.requests.asked
         # Ranks name in their last line the signal that they got, so Ctrl-C here is SIGINT for them
         # as well. Where SIGINT is ignored, agent and ranks both ignore it.
         if self.requests.asked == signal.SIGINT.name:
@@ -269,7 +275,10 @@ class _NodeAttempt:
             line = f"finished: {counted(len(self.peers.ended), 'node')}, every rank ended with 0"
             return EXIT_OK, line, EXIT_OK
         saved = "what was saved, if anything, the ranks said above"
-        line = f"stopped on request ({self.peers.stop or 'a rank'}): {stopped}; {saved}"
+        why = self.peers.stop or self.peers.cut or "a rank"
+        line = f"stopped on request ({why}): {stopped}; {saved}"
+        if self.peers.cut and not self.peers.any_stop:
+            return EXIT_STOPPED, line, EXIT_PEER_LOST
         return EXIT_STOPPED, line, EXIT_STOPPED
 
 
@@ -282,7 +291,7 @@ def first_failure(failures: list[Failure]) -> Failure | None:
     def distance_from_cause(failure: Failure) -> int:
         if failure.code != EXIT_PEER_LOST:
             return 0
-        if ": lost: " in failure.what:
+        if failure.is_lost:
             return 1
         return 2
 

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from framework.config.run_config import RunConfig
 from framework.errors import (
     EXIT_NO_PROGRESS,
     EXIT_OK,
@@ -48,7 +49,13 @@ from framework.launch.options import (
     seconds,
 )
 from framework.launch.stop_requests import StopRequests, read_order
-from framework.launch.supervision import JobEnd, Restarts, further_settings, in_place
+from framework.launch.supervision import (
+    HOST_LOST,
+    JobEnd,
+    Restarts,
+    further_settings,
+    in_place,
+)
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
 from framework.system.log import print_problem
@@ -87,8 +94,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str], requests: StopRequests) -> int:
     options = parse_node(argv)
+    state: Mapping[str, Any] = {}
     if options.from_stdin:
-        os.environ.update(read_order(sys.stdin.buffer.fileno(), requests))
+        order = read_order(sys.stdin.buffer.fileno(), requests)
+        os.environ.update(order.environment)
+        state = order.restarts
         requests.hold(sys.stdin.buffer.fileno())
     devices = find_devices(os.environ).only(options.devices)
     if options.hostfile:
@@ -98,10 +108,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     topology = _topology(options, devices, hosts)
     is_alone = topology.nnodes + options.spares == 1
     job = check_node(options, options.overrides, topology, devices)
-    if (options.spares or options.min_nodes) and not job.config.supervision.max_restarts:
-        raise UsageError(
-            "launch node: --spares and --min_nodes are for restarts: set supervision.max_restarts"
-        )
+    refuse_idle_restarts(options, job.config, command="launch node")
     if not options.from_stdin:  # `launch -H` has printed them, once for all hosts
         job.print_notes(is_supervised=True)
     unused = unused_gpus(devices, os.environ)
@@ -131,6 +138,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         added=added,
         names=[host.name for host in hosts],
         requests=requests,
+        state=state,
     )
 
 
@@ -144,6 +152,7 @@ def _start(
     added: Mapping[str, str],
     names: Sequence[str],
     requests: StopRequests,
+    state: Mapping[str, Any],
 ) -> int:
     """Take part in a job that has been checked, and return its exit code.
 
@@ -151,6 +160,8 @@ def _start(
         script: train.py.
         added: further environment variables of the ranks.
         names: of the hosts, if there is a hostfile.
+        requests: to stop.
+        state: of the restarts, from a launcher that has lost this host before.
     """
     from framework.launch.rendezvous.handshake import node_facts
 
@@ -169,11 +180,11 @@ def _start(
         facts = node_facts(job.config)
         if not options.no_preflight:
             look = _preflight(job, topology, devices, environment)
-    # `launch -H`, which started this node through ssh, restarts the whole job itself.
     restarts = None
-    if job.config.supervision.max_restarts and not options.from_stdin:
+    if job.config.supervision.max_restarts:
         restarts = Restarts(job.config)
-    return run_node(
+        restarts.restore(state)
+    end = run_node(
         topology,
         [str(script), *job.arguments],
         devices=devices,
@@ -189,7 +200,10 @@ def _start(
         spares=options.spares,
         restarts=restarts,
         fits=partial(fits, options, job.overrides, topology, devices),
-    ).code
+    )
+    if end.has_left and options.from_stdin:
+        return HOST_LOST
+    return end.code
 
 
 def _topology(options: NodeOptions, devices: LocalDevices, hosts: Sequence[Host]) -> HostTopology:
@@ -210,6 +224,15 @@ def _topology(options: NodeOptions, devices: LocalDevices, hosts: Sequence[Host]
         sources = {**topology.sources, "master_port": "a free one"}
         topology = replace(topology, master_port=free_port(), sources=sources)
     return _without_spares(topology, spares=options.spares, min_nodes=options.min_nodes)
+
+
+def refuse_idle_restarts(options: SharedOptions, config: RunConfig, *, command: str) -> None:
+    """Raise a UsageError for options of restarts in a job that never starts again."""
+    spares = getattr(options, "spares", 0)
+    if (spares or options.min_nodes) and not config.supervision.max_restarts:
+        raise UsageError(
+            f"{command}: --spares and --min_nodes are for restarts: set supervision.max_restarts"
+        )
 
 
 def fits(
@@ -432,7 +455,7 @@ async def _run(
                 write_termination_log(line)
                 # no rank may start beside one that runs; the others find this node lost
                 if ranks.not_killed:
-                    return JobEnd(code, line)
+                    return JobEnd(code, line, has_left=True)
                 decision = await job.decide_restart(JobEnd(cause, line))
                 if not decision.is_again:
                     gave_up = decision.code == EXIT_NO_PROGRESS

@@ -18,10 +18,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Final, TextIO
@@ -40,11 +40,10 @@ from framework.launch.hosts.hostfile import (
 )
 from framework.launch.hosts.topology import DEFAULT_PORT, HostTopology
 from framework.launch.job import print_line, show_settings
-from framework.launch.node import check_node, fits, grace_seconds, read_token
+from framework.launch.node import check_node, grace_seconds, read_token, refuse_idle_restarts
 from framework.launch.options import GRACE_SECONDS, KILL_SECONDS, WAIT_SECONDS, LaunchOptions
-from framework.launch.returning_hosts import answering
 from framework.launch.stop_requests import StopRequests
-from framework.launch.supervision import JobEnd, in_place, supervised
+from framework.launch.supervision import HOST_LOST, Restarts, is_final
 from framework.load_run import deepspeed_words
 from framework.system.limits import require
 from framework.system.output import write
@@ -84,7 +83,9 @@ _FILES_PER_HOST: Final = 3
 _OWN_FILES: Final = 32
 _LOOK_SECONDS: Final = 0.2
 _LARGEST_LINE_BYTES: Final = 1 << 16
-_STUCK: Final = re.compile(r"launch: .*\(process (\d+), state .*\[rank-not-killed\]")
+_CALL_AGAIN_SECONDS: Final = 5.0
+# longer than `ssh` takes to connect, or to find out that it cannot
+_REACHED_SECONDS: Final = 45.0
 # Once the first host has failed, the agents end the others within 20 s by themselves; an agent
 # takes longer to find out that a rank of its own cannot be killed.
 _WAIT_SECONDS: Final = 30.0 + KILL_SECONDS
@@ -110,6 +111,7 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     require(num_files, f"{len(chosen)} hosts", fix="leave hosts out with --exclude")
     refuse_one_host_twice(chosen, ssh_args=options.ssh_args, path=options.hostfile)
     job = check_node(options, options.overrides, topology, _ELSEWHERE)
+    refuse_idle_restarts(options, job.config, command="launch")
     job.print_notes(is_supervised=True)
     commands = _commands(options, chosen, topology)
     plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())
@@ -118,14 +120,24 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     if options.dry_run:
         return EXIT_OK
     # The user need not make up a secret: the life line carries one to every host.
-    order = passed_on(os.environ, exports=options.exports) | {
+    environment = passed_on(os.environ, exports=options.exports) | {
+        "DSF_JOB_ID": secrets.token_hex(8),
         "DSF_TOKEN": read_token(options.token_file) or secrets.token_hex(16),
         "DSF_GRACE_SECONDS": str(grace_seconds(options.grace_seconds)),
     }
 
+    restarts = None
+    if job.config.supervision.max_restarts:
+        restarts = Restarts(job.config)
+    agents = Agents(
+        commands,
+        environment,
+        grace_seconds=float(environment["DSF_GRACE_SECONDS"]),
+        restarts=restarts,
+        wait_seconds=WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds,
+    )
     with StopRequests().handling_signals() as requests:
-        starts = _Starts(options, chosen, order, requests)
-        return supervised(job.config, requests, starts.start)
+        return agents.run(requests)
 
 
 def _agent_rows(
@@ -145,86 +157,15 @@ def _agent_rows(
     return rows
 
 
-class _Starts:
-    """Starts of one job, on all hosts or on those that are left."""
-
-    def __init__(
-        self,
-        options: LaunchOptions,
-        chosen: Sequence[ChosenHost],
-        order: Mapping[str, str],
-        requests: StopRequests,
-    ) -> None:
-        self._options = options
-        self._chosen = chosen
-        self._order = order
-        self._requests = requests
-        self._expected = list(range(len(chosen)))
-        self._stuck: dict[str, str] = {}
-        self._number = 0
-
-    def start(self, words: tuple[str, ...]) -> JobEnd:
-        """Start once, with further settings of the run."""
-        options = replace(self._options, overrides=in_place(self._options.overrides, words))
-        if self._number:
-            self._wait_for_hosts(options)
-        chosen = [self._chosen[number] for number in self._expected]
-        topology = _topology(options, chosen)
-        # processes that were lost may hold the last port a while longer
-        if topology.master_port and not options.master_port:
-            topology = replace(topology, master_port=topology.master_port + 2 * self._number)
-        self._number += 1
-        commands = _commands(options, chosen, topology)
-        environment = {**self._order, "DSF_JOB_ID": secrets.token_hex(8)}
-        agents = Agents(
-            commands,
-            {"environment": environment},
-            grace_seconds=float(environment["DSF_GRACE_SECONDS"]),
-        )
-        end = agents.run(self._requests)
-        self._stuck |= agents.stuck
-        return end
-
-    def _wait_for_hosts(self, options: LaunchOptions) -> None:
-        def probe(_: int, item: ChosenHost) -> list[str]:
-            process = self._stuck.get(item.host.name.rpartition("@")[2])
-            if process:
-                return ["test", "!", "-e", f"/proc/{process}"]
-            return ["true"]
-
-        fit = partial(
-            fits, options, options.overrides, _topology(options, self._chosen), _ELSEWHERE
-        )
-        probes = _over_ssh(options, self._chosen, probe)
-        seconds = WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds
-        self._expected = answering(
-            probes, self._expected, self._requests, fits=fit, longest_seconds=seconds
-        )
-
-
 def _commands(
     options: LaunchOptions, chosen: Sequence[ChosenHost], topology: HostTopology
 ) -> list[tuple[str, Sequence[str]]]:
-    return _over_ssh(
-        options, chosen, lambda node, item: agent_command(options, item, node, topology)
-    )
-
-
-def _over_ssh(
-    options: LaunchOptions,
-    chosen: Sequence[ChosenHost],
-    command: Callable[[int, ChosenHost], Sequence[str]],
-) -> list[tuple[str, Sequence[str]]]:
-    """Return each host's name without its user, and the `ssh` that runs a command there.
-
-    Args:
-        command: takes the number of a host and the host, and returns the command to run there.
-    """
+    """Return each host's name without its user, and the `ssh` that starts its agent."""
     commands: list[tuple[str, Sequence[str]]] = []
     for node, item in enumerate(chosen):
         name = item.host.name.rpartition("@")[2]
-        ssh = ssh_command(item.host, command(node, item), ssh_args=options.ssh_args)
-        commands.append((name, ssh))
+        command = agent_command(options, item, node, topology)
+        commands.append((name, ssh_command(item.host, command, ssh_args=options.ssh_args)))
     return commands
 
 
@@ -269,6 +210,8 @@ def agent_command(
     words += ["--num_gpus", str(topology.slots), "--master_addr", topology.master_addr]
     if topology.master_port:
         words += ["--master_port", str(topology.master_port)]
+    if options.min_nodes is not None:
+        words += ["--min_nodes", str(options.min_nodes)]
     if options.no_preflight:
         words.append("--no_preflight")
     if options.wait_seconds is not None:
@@ -409,53 +352,88 @@ def ends_reported(ends: Sequence[HostEnd]) -> str:
     return ", ".join(f"{first_few(names)} ended with {code}" for code, names in by_code.items())
 
 
+@dataclass
+class _Agent:
+    """The agent of one host.
+
+    Attributes:
+        name: of the host.
+        command: the `ssh` that starts the agent.
+        process: that `ssh`; None while none runs.
+        started_at: `time.monotonic()` at its start.
+        losses: how often the host was lost.
+        lost_since: `time.monotonic()` of the last loss.
+        again_at: when `ssh` is started again; infinite if not.
+    """
+
+    name: str
+    command: Sequence[str]
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = -math.inf
+    losses: int = 0
+    lost_since: float = math.inf
+    again_at: float = math.inf
+
+
 class Agents:
     """The `ssh` processes of all hosts: their output and requests to stop are passed on.
 
-    Attributes:
-        stuck: process id of a rank that cannot be killed, by host.
+    Agents start their ranks again by themselves. A host that is lost is called again, as a platform
+    starts a lost pod again.
     """
 
     def __init__(
         self,
         commands: Sequence[tuple[str, Sequence[str]]],
-        order: Mapping[str, object],
+        environment: Mapping[str, str],
         *,
         grace_seconds: float = GRACE_SECONDS,
+        restarts: Restarts | None = None,
+        wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         """Start nothing yet.
 
         Args:
             commands: each host's name, and the `ssh` that starts its agent.
-            order: is sent to every agent first.
+            environment: is sent to every agent first.
             grace_seconds: for ranks to save in after a request to stop.
+            restarts: knows what the job has saved, for hosts that were lost; None: nothing starts
+                again.
+            wait_seconds: how long a lost host is called.
         """
-        self._commands = commands
-        self._order = json.dumps(order).encode() + b"\n"
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._agents = [_Agent(name, command) for name, command in commands]
+        self._environment = environment
         self._streams: dict[IO[bytes], tuple[str, TextIO, bytearray]] = {}
         self._ends: list[HostEnd] = []
-        self._last_lines: dict[str, str] = {}  # of each host's agent
-        self.stuck: dict[str, str] = {}
+        self._given_up: list[HostEnd] = []
+        self._restarts = restarts
+        self._wait_seconds = wait_seconds
+        self._is_ending = False
         self._reported = ""
         self._give_up_at = math.inf
         self._drained_at = math.inf
         self._grace_seconds = grace_seconds
 
-    def run(self, requests: StopRequests) -> JobEnd:
-        """Start the agents, pass on output and requests, and return the end of the job."""
+    def run(self, requests: StopRequests) -> int:
+        """Start the agents, pass on output and requests, and return the exit code of the job."""
         try:
-            self._start()
+            for agent in self._agents:
+                self._start(agent)
             while not self._is_over():
                 self._pass_on_output()
                 self._look_for_ends()
                 self._pass_on_request(requests)
+                self._call_lost_hosts()
         finally:
             self._let_go()
-        code = job_code(self._ends)
-        print_line(f"{ends_reported(self._ends)}; the job ends with {code}")
-        host = next((name for name, end_code in self._ends if end_code == code), "")
-        return JobEnd(code, self._last_lines.get(host) or ends_reported(self._ends))
+        # a host that was given up counts only where no agent has the end of the job
+        code = job_code(self._ends or self._given_up)
+        print_line(f"{ends_reported(self._ends + self._given_up)}; the job ends with {code}")
+        return code
+
+    @property
+    def _running(self) -> list[tuple[_Agent, subprocess.Popen[bytes]]]:
+        return [(agent, agent.process) for agent in self._agents if agent.process is not None]
 
     def _is_over(self) -> bool:
         """Check whether all agents have ended, or had the time to.
@@ -465,27 +443,32 @@ class Agents:
         """
         now = time.monotonic()
         if self._running:
-            running_hosts = {self._commands[node][0] for node in self._running}
-            return now > self._give_up_at or self.stuck.keys() >= running_hosts
+            return now > self._give_up_at
+        if any(agent.again_at < math.inf for agent in self._agents):
+            return False
         self._drained_at = min(self._drained_at, now + _DRAIN_SECONDS)
         return not self._streams or now > self._drained_at
 
-    def _start(self) -> None:
-        for node, (name, command) in enumerate(self._commands):
-            try:
-                # A session of its own: Ctrl-C reaches this process only, which informs the agents.
-                pipe = subprocess.PIPE
-                process = subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-                )
-            except FileNotFoundError:
-                fix = "install OpenSSH's client, or start `launch node` on every host"
-                raise ConfigError.of("not-installed", "there is no ssh on PATH", fix) from None
-            self._running[node] = process
-            for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                assert stream is not None
-                self._streams[stream] = (name, out, bytearray())
-            self._send_to(process, self._order)
+    def _start(self, agent: _Agent) -> None:
+        agent.again_at = math.inf
+        agent.started_at = time.monotonic()
+        try:
+            # A session of its own: Ctrl-C reaches this process only, which informs the agents.
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(
+                agent.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+            )
+        except FileNotFoundError:
+            fix = "install OpenSSH's client, or start `launch node` on every host"
+            raise ConfigError.of("not-installed", "there is no ssh on PATH", fix) from None
+        agent.process = process
+        for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            assert stream is not None
+            self._streams[stream] = (agent.name, out, bytearray())
+        order: dict[str, object] = {"environment": self._environment}
+        if agent.losses and self._restarts is not None:
+            order["restarts"] = self._restarts.state_after_losses(agent.losses)
+        self._send_to(process, json.dumps(order).encode() + b"\n")
 
     def _pass_on_output(self) -> None:
         if not self._streams:
@@ -500,39 +483,77 @@ class Agents:
             complete, _, rest = bytes(buffer).rpartition(b"\n")
             if complete:
                 lines = complete.decode("utf-8", errors="replace").split("\n")
-                self._note_lines(name, lines)
                 write(out, "".join(f"{name}: {line}\n" for line in lines if line))
             buffer[:] = rest
             if not content:
                 del self._streams[stream]
                 stream.close()
 
-    def _note_lines(self, host: str, lines: Sequence[str]) -> None:
-        for line in lines:
-            if line.startswith("launch: "):
-                self._last_lines[host] = line.removeprefix("launch: ")
-            match = _STUCK.match(line)
-            if match:
-                self.stuck[host] = match[1]
-
     def _look_for_ends(self) -> None:
-        for node, process in list(self._running.items()):
+        for agent, process in self._running:
             code = process.poll()
-            name = self._commands[node][0]
             if code is None:
                 continue
-            del self._running[node]
-            # 255 is ssh's own: not reached, refused, or cut off.
-            if code == 255 or code < 0:
-                print_line(f"{name}: ssh ended with {code}; the host was not reached, or was lost")
-                code = EXIT_PEER_LOST
-            has_failed_before = any(earlier for _, earlier in self._ends)
-            self._ends.append((name, code))
-            if code != EXIT_OK and not has_failed_before:
-                # Agents that have met know of it; the ones that still wait for this host do not.
-                self._send_to_all(b"stop\n" if code == EXIT_STOPPED else b"lost\n")
-                if not self._reported:
-                    self._give_up_after(saves=code == EXIT_STOPPED)
+            agent.process = None
+            if code != HOST_LOST and code >= 0:
+                self._note_end(agent, code)
+                continue
+            print_line(
+                f"{agent.name}: ssh ended with {code}; the host was not reached, or was lost"
+            )
+            if self._restarts is None:
+                self._note_end(agent, EXIT_PEER_LOST)
+            else:
+                self._wait_for(agent, self._restarts)
+
+    def _note_end(self, agent: _Agent, code: int) -> None:
+        """Note the end of an agent, and inform the others where it is the end of the job.
+
+        Without restarts that is each agent's end. With them it is node 0's, which leaves last, that
+        of all hosts but one, and an exit code that no other start would change.
+        """
+        has_failed_before = any(earlier for _, earlier in self._ends)
+        self._ends.append((agent.name, code))
+        num_left = len(self._agents) - len(self._ends) - len(self._given_up)
+        leaves_last = self._restarts is None or agent is self._agents[0] or num_left <= 1
+        if leaves_last and not self._reported:
+            self._give_up_after(saves=code == EXIT_STOPPED)
+        self._is_ending = self._is_ending or leaves_last or is_final(code)
+        if code == EXIT_OK or has_failed_before or not self._is_ending:
+            return
+        # Agents that have met know of it; the ones that still wait for this host do not.
+        self._send_to_all(b"stop\n" if code == EXIT_STOPPED else b"lost\n")
+
+    def _wait_for(self, agent: _Agent, restarts: Restarts) -> None:
+        """Call a lost host again after a pause, or give it up."""
+        now = time.monotonic()
+        # an `ssh` that ends sooner may never have reached the host: it is the same loss
+        if not agent.losses or now - agent.started_at > _REACHED_SECONDS:
+            agent.losses += 1
+            agent.lost_since = now
+        is_again = (
+            not self._is_ending
+            and not self._reported
+            and agent.losses <= restarts.most
+            and now - agent.lost_since < self._wait_seconds
+        )
+        if is_again:
+            agent.again_at = now + _CALL_AGAIN_SECONDS
+        else:
+            self._give_up(agent)
+
+    def _give_up(self, agent: _Agent) -> None:
+        agent.again_at = math.inf
+        self._given_up.append((agent.name, EXIT_PEER_LOST))
+
+    def _call_lost_hosts(self) -> None:
+        for agent in self._agents:
+            if agent.again_at == math.inf:
+                continue
+            if self._is_ending or self._reported:
+                self._give_up(agent)
+            elif time.monotonic() > agent.again_at:
+                self._start(agent)
 
     def _pass_on_request(self, requests: StopRequests) -> None:
         if requests.insists:
@@ -553,7 +574,7 @@ class Agents:
         self._give_up_at = time.monotonic() + seconds + _WAIT_SECONDS
 
     def _send_to_all(self, words: bytes) -> None:
-        for process in self._running.values():
+        for _, process in self._running:
             self._send_to(process, words)
 
     def _send_to(self, process: subprocess.Popen[bytes], words: bytes) -> None:
@@ -564,18 +585,19 @@ class Agents:
 
     def _let_go(self) -> None:
         """Close the life lines: every agent ends its ranks then, even if its `ssh` hangs here."""
-        for process in self._running.values():
+        running = self._running
+        for _, process in running:
             assert process.stdin is not None
             with suppress(OSError):
                 process.stdin.close()
         deadline = time.monotonic() + _LEAVE_SECONDS
-        for node, process in self._running.items():
+        for agent, process in running:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            self._ends.append((self._commands[node][0], EXIT_PEER_LOST))
+            self._given_up.append((agent.name, EXIT_PEER_LOST))
         for stream in self._streams:
             stream.close()
 

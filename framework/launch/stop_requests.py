@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -10,15 +9,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Final
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from framework.errors import RunStopped, UsageError
 from framework.system.stopping import NOTICES, Insistence, handled, put_back
 
 _LOOK_SECONDS: Final = 0.2
 _LAUNCHER_GONE: Final = "the launcher is gone"
-# A lost connection is a notice, too: the request proper may follow.
-_NOTICES: Final = (*(notice.name for notice in NOTICES), _LAUNCHER_GONE)
+_NOTICES: Final = tuple(notice.name for notice in NOTICES)
 
 
 class StopRequests:
@@ -26,6 +26,7 @@ class StopRequests:
 
     Attributes:
         asked: how the first request came, such as ``SIGTERM``; empty before it.
+        is_meant: a request came, and not only the loss of the launcher's connection.
         insists: a second request came that was no notice: there is no time for a checkpoint.
         cut_off: the launcher is gone, so the time to save is short.
         lost: another host never became a node, or has ended.
@@ -33,6 +34,7 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.asked = ""
+        self.is_meant = False
         self.insists = False
         self.cut_off = False
         self.lost = False
@@ -42,6 +44,7 @@ class StopRequests:
     def ask(self, how: str) -> None:
         """Count a request, as `Insistence` has it."""
         self.asked = self.asked or how
+        self.is_meant = True
         if self._insistence.again(time.monotonic(), is_notice=how in _NOTICES):
             self.insists = True
 
@@ -57,12 +60,13 @@ class StopRequests:
         if not words:
             self._life_line = None
             self.cut_off = True
-            self.ask(_LAUNCHER_GONE)
+            self.asked = self.asked or _LAUNCHER_GONE
         self.lost = self.lost or b"lost" in words
         if b"stop" in words:
             self.ask("the launcher's request")
         if b"kill" in words:
             self.asked = self.asked or "the launcher's request"
+            self.is_meant = True
             self.insists = True
 
     def refuse_start(self) -> None:
@@ -98,8 +102,22 @@ class StopRequests:
         self.ask(signal.Signals(number).name)
 
 
-def read_order(descriptor: int, requests: StopRequests) -> dict[str, str]:
-    """Read the first line of `launch -H`, and return the environment that it sends.
+class AgentOrder(BaseModel):
+    """The first line of `launch -H` to an agent.
+
+    Attributes:
+        environment: variables that are set.
+        restarts: `supervision.Restarts.state`, for the agent of a host that was lost.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    environment: dict[str, str]
+    restarts: dict[str, Any] = {}
+
+
+def read_order(descriptor: int, requests: StopRequests) -> AgentOrder:
+    """Read the first line of `launch -H`.
 
     Raises:
         RunStopped: a signal came before it.
@@ -114,11 +132,6 @@ def read_order(descriptor: int, requests: StopRequests) -> dict[str, str]:
         if not character:
             break
         line += character
-    with suppress(ValueError):
-        order = json.loads(line)
-        environment = order.get("environment") if isinstance(order, dict) else None
-        if isinstance(environment, dict):
-            has_only_texts = all(isinstance(value, str) for value in environment.values())
-            if has_only_texts:
-                return environment
+    with suppress(ValidationError):
+        return AgentOrder.model_validate_json(bytes(line))
     raise UsageError("launch node: --from_stdin is for `launch -H`, which sends what belongs there")

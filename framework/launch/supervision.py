@@ -21,7 +21,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +40,13 @@ from framework.errors import (
     counted,
 )
 from framework.launch.job import print_line, write_termination_log
-from framework.launch.stop_requests import StopRequests
 from framework.system.files import open_own
 
+HOST_LOST: Final = 255
+"""Exit code of an agent that leaves a job which may go on without its host, and of `ssh` itself where
+it does not reach a host, or loses it."""
 _LOST: Final = "[run-folder-lost]"
 _LOOK_SECONDS: Final = 5.0
-# ends the line of a job that failed after a request to stop, to any of its agents and ranks
-_ASKED: Final = "[stop-asked]"
 _FINAL: Final = (EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_USAGE, EXIT_NO_PROGRESS)
 _OWN_ERRORS: Final = (EXIT_TRAINING, EXIT_STORAGE)
 _MOST_IDLE: Final = 3
@@ -60,10 +60,17 @@ _VARIABLE: Final = re.compile(r"0x[0-9a-f]+|(?<!step )(?<![\d,.:])\d[\d,.:]*|; .
 
 @dataclass(frozen=True)
 class JobEnd:
-    """End of one start: the exit code of the job, and the line that describes it."""
+    """End of one start.
+
+    Attributes:
+        code: exit code of the job.
+        line: describes the end.
+        has_left: this node leaves the job, which may go on without it.
+    """
 
     code: int
     line: str = ""
+    has_left: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -86,13 +93,14 @@ class Restarts:
     """Decision after every start of a job whether there is another one.
 
     Attributes:
+        most: starts after the first that are allowed.
         resumes: the next start goes on from what this job has saved.
         code: exit code of the job, once there is no other start.
     """
 
     def __init__(self, config: RunConfig) -> None:
         """Read the state of the run folder, if this machine has it; the first start begins now."""
-        self._most = config.supervision.max_restarts
+        self.most = config.supervision.max_restarts
         self._wait_seconds = config.supervision.wait_seconds
         self._folder = _Folder(config.run.folder, goes_on=config.checkpoint.resume == "auto")
         self._number = 0
@@ -112,11 +120,6 @@ class Restarts:
             "resumes": self.resumes,
         }
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Further settings of the run for the next start."""
-        return further_settings(resumes=self.resumes)
-
     def restore(self, state: object) -> None:
         """Take the state that a node kept while node 0 was replaced, if it is ahead of this one."""
         if not isinstance(state, dict) or not state or not is_state(state):
@@ -126,6 +129,14 @@ class Restarts:
             self._idle = state["idle"]
             self._last = state["last"]
             self.resumes = state["resumes"]
+
+    def state_after_losses(self, count: int) -> dict[str, Any]:
+        """Return the state for the agent of a host that was lost `count` times.
+
+        The agents of the other hosts may know more: `restore` takes what is ahead.
+        """
+        self.resumes = self.resumes or self._folder.newest_step() >= 0
+        return {"number": count, "idle": 0, "last": "", "resumes": self.resumes}
 
     def begin(self) -> None:
         """Note what is saved when a start begins, and begin to watch what it saves."""
@@ -144,8 +155,8 @@ class Restarts:
         gone = self._folder.gone
         if gone:
             return gone
-        if self._idle >= _MOST_IDLE or self._number > self._most:
-            reason = _reason_to_give_up(is_again=False, idle=self._idle, left=0, most=self._most)
+        if self._idle >= _MOST_IDLE or self._number > self.most:
+            reason = _reason_to_give_up(is_again=False, idle=self._idle, left=0, most=self.most)
             return f"node 0 was lost: {reason}"
         return ""
 
@@ -176,7 +187,7 @@ class Restarts:
             None if there is no other start: `code` is then the exit code of the job.
         """
         self.code = end.code
-        if end.code in _FINAL or is_asked or end.line.endswith(_ASKED) or not self._most:
+        if end.code in _FINAL or is_asked or not self.most:
             return None
         self._folder.stop_watching()
         newest = self._note_saved()
@@ -191,12 +202,12 @@ class Restarts:
         is_again = self._idle > 1 and end.code in _OWN_ERRORS and end.fingerprint == self._last
         self._last = end.fingerprint
         reason = _reason_to_give_up(
-            is_again=is_again, idle=self._idle, left=self._most - self._number, most=self._most
+            is_again=is_again, idle=self._idle, left=self.most - self._number, most=self.most
         )
         if reason:
             print_line(f"{reason}; the job ends [no-restart]")
             write_termination_log(f"{end.line}; {reason}")
-            self.code = end.code if self._number == self._most else EXIT_NO_PROGRESS
+            self.code = end.code if self._number == self.most else EXIT_NO_PROGRESS
             return None
         return self._next_start(end, newest)
 
@@ -214,31 +225,12 @@ class Restarts:
             goes_on = "from the beginning"
         self._number += 1
         why = (
-            f"start {self._number + 1} of at most {self._most + 1}, {goes_on}, in {seconds:.0f} "
+            f"start {self._number + 1} of at most {self.most + 1}, {goes_on}, in {seconds:.0f} "
             "s [restart]"
         )
         print_line(why)
         self._folder.note(self._number, end, begun=self._begun)
         return NextStart(seconds, why)
-
-
-def supervised(
-    config: RunConfig, requests: StopRequests, start: Callable[[tuple[str, ...]], JobEnd]
-) -> int:
-    """Start a job, and again as `Restarts` decides; returns its exit code.
-
-    Args:
-        config: of the run.
-        requests: to stop.
-        start: runs the job once, with further settings of the run.
-    """
-    restarts = Restarts(config)
-    while True:
-        restarts.begin()
-        again = restarts.after(start(restarts.words), is_asked=bool(requests.asked))
-        if again is None:
-            return restarts.code
-        requests.wait(again.seconds)
 
 
 def further_settings(*, resumes: bool) -> tuple[str, ...]:

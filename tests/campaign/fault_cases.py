@@ -237,8 +237,25 @@ def host_comes_back(stage: Stage) -> None:
     again.
     """
     stuck_rank(stage)
-    stage.until_said("waiting for node-1")
+    stage.until_said("waiting for 1/2 nodes")
     revive(stage.dead)
+
+
+def host_reboots(name: str) -> Callable[[Stage], None]:
+    """It loses power, and another one of its name comes with its sshd."""
+
+    def do(stage: Stage) -> None:
+        power_off(name)(stage)
+        time.sleep(5)
+        stage.network.hosts.remove(stage.hosts[name])
+        stage.add_host(name).start_sshd()
+
+    return do
+
+
+def connection_ends(stage: Stage) -> None:
+    """The `ssh` that holds the agent of node 1 is killed."""
+    os.kill(stage.pid("login", "node_rank 1"), signal.SIGKILL)
 
 
 def power_off(name: str) -> Callable[[Stage], None]:
@@ -567,9 +584,9 @@ CASES = (
     Case(
         "hostfiles-masters",
         "hostfiles in another order, so two master addresses",
-        both(EXIT_CONFIG),
-        _NODE_1 + ".*master_addr = node-1.*nodes-differ",
-        other_hostfiles(*_REVERSED),
+        {"node-0": {EXIT_PEER_LOST}, "node-1": {EXIT_CONFIG}},
+        _NODE_1 + ".*master_addr = node-1.*node-rank-swapped",
+        other_hostfiles(*_REVERSED, words=["--wait_seconds", "12"]),
     ),
     Case(
         "hostfiles-slots",
@@ -813,6 +830,30 @@ CASES = (
         r"node 1 \(node-1\) rank 1 \(process \d+, state D in \w+\): not ended 60 s after SIGKILL",
         going_on_over_ssh(host_comes_back),
         stage={"has_dead_disk": True},
+        stops=False,
+    ),
+    Case(
+        "ssh-again-host-killed",
+        "ssh: a host loses power and comes back, with `max_restarts`",
+        {"login": {0}},
+        r"start 2 of at most 6, from step \d+",
+        going_on_over_ssh(host_reboots("node-1")),
+        stops=False,
+    ),
+    Case(
+        "ssh-again-host-0-killed",
+        "ssh: the same of the first host",
+        {"login": {0}},
+        r"node 0 is lost \(.*\); calling it again",
+        going_on_over_ssh(host_reboots("node-0")),
+        stops=False,
+    ),
+    Case(
+        "ssh-again-connection-lost",
+        "ssh: the connection of `launch -H` to a host ends, and its ranks stop, with `max_restarts`",
+        {"login": {0}},
+        r"start 2 of at most 6, from step \d+",
+        going_on_over_ssh(connection_ends),
         stops=False,
     ),
     Case(

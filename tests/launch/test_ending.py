@@ -322,6 +322,7 @@ def test_a_rank_that_cannot_be_killed_is_named_and_nothing_starts_beside_it(
         assert running(pid, folder=tmp_path)
     assert gone([pid], folder=tmp_path), "it ends as soon as the disk is back, or gone"
     assert end.code == EXIT_TRAINING
+    assert end.has_left
     assert " rank 0: ended with 70 (training failed)" in end.line
     assert (
         f" rank 1 (process {pid}, state D in request_wait_answer): not ended 1 s after SIGKILL"

@@ -232,6 +232,6 @@ def test_the_job_goes_on_without_a_lost_host(
         time.sleep(0.05)
     network.hosts[2].kill()
     assert started.wait(SECONDS) == 0, started.stated()[-3000:]
-    assert "going on without node-2, on 2 of 3 hosts [fewer-hosts]" in started.stated()
+    assert "going on on 2 of 3 nodes [fewer-hosts]" in started.stated()
     found = series(shared / "lost", "train/loss")
     assert found == {step: pytest.approx(loss, abs=1e-5) for step, loss in alone[3].items()}

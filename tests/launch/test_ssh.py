@@ -5,6 +5,7 @@ is a script that runs the command on this machine; tests on hosts of their own u
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import resource
@@ -36,6 +37,7 @@ from framework.launch.ssh import (
     split_ssh_args,
     ssh_command,
 )
+from framework.launch.supervision import HOST_LOST
 from tests.launch.rendezvous.members import ROOT, Members, ended, heed_signals
 
 pytestmark = pytest.mark.timing
@@ -59,8 +61,22 @@ programs = zip(sys.argv[1::2], sys.argv[2::2])
 commands = [(name.rpartition("@")[2], ssh_command(Host(name, 1), [sys.executable, "-uc", program], ssh_args=""))
             for name, program in programs]
 with StopRequests().handling_signals() as requests:
-    sys.exit(Agents(commands, {"environment": {"A": "secret"}}).run(requests).code)
+    sys.exit(Agents(commands, {"A": "secret"}).run(requests))
 """
+SUPERVISED = """
+import framework.launch.ssh as ssh
+from framework.config.load import config_from_values
+from framework.launch.supervision import Restarts
+ssh._CALL_AGAIN_SECONDS = 0.1
+ssh._REACHED_SECONDS = 45.0
+values = {{"run": {{"output_dir": {folder!r}}}, "supervision": {{"max_restarts": {most}}}}}
+restarts = Restarts(config_from_values(values))
+"""
+SUPERVISED += (
+    PROGRAM.replace("{", "{{")
+    .replace("}", "}}")
+    .replace('"secret"}})', '"secret"}}, restarts=restarts)')
+)
 IMPATIENT = "import framework.launch.ssh as ssh; ssh._WAIT_SECONDS = 1.0\n" + PROGRAM
 SAYS = "import sys, json; print(json.loads(sys.stdin.readline())['environment']['A'] == 'secret'); sys.exit({})"
 # Ends as an agent does when it is asked, or when its life line is cut.
@@ -137,26 +153,71 @@ def test_a_request_is_passed_on(path: str) -> None:
     assert sorted(out.splitlines()) == ["a: told stop", "b: told stop"]
 
 
-STUCK = """
-import sys, time
-sys.stdin.readline()
-end = "launch: rank 0 failed; node 1 (b) rank 1 (process 4194305, state D in x): not ended 60 s after SIGKILL: {}"
-print(end.format("it waits; bring it back [rank-not-killed]"), flush=True)
-sys.stdin.read()  # as sshd does while the rank has the agent's output
-sys.exit(70)
+# Notes each start, with the state that came, and ends with the code of the turn.
+TURNS = """
+import json, pathlib, sys
+order = json.loads(sys.stdin.readline())
+mark = pathlib.Path({folder!r}, {name!r})
+turn = len(mark.read_text().splitlines()) if mark.exists() else 0
+with mark.open("a") as file:
+    file.write(json.dumps(order.get("restarts")) + chr(10))
+code = {codes!r}[turn]
+if code is None:
+    sys.stdin.readline()
+sys.exit(code)
 """
-NAMES_STUCK = PROGRAM.replace("sys.exit(A", "agents = A").replace(".run(requests).code)", "")
-NAMES_STUCK += "    agents.run(requests)\nprint(agents.stuck)"
 
 
-@pytest.mark.slow
-def test_a_rank_that_cannot_be_killed_does_not_hold_the_launcher(path: str) -> None:
-    begun = time.monotonic()
-    process = start(path, "a", SAYS.format(76), "b", STUCK, program=NAMES_STUCK)
-    out, err = process.communicate(timeout=60)
-    assert out.splitlines()[-1] == "{'b': '4194305'}"
-    assert "the job ends with 76" in err
-    assert time.monotonic() - begun < 25, "without the time that agents get"
+def supervised(
+    path: str, folder: Path, most: int = 3, **codes: list[int | None]
+) -> tuple[int, str]:
+    """Run agents that end with these codes, one after the other; None: as soon as a line comes."""
+    programs = []
+    for name, ends in codes.items():
+        programs += [name, TURNS.format(folder=str(folder), name=name, codes=ends)]
+    process = start(path, *programs, program=SUPERVISED.format(folder=str(folder), most=most))
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err
+
+
+def orders(folder: Path, name: str) -> list[dict[str, object] | None]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_a_lost_host_is_called_again_with_what_is_known_of_the_restarts(
+    path: str, tmp_path: Path
+) -> None:
+    code, err = supervised(path, tmp_path, a=[HOST_LOST, HOST_LOST, 0])
+    assert code == 0, err
+    once = {"number": 1, "idle": 0, "last": "", "resumes": False}
+    assert orders(tmp_path, "a") == [None, once, once], "one loss, until it was reached"
+    assert err.count("a: ssh ended with 255; the host was not reached, or was lost") == 2
+
+
+def test_a_host_that_is_lost_more_often_than_the_job_may_start_again_is_given_up(
+    path: str, tmp_path: Path
+) -> None:
+    program = SUPERVISED.replace("ssh._REACHED_SECONDS = 45.0", "ssh._REACHED_SECONDS = 0.0")
+    turns = TURNS.format(folder=str(tmp_path), name="a", codes=[HOST_LOST] * 9)
+    process = start(path, "a", turns, program=program.format(folder=str(tmp_path), most=2))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 76, err
+    assert [state and state["number"] for state in orders(tmp_path, "a")] == [None, 1, 2]
+
+
+def test_the_end_of_node_0_is_that_of_the_job_although_a_host_is_lost(
+    path: str, tmp_path: Path
+) -> None:
+    code, err = supervised(path, tmp_path, a=[0], b=[HOST_LOST, None])
+    assert code == 0, err
+    code, err = supervised(path, tmp_path, c=[70], d=[None], e=[HOST_LOST, None])
+    assert code == 70, err
+
+
+def test_a_host_that_is_refused_ends_the_wait_for_it(path: str, tmp_path: Path) -> None:
+    """Nothing that is started there again would change that."""
+    code, err = supervised(path, tmp_path, a=[None, 76], b=[78])
+    assert code == 78, err
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,11 +19,8 @@ import yaml
 
 from framework.checkpoint.names import CHECKPOINTS, MANIFEST, tag_of
 from framework.config.load import config_from_values
-from framework.errors import PeerLostError, RunStopped
-from framework.launch import returning_hosts, supervision
-from framework.launch.returning_hosts import answering
-from framework.launch.stop_requests import StopRequests
-from framework.launch.supervision import JobEnd, supervised
+from framework.launch import supervision
+from framework.launch.supervision import JobEnd, NextStart, Restarts, further_settings
 from framework.load_run import load_run
 from framework.report.goodput import goodput
 from framework.report.records import read_run
@@ -59,11 +55,16 @@ def run(
     folder: Path,
     starts: Callable[[tuple[str, ...]], JobEnd],
     most: int = 5,
-    requests: StopRequests | None = None,
 ) -> int:
+    """Start as often as `Restarts` decides, and return the exit code of the job."""
     section = {"max_restarts": most, "wait_seconds": 0}
     config = config_from_values({"run": {"output_dir": str(folder)}, "supervision": section})
-    return supervised(config, requests or StopRequests(), starts)
+    restarts = Restarts(config)
+    again: NextStart | None = NextStart(0.0, "")
+    while again is not None:
+        restarts.begin()
+        again = restarts.after(starts(further_settings(resumes=restarts.resumes)))
+    return restarts.code
 
 
 AUTO = ("checkpoint.resume=auto",)
@@ -193,65 +194,27 @@ def test_a_folder_that_is_back_is_gone_on_with(tmp_path: Path) -> None:
     assert starts.words == [(), AUTO]
 
 
-def test_a_request_ends_the_wait(tmp_path: Path) -> None:
-    requests = StopRequests()
-
-    def start(_: tuple[str, ...]) -> JobEnd:
-        requests.ask("SIGTERM")
-        return LOST
-
+def test_a_job_whose_stop_was_asked_for_does_not_start_again(tmp_path: Path) -> None:
     config = config_from_values(
         {"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 1}}
     )
-    assert supervised(config, requests, start) == 137
-    requests = StopRequests()
-    signal.signal(signal.SIGALRM, lambda *_: requests.ask("SIGTERM"))
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    with pytest.raises(RunStopped):
-        supervised(config, requests, lambda _: LOST)
+    restarts = Restarts(config)
+    assert restarts.after(LOST, is_asked=True) is None
+    assert restarts.code == 137
+    assert restarts.after(LOST) is not None
 
 
-def answers(
-    folder: Path, *, are_here: tuple[bool, ...], fewest: int, **seconds: float
-) -> list[int]:
-    """Hosts that answer where a file is there."""
-    for number, is_here in enumerate(are_here):
-        (folder / f"host-{number}").unlink(missing_ok=True)
-        if is_here:
-            (folder / f"host-{number}").touch()
-    commands = [
-        (f"host-{number}", ["test", "-e", str(folder / f"host-{number}")])
-        for number in range(len(are_here))
-    ]
-    expected, most = range(len(are_here)), {"enough_seconds": 0.0, "longest_seconds": 0.0} | seconds
-    return answering(
-        commands,
-        expected,
-        StopRequests(),
-        fits=lambda count: count >= fewest and count != 3,
-        **most,
+def test_the_agent_of_a_lost_host_hears_of_what_is_saved(tmp_path: Path) -> None:
+    config = config_from_values(
+        {"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 3}}
     )
-
-
-def test_hosts_that_come_back_and_hosts_that_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(returning_hosts, "_PAUSE_SECONDS", 0.01)
-    assert answers(tmp_path, are_here=(True, True), fewest=2) == [0, 1]
-    assert answers(tmp_path, are_here=(False, True, True), fewest=1) == [1, 2]
-    assert answers(tmp_path, are_here=(True, False, True, True), fewest=1) == [0, 2], (
-        "no plan for three"
-    )
-    with pytest.raises(PeerLostError, match="host-1 did not come back"):
-        answers(tmp_path, are_here=(True, False), fewest=2)
-
-
-@pytest.mark.slow
-def test_a_host_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    signal.signal(signal.SIGALRM, lambda *_: (tmp_path / "host-1").touch())
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
-    assert answers(tmp_path, are_here=(True, False), fewest=2, longest_seconds=60.0) == [0, 1]
-    assert "waiting for host-1 since 0 s, until 60 s" in capsys.readouterr().err
+    launcher = Restarts(config)
+    assert launcher.state_after_losses(1)["resumes"] is False
+    Starts(tmp_path, (LOST, 10))(())
+    state = launcher.state_after_losses(2)
+    agent = Restarts(config)
+    agent.restore(state)
+    assert (agent.number, agent.resumes) == (2, True)
 
 
 def test_where_nobody_starts_again_it_is_said(

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, cast
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 LARGEST_LINE_BYTES: Final = 1 << 16  # a HELLO with the facts of a node is some kilobytes
 _LARGEST_QUEUE_BYTES: Final = 1 << 20
 _LARGEST_QUEUE: Final = 4096  # messages that have come and were not taken

@@ -48,11 +48,12 @@ from framework.launch.rendezvous.session import (
     Session,
     Start,
 )
-from framework.launch.returning_hosts import ENOUGH_SECONDS
 from framework.launch.supervision import JobEnd
 from framework.system.limits import require
 from framework.system.log import print_problem
 
+# Nodes that took part before are waited for this long, if the job can go on with fewer.
+ENOUGH_SECONDS: Final = 60.0
 # connections beyond one per node that may wait for their handshake at once
 SPARE_CONNECTIONS: Final = 64
 # so that all disagreements are reported at once, and a node that is being replaced can go
@@ -156,7 +157,7 @@ class Coordinator:
         try:
             chosen = await self._gather_nodes()
         except RunStopped as stopped:
-            await self._send_last("stop", why=str(stopped)[:_LONGEST_REPORT])
+            await self._send_stop(stopped)
             raise
         except PeerLostError as lost:
             await self._send_last("lost", why=str(lost)[:_LONGEST_REPORT])
@@ -191,16 +192,27 @@ class Coordinator:
         await peers.flush()
         again = await session.decide(end, peers)
         if again is None:
-            if session.restarts is not None:
+            if session.restarts is not None and not self._is_cut_off:
                 await self._send_last("done", code=session.restarts.code)
             return session.decision(None)
         self._send_to_all("again", why=again.why)
         try:
             await session.pause(again.seconds, peers)
         except RunStopped as stopped:
-            await self._send_last("stop", why=str(stopped)[:_LONGEST_REPORT])
+            await self._send_stop(stopped)
             raise
         return session.decision(again)
+
+    async def _send_stop(self, stopped: RunStopped) -> None:
+        """Send a stop to all nodes, except where this node has only lost its launcher."""
+        if not self._is_cut_off:
+            await self._send_last("stop", why=str(stopped)[:_LONGEST_REPORT])
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """True if this node leaves because of its launcher: to the others, node 0 is lost."""
+        requests = self._session.requests
+        return requests.cut_off and not requests.is_meant
 
     def _go(self, chosen: Sequence[Client]) -> Start:
         session = self._session

@@ -71,7 +71,7 @@ _PORT_IN_USE_SECONDS: Final = 5.0
 # A name may still mean the last pod of this rank: name servers keep an answer for half a minute,
 # and several of them may be chained.
 _DOUBT_SECONDS: Final = 120.0
-_DOUBT_ELSEWHERE_SECONDS: Final = 20.0
+_DOUBT_ELSEWHERE_SECONDS: Final = 15.0
 _OF_A_POD: Final = "KUBERNETES_SERVICE_HOST"  # the kubelet gives it to every container
 _ELSEWHERE_AFTER_SECONDS: Final = 5.0
 # Node 0 keeps the deadline and sends the reason, so no other node leaves before it.
@@ -187,7 +187,7 @@ class Member:
                 work, self._waiting_for, deadline=self._deadline, takes_requests=takes_requests
             )
         except RunStopped:
-            if self._channel is not None and self._session.requests.asked:
+            if self._channel is not None and self._session.requests.is_meant:
                 with suppress(ConnectionLost):
                     self._channel.send("stop", why=self._session.requests.asked)
                 await asyncio.sleep(0)

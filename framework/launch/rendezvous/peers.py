@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from framework.errors import EXIT_PEER_LOST
@@ -35,12 +35,14 @@ class Failure:
             memory?)``.
         code: exit code of that node.
         at: time of day on that node.
+        is_lost: another node has found this one lost.
     """
 
     node: int
     what: str
     code: int
     at: str
+    is_lost: bool = False
 
 
 class Peers:
@@ -52,6 +54,7 @@ class Peers:
         stop: the request to stop, and its node; empty before.
         asked: the same for a request that only a rank received; the ranks agree on their stop by
             themselves.
+        cut: the node that has lost its launcher; empty before. Its ranks stop, and with them all.
         killed: ranks get no more time for a checkpoint.
         ended: exit codes by node, for nodes without a running rank.
         is_cut_off: no other node is connected any more.
@@ -66,6 +69,7 @@ class Peers:
         self.own_failure: Failure | None = None
         self.stop = ""
         self.asked = ""
+        self.cut = ""
         self.killed = False
         self.is_cut_off = False
         self.ended: dict[int, int] = {}
@@ -108,8 +112,9 @@ class Peers:
 
         Args:
             kind: ``stop`` with `why`; ``asked`` with `why`, if only a rank received the request;
-                ``kill``: there is no time for a checkpoint; ``ended`` with `code`: no rank runs
-                here any more; ``failure``, which `send_failure` sends.
+                ``cut`` with `why`, if this node has lost its launcher; ``kill``: there is no time
+                for a checkpoint; ``ended`` with `code`: no rank runs here any more; ``failure``,
+                which `send_failure` sends.
             content: of the message.
         """
         self._apply(self._node, kind, content)
@@ -137,11 +142,15 @@ class Peers:
         elif kind == "asked" and not self.asked:
             self.asked = f"{why} at {self.name(node)}"
             is_news = True
+        elif kind == "cut" and not self.cut:
+            self.cut = f"{why} at {self.name(node)}"
+            is_news = True
         elif kind == "kill" and not self.killed:
             self.killed = True
             is_news = True
         elif kind == "failure":
-            is_news = self._add_failure(node, why, code, str(content.get("at", ""))[:20])
+            failure = Failure(node, why, code, str(content.get("at", ""))[:20])
+            is_news = self._add_failure(failure)
         elif kind == "ended" and node not in self.ended:
             self.ended[node] = code
             is_news = True
@@ -149,22 +158,23 @@ class Peers:
             self._changed.set()
         return is_news
 
-    def _add_failure(self, node: int, what: str, code: int, at: str) -> bool:
+    def _add_failure(self, failure: Failure) -> bool:
         # A thousand nodes may only have lost another one, before the cause is reported: half of
         # the room is for causes.
-        is_cause = code != EXIT_PEER_LOST or ": lost: " in what
+        is_cause = failure.code != EXIT_PEER_LOST or failure.is_lost
         most = MOST_FAILURES if is_cause else MOST_FAILURES // 2
         if len(self.failures) >= most:
             return False
+        what = failure.what
         while len(json.dumps(what)) > _LONGEST_JSON:
             what = what[: len(what) // 2]
-        self.failures.append(Failure(node, what, code, at))
+        self.failures.append(replace(failure, what=what))
         return True
 
     def _apply_lost(self, node: int, how: ConnectionLost) -> None:
-        what = f"{self.name(node)}: lost: {how}"
+        what = f"{self.name(node)}: lost: {how}"[:_LONGEST_TEXT]
         now = time.strftime("%H:%M:%S")
-        self._apply(node, "failure", {"what": what, "code": EXIT_PEER_LOST, "at": now})
+        self._add_failure(Failure(node, what, EXIT_PEER_LOST, now, is_lost=True))
         self._apply(node, "ended", {"code": EXIT_PEER_LOST})
         self._changed.set()
 
@@ -210,7 +220,8 @@ class LeadPeers(Peers):
     def _pass_on(self) -> None:
         failures = self.failures[self._num_passed_on :]
         self._num_passed_on = len(self.failures)
-        content: dict[str, Any] = {"stop": self.stop, "asked": self.asked, "kill": self.killed}
+        content: dict[str, Any] = {"stop": self.stop, "asked": self.asked, "cut": self.cut}
+        content["kill"] = self.killed
         content["failures"] = [asdict(failure) for failure in failures]
         is_more = True
         while is_more:
@@ -259,6 +270,7 @@ class MemberPeers(Peers):
             raise foreign()
         self.stop = self.stop or _text_of(message.get("stop"))
         self.asked = self.asked or _text_of(message.get("asked"))
+        self.cut = self.cut or _text_of(message.get("cut"))
         self.killed = self.killed or bool(message.get("kill"))
         self.failures += [self._failure(record) for record in failures[:MOST_FAILURES]]
         self.ended |= self._codes(ended)
@@ -283,10 +295,17 @@ class MemberPeers(Peers):
 
     def _failure(self, reported: object) -> Failure:
         match reported:
-            case {"node": int(node), "what": str(what), "code": int(code), "at": str(at), **more}:
+            case {
+                "node": int(node),
+                "what": str(what),
+                "code": int(code),
+                "at": str(at),
+                "is_lost": bool(is_lost),
+                **more,
+            }:
                 # True is an int as well
                 if {type(node), type(code)} == {int} and node in self._hosts and not more:
-                    return Failure(node, what[:_LONGEST_TEXT], code, at)
+                    return Failure(node, what[:_LONGEST_TEXT], code, at, is_lost)
         raise foreign()
 
 

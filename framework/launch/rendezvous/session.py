@@ -127,7 +127,7 @@ class Session:
         """
         if takes_requests:
             self.requests.refuse_start()
-        if self.requests.lost:
+        if takes_requests and self.requests.lost:
             raise PeerLostError(
                 f"another host has ended before all nodes were there; {waiting_for()} [peer-lost]"
             )
@@ -198,7 +198,7 @@ class Session:
         """Decide about another start; None if there is none."""
         if self.restarts is None:
             return None
-        is_asked = bool(peers.any_stop or self.requests.asked)
+        is_asked = bool(peers.any_stop or self.requests.asked)  # by the loss of the launcher, too
         return await asyncio.to_thread(self.restarts.after, end, is_asked=is_asked)
 
     def decision(self, again: NextStart | None) -> RestartDecision:

@@ -192,7 +192,7 @@ def test_what_no_agent_says_loses_who_says_it(content: dict[str, object]) -> Non
     run(case())
 
 
-FAILURE = {"node": 0, "what": "x", "code": 1, "at": "t"}
+FAILURE = {"node": 0, "what": "x", "code": 1, "at": "t", "is_lost": False}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,14 @@ FAILURE = {"node": 0, "what": "x", "code": 1, "at": "t"}
         ),
         *(
             {"failures": failures}
-            for failures in ({}, [1], [{}], [{**FAILURE, "node": []}], [{**FAILURE, "code": "1"}])
+            for failures in (
+                {},
+                [1],
+                [{}],
+                [{**FAILURE, "node": []}],
+                [{**FAILURE, "code": "1"}],
+                [{**FAILURE, "is_lost": "no"}],
+            )
         ),
     ],
     ids=str,

@@ -5,6 +5,8 @@ others.
 from __future__ import annotations
 
 import asyncio
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from framework.checkpoint.names import CHECKPOINTS, MANIFEST, tag_of
 from framework.config.load import config_from_values
 from framework.errors import PeerLostError, RunStopped
 from framework.launch.rendezvous import coordinator
-from framework.launch.rendezvous.channel import Channel
+from framework.launch.rendezvous.channel import Channel, ConnectionLost
 from framework.launch.rendezvous.member import Member
 from framework.launch.rendezvous.session import JobOver, Start
 from framework.launch.supervision import JobEnd, Restarts
@@ -348,6 +350,58 @@ def test_who_was_asked_to_stop_ends_as_its_ranks_have(end: JobEnd, tmp_path: Pat
             assert not (await job.decide_restart(end)).is_again
             await job.close()
             assert not (await ending).is_again
+
+    run(case())
+
+
+def test_a_node_that_has_lost_its_launcher_is_missed_and_stops_nothing_for_good(
+    tmp_path: Path,
+) -> None:
+    async def case() -> None:
+        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path)) as (
+            lead,
+            port,
+            beginning,
+        ):
+            first = await enter(port, 1)
+            start = await beginning
+            first.send("cut", why="the launcher is gone", epoch=1)
+            while not start.peers.cut:
+                await start.peers.wait(1)
+            assert start.peers.any_stop == ""
+            assert "launcher is gone at node 1" in (await read(first, "news"))["cut"]
+            first.close()
+            assert (await lead.decide_restart(JobEnd(76))).is_again
+
+    run(case())
+
+
+def test_a_node_0_that_has_lost_its_launcher_leaves_without_a_word(tmp_path: Path) -> None:
+    """The others take it for lost, and go on once it is back."""
+
+    async def case() -> None:
+        async with coordinating(2, token=TOKEN, restarts=restarts(tmp_path)) as (
+            lead,
+            port,
+            beginning,
+        ):
+            first = await enter(port, 1)
+            start = await beginning
+            reader, writer = os.pipe()
+            lead._session.requests.hold(reader)
+            os.close(writer)
+            lead._session.requests.look()
+            start.peers.send("cut", why="the launcher is gone")
+            assert not (await lead.decide_restart(JobEnd(76))).is_again
+            os.close(reader)
+            closing = asyncio.ensure_future(lead.close())
+            kinds = []
+            with suppress(ConnectionLost):
+                while True:
+                    kinds.append((await first.receive())["type"])
+            assert not {"done", "stop", "lost"} & set(kinds)
+            first.close()
+            await closing
 
     run(case())
 
