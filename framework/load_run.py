@@ -18,7 +18,7 @@ from framework.plan.plan import Plan, accepted, default_cluster, make_plan
 from framework.system.output import write
 
 if TYPE_CHECKING:  # needed for keys that are ``auto``, which most configs do not have
-    from framework.plan.search import Hardware
+    from framework.plan.hardware import Hardware
     from framework.plan.work import ModelWork
 
 

@@ -36,7 +36,8 @@ from framework.plan.auto import listed_target
 from framework.plan.cluster import Cluster
 from framework.plan.memory import estimate
 from framework.plan.plan import make_plan
-from framework.plan.search import Request, search
+from framework.plan.search import search
+from framework.plan.search_space import Request
 from framework.plan.work import weights_alone
 
 ROOT: Final = Path(__file__).parents[1]

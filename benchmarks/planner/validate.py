@@ -1,7 +1,7 @@
 """Compares the planner's estimates with published measurements: ``python -m
 benchmarks.planner.validate [--fit]``.
 
-``--fit`` chooses the constants of `framework/plan/time.py` on the `fit` half of the points alone
+``--fit`` chooses the constants of `framework/plan/fitted_rates.py` on the `fit` half of the points alone
 and prints them; without it the errors of both halves are written to
 `benchmarks/results/planner.json` and to the table in `docs/planner.md`. Which points take part is
 decided by their fields (`left_out`), in both halves alike.
@@ -27,9 +27,11 @@ from framework.config.model import GPT
 from framework.plan.cluster import Cluster
 from framework.plan.device_overhead import beside_tensors
 from framework.plan.devices import Machine, find_network
+from framework.plan.fitted_rates import RATES, Rates
 from framework.plan.memory import NotEstimatedError, estimate
+from framework.plan.parallelism import Parallelism
 from framework.plan.plan import Plan, make_plan
-from framework.plan.time import RATES, Parallelism, Rates, StepTime, step_time
+from framework.plan.time import StepTime, step_time
 from framework.plan.work import LayerWork, ModelWork, model_work
 
 Point = dict[str, Any]

@@ -32,7 +32,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.report import page, png
 from framework.report.bench_page import COLUMNS, bench_page, rows_of, speed_chart
-from framework.report.draw import Chart
+from framework.report.chart import Chart
 from framework.report.png import png_of
 from framework.report.repeats import Variant, compare, windows_of
 from framework.system.arguments import CommandParser, like, whole

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from deepspeed_lint.readers import Reader
     from deepspeed_lint.topology import GpuKind, Topology
     from framework.plan.cluster import Cluster
+    from framework.plan.hardware import Hardware
     from framework.plan.plan import Plan
-    from framework.plan.search import Hardware
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from framework.config.load import load_with_source
 from framework.config.optimizer import optimizer_lr
 from framework.engine.schedules import StepSchedule
 from framework.errors import EXIT_OK, ConfigError, TrainingError, UsageError
-from framework.report.draw import Line, line_chart, tick
+from framework.report.chart import tick
+from framework.report.line_chart import Line, line_chart
 from framework.report.series import Series
 from framework.run import run_prepared
 from framework.setup.prepare_run import prepare

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from framework.commands.strategies import BUFFERS, MEMORY_GROUPS, grouped
-from framework.plan.search import OFFLOAD, RECOMPUTE, SIZES, STAGE, Candidate
-from framework.report.draw import bar_chart
+from framework.plan.candidate import Candidate
+from framework.plan.search_space import OFFLOAD, RECOMPUTE, SIZES, STAGE
+from framework.report.bar_chart import bar_chart
 from framework.report.figures import size
 
 

@@ -13,7 +13,7 @@ from framework.errors import ConfigError
 from framework.plan.alternatives import size_text, with_settings
 from framework.plan.memory import NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
-from framework.plan.search import OFFLOAD, PIPE, STAGE
+from framework.plan.search_space import OFFLOAD, PIPE, STAGE
 from framework.plan.work import weights_alone
 
 # Bytes of a weight in mixed precision with Adam: 2 + 4 for the weight and its fp32 copy, 8 for the

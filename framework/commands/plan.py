@@ -35,27 +35,21 @@ from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
 from framework.load_run import LoadedRun, load_run
 from framework.plan.alternatives import settings_text, size_text, with_settings
 from framework.plan.auto import listed_target, measured_target
+from framework.plan.candidate import Candidate, judge
 from framework.plan.cluster import Cluster
+from framework.plan.hardware import Hardware
+from framework.plan.knob import find_knob
 from framework.plan.memory import Memory, NotEstimatedError
+from framework.plan.nearest_plan import nearest_plan
 from framework.plan.out_of_memory import IN_WORDS
 from framework.plan.plan import Plan, default_cluster, make_plan, rows
-from framework.plan.search import (
-    EVERYTHING,
-    OFFLOAD,
-    RECOMPUTE,
-    STAGE,
-    Candidate,
-    Hardware,
-    Request,
-    SearchResult,
-    find_knob,
-    judge,
-    nearest_plan,
-    search,
+from framework.plan.search import SearchResult, search
+from framework.plan.search_goals import (
     search_fewest_devices,
     search_longest_sequence,
     search_more_devices,
 )
+from framework.plan.search_space import EVERYTHING, OFFLOAD, RECOMPUTE, STAGE, Request
 from framework.plan.time import StepTime
 from framework.plan.token_folder import look_at_data
 from framework.plan.work import ModelWork
@@ -517,7 +511,7 @@ def _write_files(question: _Question, answer: _Answer) -> None:
     if arguments.chart:
         from framework.commands.check_fix import write_file
         from framework.commands.memory_chart import draw_chart
-        from framework.report.draw import Chart
+        from framework.report.chart import Chart
 
         limit = question.target.usable_bytes(answer.candidates[0].memory)
         title = question.plan.config.run.name

@@ -131,9 +131,9 @@ def _write_charts(runs: list[RunRecords], *, svg: str | None, png: str | None) -
     """Write the charts into the folders `svg` and `png`, after a check that all can be written."""
     if not (svg or png):
         return
-    from framework.report.charts import charts_of
-    from framework.report.draw import Chart
+    from framework.report.chart import Chart
     from framework.report.png import MARK, png_of
+    from framework.report.run_charts import charts_of
     from framework.system.files import refuse_foreign, replace_bytes
 
     files: list[tuple[Path, bytes]] = []

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from framework.errors import ConfigError, UsageError
 from framework.plan.alternatives import settings_text, size_text
-from framework.plan.search import (
+from framework.plan.candidate import Candidate
+from framework.plan.search import SearchResult
+from framework.plan.search_space import (
     ACCUMULATION,
     LENGTH,
     OFFLOAD,
     STAGE,
     STRATEGY,
     USUAL,
-    Candidate,
-    SearchResult,
     Settings,
 )
 

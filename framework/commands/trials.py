@@ -16,8 +16,8 @@ from framework.commands.strategies import unusual
 from framework.commands.timed_runs import INTERRUPTED, run_alone
 from framework.errors import TrainingError, UsageError
 from framework.plan.alternatives import settings_text
+from framework.plan.candidate import Candidate
 from framework.plan.plan import Plan
-from framework.plan.search import Candidate
 from framework.system.output import write
 
 _ROUNDS: Final = 3

@@ -23,12 +23,15 @@ from framework.config.load import Source
 from framework.config.run_config import AUTO, RunConfig
 from framework.errors import ConfigError, Problem, UsageError
 from framework.plan.alternatives import settings_text, size_text, with_settings
+from framework.plan.candidate import Candidate, fullest
 from framework.plan.cluster import GPU_VARIABLE, Cluster
 from framework.plan.devices import Machine, find_device, tables
+from framework.plan.hardware import Hardware
 from framework.plan.measured import measured_rates
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import make_plan
-from framework.plan.search import ACCUMULATION, MICRO, Candidate, Hardware, Request, fullest, search
+from framework.plan.search import search
+from framework.plan.search_space import ACCUMULATION, MICRO, Request
 from framework.plan.work import ModelWork
 from framework.system.output import write
 

@@ -15,7 +15,7 @@ from framework.system.files import replace_text
 from framework.system.log import print_line
 
 if TYPE_CHECKING:  # the planner is loaded when there is something to compare
-    from framework.plan.search import Candidate
+    from framework.plan.candidate import Candidate
 
 
 class MetricsPoint(Protocol):
@@ -140,8 +140,8 @@ def estimates_here(plan: Plan) -> Candidate | None:
     if the plan's memory is not known.
     """
     from framework.plan.auto import measured_target, target_at_hand
+    from framework.plan.candidate import judge
     from framework.plan.memory import NotEstimatedError
-    from framework.plan.search import judge
 
     try:
         return judge(plan, measured_target(plan.cluster) or target_at_hand(plan.cluster))

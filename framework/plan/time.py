@@ -2,158 +2,24 @@
 machine, without torch.
 
 What is sent, and when, was read in DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`,
-`runtime/engine.py`, `runtime/pipe/engine.py`) and our `engine/gradient_sums.py`. Collectives cost
-as in NCCL's own model (`tuning.cc`).
+`runtime/engine.py`, `runtime/pipe/engine.py`) and our `engine/gradient_sums.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, log2, prod, sqrt
-from typing import Any, Final
+from math import ceil, prod, sqrt
+from typing import Any
 
-from framework.config.optimizer import SGD, Adafactor, Adagrad, Lion, Muon, OptimizerSection
-from framework.config.precision import BF16, FP16, FP32, Autocast, PrecisionSection
-from framework.plan.devices import Device, Machine
-from framework.plan.memory import NotEstimatedError
+from framework.plan.collectives import Collectives, needed
+from framework.plan.devices import Machine
+from framework.plan.fitted_rates import OF_PROCESSORS, RATES, Rates
+from framework.plan.parallelism import Parallelism
 from framework.plan.plan import Plan
-from framework.plan.rules.devices import sums_of
 from framework.plan.work import LayerWork, ModelWork
 
 Seconds = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Parallelism:
-    """Distribution of one optimizer step over devices, and what else decides its time.
-
-    Attributes:
-        data: ranks that see different samples.
-        pipe: pipeline stages.
-        tensor: ranks that share every matrix product.
-        sequence: ranks that share every sample's tokens.
-        expert: ranks that share the experts.
-        zero_stage: 0 to 3.
-        accumulation: micro-batches of a rank, or of a pipeline, per optimizer step.
-        micro_size: samples of a micro-batch.
-        dtype: what matrix products are computed in: fp32, tf32, fp16, bf16 or fp8.
-        weight_bytes: of an element of the weights.
-        gradient_bytes: of an element of the gradients that are sent.
-        state_bytes: of optimizer state for an element, with the fp32 weight where there is one.
-        recomputed: share of the forward pass that runs again in the backward pass.
-        overlaps: sums of gradients run beside the backward pass.
-        scatters: each rank gets its part of the sums alone, as with FSDP; DeepSpeed does so at
-            stage 3 only.
-        bucket: elements of gradients that are summed at once.
-        prefetches: weights of stage 3 are gathered ahead of their use.
-        live: elements of weights that stay whole at stage 3 between the forward and the backward
-            pass.
-        persistent: elements up to which a weight stays whole at stage 3.
-        by_weight: the host handles each weight by itself at stage 3, as DeepSpeed does; FSDP
-            handles blocks.
-        halves_alone: half precision without ZeRO: DeepSpeed steps weight by weight.
-        joins_gradients: stages 1 and 2: DeepSpeed steps on a joined, unscaled and clipped fp32
-            copy.
-        interleaving: parts of the model on each pipeline stage.
-        block_sums: all-reduces of tensor parallelism in a block, forward and backward.
-        is_offloaded: the optimizer runs on the host.
-        weights_offloaded: weights of stage 3 lie on the host.
-    """
-
-    data: int = 1
-    pipe: int = 1
-    tensor: int = 1
-    sequence: int = 1
-    expert: int = 1
-    zero_stage: int = 0
-    accumulation: int = 1
-    micro_size: int = 1
-    dtype: str = "bf16"
-    weight_bytes: int = 2
-    gradient_bytes: int = 2
-    state_bytes: int = 12
-    recomputed: float = 0.0
-    overlaps: bool = True
-    scatters: bool = False
-    bucket: int = 50_000_000
-    prefetches: bool = True
-    live: int = 1_000_000_000
-    persistent: int = 100_000
-    by_weight: bool = True
-    halves_alone: bool = False
-    joins_gradients: bool = False
-    interleaving: int = 1
-    block_sums: tuple[int, int] = (2, 4)
-    is_offloaded: bool = False
-    weights_offloaded: bool = False
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of one step."""
-        return self.data * self.pipe * self.tensor * self.sequence
-
-    @staticmethod
-    def from_plan(plan: Plan) -> Parallelism:
-        """Return the distribution of a plan."""
-        config = plan.config
-        layout = plan.layout
-        zero = config.zero
-        stage = zero.stage
-        is_half = isinstance(config.precision, BF16 | FP16)
-        _, reduction = sums_of(config, layout)
-        overlaps: bool = stage in (0, 3)
-        if stage and zero.overlap_comm is not None:
-            overlaps = zero.overlap_comm
-        state_bytes = 4 * _num_moments(config.optimizer)
-        if is_half or stage:
-            state_bytes += 4
-        return Parallelism(
-            data=layout.data_parallel_size,
-            pipe=layout.pipe_size,
-            tensor=layout.tensor_size,
-            sequence=layout.sequence_size,
-            block_sums=(2, 2),
-            expert=layout.expert_size,
-            zero_stage=stage,
-            accumulation=layout.accumulation_steps,
-            micro_size=layout.micro_size,
-            dtype=_product_dtype(config.precision),
-            weight_bytes=2 if is_half else 4,
-            gradient_bytes=2 if is_half and not reduction else 4,
-            state_bytes=state_bytes,
-            recomputed=1.0 if config.training.recompute_every else 0.0,
-            overlaps=overlaps,
-            scatters=stage == 3,
-            bucket=zero.reduce_bucket_size,
-            prefetches=zero.stage3_prefetch_bucket_size > 0,
-            live=zero.stage3_max_live_parameters,
-            persistent=zero.stage3_param_persistence_threshold,
-            halves_alone=is_half and not stage and layout.pipe_size == 1,
-            joins_gradients=stage in (1, 2),
-            is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
-            weights_offloaded=stage == 3 and zero.offload_param.device != "none",
-        )
-
-
-def _product_dtype(precision: PrecisionSection) -> str:
-    """Return the type that matrix products are computed in."""
-    if isinstance(precision, Autocast):
-        return precision.compute_dtype
-    if isinstance(precision, FP32):
-        return "fp32" if precision.matmul == "highest" else "tf32"
-    return precision.dtype
-
-
-def _num_moments(optimizer: OptimizerSection) -> int:
-    """Return the fp32 numbers of optimizer state that most elements have."""
-    if isinstance(optimizer, SGD):
-        return 1 if optimizer.momentum else 0
-    if isinstance(optimizer, Adagrad | Lion | Muon):
-        return 1
-    if isinstance(optimizer, Adafactor):
-        return 0
-    return 2
 
 
 @dataclass(frozen=True)
@@ -213,73 +79,6 @@ class StepTime:
         }
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Constants that no table of devices has. The first six were chosen on the `fit` half of the
-    published points by ``python -m benchmarks.planner.validate --fit``: least squares of log ratios
-    of throughput.
-
-    Attributes:
-        plateau: share of the fastest matrix product that the products of a large model reach.
-        plateau_hopper: the same since Hopper: its clock falls under load.
-        attention: share of the fastest matrix product that attention reaches, in the scores that
-            are computed; fused kernels leave masked ones out.
-        attention_hopper: the same since Hopper: torch's kernels of attention were not written for
-            its tensor cores.
-        width: half of the plateau is reached where a part's weights on one device are a square of
-            this width, on a device of 1e15 FLOP/s; it grows with the root of those, as a product is
-            divided among more units.
-        memory: share of the memory's bandwidth that other operations reach.
-        overlap: share of the computation beside which something is sent that hides it. Values from
-            0.3 to 0.7 fit the points equally well.
-        network: share of the network's bandwidth that large collectives reach: four fifths of what
-            is printed (source `mle-network` of devices.json).
-        best: share of the peak that the fastest matrix product reaches on a device without a
-            measurement: NVIDIA's reach 0.73 to 0.87.
-        launch_seconds: least time of one part in one pass, in which the host starts its operations.
-        weight_seconds: time of the host for one weight in one pass at stage 3. Of the points of the
-            `fit` half belle-402-007 to -009 show it: their steps take 0.38 to 0.42 s at every
-            length and width, for 293 weights in two passes.
-        half_weight_seconds: the same for one weight in a step of half precision without ZeRO. The
-            step of GPT-2, which has 196 weights, takes 143 ms on an H200, and 104 at stage 1
-            (benchmarks/results/one_gpu.json).
-        joined_bytes: moved for an element by DeepSpeed's step at stages 1 and 2 beyond what the
-            optimizer itself needs. With them the steps of GPT-2 and GPT-2 XL on an H200 take 8 and
-            101 ms, as measured there.
-    """
-
-    plateau: float = 0.91
-    plateau_hopper: float = 0.822
-    attention: float = 0.323
-    attention_hopper: float = 0.2
-    width: float = 2270.0
-    memory: float = 0.612
-    overlap: float = 0.5
-    network: float = 0.8
-    best: float = 0.8
-    launch_seconds: float = 2e-4
-    weight_seconds: float = 6.6e-4
-    half_weight_seconds: float = 2.1e-4
-    joined_bytes: float = 158.0
-
-
-RATES: Final = Rates()
-# Of CPUs, on which the engine was measured: the ranks share the cores, so that nothing hides behind
-# anything, products of every size reach what was measured, and the host's own time is the engine's.
-OF_PROCESSORS: Final = Rates(
-    plateau=1.0,
-    attention=0.646,
-    width=0.0,
-    memory=1.0,
-    network=1.0,
-    overlap=0.0,
-    launch_seconds=0.0,
-    weight_seconds=0.0,
-    half_weight_seconds=0.0,
-    joined_bytes=0.0,
-)
-
-
 def estimate_time(plan: Plan, work: ModelWork, machine: Machine) -> StepTime:
     """Estimate the time of a plan's optimizer step.
 
@@ -325,11 +124,12 @@ class _Step:
         self.by = by
         self.machine = machine
         self.rates = rates
+        self.collectives = Collectives(machine, rates.network)
         self.ranks = by.data * by.sequence
         self.samples = by.micro_size / work.num_samples
         peak = device.flops_per_second.get(by.dtype)
-        self.peak = _needed(peak, f"peak in {by.dtype}", device)
-        memory_bandwidth = _needed(device.memory_bytes_per_second, "memory bandwidth", device)
+        self.peak = needed(peak, f"peak in {by.dtype}", device)
+        memory_bandwidth = needed(device.memory_bytes_per_second, "memory bandwidth", device)
         self.bandwidth = rates.memory * memory_bandwidth
         best = device.matmul_flops_per_second
         bf16 = device.flops_per_second.get("bf16")
@@ -412,7 +212,7 @@ class _Step:
         if self.by.pipe > 1:
             output_bytes = parts[max(repeated, default=0)].output_bytes
             size = self.samples * output_bytes / self.by.sequence
-            sends = self.by.interleaving * self.send(size)
+            sends = self.by.interleaving * self.collectives.send(size, self.ranks, self.by.tensor)
             forward_total["pipeline sends"] = sends
             backward_total["pipeline sends"] = sends
         return forward_total, backward_total
@@ -521,15 +321,15 @@ class _Step:
         output = self.samples * part.output_bytes / by.sequence
         seconds = 0.0
         if by.tensor > 1:
-            seconds = self.all_reduce(output, by.tensor, 1)
+            seconds = self.collectives.all_reduce(output, by.tensor, 1)
         yield "tensor parallel", by.block_sums, seconds
         seconds = 0.0
         if by.sequence > 1:
-            seconds = self.scatter(output, by.sequence, by.tensor)
+            seconds = self.collectives.scatter(output, by.sequence, by.tensor)
         yield "sequence parallel", (4, 4), seconds
         seconds = 0.0
         if by.expert > 1:
-            seconds = self.scatter(output, by.expert, by.tensor * by.sequence)
+            seconds = self.collectives.scatter(output, by.expert, by.tensor * by.sequence)
         yield "expert parallel", (2, 2), seconds
 
     # What a step has beside its passes.
@@ -547,9 +347,9 @@ class _Step:
         num_buckets = max(ceil(self.stage_params / by.bucket), 1)
         bucket_bytes = by.gradient_bytes * self.stage_params / num_buckets
         if by.scatters:
-            bucket_seconds = self.scatter(bucket_bytes, self.ranks, by.tensor)
+            bucket_seconds = self.collectives.scatter(bucket_bytes, self.ranks, by.tensor)
         else:
-            bucket_seconds = self.all_reduce(bucket_bytes, self.ranks, by.tensor)
+            bucket_seconds = self.collectives.all_reduce(bucket_bytes, self.ranks, by.tensor)
         hidden = 0.0
         if by.overlaps:
             computing = self.rates.overlap * backward / num_buckets
@@ -567,7 +367,7 @@ class _Step:
         gathered = self.held_params if by.zero_stage == 3 else self.stage_params
         num_buckets = max(ceil(gathered / by.bucket), 1)
         bucket_bytes = by.weight_bytes * gathered / num_buckets
-        bucket_seconds = self.scatter(bucket_bytes, self.ranks, by.tensor)
+        bucket_seconds = self.collectives.scatter(bucket_bytes, self.ranks, by.tensor)
         if by.zero_stage < 3:
             return num_buckets * bucket_seconds
         ahead = self.rates.overlap if by.prefetches else 0.0
@@ -618,7 +418,7 @@ class _Step:
         device = self.machine.device
         if not by.is_offloaded and not by.weights_offloaded:
             return 0.0
-        link = _needed(device.host_bytes_per_second, "bandwidth to host memory", device)
+        link = needed(device.host_bytes_per_second, "bandwidth to host memory", device)
         weights = by.weight_bytes * self.share / link
         seconds = 0.0
         if by.is_offloaded:
@@ -640,7 +440,7 @@ class _Step:
         moved = self.share * (2 * by.state_bytes + 4 + 2 * by.gradient_bytes + by.weight_bytes)
         if by.is_offloaded:
             host = device.host_memory_bytes_per_second
-            host = _needed(host, "memory bandwidth of the host", device)
+            host = needed(host, "memory bandwidth of the host", device)
             return moved * self.machine.devices_per_host / host / self.rates.memory
         if by.joins_gradients:
             moved += self.share * self.rates.joined_bytes
@@ -649,133 +449,8 @@ class _Step:
             seconds += self.rates.half_weight_seconds * len(self.work.weights)
         return seconds
 
-    # Collectives.
-
-    def all_reduce(self, size: float, ranks: int, stride: int) -> float:
-        """Return the seconds of a sum of `size` bytes over ranks that lie `stride` apart, in a ring
-        or in a tree.
-        """
-        inside, hosts = self.placed(ranks, stride)
-        ring = 2 * self.ring_latency(ranks, hosts)
-        tree = 2 * ((inside - 1) * _LINK_SECONDS + log2(hosts) * self.hop)
-        latency = _START_SECONDS + min(ring, tree)
-        if hosts == 1 and self.machine.all_reduce_latency_seconds is not None:
-            latency = self.machine.all_reduce_latency_seconds
-        return latency + 2 * (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
-
-    def scatter(self, size: float, ranks: int, stride: int) -> float:
-        """Return the seconds of a gather, a scattered sum or an exchange of `size` bytes, in all,
-        over ranks.
-        """
-        inside, hosts = self.placed(ranks, stride)
-        sent = (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
-        return self.start + self.ring_latency(ranks, hosts) + sent
-
-    def ring_latency(self, ranks: int, hosts: int) -> float:
-        """Return the seconds of all steps of a ring without their bytes."""
-        hops = hosts if hosts > 1 else 0
-        return (ranks - hosts) * _LINK_SECONDS + hops * self.hop
-
-    def send(self, size: float) -> float:
-        """Return the seconds of a transfer to the next pipeline stage.
-
-        Tensor-parallel ranks send a part each, and gather them (DeepSpeed's `pipe_partitioned`, on
-        by default).
-        """
-        tensor = self.by.tensor
-        inside, hosts = self.placed(2, self.ranks * tensor)
-        hop = self.hop if hosts > 1 else 0.0
-        gathered = 0.0
-        if tensor > 1:
-            gathered = self.scatter(size, tensor, 1)
-        sent = size / tensor / self.ring_bandwidth(inside, hosts)
-        return self.start + hop + sent + gathered
-
-    def placed(self, ranks: int, stride: int) -> tuple[int, int]:
-        """Return the members of a group on one host, and its hosts: tensor ranks are neighbours,
-        then sequence, data, pipe.
-        """
-        inside = min(ranks, max(self.machine.devices_per_host // stride, 1))
-        return inside, ceil(ranks / inside)
-
-    @property
-    def start(self) -> float:
-        """Seconds before the first byte of a collective."""
-        return self.machine.all_reduce_latency_seconds or _START_SECONDS
-
-    @property
-    def hop(self) -> float:
-        """Seconds of a hop between hosts."""
-        network = self.machine.network
-        return network.latency_seconds if network else 0.0
-
-    def ring_bandwidth(self, inside: int, hosts: int) -> float:
-        """Return the bytes per second of a ring: of the links within a host, or of the network of
-        all its members on a host.
-        """
-        device = self.machine.device
-        network = self.machine.network
-        links = device.collective_bytes_per_second or device.link_bytes_per_second
-        if inside > 1:
-            links = _needed(links, "bandwidth between devices", device)
-        if hosts == 1:
-            return links or 0.0
-        per_device = network.bytes_per_second if network else None
-        between = _needed(per_device, "network between hosts", device)
-        across = self.rates.network * between * inside
-        if inside == 1:
-            return across
-        return min(across, links or across)
-
-
-# NCCL's tuning.cc: start of a ring, and a step over NVLink, both with the protocol of large
-# messages.
-_START_SECONDS: Final = 8.4e-6
-_LINK_SECONDS: Final = 3.4e-6
-
 
 def _add(total: Seconds, seconds: Seconds, count: float) -> None:
     """Add seconds that are there `count` times to a total, by component."""
     for name, value in seconds.items():
         total[name] = total.get(name, 0.0) + count * value
-
-
-def _needed(figure: float | None, what: str, device: Device) -> float:
-    """Return a figure of a device; raises NotEstimatedError if it is not known."""
-    if figure is None:
-        raise NotEstimatedError(f"the {what} of {device.name} is not known")
-    return figure
-
-
-def flops_per_step(
-    plan: Plan, work: ModelWork | None, peaks: Mapping[str, float]
-) -> dict[str, float]:
-    """Return the floating-point operations of one step, on one device on average, by the metric
-    that is their rate.
-
-    Model operations: matrix products, convolutions and attention in the forward pass, and twice as
-    many in the backward pass (Chowdhery et al. 2022, PaLM, appendix B); what is computed again is
-    not counted; a multiplication with an addition is two. Utilisation is their share of the
-    device's peak; with what is computed again it is the utilisation of the hardware.
-
-    Args:
-        plan: of the run.
-        work: of its model on one micro-batch; None if it is not known.
-        peaks: of the device, type of numbers -> operations per second; empty if it is not known.
-
-    Returns:
-        ``throughput/tflops`` if the work is known; ``throughput/mfu`` if the peak is known as well;
-        with recomputation ``throughput/hfu``. None of them is guessed.
-    """
-    if work is None or not work.flops:
-        return {}
-    by = Parallelism.from_plan(plan)
-    forward = work.flops * by.accumulation * by.data / by.num_devices
-    amounts = {"throughput/tflops": 3 * forward / 1e12}
-    peak = peaks.get(by.dtype)
-    if peak:
-        amounts["throughput/mfu"] = 3 * forward / peak
-        if by.recomputed:  # the loss belongs to no layer, and is kept
-            again = by.recomputed * (1 - work.parts[-1].flops / work.flops)
-            amounts["throughput/hfu"] = (3 + again) * forward / peak
-    return amounts

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from framework.errors import show_value
-from framework.report.charts import step_bars
-from framework.report.draw import Chart, bar_chart, text
+from framework.report.bar_chart import bar_chart
+from framework.report.chart import Chart, text
 from framework.report.figures import number, size, time_split
 from framework.report.page import document, figures, table
 from framework.report.records import flat
 from framework.report.repeats import Variant
+from framework.report.run_charts import step_bars
 
 COLUMNS: Final = (
     "",

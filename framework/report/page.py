@@ -9,11 +9,12 @@ from typing import Any, Final
 
 import framework
 from framework.errors import show_value
-from framework.report.charts import charts_of, marks_of
-from framework.report.draw import STYLE, Chart, text
+from framework.report.chart import Chart, text
+from framework.report.chart_style import STYLE
 from framework.report.figures import best, headline, moment, number, state, verdict_of
 from framework.report.profile import tables_of
 from framework.report.records import RunRecords, flat, read_run
+from framework.report.run_charts import charts_of, marks_of
 from framework.system.files import read_regular, replace_text
 
 REPORT: Final = "report.html"

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from framework.report.draw import Chart, timeline_chart
+from framework.report.chart import Chart
 from framework.report.figures import PHASE_NAMES, number, size
+from framework.report.timeline_chart import timeline_chart
 
 # Raised by what a file of this form does not hold.
 _DAMAGED: Final = (KeyError, TypeError, ValueError, AttributeError, OverflowError)

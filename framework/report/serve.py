@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Final
 
 from framework.errors import FrameworkError, UsageError
-from framework.report.draw import text
+from framework.report.chart import text
 from framework.system.output import write
 
 _LOOPBACK: Final = "127.0.0.1"

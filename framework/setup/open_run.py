@@ -226,7 +226,7 @@ def build_trainer(run: OpenRun) -> Trainer:
 
 def _flops_per_step(plan: Plan) -> Mapping[str, float]:
     """Count the operations of a step on rank 0: the other ranks load no estimates of time."""
-    from framework.plan.time import flops_per_step
+    from framework.plan.flops import flops_per_step
     from framework.plan.work import work_of
 
     peaks: Mapping[str, float] = {}

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.planner import validate
 from benchmarks.planner.published import read_points
-from framework.plan.time import RATES
+from framework.plan.fitted_rates import RATES
 from tests.places import ROOT
 
 WRITTEN = json.loads((ROOT / "benchmarks/results/planner.json").read_text(encoding="utf-8"))

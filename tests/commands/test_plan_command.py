@@ -19,7 +19,8 @@ from framework.commands.torch_child import NoAnswerError
 from framework.config.load import load_config
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.plan.search import ACCUMULATION, MICRO, OFFLOAD, SEQUENCE, TENSOR, Request, search
+from framework.plan.search import search
+from framework.plan.search_space import ACCUMULATION, MICRO, OFFLOAD, SEQUENCE, TENSOR, Request
 from tests.commands.children import answer_here
 
 MODEL = ["ds_configs/gpt_zero3.yaml", "model={kind: gpt, size: llama-3-8b}"]

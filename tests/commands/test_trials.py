@@ -14,10 +14,10 @@ from framework.commands.measure import environment_of_ranks, measure
 from framework.commands.trials import Trial, fastest, run_trials, table, within_noise
 from framework.config.load import config_from_values
 from framework.errors import TrainingError, UsageError
+from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
 from framework.plan.memory import estimate
 from framework.plan.plan import make_plan
-from framework.plan.search import Candidate
 
 CONFIG = config_from_values({"model": {"kind": "mlp"}, "training": {"max_steps": 9}})
 PLAN = make_plan(CONFIG, Cluster(device="cpu"))

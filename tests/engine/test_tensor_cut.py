@@ -11,8 +11,8 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
+from framework.plan.parallelism import Parallelism
 from framework.plan.plan import make_plan
-from framework.plan.time import Parallelism
 from framework.plan.work import work_of
 from tests.launched import ROOT, run_ranks
 

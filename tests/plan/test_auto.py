@@ -23,8 +23,8 @@ from framework.launch.options import LaunchOptions
 from framework.load_run import load_run
 from framework.plan.auto import listed_target, peaks_at_hand, resolve, target_at_hand
 from framework.plan.cluster import Cluster
+from framework.plan.hardware import Hardware
 from framework.plan.plan import make_plan
-from framework.plan.search import Hardware
 
 AUTO: dict[str, Any] = {
     "model": {"kind": "gpt", "size": "llama-3-8b"},

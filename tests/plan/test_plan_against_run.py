@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from framework.config.load import config_from_values
+from framework.plan.candidate import Candidate, judge
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Device, Machine
+from framework.plan.hardware import Hardware
 from framework.plan.plan import make_plan
 from framework.plan.plan_against_run import PlanAgainstRun, estimates_here
-from framework.plan.search import Candidate, Hardware, judge
 from framework.train.monitors.base import Point
 
 GPT = {

@@ -17,10 +17,20 @@ from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.errors import UsageError
 from framework.plan.auto import listed_target
+from framework.plan.candidate import Candidate, judge, least_bytes
 from framework.plan.cluster import Cluster
+from framework.plan.hardware import Hardware
+from framework.plan.knob import find_knob
 from framework.plan.memory import NotEstimatedError
+from framework.plan.nearest_plan import nearest_plan
 from framework.plan.plan import make_plan
-from framework.plan.search import (
+from framework.plan.search import SearchResult, search
+from framework.plan.search_goals import (
+    search_fewest_devices,
+    search_longest_sequence,
+    search_more_devices,
+)
+from framework.plan.search_space import (
     ACCUMULATION,
     MICRO,
     OFFLOAD,
@@ -28,18 +38,7 @@ from framework.plan.search import (
     RECOMPUTE,
     SIZES,
     STAGE,
-    Candidate,
-    Hardware,
     Request,
-    SearchResult,
-    find_knob,
-    judge,
-    least_bytes,
-    nearest_plan,
-    search,
-    search_fewest_devices,
-    search_longest_sequence,
-    search_more_devices,
 )
 from framework.plan.work import work_of
 from tests.places import ROOT

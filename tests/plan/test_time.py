@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Device, Machine, Network
+from framework.plan.fitted_rates import Rates
+from framework.plan.flops import flops_per_step
 from framework.plan.memory import NotEstimatedError
+from framework.plan.parallelism import Parallelism
 from framework.plan.plan import Plan, make_plan
-from framework.plan.time import (
-    Parallelism,
-    Rates,
-    StepTime,
-    estimate_time,
-    flops_per_step,
-    step_time,
-)
+from framework.plan.time import StepTime, estimate_time, step_time
 from framework.plan.work import LayerWork, ModelWork, named_work
 from tests.places import ROOT
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from framework.report.charts import charts_of
 from framework.report.page import page, write_page
 from framework.report.records import read_run
+from framework.report.run_charts import charts_of
 from tests.report.made_runs import CONFIG, PLAN, point, points, write_run
 
 VOID = {"meta", "link", "br"}

@@ -10,8 +10,8 @@ import pytest
 
 from framework.errors import ConfigError
 from framework.report import png
-from framework.report.charts import charts_of
 from framework.report.records import read_run
+from framework.report.run_charts import charts_of
 from tests.report.made_runs import write_run
 
 pytest.importorskip("resvg_py", reason="resvg-py comes with the extras bench and dev")

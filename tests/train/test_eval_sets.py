@@ -16,9 +16,9 @@ import framework
 from framework.config.load import config_from_values
 from framework.data.splits import Splits
 from framework.errors import ConfigError
-from framework.report.charts import charts_of
 from framework.report.page import write_page
 from framework.report.records import read_run
+from framework.report.run_charts import charts_of
 from framework.setup.components import refuse_unmeasured
 from tests.commands.test_after_training import run_jobs
 from tests.jobs.parts import sets_of_digits

@@ -7,9 +7,12 @@ from itertools import chain
 from math import isfinite
 from typing import Any, Final, TypeVar
 
-from framework.report.draw import Chart, Line, Mark, area_chart, bar_chart, line_chart
+from framework.report.area_chart import area_chart
+from framework.report.bar_chart import bar_chart
+from framework.report.chart import Chart
 from framework.report.figures import PHASE_NAMES, duration, means, number, size, time_split
 from framework.report.goodput import goodput
+from framework.report.line_chart import Line, Mark, line_chart
 from framework.report.profile import timeline_of
 from framework.report.records import RunRecords
 from framework.report.series import Series

@@ -14,19 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.report.draw import (
-    DARK,
-    LIGHT,
-    Chart,
-    Line,
-    Mark,
-    area_chart,
-    bar_chart,
-    line_chart,
-    thin,
-    tick,
-    ticks,
-)
+from framework.report.area_chart import area_chart
+from framework.report.bar_chart import bar_chart
+from framework.report.chart import Chart, tick, ticks
+from framework.report.chart_style import DARK, LIGHT
+from framework.report.line_chart import Line, Mark, line_chart, thin
 from framework.report.records import Series
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -1,0 +1,157 @@
+"""A strategy that the rules accept, with what it is estimated to take."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from framework.plan.alternatives import size_text
+from framework.plan.hardware import Hardware
+from framework.plan.memory import Memory, NotEstimatedError, estimate
+from framework.plan.parallelism import Parallelism
+from framework.plan.plan import Plan
+from framework.plan.search_space import (
+    ACCUMULATION,
+    MICRO,
+    OFFLOAD,
+    PIPE,
+    RECOMPUTE,
+    SEQUENCE,
+    STAGE,
+    STRATEGY,
+    TENSOR,
+    Settings,
+)
+from framework.plan.time import StepTime, estimate_time
+from framework.plan.work import ModelWork, work_of
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that the rules accept, with what it is estimated to take.
+
+    Attributes:
+        settings: dotted keys of the run config and their values.
+        plan: of the config with these settings.
+        memory: of its fullest rank.
+        time: of its optimizer step; None where the device's speed is not known.
+    """
+
+    settings: Settings
+    plan: Plan
+    memory: Memory
+    time: StepTime | None = None
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most on a device at any moment."""
+        return self.memory.total(self.memory.peak)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Every key of a strategy and its batch, with its value in the plan."""
+        config = self.plan.config
+        layout = self.plan.layout
+        return {
+            STAGE: config.zero.stage,
+            OFFLOAD: config.zero.offload_optimizer.device,
+            RECOMPUTE: config.training.recompute_every,
+            PIPE: layout.pipe_size,
+            TENSOR: layout.tensor_size,
+            SEQUENCE: layout.sequence_size,
+            MICRO: layout.micro_size,
+            ACCUMULATION: layout.accumulation_steps,
+        }
+
+    def changes(self, planned: Candidate) -> dict[str, Any]:
+        """Return the part of the choice that differs from a planned candidate's."""
+        before = planned.choice
+        return {key: value for key, value in self.choice.items() if value != before[key]}
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples of all devices together; None where the device's speed is not known."""
+        if self.time is None:
+            return None
+        return self.time.samples_per_second
+
+    @cached_property
+    def traffic_bytes(self) -> float:
+        """Bytes that a rank sends for each sample of the run.
+
+        DeepSpeed 0.19.8 runs at stage 0 an all-reduce in a step, at 1 the gathering of weights as
+        well, at 2 an all-reduce for each micro-batch, at 3 two gatherings and a reduction for each
+        micro-batch, and a third gathering with recomputation.
+        """
+        config = self.plan.config
+        layout = self.plan.layout
+        if layout.num_replicas == 1:
+            return 0.0
+        steps = layout.accumulation_steps
+        width = 2 if config.precision.dtype in ("bf16", "fp16") else 4
+        passes_at_stage_3 = 4 if config.training.recompute_every else 3
+        passes = (2, 3, 2 * steps + 1, passes_at_stage_3 * steps)[config.zero.stage]
+        return width * passes * self.memory.num_params / layout.global_size
+
+
+def strategy_of(candidate: Candidate) -> dict[str, Any]:
+    return {key: candidate.settings[key] for key in STRATEGY}
+
+
+def judge(
+    plan: Plan,
+    target: Hardware | None = None,
+    *,
+    settings: Settings | None = None,
+    work: ModelWork | None = None,
+) -> Candidate:
+    """Estimate what a plan takes.
+
+    Args:
+        plan: of the run.
+        target: its devices.
+        settings: that the plan has and the run's config has not.
+        work: of the model on any micro-batch; left out: as the named model has it.
+
+    Raises:
+        NotEstimatedError: the memory is not known.
+    """
+    if work is None:
+        work = work_of(plan)
+    else:
+        work = work.of_samples(plan.layout.micro_size)
+    memory = estimate(plan, work=work)
+    time = None
+    if target is not None:
+        memory = target.with_beside(memory, plan)
+        if target.machine and work:
+            with suppress(NotEstimatedError):  # a figure of the device is not published
+                time = estimate_time(plan, work, target.machine)
+    return Candidate(settings or {}, plan, memory, time)
+
+
+def least_bytes(plan: Plan, work: ModelWork) -> int:
+    """Return the least bytes that the fullest rank takes with any batch.
+
+    They are its share of weights, optimizer state and, at stages 0 and 1, of gradients. The fullest
+    stage of a pipeline has no less than the mean.
+    """
+    by = Parallelism.from_plan(plan)
+    ranks = by.data * by.sequence
+    bytes_per_param = 0.0
+    if not by.weights_offloaded:
+        bytes_per_param += by.weight_bytes / (ranks if by.zero_stage == 3 else 1)
+    if by.zero_stage < 2:
+        bytes_per_param += by.weight_bytes
+    # an optimizer of the user's own may have no state
+    if not by.is_offloaded and hasattr(plan.config.optimizer, "kind"):
+        bytes_per_param += by.state_bytes / (ranks if by.zero_stage else 1)
+    return int(bytes_per_param * work.num_params / by.pipe / by.tensor)
+
+
+def fullest(memory: Memory) -> str:
+    """Return the largest component at the fullest moment, in words."""
+    name, size = max(memory.moments[memory.peak].items(), key=lambda item: item[1])
+    return f"{name} {size_text(size)}"

@@ -1,0 +1,62 @@
+"""Devices that a strategy is searched for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from framework.plan.alternatives import size_text
+from framework.plan.device_overhead import beside_tensors
+from framework.plan.devices import Machine
+from framework.plan.memory import Memory
+from framework.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Devices that a strategy is searched for.
+
+    Attributes:
+        name: of the device, such as ``h100-80gb``; empty if no device is named.
+        memory_bytes: of one device; None: not known, so that everything fits.
+        host_bytes: memory of a host, which the ranks on it share; None: not known.
+        machine: rates of devices and network; None: how fast they are is not known.
+        rates: how they were measured, in words; empty: they are listed.
+    """
+
+    name: str = ""
+    memory_bytes: int | None = None
+    host_bytes: int | None = None
+    machine: Machine | None = None
+    rates: str = ""
+
+    @property
+    def text(self) -> str:
+        """The devices, and where their rates come from."""
+        return ", ".join(text for text in (self.name, self.rates) if text)
+
+    def usable_bytes(self, memory: Memory) -> int | None:
+        """Return the memory that is left to tensors, beside what else a run takes of a GPU."""
+        if self.memory_bytes is None:
+            return None
+        return max(self.memory_bytes - sum(memory.beside.values()), 0)
+
+    def with_beside(self, memory: Memory, plan: Plan) -> Memory:
+        """Add to a plan's memory what it takes of these devices beside its tensors."""
+        return replace(memory, beside=beside_tensors(memory, plan, self.name))
+
+    def lacking(self, memory: Memory) -> str:
+        """Return the reason why a run does not fit; empty if it does, or if the memory of the
+        devices is not known.
+        """
+        limit = self.usable_bytes(memory)
+        peak_bytes = memory.total(memory.peak)
+        if limit is None or peak_bytes <= limit:
+            return ""
+        return (
+            f"each rank takes {size_text(peak_bytes)}, and {self.name} has {size_text(limit)} "
+            "usable"
+        )
+
+
+UNKNOWN: Final = Hardware()

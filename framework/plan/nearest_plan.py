@@ -1,0 +1,67 @@
+"""The plan that is nearest to one that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from framework.config.run_config import RunConfig
+from framework.errors import ConfigError
+from framework.plan.alternatives import settings_text, with_settings
+from framework.plan.cluster import Cluster
+from framework.plan.plan import Plan, make_plan
+from framework.plan.search_space import ACCUMULATION, GLOBAL, MICRO, PIPE, Settings
+
+
+def nearest_plan(
+    config: RunConfig, cluster: Cluster, *, num_train_samples: int | None = None
+) -> tuple[str, Plan] | None:
+    """Return the plan that is nearest to one that cannot be, and what it changes, in words; None if
+    no plan is near.
+
+    Tried in this order: another micro-batch, another global size, fewer pipeline stages, fewer
+    devices.
+    """
+    for settings, tried_cluster in _near(config, cluster):
+        with suppress(ConfigError):
+            changed = with_settings(config, settings)
+            plan = make_plan(changed, tried_cluster, num_train_samples=num_train_samples)
+            return _changes_text(config, cluster, settings, plan), plan
+    return None
+
+
+def _near(config: RunConfig, cluster: Cluster) -> Iterator[tuple[Settings, Cluster]]:
+    """Yield settings and clusters that are near to what a config has, the nearest first."""
+    global_size = config.batch.global_size
+    pipe = config.parallel.pipe
+    fewer_stages = [stages for stages in range(pipe - 1, 0, -1) if cluster.world_size % stages == 0]
+    for stages in [pipe, *fewer_stages]:
+        settings: dict[str, Any] = {}
+        if stages != pipe:
+            settings[PIPE] = stages
+        variants = [settings]
+        if global_size is not None:
+            ranks = max(cluster.world_size // stages, 1)
+            below = global_size // ranks * ranks
+            variants.append(settings | {GLOBAL: below or ranks})
+            variants.append(settings | {GLOBAL: below + ranks})
+        for variant in variants:
+            yield variant, cluster
+            yield variant | {MICRO: None, ACCUMULATION: None}, cluster
+    for count in range(cluster.devices_per_host - 1, 0, -1):
+        yield {}, replace(cluster, devices_per_host=count)
+
+
+def _changes_text(config: RunConfig, cluster: Cluster, settings: Settings, plan: Plan) -> str:
+    """Return what a plan changes: settings, else the cluster, else the layout."""
+    changes = {key: value for key, value in settings.items() if value}
+    micro_size = plan.layout.micro_size
+    if MICRO in settings and config.batch.micro_size not in (None, micro_size):
+        changes[MICRO] = micro_size
+    if changes:
+        return settings_text(changes)
+    if plan.cluster != cluster:
+        return str(plan.cluster)
+    return str(plan.layout)

@@ -1,0 +1,142 @@
+"""Distribution of an optimizer step over devices, and what else decides its time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from framework.config.optimizer import SGD, Adafactor, Adagrad, Lion, Muon, OptimizerSection
+from framework.config.precision import BF16, FP16, FP32, Autocast, PrecisionSection
+from framework.plan.plan import Plan
+from framework.plan.rules.devices import sums_of
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Distribution of one optimizer step over devices, and what else decides its time.
+
+    Attributes:
+        data: ranks that see different samples.
+        pipe: pipeline stages.
+        tensor: ranks that share every matrix product.
+        sequence: ranks that share every sample's tokens.
+        expert: ranks that share the experts.
+        zero_stage: 0 to 3.
+        accumulation: micro-batches of a rank, or of a pipeline, per optimizer step.
+        micro_size: samples of a micro-batch.
+        dtype: what matrix products are computed in: fp32, tf32, fp16, bf16 or fp8.
+        weight_bytes: of an element of the weights.
+        gradient_bytes: of an element of the gradients that are sent.
+        state_bytes: of optimizer state for an element, with the fp32 weight where there is one.
+        recomputed: share of the forward pass that runs again in the backward pass.
+        overlaps: sums of gradients run beside the backward pass.
+        scatters: each rank gets its part of the sums alone, as with FSDP; DeepSpeed does so at
+            stage 3 only.
+        bucket: elements of gradients that are summed at once.
+        prefetches: weights of stage 3 are gathered ahead of their use.
+        live: elements of weights that stay whole at stage 3 between the forward and the backward
+            pass.
+        persistent: elements up to which a weight stays whole at stage 3.
+        by_weight: the host handles each weight by itself at stage 3, as DeepSpeed does; FSDP
+            handles blocks.
+        halves_alone: half precision without ZeRO: DeepSpeed steps weight by weight.
+        joins_gradients: stages 1 and 2: DeepSpeed steps on a joined, unscaled and clipped fp32
+            copy.
+        interleaving: parts of the model on each pipeline stage.
+        block_sums: all-reduces of tensor parallelism in a block, forward and backward.
+        is_offloaded: the optimizer runs on the host.
+        weights_offloaded: weights of stage 3 lie on the host.
+    """
+
+    data: int = 1
+    pipe: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    expert: int = 1
+    zero_stage: int = 0
+    accumulation: int = 1
+    micro_size: int = 1
+    dtype: str = "bf16"
+    weight_bytes: int = 2
+    gradient_bytes: int = 2
+    state_bytes: int = 12
+    recomputed: float = 0.0
+    overlaps: bool = True
+    scatters: bool = False
+    bucket: int = 50_000_000
+    prefetches: bool = True
+    live: int = 1_000_000_000
+    persistent: int = 100_000
+    by_weight: bool = True
+    halves_alone: bool = False
+    joins_gradients: bool = False
+    interleaving: int = 1
+    block_sums: tuple[int, int] = (2, 4)
+    is_offloaded: bool = False
+    weights_offloaded: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one step."""
+        return self.data * self.pipe * self.tensor * self.sequence
+
+    @staticmethod
+    def from_plan(plan: Plan) -> Parallelism:
+        """Return the distribution of a plan."""
+        config = plan.config
+        layout = plan.layout
+        zero = config.zero
+        stage = zero.stage
+        is_half = isinstance(config.precision, BF16 | FP16)
+        _, reduction = sums_of(config, layout)
+        overlaps: bool = stage in (0, 3)
+        if stage and zero.overlap_comm is not None:
+            overlaps = zero.overlap_comm
+        state_bytes = 4 * _num_moments(config.optimizer)
+        if is_half or stage:
+            state_bytes += 4
+        return Parallelism(
+            data=layout.data_parallel_size,
+            pipe=layout.pipe_size,
+            tensor=layout.tensor_size,
+            sequence=layout.sequence_size,
+            block_sums=(2, 2),
+            expert=layout.expert_size,
+            zero_stage=stage,
+            accumulation=layout.accumulation_steps,
+            micro_size=layout.micro_size,
+            dtype=_product_dtype(config.precision),
+            weight_bytes=2 if is_half else 4,
+            gradient_bytes=2 if is_half and not reduction else 4,
+            state_bytes=state_bytes,
+            recomputed=1.0 if config.training.recompute_every else 0.0,
+            overlaps=overlaps,
+            scatters=stage == 3,
+            bucket=zero.reduce_bucket_size,
+            prefetches=zero.stage3_prefetch_bucket_size > 0,
+            live=zero.stage3_max_live_parameters,
+            persistent=zero.stage3_param_persistence_threshold,
+            halves_alone=is_half and not stage and layout.pipe_size == 1,
+            joins_gradients=stage in (1, 2),
+            is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
+            weights_offloaded=stage == 3 and zero.offload_param.device != "none",
+        )
+
+
+def _product_dtype(precision: PrecisionSection) -> str:
+    """Return the type that matrix products are computed in."""
+    if isinstance(precision, Autocast):
+        return precision.compute_dtype
+    if isinstance(precision, FP32):
+        return "fp32" if precision.matmul == "highest" else "tf32"
+    return precision.dtype
+
+
+def _num_moments(optimizer: OptimizerSection) -> int:
+    """Return the fp32 numbers of optimizer state that most elements have."""
+    if isinstance(optimizer, SGD):
+        return 1 if optimizer.momentum else 0
+    if isinstance(optimizer, Adagrad | Lion | Muon):
+        return 1
+    if isinstance(optimizer, Adafactor):
+        return 0
+    return 2

@@ -1,0 +1,159 @@
+"""What a search may choose: keys of a run config, and every combination of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any, Final
+
+from framework.config.run_config import RunConfig
+from framework.plan.cluster import Cluster
+from framework.plan.hardware import UNKNOWN, Hardware
+from framework.plan.layout import DEFAULT_MICRO_SIZE
+from framework.plan.shipped_models import num_layers
+from framework.plan.work import ModelWork
+
+Settings = Mapping[str, Any]
+# What may be chosen: dotted keys of a run config.
+STAGE: Final = "zero.stage"
+OFFLOAD: Final = "zero.offload_optimizer.device"
+RECOMPUTE: Final = "training.recompute_every"
+PIPE: Final = "parallel.pipe"
+TENSOR: Final = "parallel.tensor"
+SEQUENCE: Final = "parallel.sequence"
+MICRO: Final = "batch.micro_size"
+ACCUMULATION: Final = "batch.accumulation_steps"
+GLOBAL: Final = "batch.global_size"
+LENGTH: Final = "data.sequence_length"
+POSITIONS: Final = "model.max_positions"
+SIZES: Final = (PIPE, TENSOR, SEQUENCE)
+STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, *SIZES)
+USUAL: Final[Settings] = {OFFLOAD: "none", RECOMPUTE: 0, **dict.fromkeys(SIZES, 1)}
+"""The plainest value of each key of a strategy but the stage."""
+EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
+_LARGEST_MICRO: Final = 4096
+# Micro-batches of a step for each stage of a pipeline, where nothing fixes them: it then waits a
+# fifth of the time.
+_PER_STAGE: Final = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """Question to a search.
+
+    Attributes:
+        config: of the run; keys that are not `free` stay as they are.
+        cluster: where it is to run.
+        target: its devices; left out: not known.
+        free: dotted keys that may be chosen. `batch.global_size` stays if it is set; else
+            micro-batches grow as long as doubling them gains 2 %.
+        num_train_samples: size of the training data, if it is known.
+        work: of a model of the user's own, on any micro-batch.
+    """
+
+    config: RunConfig
+    cluster: Cluster
+    target: Hardware = UNKNOWN
+    free: Set[str] = EVERYTHING
+    num_train_samples: int | None = None
+    work: ModelWork | None = None
+
+
+def all_strategies(request: Request) -> Iterator[Settings]:
+    """Yield every combination of what is free beside the batch."""
+    config = request.config
+    offload = config.zero.offload_optimizer.device
+    recompute = config.training.recompute_every
+    stages: Sequence[int] = [config.zero.stage]
+    if STAGE in request.free:
+        stages = range(4)
+    offloads = [offload]
+    if OFFLOAD in request.free and offload != "nvme":
+        offloads = ["none", "cpu"]
+    recomputes = [recompute]
+    if RECOMPUTE in request.free:
+        recomputes = sorted({0, 1, recompute})
+    for stage, device, every, sizes in product(stages, offloads, recomputes, _sizes(request)):
+        yield {STAGE: stage, OFFLOAD: device, RECOMPUTE: every} | sizes
+
+
+def _sizes(request: Request) -> Iterator[dict[str, int]]:
+    """Yield parallel sizes: as in the config, and then with one of them changed at a time.
+
+    Tensor and sequence groups stay on a host: what they send between is on the way of every block.
+    """
+    config = request.config
+    devices = request.cluster.devices_per_host
+    sizes = {key: getattr(config.parallel, key.rpartition(".")[2]) for key in SIZES}
+    yield sizes
+    plain = {key: 1 if key in request.free else size for key, size in sizes.items()}
+    heads = int(getattr(config.model, "num_kv_heads", 0) or getattr(config.model, "num_heads", 1))
+    if PIPE in request.free:
+        for size in _pipes(config, request.cluster):
+            if plain | {PIPE: size} != sizes:
+                yield plain | {PIPE: size}
+    for key in (TENSOR, SEQUENCE):
+        if key not in request.free:
+            continue
+        for size in powers_of_two(devices):
+            divides = devices % size == 0 and heads % size == 0
+            if size > 1 and divides and plain | {key: size} != sizes:
+                yield plain | {key: size}
+
+
+def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
+    """List the numbers of stages that divide the ranks and that the model has layers for; the
+    config's own if the layers are not known.
+    """
+    most = min(num_layers(config.model) or 1, cluster.world_size)
+    divisors = {pipe for pipe in range(1, most + 1) if cluster.world_size % pipe == 0}
+    return sorted(divisors | {config.parallel.pipe})
+
+
+def all_batches(request: Request, strategy: Settings, *, grows: bool) -> Iterator[Settings]:
+    """Yield micro-batches and their number in a step, the smallest first; whether they divide is
+    checked by the layout.
+    """
+    batch = request.config.batch
+    if MICRO not in request.free:
+        yield {}
+        return
+    steps = None if ACCUMULATION in request.free else batch.accumulation_steps
+    if batch.global_size is not None:
+        ranks_per_sample = prod(strategy[key] for key in SIZES)
+        share = max(batch.global_size * ranks_per_sample // request.cluster.world_size, 1)
+        yield from _batches_of(share, steps, batch.micro_size)
+        return
+    pipe = strategy[PIPE]
+    if steps is None:
+        steps = batch.accumulation_steps or (1 if pipe == 1 else _PER_STAGE * pipe)
+    most = _LARGEST_MICRO if grows else batch.micro_size or DEFAULT_MICRO_SIZE
+    sizes = set(powers_of_two(most))
+    if batch.micro_size:
+        sizes.add(batch.micro_size)
+    for size in sorted(sizes):
+        yield {MICRO: size, ACCUMULATION: steps}
+
+
+def _batches_of(share: int, steps: int | None, micro_size: int | None) -> Iterator[Settings]:
+    """Yield the divisions of a rank's share of a fixed global size."""
+    if steps is not None:
+        yield {MICRO: max(share // steps, 1), ACCUMULATION: steps}
+        return
+    sizes = set(powers_of_two(share))
+    sizes.add(share)
+    if micro_size:
+        sizes.add(micro_size)
+    for size in sorted(sizes):
+        if share % size == 0:
+            yield {MICRO: size, ACCUMULATION: share // size}
+
+
+def powers_of_two(most: int) -> Iterator[int]:
+    """Yield the powers of two up to a size."""
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2
