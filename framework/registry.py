@@ -82,7 +82,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "comet": "framework.config.training:Comet",
         "trackio": "framework.config.training:Trackio",
     },
-    "dsf.commands": {},
+    "dsf.commands": {},  # built-in ones, with their lines of help: commands/table.py
 }
 # Groups of sections of a run config.
 KINDS: Final = (

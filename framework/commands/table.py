@@ -1,8 +1,8 @@
 """The table of all commands of `python -m framework`: built-in ones, and those of installed
 packages, which are entry points of the group `dsf.commands`.
 
-A command's module is imported when the command is called. Entry points are listed only where the
-word is no built-in command, and for the help.
+A command's module is imported when the command is called. `framework.registry` looks for installed
+packages only where the word is no built-in command, and for the help.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
+from framework import registry
 from framework.errors import ConfigError, Problem, UsageError, missing_package
 from framework.system.exits import refusing_exits
-
-if TYPE_CHECKING:  # its import takes longer than a built-in command's lookup
-    from importlib.metadata import EntryPoint
 
 GROUP: Final = "dsf.commands"
 
@@ -190,83 +188,52 @@ def find_command(words: Sequence[str]) -> tuple[AnyCommand, Sequence[str]]:
 
     Raises:
         UsageError: there is no such command.
-        ConfigError: a package that offers the command is at fault.
+        ConfigError: a package that registers the command is at fault.
     """
     for length in range(_MOST_WORDS, 0, -1):
         command = _BY_NAME.get(" ".join(words[:length]))
         if command is not None:
             return command, words[length:]
-    entries = _entries_by_name()
-    if words[0] not in entries:
-        raise _no_command(words[0], [*_BY_NAME, *entries])
-    return _load(words[0], entries[words[0]]), words[1:]
+    registered = registry.find(GROUP, words[0])
+    if registered is None:
+        raise _no_command(words[0])
+    return _load(registered), words[1:]
 
 
 def list_commands() -> tuple[list[AnyCommand], list[Problem]]:
     """Return all commands, and what is wrong with those of other packages."""
     commands: list[AnyCommand] = list(BUILT_IN)
     problems: list[Problem] = []
-    for name, entries in sorted(_entries_by_name().items()):
+    for name, installed in sorted(registry.installed(GROUP).items()):
         try:
-            commands.append(_load(name, entries))
+            if name in _BY_NAME:
+                raise installed[0].broken("the framework has a command of this name")
+            registered = registry.find(GROUP, name)
+            if registered is not None:
+                commands.append(_load(registered))
         except ConfigError as error:
             problems += error.problems
     return commands, problems
 
 
-def _entries_by_name() -> dict[str, list[EntryPoint]]:
-    from importlib.metadata import entry_points
-
-    by_name: dict[str, list[EntryPoint]] = {}
-    for entry in entry_points(group=GROUP):
-        by_name.setdefault(entry.name, []).append(entry)
-    return by_name
-
-
-def _load(name: str, entries: Sequence[EntryPoint]) -> AnyCommand:
+def _load(registered: registry.Registered) -> AnyCommand:
     """Import the command of another package.
 
     Raises:
-        ConfigError: it is no command, or another one has its name.
+        ConfigError: it is no command.
     """
     from framework.commands.command import Command
 
-    if name in _BY_NAME:
-        raise _clash(name, entries, "the framework has a command of this name", "rename it there")
-    if len(entries) > 1:
-        fix = "uninstall all of these packages but one"
-        raise _clash(name, entries, "several packages have a command of this name", fix)
-    try:
-        command = entries[0].load()
-    except Exception as error:  # another package's code runs
-        reason = f"{entries[0].value} cannot be imported ({type(error).__name__}: {error})"
-        raise _broken(name, entries, reason) from error
-    if not isinstance(command, Command) or command.name != name:
-        reason = f"{entries[0].value} is no framework.commands.command.Command of this name"
-        raise _broken(name, entries, reason)
+    command = registered.load()
+    if not isinstance(command, Command) or command.name != registered.name:
+        raise registered.broken("that is no framework.commands.command.Command of this name")
     return command
 
 
-def _broken(name: str, entries: Iterable[EntryPoint], reason: str) -> ConfigError:
-    reason = f"{_packages(entries)}: {reason}"
-    fix = "update or uninstall the package"
-    return ConfigError.of("plug-in-broken", reason, fix, f"{GROUP}.{name}")
-
-
-def _clash(name: str, entries: Iterable[EntryPoint], reason: str, fix: str) -> ConfigError:
-    reason = f"{_packages(entries)}: {reason}"
-    return ConfigError.of("plug-ins-clash", reason, fix, f"{GROUP}.{name}")
-
-
-def _packages(entries: Iterable[EntryPoint]) -> str:
-    packages = [entry.dist for entry in entries if entry.dist is not None]
-    return ", ".join(sorted(f"{package.name} {package.version}" for package in packages))
-
-
-def _no_command(word: str, names: Iterable[str]) -> UsageError:
+def _no_command(word: str) -> UsageError:
     from deepspeed_lint.text.typos import nearest
 
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys([*_BY_NAME, *registry.installed(GROUP)]))
     guess = nearest(word, names)
     if guess is None:
         fix = f"choose from {', '.join(names)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from framework import registry
 from framework.commands.table import BUILT_IN, find_command
 from framework.errors import UsageError
 from tests.places import ROOT
@@ -93,9 +94,9 @@ def test_a_broken_package_is_one_line(tmp_path: Path, code: str, place: str, rea
     install(tmp_path, "tally", command="tally", code=code, place=place)
     done = call(tmp_path, "tally")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)
-    assert done.stderr.startswith("dsf.commands.tally: tally 1.5: tally:")
+    assert "the package tally 1.5 registers tally in dsf.commands as tally:" in done.stderr
     assert reason in done.stderr
-    assert done.stderr.endswith("; update or uninstall the package [plug-in-broken]\n")
+    assert done.stderr.endswith("or uninstall it: pip uninstall tally [plug-in-broken]\n")
     listed = call(tmp_path, "--help")
     assert listed.returncode == 0
     assert "count the settings" not in listed.stdout
@@ -107,8 +108,8 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path) -> None:
     install(tmp_path, "other", command="tally")
     done = call(tmp_path, "tally")
     assert done.returncode == 78
-    assert "other 1.5, tally 1.5: several packages have a command of this name" in done.stderr
-    assert done.stderr.endswith("uninstall all of these packages but one [plug-ins-clash]\n")
+    assert "two packages register tally in dsf.commands: " in done.stderr
+    assert done.stderr.endswith("or give its entry point another name [plug-ins-clash]\n")
 
 
 def test_a_built_in_command_stays_what_it_is(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_a_built_in_command_stays_what_it_is(tmp_path: Path) -> None:
 
 
 def test_a_built_in_command_lists_no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.entry_points", pytest.fail)
+    monkeypatch.setattr(registry, "installed", pytest.fail)
     for command in BUILT_IN:
         found, rest = find_command([*command.name.split(), "x.yaml"])
         assert (found, rest) == (command, ["x.yaml"])
