@@ -386,7 +386,7 @@ def _hello(
     names: Sequence[str],
     facts: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return this node's part of its HELLO, by the names of `handshake.HELLO`."""
+    """Return this node's part of its HELLO, by the names of `messages.Hello`."""
     from framework.launch.rendezvous.channel import PROTOCOL
     from framework.launch.rendezvous.handshake import hosts_text, machine_mark
 

@@ -2,7 +2,7 @@
 
 `doctor` and the node agents share the comparison. Before a start each node examines itself
 (`look_before_start`) and sends its facts in its HELLO, and node 0 compares them (`differences`).
-Facts of another node may have any shape: `is_look` checks whether they can be compared.
+Facts of another node may have any shape: `Look` checks whether they can be compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Strict, model_validator
 
 from framework.config.run_config import RunConfig
 from framework.doctor.node.findings import Check
@@ -33,19 +35,6 @@ _CLOCK_REFUSE_SECONDS: Final = 60.0
 NOT_SHARED: Final = "run-folder-not-shared"
 WHY_SHARED: Final = "every rank saves its part of a checkpoint there"
 _MUST_BE_EQUAL: Final = frozenset({"torch", "deepspeed", "dsf-trainer", "nccl"})
-# Types by name: the facts that are compared, and the path of this node's mark.
-_REPORTED: Final[Mapping[str, type]] = {
-    "versions": dict,
-    "code": dict,
-    "config": str,
-    "device": str,
-    "slots": int,
-    "gpus": list,
-    "gpu_names": list,
-    "variables": dict,
-    "mark": str,
-    "refused": list,
-}
 # The HELLO itself has these facts, so that they are compared without a preflight as well.
 _IN_HELLO: Final = (
     ("versions-differ", "python"),
@@ -63,6 +52,60 @@ _LEFT_TO_TRAINING: Final = frozenset({"run-folder-unwritable", "disk-full"})
 _MOST_ENTRIES: Final = 200
 _MOST_ERRORS: Final = 20
 _LONGEST_TEXT: Final = 4096
+
+
+def _check_length(text: str) -> str:
+    if len(text) > _LONGEST_TEXT:
+        raise ValueError("the text is too long")
+    return text
+
+
+_Text = Annotated[str, AfterValidator(_check_length)]
+_Error = Annotated[tuple[_Text, _Text, _Text], Strict(False)]
+
+
+class Look(BaseModel):
+    """Facts of a node that `look_before_start` yields.
+
+    Attributes:
+        mark: path of this node's mark in the run folder; empty if it left none.
+        refused: errors, each as kind, sentence and fix.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    versions: dict[_Text, _Text]
+    code: dict[_Text, _Text]
+    config: _Text
+    device: _Text
+    slots: int
+    gpus: list[_Text]
+    gpu_names: list[_Text]
+    variables: dict[_Text, _Text]
+    mark: _Text
+    refused: list[_Error]
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Look:
+        num_texts = 2 * (len(self.versions) + len(self.code) + len(self.variables))
+        num_texts += len(self.gpus) + len(self.gpu_names) + 3 * len(self.refused)
+        if num_texts > _MOST_ENTRIES:
+            raise ValueError("there are too many facts")
+        return self
+
+
+EMPTY_LOOK: Final[Facts] = {
+    "versions": {},
+    "code": {},
+    "config": "",
+    "device": "",
+    "slots": 0,
+    "gpus": [],
+    "gpu_names": [],
+    "variables": {},
+    "mark": "",
+    "refused": [],
+}
 
 
 @contextmanager
@@ -98,9 +141,10 @@ def look_before_start(
         if problem.severity == "error":
             sentence = str(replace(problem, file="", fix="")).removesuffix(f" [{problem.kind}]")
             errors.append([problem.kind, sentence, problem.fix])
-    reported = {}
-    for name, kind in _REPORTED.items():
-        reported[name] = node.facts.get(name, kind())
+    reported = dict(EMPTY_LOOK)
+    for name in EMPTY_LOOK:
+        if name in node.facts:
+            reported[name] = node.facts[name]
     reported["refused"] = errors[:_MOST_ERRORS]
     folder = existing(requirements.checkpoints or Path.cwd())
     token = secrets.token_hex(8)
@@ -111,27 +155,6 @@ def look_before_start(
                 stack.enter_context(mark(folder, token, rank))
                 reported["mark"] = str(mark_path(folder, token, rank))
         yield reported
-
-
-def is_look(reported: object) -> bool:
-    """Check whether `look_before_start` can have yielded this, by its shape and its size."""
-    if not isinstance(reported, dict):
-        return False
-    if any(type(reported.get(name)) is not kind for name, kind in _REPORTED.items()):
-        return False
-    texts: list[object] = [reported["config"], reported["device"], reported["mark"]]
-    for name in ("versions", "code", "variables"):
-        texts += reported[name].keys()
-        texts += reported[name].values()
-    texts += reported["gpus"]
-    texts += reported["gpu_names"]
-    for error in reported["refused"]:
-        if type(error) is not list or len(error) != 3:
-            return False
-        texts += error
-    if len(texts) > _MOST_ENTRIES:
-        return False
-    return all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts)
 
 
 def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:

@@ -23,7 +23,8 @@ import psutil
 from framework.doctor.node.links import AT_ONCE, CallResult, call_all, connect, neighbours
 from framework.errors import Problem
 from framework.launch.hosts.hostfile import first_few, node_names
-from framework.launch.rendezvous.channel import Message, foreign
+from framework.launch.rendezvous.channel import Message, NoAgent, foreign
+from framework.launch.rendezvous.messages import Reach, Reached, is_address, read_message
 
 _CONNECT_SECONDS: Final = 5.0
 _LOOKUP_SECONDS: Final = 0.5
@@ -35,7 +36,6 @@ _AGAIN_SECONDS: Final = 0.5
 _AGAIN_FOR_SECONDS: Final = 16.0
 _ROUND_SECONDS: Final = 40.0
 _LONGEST_TEXT: Final = 200
-_LEAST_PORT: Final = 1024
 _LET_THEM: Final = (
     "let the nodes connect to each other at every port (firewall, security group, network policy, "
     "service mesh), or start with --no_preflight where ranks use another network"
@@ -165,17 +165,6 @@ def _dns_answer(name: str) -> str:
     return "no DNS record"
 
 
-def is_address(host: object) -> bool:
-    """Check whether this is an address, and no name."""
-    if not isinstance(host, str):
-        return False
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def call_others(targets: Sequence[Target], token: str) -> dict[int, CallResult]:
     """Call other nodes, and return the failed calls, by the number of the target.
 
@@ -230,13 +219,15 @@ class Round:
 
     def hear(self, node: int, message: Message) -> None:
         """Note the results of a node; a message of another round, or malformed, is ignored."""
-        failed = message.get("failed")
-        count = len(self._called(node))
-        if message.get("token") != self._token or not isinstance(failed, list):
+        try:
+            reached = read_message(Reached, message)
+        except NoAgent:
             return
-        if all(_is_failure(record, count) for record in failed):
+        count = len(self._called(node))
+        is_known = all(number < count for number, _, _ in reached.failed)
+        if reached.token == self._token and is_known:
             calls = {}
-            for number, address, reason in failed:
+            for number, address, reason in reached.failed:
                 calls[number] = CallResult(address, reason[:_LONGEST_TEXT])
             self._failed[node] = calls
 
@@ -317,34 +308,8 @@ class Round:
         return targets
 
 
-def is_place(reported: object) -> bool:
-    """Check whether a node may answer at this ``[address, port]`` of a message.
-
-    Other nodes will connect to it, so names and ports of system services are refused.
-    """
-    if not isinstance(reported, list) or list(map(type, reported)) != [str, int]:
-        return False
-    if not is_address(reported[0]) or not _LEAST_PORT <= reported[1] < 1 << 16:
-        return False
-    address = ipaddress.ip_address(reported[0])
-    return not (address.is_multicast or address.is_unspecified)
-
-
-def targets_of(message: Message, *, most: int) -> list[Target]:
-    """Return the targets in a request to call.
-
-    Raises:
-        NoAgent: a node cannot answer at one of them, or there are too many.
-    """
-    reported = message.get("targets")
-    if not isinstance(reported, list) or len(reported) >= min(AT_ONCE, most):
+def targets_of(reach: Reach, *, most: int) -> list[Target]:
+    """Return the targets in a request to call. Raises NoAgent if there are too many."""
+    if len(reach.targets) >= min(AT_ONCE, most):
         raise foreign()
-    if not all(is_place(target) for target in reported):
-        raise foreign()
-    return [(host, port) for host, port in reported]
-
-
-def _is_failure(reported: object, num_targets: int) -> bool:
-    if not isinstance(reported, list) or list(map(type, reported)) != [int, str, str]:
-        return False
-    return 0 <= reported[0] < num_targets and (reported[1] == "" or is_address(reported[1]))
+    return list(reach.targets)

@@ -32,13 +32,13 @@ from framework.launch.rendezvous.channel import (
     ConnectionLost,
     Message,
     body_of,
-    foreign,
     is_proof,
     proof,
 )
 from framework.launch.rendezvous.connections import Client, Clients, TurnedAway
 from framework.launch.rendezvous.connectivity import Endpoint, Round, peer_name
-from framework.launch.rendezvous.handshake import disagreements, is_hello, name_of
+from framework.launch.rendezvous.handshake import disagreements, name_of
+from framework.launch.rendezvous.messages import Hello, Introduction, read_message
 from framework.launch.rendezvous.peers import LeadPeers
 from framework.launch.rendezvous.session import (
     HANDSHAKE_SECONDS,
@@ -419,12 +419,10 @@ class Coordinator:
             if not _KIND.fullmatch(kind):
                 kind = "node-refused"
             raise TurnedAway("it refuses this node", kind)
-        hello: Any = message.get("hello")
-        nonce = message.get("nonce")
-        if message["type"] != "hello" or not isinstance(nonce, str):
-            raise foreign()
-        nonces = (client.nonce, nonce)
-        problem = self._objection(client, hello, message.get("proof"), nonces=nonces)
+        introduction = read_message(Introduction, message)
+        hello = introduction.hello
+        nonces = (client.nonce, introduction.nonce)
+        problem = self._objection(client, hello, introduction.proof, nonces=nonces)
         if problem is not None:
             problems = [problem.to_dict()]
             signed = proof(
@@ -460,8 +458,7 @@ class Coordinator:
             if not is_proof(sent_proof, expected):
                 reason = "it does not know the token of this job"
                 return Problem("token-refused", reason, "give every node the same token")
-        if not is_hello(hello):
-            raise foreign()
+        read_message(Hello, hello)
         if hello["job"] != session.hello["job"]:
             fix = "give every job a --master_port of its own"
             return Problem("other-job", "another job listens here", fix)

@@ -5,7 +5,6 @@ starts.
 from __future__ import annotations
 
 import hashlib
-import math
 import platform
 import re
 from collections import Counter
@@ -21,28 +20,12 @@ from framework.doctor.node.software import hash_of_framework, version_of
 from framework.doctor.node.start import (
     compare_clocks,
     differences,
-    is_look,
     outliers,
     python_release,
 )
 from framework.errors import Problem
-from framework.launch.hosts.hostfile import first_few, is_host, node_names
-from framework.launch.rendezvous.connectivity import is_place
+from framework.launch.hosts.hostfile import first_few, node_names
 
-HELLO: Final[Mapping[str, type]] = {
-    "protocol": int,
-    "job": str,
-    "node_rank": int,
-    "nnodes": int,
-    "spares": int,
-    "slots": int,
-    "master_port": int,
-    "host": str,
-    "machine": str,
-    "hosts": str,
-    "clock": float,
-    "facts": dict,
-}
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _ONE_HOSTFILE: Final = "copy one hostfile to every node"
 _SAME: Final = {
@@ -78,31 +61,6 @@ def machine_mark() -> str:
     except OSError:
         return ""
     return hashlib.sha256(" ".join([boot, *spaces]).encode()).hexdigest()[:16]
-
-
-def is_hello(hello: object) -> bool:
-    """Check whether an agent of this release can have sent this.
-
-    The host's name goes to the log, and has no character that controls a terminal.
-    """
-    if not isinstance(hello, dict):
-        return False
-    if any(type(hello.get(name)) is not kind for name, kind in HELLO.items()):
-        return False
-    if "look" in hello and not is_look(hello["look"]):
-        return False
-    if "echo" in hello and not is_place(hello["echo"]):
-        return False
-    return (
-        0 <= hello["node_rank"] < hello["nnodes"] + hello["spares"]
-        and is_host(hello["host"])
-        and math.isfinite(hello["clock"])
-        and _are_facts(hello["facts"])
-    )
-
-
-def _are_facts(facts: Mapping[Any, Any]) -> bool:
-    return len(facts) <= 100 and all(isinstance(value, str) for value in facts.values())
 
 
 def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import re
 import socket
 import time
 from collections.abc import Awaitable, Sequence
@@ -20,7 +19,6 @@ from typing import Any, Final, TypeVar
 
 from framework.errors import (
     EXIT_OK,
-    EXIT_PEER_LOST,
     MISSING,
     ConfigError,
     PeerLostError,
@@ -51,6 +49,14 @@ from framework.launch.rendezvous.connectivity import (
     resolve,
     targets_of,
 )
+from framework.launch.rendezvous.messages import (
+    Challenge,
+    Done,
+    Go,
+    Reach,
+    read_message,
+    read_problems,
+)
 from framework.launch.rendezvous.peers import MemberPeers
 from framework.launch.rendezvous.session import (
     BEAT_SECONDS,
@@ -63,7 +69,7 @@ from framework.launch.rendezvous.session import (
     Session,
     Start,
 )
-from framework.launch.supervision import JobEnd, is_final, is_state
+from framework.launch.supervision import JobEnd, is_final
 
 _DIAL_AGAIN_SECONDS: Final = 1.0
 _NO_AGENT_SECONDS: Final = 20.0
@@ -78,12 +84,8 @@ _ELSEWHERE_AFTER_SECONDS: Final = 5.0
 _AFTER_DEADLINE_SECONDS: Final = 30.0
 _WAITS: Final = "waiting for the others"
 _LONGEST_REPORT: Final = 500
-_ROUND: Final = re.compile(r"[0-9a-f]{32}")
-_GO: Final = frozenset({"type", "nodes", "resumes", "epoch", "port", "state", "hosts"})
-_MOST_STARTS: Final = 1 << 31
 _DECISIONS: Final = ("again", "done", "stop", "lost")
 _T = TypeVar("_T")
-_PROBLEM_TEXTS: Final = ("kind", "reason", "fix", "key", "file")
 
 
 class Member:
@@ -164,7 +166,7 @@ class Member:
                 if isinstance(message, Start) or message["type"] not in _DECISIONS:
                     continue
                 self._waits = reason_of(message.get("why"))
-                code = _code(message) if message["type"] == "done" else EXIT_OK
+                code = read_message(Done, message).code if message["type"] == "done" else EXIT_OK
                 return RestartDecision(message["type"] == "again", code)
         except ConnectionLost as lost:
             self.hang_up()
@@ -235,13 +237,11 @@ class Member:
         token = session.token
         own_nonce = new_nonce()
         session.local_address = channel.local_address
-        challenge = await channel.receive()
-        if challenge["type"] != "challenge" or not isinstance(challenge.get("nonce"), str):
-            raise foreign()
+        challenge = read_message(Challenge, await channel.receive())
         self._check_challenge(channel, challenge)
         self.is_heard = True
         hello = self._hello(channel)
-        nonces = (challenge["nonce"], own_nonce)
+        nonces = (challenge.nonce, own_nonce)
         channel.send(
             "hello",
             hello=hello,
@@ -265,13 +265,13 @@ class Member:
         self._no_agent_since = math.inf
         self._is_known = True
 
-    def _check_challenge(self, channel: Channel, challenge: Message) -> None:
+    def _check_challenge(self, channel: Channel, challenge: Challenge) -> None:
         """Raise an error if one side has a token and the other has none."""
-        if bool(challenge.get("token")) == bool(self._session.token):
+        if challenge.token == bool(self._session.token):
             return
         if self._is_known:  # the address has another owner for a while
             raise ConnectionLost("whoever answers there is none of this job")
-        if challenge.get("token"):
+        if challenge.token:
             reason = "it asks for a token"
         else:
             reason = "it has no token, and this node has one"
@@ -348,7 +348,7 @@ class Member:
         if message["type"] == "nogo":
             self._refused(message, is_proven=True)
         elif message["type"] == "done":
-            raise JobOver(_code(message))
+            raise JobOver(read_message(Done, message).code)
         elif message["type"] in ("stop", "lost"):
             error = RunStopped if message["type"] == "stop" else PeerLostError
             raise error(f"node 0: {str(message.get('why'))[:_LONGEST_REPORT]}")
@@ -371,55 +371,38 @@ class Member:
                 may not be node 0, and want this node to connect to others.
         """
         topology = self._session.topology
-        token = message.get("token")
+        reach = read_message(Reach, message)
         if "look" not in self._session.hello:
             raise foreign()
-        if not isinstance(token, str) or not _ROUND.fullmatch(token):
-            raise foreign()
-        nodes = targets_of(message, most=self._session.num_nodes)
-        return [*nodes, (topology.master_addr, topology.master_port)], token
+        nodes = targets_of(reach, most=self._session.num_nodes)
+        return [*nodes, (topology.master_addr, topology.master_port)], reach.token
 
     def _go(self, channel: Channel, message: Message) -> Start:
         """Return the start that node 0 describes: its nodes, its port, and whether it resumes.
 
-        Nothing in the message is a setting, a path or an address. Raises NoAgent if it is not a GO
-        of this job.
+        Raises NoAgent if it is not a GO of this job.
         """
         session = self._session
         own_node = session.topology.node_rank
-        if not message.keys() <= _GO:
+        go = read_message(Go, message)
+        is_port = self._is_port(go.port, resumes=go.resumes)
+        if not is_port or not self._are_nodes(go.nodes) or own_node not in go.nodes:
             raise foreign()
-        match message:
-            case {
-                "nodes": [*nodes],
-                "resumes": bool(resumes),
-                "epoch": int(epoch),
-                "port": int(port),
-                "state": dict(state),
-            }:
-                types = {type(number) for number in [epoch, port, *nodes]}  # True is an int as well
-                if types != {int} or own_node not in nodes or not is_state(state):
-                    raise foreign()
-            case _:
-                raise foreign()
-        is_valid = self._is_port(port, resumes=resumes) and self._are_nodes(nodes)
-        if not is_valid or not 0 < epoch < _MOST_STARTS:
-            raise foreign()
-        hosts = message.get("hosts", {})
-        if not isinstance(hosts, dict):
-            raise foreign()
-        names = {node: _host_name(hosts.get(str(node))) for node in nodes}
+        names = {node: _host_name(go.hosts.get(str(node))) for node in go.nodes}
         names[own_node] = session.hello["host"]
-        session.state = state
+        session.state = go.state
         if session.restarts is not None:
-            session.restarts.restore(state)
+            session.restarts.restore(go.state)
             self._noting = asyncio.ensure_future(asyncio.to_thread(session.restarts.begin))
         session.meet_is_over()
         topology = replace(
-            session.topology, nnodes=len(nodes), node_rank=nodes.index(own_node), master_port=port
+            session.topology,
+            nnodes=len(go.nodes),
+            node_rank=go.nodes.index(own_node),
+            master_port=go.port,
         )
-        self._peers = MemberPeers(own_node, names, channel, epoch=epoch)
-        return Start(self._peers, topology, resumes)
+        self._peers = MemberPeers(own_node, names, channel, epoch=go.epoch)
+        return Start(self._peers, topology, go.resumes)
 
     def _is_port(self, port: int, *, resumes: bool) -> bool:
         """Check whether ranks may meet at this port of node 0.
@@ -428,7 +411,7 @@ class Member:
         """
         if self._session.restarts is None:
             return port == self._session.topology.master_port and not resumes
-        return 0 < port < 1 << 16
+        return True
 
     def _are_nodes(self, nodes: Sequence[int]) -> bool:
         """Check whether these can be the nodes of a start.
@@ -516,13 +499,6 @@ def _host_name(reported: object) -> str:
     return ""
 
 
-def _code(message: Message) -> int:
-    code = message.get("code")
-    if type(code) is int and 0 <= code < 256:
-        return code
-    return EXIT_PEER_LOST
-
-
 async def _call_others(channel: Channel, targets: Sequence[Target], token: str) -> None:
     failures = await asyncio.wrap_future(in_background(call_others, targets, token))
     with suppress(ConnectionLost):
@@ -537,18 +513,15 @@ def _port_error(port: int, reason: str, fix: str, *, file: str = "") -> ConfigEr
 
 
 def _problems(message: Message) -> list[Problem]:
-    """Return the problems in a refusal, which may have any content; at least one."""
-    items = message.get("problems")
-    if not isinstance(items, list):
-        items = []
+    """Return the problems in a refusal; at least one."""
     problems = []
-    for item in items[:200]:
-        if isinstance(item, dict):
-            texts: dict[str, Any] = {name: str(item.get(name, ""))[:300] for name in _PROBLEM_TEXTS}
-            value = item.get("value")
-            if not isinstance(value, (str, int)):
-                value = MISSING
-            problems.append(Problem(**texts, value=value))
+    for record in read_problems(message):
+        kind = record.get("kind", "")
+        reason = record.get("reason", "")
+        fix = record.get("fix", "")
+        key = record.get("key", "")
+        value = record.get("value", MISSING)
+        problems.append(Problem(kind, reason, fix, key, value, record.get("file", "")))
     if problems:
         return problems
     reason = "it refused, and said no reason"

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from framework.errors import EXIT_PEER_LOST
 from framework.launch.rendezvous.channel import Channel, ConnectionLost, Message, body_of, foreign
+from framework.launch.rendezvous.messages import FailureRecord, News, Report, read_message
 
 _GATHER_SECONDS: Final = 0.05
 MOST_FAILURES: Final = 64  # that are passed on, on one line
@@ -130,11 +131,9 @@ class Peers:
 
     def _apply(self, node: int, kind: str, content: Message) -> bool:
         """Add a node's report to the state; returns whether it is news."""
-        why = content.get("why", content.get("what", ""))
-        code = content.get("code", 0)
-        if not isinstance(why, str) or type(code) is not int:
-            raise foreign()
-        why = why[:_LONGEST_TEXT]
+        report = read_message(Report, content)
+        why = (report.why or report.what)[:_LONGEST_TEXT]
+        code = report.code
         is_news = False
         if kind == "stop" and not self.stop:
             self.stop = f"{why} at {self.name(node)}"
@@ -149,8 +148,7 @@ class Peers:
             self.killed = True
             is_news = True
         elif kind == "failure":
-            failure = Failure(node, why, code, str(content.get("at", ""))[:20])
-            is_news = self._add_failure(failure)
+            is_news = self._add_failure(Failure(node, why, code, report.at[:20]))
         elif kind == "ended" and node not in self.ended:
             self.ended[node] = code
             is_news = True
@@ -264,23 +262,20 @@ class MemberPeers(Peers):
         """Handle news of node 0. Raises ConnectionLost for content that no node 0 sends."""
         if message["type"] != "news" or message.get("epoch") != self.epoch:
             return
-        failures = message.get("failures", [])
-        ended = message.get("ended", {})
-        if not isinstance(failures, list) or not isinstance(ended, dict):
-            raise foreign()
-        self.stop = self.stop or _text_of(message.get("stop"))
-        self.asked = self.asked or _text_of(message.get("asked"))
-        self.cut = self.cut or _text_of(message.get("cut"))
-        self.killed = self.killed or bool(message.get("kill"))
-        self.failures += [self._failure(record) for record in failures[:MOST_FAILURES]]
-        self.ended |= self._codes(ended)
+        news = read_message(News, message)
+        self.stop = self.stop or news.stop[:_LONGEST_TEXT]
+        self.asked = self.asked or news.asked[:_LONGEST_TEXT]
+        self.cut = self.cut or news.cut[:_LONGEST_TEXT]
+        self.killed = self.killed or news.kill
+        self.failures += [self._failure(record) for record in news.failures[:MOST_FAILURES]]
+        self.ended |= self._codes(news.ended)
         self._changed.set()
 
-    def _codes(self, ended: Mapping[str, Any]) -> dict[int, int]:
+    def _codes(self, ended: Mapping[str, int]) -> dict[int, int]:
         nodes = {str(node): node for node in self._hosts}
         codes = {}
         for name, code in ended.items():
-            if name not in nodes or type(code) is not int:
+            if name not in nodes:
                 raise foreign()
             codes[nodes[name]] = code
         return codes
@@ -293,21 +288,8 @@ class MemberPeers(Peers):
                 self._apply_lost(0, how)
             self._changed.set()
 
-    def _failure(self, reported: object) -> Failure:
-        match reported:
-            case {
-                "node": int(node),
-                "what": str(what),
-                "code": int(code),
-                "at": str(at),
-                "is_lost": bool(is_lost),
-                **more,
-            }:
-                # True is an int as well
-                if {type(node), type(code)} == {int} and node in self._hosts and not more:
-                    return Failure(node, what[:_LONGEST_TEXT], code, at, is_lost)
-        raise foreign()
-
-
-def _text_of(reported: object) -> str:
-    return str(reported)[:_LONGEST_TEXT] if reported else ""
+    def _failure(self, record: FailureRecord) -> Failure:
+        if record.node not in self._hosts:
+            raise foreign()
+        what = record.what[:_LONGEST_TEXT]
+        return Failure(record.node, what, record.code, record.at, record.is_lost)

@@ -68,7 +68,7 @@ class Session:
 
     Attributes:
         port: of the agents.
-        hello: facts of this node, as they are sent to node 0; `handshake.HELLO` has the names.
+        hello: facts of this node, as they are sent to node 0 in a `messages.Hello`.
         names: of the hosts, if there is a hostfile.
         problems: returns what keeps node 0 from training at this moment; it is reported to all.
         restarts: decides about further starts, on node 0; None: there are none here.

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from framework.config.load import config_from_values
-from framework.doctor.node.start import differences, is_look, look_before_start
+from framework.doctor.node.start import Look, differences, look_before_start
 from framework.errors import Problem
-from framework.launch.rendezvous.handshake import disagreements, is_hello, node_facts
+from framework.launch.rendezvous.handshake import disagreements, node_facts
+from framework.launch.rendezvous.messages import Hello
 from framework.plan.cluster import Cluster
 
 CLUSTER = Cluster(num_hosts=2, devices_per_host=1, device="cpu")
@@ -39,7 +41,8 @@ def looks(tmp_path: Path) -> Iterator[dict[str, Any]]:
 
 
 def test_equal_nodes(looks: dict[str, Any]) -> None:
-    assert all(map(is_look, looks.values()))
+    for look in looks.values():
+        Look.model_validate(look)
     assert differences(looks, seen=set()) == []
 
 
@@ -100,8 +103,10 @@ def test_a_run_that_never_saves_needs_no_shared_folder(tmp_path: Path) -> None:
 def test_what_has_another_shape_is_not_compared(
     looks: dict[str, Any], change: dict[str, Any]
 ) -> None:
-    assert not is_look(looks["1 (b)"] | change)
-    assert not is_look([])
+    with pytest.raises(ValidationError):
+        Look.model_validate(looks["1 (b)"] | change)
+    with pytest.raises(ValidationError):
+        Look.model_validate([])
 
 
 def test_a_node_that_is_not_fit_tells_all_reasons_to_everybody(
@@ -117,7 +122,7 @@ def test_a_node_that_is_not_fit_tells_all_reasons_to_everybody(
     with look_before_start(
         config, CLUSTER, ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "^lo"}, rank=1, warn=warned.append
     ) as reported:
-        assert is_look(json.loads(json.dumps(reported)))
+        Look.model_validate(json.loads(json.dumps(reported)))
     severities = {each.kind: each.severity for each in warned}
     assert severities["run-folder-unwritable"] == "warning"
     assert severities["input-not-found"] == severities["interface-unknown"] == "error"
@@ -173,9 +178,10 @@ def test_node_0_refuses_what_the_looks_say(looks: dict[str, Any]) -> None:
 
 def test_a_hello_with_another_look_is_a_strangers(looks: dict[str, Any]) -> None:
     (first, _) = looks.values()
-    assert is_hello(hello(0, first))
-    assert is_hello(hello(0, None))
-    assert not is_hello(hello(0, {"versions": 3}))
+    Hello.model_validate(hello(0, first))
+    Hello.model_validate(hello(0, None))
+    with pytest.raises(ValidationError):
+        Hello.model_validate(hello(0, {"versions": 3}))
 
 
 def test_a_folder_is_listed_once_however_many_nodes(

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from framework.doctor.node.start import _REPORTED
+from framework.doctor.node.start import EMPTY_LOOK
 from framework.errors import FrameworkError
 from framework.launch.hosts.topology import HostTopology
 from framework.launch.rendezvous.channel import PROTOCOL, Channel, Message, proof
@@ -53,7 +53,7 @@ def hello(node_rank: int, *, nnodes: int = 2, **other: object) -> dict[str, Any]
 
 def looked(node_rank: int, *, port: int = 0, **changes: Any) -> dict[str, Any]:
     """The same of a node that has looked at itself, and answers at a port."""
-    look = {name: kind() for name, kind in _REPORTED.items()} | changes
+    look = {**EMPTY_LOOK, **changes}
     return hello(node_rank, look=look) | ({"echo": ["127.0.0.1", port]} if port else {})
 
 

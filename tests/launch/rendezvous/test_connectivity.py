@@ -19,10 +19,11 @@ from framework.launch.rendezvous.connectivity import (
     Round,
     call_others,
     in_background,
-    is_place,
     targets_of,
 )
+from framework.launch.rendezvous.messages import Reach, read_message
 
+ROUND = "a" * 32
 UNKNOWN = "no-such-host.invalid"
 
 
@@ -189,17 +190,18 @@ def test_an_answer_of_another_shape_is_none(
     ids=str,
 )
 def test_what_is_no_place(place: object) -> None:
-    assert not is_place(place)
     with pytest.raises(NoAgent):
-        targets_of({"targets": [place]}, most=4)
+        read_message(Reach, {"targets": [place], "token": ROUND})
 
 
 def test_no_more_places_are_called_than_there_are_nodes() -> None:
     place = ["10.0.0.2", 5000]
-    assert targets_of({"targets": [place, ["fd00::2", 5001]]}, most=3) == [
+    two = read_message(Reach, {"targets": [place, ["fd00::2", 5001]], "token": ROUND})
+    assert targets_of(two, most=3) == [
         ("10.0.0.2", 5000),
         ("fd00::2", 5001),
     ]
-    for places, most in (([place] * 100, 1000), ([place] * 3, 3), (None, 3), ({"a": place}, 3)):
+    for count, most in ((100, 1000), (3, 3)):
+        many = read_message(Reach, {"targets": [place] * count, "token": ROUND})
         with pytest.raises(NoAgent):
-            targets_of({"targets": places}, most=most)
+            targets_of(many, most=most)

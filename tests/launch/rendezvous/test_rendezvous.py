@@ -17,10 +17,11 @@ import pytest
 
 from framework.errors import ConfigError, PeerLostError
 from framework.launch.rendezvous import member
-from framework.launch.rendezvous.channel import Channel
+from framework.launch.rendezvous.channel import Channel, NoAgent
 from framework.launch.rendezvous.connectivity import peer_name
-from framework.launch.rendezvous.handshake import disagreements, is_hello
+from framework.launch.rendezvous.handshake import disagreements
 from framework.launch.rendezvous.join import join
+from framework.launch.rendezvous.messages import Hello, read_message
 from framework.launch.rendezvous.session import Session, Start
 from tests.launch.rendezvous.ends import TOKEN, hello, looked, meet, read, reset, run, session
 from tests.launch.rendezvous.members import Members, ended
@@ -262,8 +263,9 @@ def test_equal_nodes_agree() -> None:
     ],
 )
 def test_what_is_no_hello(wrong: object) -> None:
-    assert not is_hello(wrong)
-    assert is_hello(HELLO)
+    with pytest.raises(NoAgent):
+        read_message(Hello, wrong)
+    read_message(Hello, HELLO)
 
 
 @pytest.mark.parametrize(
