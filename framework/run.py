@@ -105,6 +105,7 @@ def _at_work(
     config = plan.config
     with waiting("the model and DeepSpeed's engine"):
         engine = assemble_engine(prepared)
+    start_point.keep_ds_config(folder, engine.ds_config)
     _seed(prepared, start)
     best = BestSoFar(config.checkpoint.keep_best, best_is=config.checkpoint.best_is)
     description = prepared.description(order=order_of(start)) | engine.description()

@@ -92,6 +92,12 @@ class BaseEngine:
         self.trained_weights = TrainedWeights(engine, names())
         keep_gradient_order(engine, refuse_changes=self.trained_weights.refuse_changed_flags)
 
+    @property
+    def ds_config(self) -> Mapping[str, Any]:
+        """The JSON that DeepSpeed was given, with rates for each parameter group of this rank."""
+        config: Mapping[str, Any] = self.engine.config
+        return config
+
     def may_be_skipped(self) -> bool:
         """Check whether the last step may have left the weights as they were."""
         watch = self.bad_steps

@@ -224,6 +224,13 @@ def open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint | 
         folder.wait_until_visible(generation)
 
 
+def keep_ds_config(folder: RunFolder, ds_config: Mapping[str, Any]) -> None:
+    """Write the JSON that DeepSpeed was given: rates for each parameter group are known when the
+    model is built. Of a pipeline it is the first stage's. Collective.
+    """
+    from_rank0(on_rank0(lambda: folder.write_ds_config(ds_config)))
+
+
 def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint | None) -> str:
     """Refuse a start that the run cannot go on from, then open its folder.
 

@@ -206,10 +206,17 @@ class RunFolder:
         """
         config_yaml = yaml.dump(dict(config), Dumper=_ConfigDumper, sort_keys=False)
         replace_text(self.path / "config.yaml", config_yaml)
-        contents = {"ds_config": ds_config, "plan": plan, "environment": environment}
-        for name, content in contents.items():
-            text = json.dumps(content, indent=2, default=str) + "\n"
-            replace_text(self.path / f"{name}.json", text)
+        self.write_ds_config(ds_config)
+        for name, content in {"plan": plan, "environment": environment}.items():
+            self._write_json(name, content)
+
+    def write_ds_config(self, ds_config: Mapping[str, Any]) -> None:
+        """Write ``ds_config.json``."""
+        self._write_json("ds_config", ds_config)
+
+    def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        text = json.dumps(content, indent=2, default=str) + "\n"
+        replace_text(self.path / f"{name}.json", text)
 
     def check_held(self) -> None:
         """Check that the folder is still there and still this run's; a folder that is not held
