@@ -60,7 +60,7 @@ class Problem:
         kind: stable name for tools, for example ``batch-not-divisible``.
         reason: why it cannot work.
         fix: what to write instead.
-        key: dotted path in the run config, for example ``zero.stage``; empty if no single key is
+        key: dotted path in the file, for example ``zero.stage``; empty if no single key is
             at fault.
         value: of the key; `MISSING` if it has none.
         file: the file that holds the value, or ``command line``; empty if it came from Python.

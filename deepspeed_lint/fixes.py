@@ -1,4 +1,4 @@
-"""`check --fix`: fixes in the text for the problems of a DeepSpeed JSON that have one safe answer.
+"""Fixes in the text for the problems of a DeepSpeed JSON that have one safe answer.
 
 Safe means that the answer is what the file already meant: a slip of one or two letters in a key,
 another tool's word for it, a key that only one other section has, a number or a truth value in

@@ -1,4 +1,4 @@
-"""`check --resolve`: what Hugging Face's Trainer and Accelerate write where a DeepSpeed JSON has
+"""What Hugging Face's Trainer and Accelerate write where a DeepSpeed JSON has
 "auto".
 
 The formulas come from transformers (`HfTrainerDeepSpeedConfig`: `trainer_config_process`,
@@ -14,19 +14,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
-from deepspeed_lint.errors import MISSING, Problem, UsageError, show_value
+from deepspeed_lint.check import check_document
+from deepspeed_lint.errors import MISSING, ConfigError, Problem, UsageError, show_value
 from deepspeed_lint.facts import dotted, leaves, read_by_model, value_at
 from deepspeed_lint.key_files import variant_of
 from deepspeed_lint.keys import Key, KeyTable, load_table
 from deepspeed_lint.lint import placed
 from deepspeed_lint.readers import ARGUMENTS
-from deepspeed_lint.text.document import Document, KeyPath
+from deepspeed_lint.report import CheckResult
+from deepspeed_lint.text.document import COMMAND_LINE, Document, KeyPath, parse_scalar
 from deepspeed_lint.text.edits import Edit, RemoveMember, ReplaceValue, apply_edits
+from deepspeed_lint.text.hjson import parse_hjson
 from deepspeed_lint.text.typos import nearest
+from deepspeed_lint.topology import Target
 from deepspeed_lint.values import TYPE_WORDS, mismatch
 
 
@@ -111,7 +116,7 @@ def resolve(
     key_settings, argument_settings = _split_settings(settings, values)
     for name, value in key_settings.items():
         if tuple(name.split(".")) not in autos:
-            raise UsageError(f'{name}: --resolve fills in "auto" only, and the file has none there')
+            raise UsageError(f'{name}: only "auto" is filled in, and the file has none there')
         if not _is_json(value):
             raise UsageError(f"{name}={show_value(value)}: JSON has no such number")
     filler = _Filler(_checked(argument_settings, world_size), table, key_settings, values)
@@ -124,6 +129,68 @@ def resolve(
     if edits:
         text = apply_edits(document, edits)
     return Resolution(text, _placed(document, filler.notes))
+
+
+def check_resolved(
+    document: Document,
+    arguments: Mapping[str, Any],
+    target: Target,
+    *,
+    name: str,
+    check: Callable[[Document, Target], CheckResult] = check_document,
+) -> tuple[str, CheckResult]:
+    """Fill in every "auto" as Hugging Face's Trainer does, and check the text that results.
+
+    Args:
+        document: the file with "auto".
+        arguments: of the Trainer or Accelerate, see `resolve`.
+        target: what the text is judged against.
+        name: of the text in messages.
+        check: checks the text.
+
+    Returns:
+        The text, and what is wrong with it; an empty text where an argument is not known.
+    """
+    topology = target.topology
+    resolved = resolve(document, arguments, world_size=topology.world_size, release=target.release)
+    if resolved.problems:
+        return "", CheckResult(document.name, resolved.problems)
+    # The number of devices may be given as an argument of the Trainer too.
+    world_size = arguments.get("world_size", arguments.get("num_processes"))
+    if topology.world_size is None and isinstance(world_size, int):
+        topology = replace(topology, world_size=world_size)
+    result = check(
+        parse_hjson(resolved.text, name=name),
+        replace(target, topology=topology, reader="deepspeed"),
+    )
+    return resolved.text, replace(result, problems=(*resolved.notes, *result.problems))
+
+
+def is_of_another_origin(path: Path, document: Document) -> bool:
+    """Check whether a path holds a file that has no key in common with a document: writing the
+    document there would destroy something else.
+    """
+    try:
+        if not path.is_file():
+            return False
+        text = path.read_text(encoding="utf-8")
+    except OSError:  # whatever writes the file meets it again
+        return False
+    except ValueError:
+        return True
+    if not text.strip():
+        return False
+    try:
+        present = parse_hjson(text, name=str(path)).value
+    except ConfigError:
+        return True
+    return _names(present).isdisjoint(_names(document.value))
+
+
+def _names(value: Any) -> set[str]:
+    if isinstance(value, Mapping):
+        return set(value)
+    return set()
 
 
 def _split_settings(
@@ -389,3 +456,12 @@ def _is_json(value: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def parsed_setting(word: str) -> tuple[str, Any]:
+    """Split ``key=value``; a value that is no YAML stays text."""
+    name, _, text = word.partition("=")
+    try:
+        return name, parse_scalar(text, name=COMMAND_LINE)
+    except ConfigError:
+        return name, text

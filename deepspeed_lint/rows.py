@@ -1,4 +1,4 @@
-"""Rows of a table of rules, for run configs and for DeepSpeed JSON.
+"""Rows of a table of rules.
 
 A row's problem is there if all of ``when`` holds and none of ``unless``. If one kind is found in
 several ways, each of the ``cases`` has what differs.

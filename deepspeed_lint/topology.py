@@ -1,13 +1,18 @@
-"""`Topology`: the target that a config is judged for, and the kinds of GPU that it may have."""
+"""`Target`: what a config is judged against, with the machines and kinds of GPU that it is for."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from deepspeed_lint.errors import UsageError
+
+if TYPE_CHECKING:
+    from deepspeed_lint.readers import Reader
 
 Device = Literal["cuda", "cpu", "npu", "xpu", "hpu", "mps", "unknown"]
 _GPUS: Final = Path(__file__).parent / "tables/gpus.json"
@@ -58,6 +63,25 @@ def gpu_kinds() -> Mapping[str, GpuKind]:
     return kinds
 
 
+def find_gpu(name: str) -> GpuKind:
+    """Return a kind by its name, such as ``h100-80gb``.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    from deepspeed_lint.text.typos import nearest
+
+    kinds = gpu_kinds()
+    wanted = name.lower()
+    if wanted in kinds:
+        return kinds[wanted]
+    meant = nearest(wanted, kinds)
+    if not meant:
+        meant = next((known for known in kinds if known.startswith(wanted)), None)
+    guess = f"did you mean {meant}? " if meant else ""
+    raise UsageError(f"--gpu {name}: not known; {guess}known are {', '.join(kinds)}")
+
+
 @dataclass(frozen=True)
 class Topology:
     """Target that a config is to run on, as far as it is known.
@@ -71,3 +95,18 @@ class Topology:
     world_size: int | None = None
     device: Device = "unknown"
     gpu: GpuKind | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a DeepSpeed JSON is judged against.
+
+    Attributes:
+        release: DeepSpeed's version; None: the newest known.
+        reader: the program that reads the file first; None: the file shows it.
+        topology: where it is to run, as far as it is known.
+    """
+
+    release: str | None = None
+    reader: Reader | None = None
+    topology: Topology = field(default_factory=Topology)

@@ -164,7 +164,7 @@ def read_text(path: Path, *, name: str) -> str:
         raise refuse(
             "config-too-large",
             f"more than {MAX_BYTES:,} bytes",
-            "a run config is a few kilobytes of text",
+            "a config is a few kilobytes of text",
         )
     try:
         text = data.decode("utf-8")

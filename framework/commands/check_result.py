@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed_lint.report import CheckResult
 from deepspeed_lint.text.document import YAML_ENDINGS, Document, read_text
 from framework.errors import ConfigError, Problem, UsageError
 
 if TYPE_CHECKING:
     from deepspeed_lint.readers import Reader
-    from deepspeed_lint.topology import GpuKind, Topology
+    from deepspeed_lint.topology import GpuKind, Target
     from framework.plan.cluster import Cluster
     from framework.plan.hardware import Hardware
     from framework.plan.plan import Plan
@@ -41,30 +42,17 @@ class CheckContext:
     reader: Reader | None = None
     data_elsewhere: bool = False
 
-    def topology(self) -> Topology:
-        """Return cluster and GPU in the form that the rules of DeepSpeed JSON take."""
-        from deepspeed_lint.topology import Topology
+    def target(self) -> Target:
+        """Return what DeepSpeed JSON is judged against."""
+        from deepspeed_lint.topology import Target, Topology
         from framework.plan.cluster import topology_of
 
+        topology = Topology()
         if self.cluster is not None:
-            return topology_of(self.cluster, self.gpu)
-        if self.gpu is not None:
-            return Topology(device=self.gpu.device, gpu=self.gpu)
-        return Topology(device="unknown", gpu=None)
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """What is wrong with one file; `summary` is the line to print if nothing stops it."""
-
-    file: str
-    problems: tuple[Problem, ...]
-    summary: str = ""
-
-    @property
-    def is_fine(self) -> bool:
-        """Check that no problem is an error."""
-        return all(problem.severity != "error" for problem in self.problems)
+            topology = topology_of(self.cluster, self.gpu)
+        elif self.gpu is not None:
+            topology = Topology(device=self.gpu.device, gpu=self.gpu)
+        return Target(self.release, self.reader, topology)
 
 
 def find_gpu(name: str | None) -> GpuKind | None:
@@ -75,10 +63,9 @@ def find_gpu(name: str | None) -> GpuKind | None:
     """
     if name is None:
         return None
-    from deepspeed_lint.topology import gpu_kinds
-    from framework.plan.devices import find_device
+    from deepspeed_lint import topology
 
-    return gpu_kinds()[find_device(name).name]
+    return topology.find_gpu(name)
 
 
 def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> CheckResult:
@@ -96,54 +83,25 @@ def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Ch
         return CheckResult(file, tuple(error.problems))
     if overrides:
         raise UsageError(f"{file}: settings apply to run configs; this is DeepSpeed JSON")
-    return check_document(document, against)
+    return check_document(document, against.target())
 
 
-def check_document(document: Document, against: CheckContext) -> CheckResult:
+def check_document(document: Document, target: Target) -> CheckResult:
     """Check DeepSpeed JSON that was read."""
-    from deepspeed_lint.keys import load_table
-    from deepspeed_lint.lint import lint, placed
-    from deepspeed_lint.readers import NAMES, as_read, reader_of
-    from deepspeed_lint.templates import without_placeholders
+    from deepspeed_lint import check
     from framework.imports.kind_of_file import assumption, foreign_problem
 
     foreign = foreign_problem(document)
     if foreign is not None:
         return CheckResult(document.name, (foreign,))
-    table = load_table(against.release)
-    reader = against.reader
-    assumed_reader = None
-    if reader is None:
-        reader, assumed_reader = reader_of(document)
-    document_as_read, reading_problems = as_read(document, document.text, reader, table)
-    problems = []
-    for problem in reading_problems:
-        if not problem.line:
-            problem = placed(document, problem)
-        problems.append(problem)
-    problems += lint(
-        document_as_read, release=against.release, topology=against.topology(), reader=reader
-    )
-    problems = without_placeholders(problems, file=document.name)
-
-    notes = list(_release_note(document.name, against))
-    notes += assumption(document, as_run_config=False)
-    if assumed_reader:
-        notes.append(assumed_reader)
-    if reader == "deepspeed":
-        programs = "DeepSpeed"
-    else:
-        programs = f"{NAMES[reader]} and DeepSpeed"
-    return CheckResult(
-        document.name,
-        tuple(notes + sorted(problems, key=_place)),
-        f"fine for {programs} {table.release}",
-    )
+    notes = assumption(document, as_run_config=False)
+    return check.check_document(document, target, notes=notes)
 
 
 def _check_run_config(
     file: str, overrides: Sequence[str], against: CheckContext, text: str
 ) -> CheckResult:
+    from deepspeed_lint.check import release_note
     from framework.commands.target_search import missing_sinks, missing_targets
     from framework.load_run import load_run
     from framework.plan.judge_passed import judge_rendered
@@ -157,7 +115,7 @@ def _check_run_config(
         plan = run.plan_with_data(against.cluster, data_elsewhere=against.data_elsewhere)
     except ConfigError as error:
         return _check_refused_config(file, overrides, against, text, error)
-    problems = list(_release_note(file, against))
+    problems = list(release_note(file, against.release))
     problems += source.notes
     problems += plan.findings
     problems += map(source.locate, missing_targets(run.config))
@@ -182,6 +140,7 @@ def _check_refused_config(
         text: what it holds.
         error: why it cannot be planned.
     """
+    from deepspeed_lint.check import by_place
     from deepspeed_lint.templates import without_placeholders
     from framework.config.load import Source
     from framework.imports.kind_of_file import assumption, foreign_problem, with_last_of_duplicates
@@ -200,7 +159,7 @@ def _check_refused_config(
         deepspeed_section = None
     passed_problems = judge_passed_alone(deepspeed_section, release=against.release)
     further_errors = _errors_of_known(document, overrides, against)
-    problems = sorted(_once_per_key(error.problems, further_errors), key=_place)
+    problems = sorted(_once_per_key(error.problems, further_errors), key=by_place)
     problems = _once_per_key(problems, map(Source(document).locate, passed_problems))
     problems = without_placeholders(problems, file=file)
     notes = list(assumption(document, as_run_config=True))
@@ -263,23 +222,6 @@ def _errors_of_known(
     except ConfigError:
         return []
     return errors_of_known(config, unknown, against.cluster, source=source)
-
-
-def _release_note(file: str, against: CheckContext) -> Iterator[Problem]:
-    from deepspeed_lint.keys import load_table
-
-    if against.release is None:
-        return
-    judged = load_table(against.release).release
-    written = against.release.strip().removeprefix("v").partition("+")[0]
-    if judged != written and not judged.startswith(f"{written}."):
-        reason = f"there is no table of DeepSpeed {written}, so {judged} was taken"
-        fix = "check the keys that it names"
-        yield Problem("release-without-table", reason, fix, file=file, severity="note")
-
-
-def _place(problem: Problem) -> tuple[str, int, int]:
-    return problem.file or "", problem.line, problem.column
 
 
 def _once_per_key(problems: Sequence[Problem], further: Iterable[Problem]) -> list[Problem]:

@@ -9,10 +9,9 @@ from typing import Any, Final, Literal
 
 import yaml
 
+from deepspeed_lint.check import parse_config
 from deepspeed_lint.keys import load_table
-from deepspeed_lint.templates import template_problem
 from deepspeed_lint.text.document import YAML_ENDINGS, Document, read_text
-from deepspeed_lint.text.hjson import parse_hjson
 from framework.errors import MISSING, ConfigError, Problem
 from framework.imports.other_tools import other_tool, other_tool_problem
 
@@ -96,10 +95,7 @@ def parse_deepspeed_json(text: str, path: Path, *, name: str) -> Document | None
     """
     if path.suffix.lower() in YAML_ENDINGS:
         return None
-    try:
-        document = parse_hjson(text, name=name)
-    except ConfigError as error:
-        raise ConfigError(template_problem(text, file=name) or error.problems) from None
+    document = parse_config(text, name=name)
     if is_run_config(document.value):
         return None
     return document

@@ -400,7 +400,7 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     "zero bytes": (b"run:\x00 3", [": it holds zero bytes; name a text file [config-not-text]"]),
     "two megabytes": (
         "# x\n" * 500_000,
-        [": more than 1,000,000 bytes; a run config is a few kilobytes of text [config-too-large]"],
+        [": more than 1,000,000 bytes; a config is a few kilobytes of text [config-too-large]"],
     ),
     "alias bomb": (
         "a: &a [x,x,x,x,x,x,x,x,x]\n"

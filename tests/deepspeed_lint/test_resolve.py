@@ -273,7 +273,7 @@ def test_comments_and_layout_stay() -> None:
         ({"bf16": 1}, "bf16=1: not true or false"),
         ({"mixed_precision": "fp8"}, "known are no, fp16, bf16"),
         ({"lr": 0.1, "learning_rate": 0.2}, "learning_rate=0.2: learning_rate is 0.1 already"),
-        ({"zero_optimization.stage": 1}, 'fills in "auto" only'),
+        ({"zero_optimization.stage": 1}, 'only "auto" is filled in'),
         ({"optimizer.params.lr": float("inf")}, "JSON has no such number"),
     ],
     ids=str,

@@ -59,7 +59,7 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
     ),
     "auto-unknown": (
         "deepspeed_lint",
-        "it follows from the number of devices; give --num_gpus N, --hostfile FILE or world_size=N",
+        "it follows from the number of devices; give world_size=N",
     ),
     "callback-failed": ("train", "a method of a callback raised an error; its place is named"),
     "data-model-mismatch": (

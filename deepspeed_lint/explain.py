@@ -1,0 +1,206 @@
+"""What a key of DeepSpeed means, and what a kind of problem means and how to fix it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+from deepspeed_lint.errors import MISSING, UsageError, show_value
+from deepspeed_lint.key_files import TABLES, known_releases, without_variant
+from deepspeed_lint.keys import Key, KeyTable, history, load_table
+from deepspeed_lint.rules import ALL
+from deepspeed_lint.text.typos import nearest
+
+_FILLED_IN: Final = re.compile(r"\{([\w.]+)\}")
+_LIMITS: Final[Mapping[str, str]] = {
+    "minimum": ">=",
+    "exclusive_minimum": ">",
+    "maximum": "<=",
+    "exclusive_maximum": "<",
+    "multiple_of": "a multiple of",
+}
+_WIDTH: Final = 11
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is known about a key or a kind of problem.
+
+    Attributes:
+        subject: the key or the kind.
+        rows: title -> text, in the order in which they are printed.
+    """
+
+    subject: str
+    rows: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [self.subject]
+        for title, text in self.rows.items():
+            first, *others = text.split("\n")
+            lines.append(f"  {title:<{_WIDTH}}{first}")
+            lines += [" " * (_WIDTH + 2) + other for other in others]
+        return "\n".join(lines)
+
+
+def explain(word: str, *, release: str | None = None) -> list[Explanation]:
+    """Explain a kind of problem, or a key; a name that stands in several sections has several
+    explanations.
+
+    Args:
+        word: a kind such as ``batch-arithmetic``, a dotted key, or the last part of one.
+        release: DeepSpeed's version; left out: the newest known.
+
+    Raises:
+        UsageError: neither a kind nor a key has this name.
+    """
+    kinds = _kinds()
+    if word in kinds:
+        return [Explanation(word, kinds[word])]
+    table = load_table(release)
+    keys = list(_find_keys(table, word))
+    if keys:
+        return [Explanation(without_variant(key.path), _rows_of_key(key, table)) for key in keys]
+    guesses = table.nearest(word)
+    kind = nearest(word, kinds)
+    if kind:
+        guesses = [kind, *guesses]
+    hint = f"; did you mean {' or '.join(guesses)}?" if guesses else ""
+    raise UsageError(f"explain: no key of DeepSpeed and no kind of problem is named {word}{hint}")
+
+
+def _find_keys(table: KeyTable, word: str) -> Iterator[Key]:
+    """Yield the key of a path; of a path that this release does not read, as the last release that
+    did; or the keys with this name in any section.
+    """
+    for candidate in (table, *map(load_table, reversed(known_releases()))):
+        key = candidate.get(word)
+        if key is not None:
+            yield key
+            return
+    if "." in word:
+        return
+    seen = set()
+    for path in table:
+        key = table.exact(path)
+        if key is not None and key.name == word and without_variant(path) not in seen:
+            seen.add(without_variant(path))
+            yield key
+
+
+def _rows_of_key(key: Key, table: KeyTable) -> dict[str, str]:
+    path = without_variant(key.path)
+    past = history(key.path)
+    rows = {"meaning": key.sentence, "type": _type(key)}
+    defaults = _defaults(key, table)
+    if defaults:
+        rows["default"] = defaults
+    if key.aliases:
+        rows["also named"] = ", ".join(key.aliases)
+    if past.added:
+        rows["since"] = f"DeepSpeed {past.added}, or shortly before"
+    else:
+        rows["since"] = f"DeepSpeed {known_releases()[0]} or older"
+    if past.removed:
+        rows["until"] = f"it went with DeepSpeed {past.removed}, or shortly before"
+    if key.status == "deprecated":
+        rows["status"] = "deprecated: DeepSpeed keeps it for old files only"
+    elif key.status == "inert":
+        rows["status"] = "inert: DeepSpeed reads it and does nothing with it"
+    elif key.status == "refused":
+        rows["status"] = f"DeepSpeed {table.release} raises an error where it is present"
+    replaced_by = key.replaced_by or past.replaced_by
+    instead = key.instead or past.instead
+    if instead:
+        rows["instead"] = instead
+    elif replaced_by:
+        rows["instead"] = " or ".join(map(without_variant, replaced_by))
+    names = [child.removeprefix(f"{path}.") for child in table.children(path)]
+    if names:
+        rows["keys"] = ", ".join(names)
+    rows["read in"] = key.source
+    return rows
+
+
+def _defaults(key: Key, table: KeyTable) -> str:
+    """Return the default of a key; of a parameter, the one of each type that takes it."""
+    path = without_variant(key.path)
+    section = path.rpartition(".")[0]
+    types_of: dict[str, list[str]] = {}
+    for variant in table.variants(section):
+        of_type = table.exact(f"{section}[{variant}].{key.name}")
+        if of_type is not None and of_type.default is not MISSING:
+            types_of.setdefault(show_value(of_type.default), []).append(variant)
+    if types_of:
+        return "\n".join(f"{value} ({', '.join(types)})" for value, types in types_of.items())
+    if key.default is MISSING:
+        return ""
+    return show_value(key.default)
+
+
+def _type(key: Key) -> str:
+    """Return types, choices and limits of a key in words."""
+    if key.enum:
+        choices = " or ".join(show_value(choice) for choice in key.enum)
+        return f"{choices}, or null" if key.nullable else choices
+    types = list(key.types)
+    if key.nullable:
+        types.append("null")
+    limits = []
+    for field, words in _LIMITS.items():
+        limit = getattr(key, field)
+        if limit is not None:
+            limits.append(f"{words} {limit}")
+    return ", ".join([" or ".join(types), *limits])
+
+
+@cache
+def _kinds() -> dict[str, dict[str, str]]:
+    """Return what is known of each kind: those by hand, and those of the rows of rules."""
+    sources = {rule.__name__.replace("_", "-"): rule.__doc__ for rule in ALL}
+    kinds: dict[str, dict[str, str]] = {}
+    by_hand = json.loads((TABLES / "kinds.json").read_text(encoding="utf-8"))
+    rows = json.loads((TABLES / "rules.json").read_text(encoding="utf-8"))
+    of_rows = {name: _of_row(row) for name, row in rows.items()}
+    for name, explained in (by_hand | of_rows).items():
+        kinds[name] = dict(explained)
+        source = sources.get(name)
+        if source:
+            kinds[name]["read in"] = " ".join(source.partition("\n\n")[0].split())
+    return kinds
+
+
+def _of_row(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return severity, meaning and fix of a row of rules, whose cases may differ in each."""
+    cases = [{**row, **case} for case in row.get("cases", [{}])]
+    severities = dict.fromkeys(case.get("severity", "error") for case in cases)
+    meanings = dict.fromkeys(f"{case['key']}: {case['reason']}" for case in cases)
+    fixes = dict.fromkeys(case["fix"] for case in cases)
+    explained = {
+        "severity": " or ".join(severities),
+        "meaning": _with_names("\n".join(meanings)),
+        "fix": _with_names("\n".join(fixes)),
+    }
+    releases = []
+    if "since" in row:
+        releases.append(f"since {row['since']}")
+    if "before" in row:
+        releases.append(f"before {row['before']}")
+    if releases:
+        explained["releases"] = ", ".join(releases)
+    return explained
+
+
+def _with_names(sentence: str) -> str:
+    """Replace what a run fills in, ``{stage}``, by its name: ``<stage>``; keys stand as they are."""
+
+    def named(match: re.Match[str]) -> str:
+        if "." in match[1]:
+            return match[1]
+        return f"<{match[1]}>"
+
+    return _FILLED_IN.sub(named, sentence)
