@@ -141,8 +141,8 @@ def _target(arguments: argparse.Namespace) -> Target:
     """
     load_table(arguments.deepspeed)
     topology = Topology(world_size=arguments.world_size)
-    if arguments.gpu is not None:
-        gpu = find_gpu(arguments.gpu)
+    gpu = find_gpu(arguments.gpu)
+    if gpu is not None:
         topology = Topology(arguments.world_size, gpu.device, gpu)
     return Target(arguments.deepspeed, arguments.reader, topology)
 

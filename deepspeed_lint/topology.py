@@ -63,12 +63,14 @@ def gpu_kinds() -> Mapping[str, GpuKind]:
     return kinds
 
 
-def find_gpu(name: str) -> GpuKind:
-    """Return a kind by its name, such as ``h100-80gb``.
+def find_gpu(name: str | None) -> GpuKind | None:
+    """Return a kind by its name, such as ``h100-80gb``; None for None.
 
     Raises:
         UsageError: there is none of that name.
     """
+    if name is None:
+        return None
     from deepspeed_lint.text.typos import nearest
 
     kinds = gpu_kinds()

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from deepspeed_lint.report import FORMATS, CheckResult, report
 from deepspeed_lint.text.document import is_setting
+from deepspeed_lint.topology import find_gpu
 from framework.commands.check_result import (
     CheckContext,
-    check_document,
     check_file,
-    find_gpu,
+    check_json,
 )
 from framework.commands.cluster_options import add_cluster_options, find_cluster
 from framework.errors import ConfigError, StorageError, UsageError
@@ -159,7 +159,7 @@ def _resolve(
                 "JSON"
             )
         text, result = check_resolved(
-            document, trainer_arguments, against.target(), name=out or file, check=check_document
+            document, trainer_arguments, against.target(), name=out or file, check=check_json
         )
     except ConfigError as error:
         return report([CheckResult(file, tuple(error.problems))], arguments.format)

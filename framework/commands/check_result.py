@@ -55,19 +55,6 @@ class CheckContext:
         return Target(self.release, self.reader, topology)
 
 
-def find_gpu(name: str | None) -> GpuKind | None:
-    """Find a GPU by its name, such as ``h100-80gb``; None has none.
-
-    Raises:
-        UsageError: the name is not known.
-    """
-    if name is None:
-        return None
-    from deepspeed_lint import topology
-
-    return topology.find_gpu(name)
-
-
 def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> CheckResult:
     """Check one file. It is read once, because it may be a pipe."""
     try:
@@ -83,19 +70,19 @@ def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Ch
         return CheckResult(file, tuple(error.problems))
     if overrides:
         raise UsageError(f"{file}: settings apply to run configs; this is DeepSpeed JSON")
-    return check_document(document, against.target())
+    return check_json(document, against.target())
 
 
-def check_document(document: Document, target: Target) -> CheckResult:
+def check_json(document: Document, target: Target) -> CheckResult:
     """Check DeepSpeed JSON that was read."""
-    from deepspeed_lint import check
+    from deepspeed_lint.check import check_document
     from framework.imports.kind_of_file import assumption, foreign_problem
 
     foreign = foreign_problem(document)
     if foreign is not None:
         return CheckResult(document.name, (foreign,))
     notes = assumption(document, as_run_config=False)
-    return check.check_document(document, target, notes=notes)
+    return check_document(document, target, notes=notes)
 
 
 def _check_run_config(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deepspeed_lint.text.document import COMMAND_LINE
-from framework.commands.check_result import find_gpu
+from deepspeed_lint.topology import find_gpu
 from framework.commands.cluster_options import find_cluster
 from framework.commands.paper import paper_lines, paper_section
 from framework.commands.plan_options import add_plan_options

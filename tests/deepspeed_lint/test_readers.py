@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from deepspeed_lint.check import check_document
 from deepspeed_lint.readers import FILLED, Reader
+from deepspeed_lint.report import CheckResult
 from deepspeed_lint.text.hjson import parse_hjson
-from framework.commands.check_result import CheckContext, CheckResult, check_document
+from deepspeed_lint.topology import Target
 from tests.deepspeed_lint.rules.cases import merged
 from tests.launched import run_ranks
 
@@ -76,7 +78,7 @@ FILES: list[str] = [
 
 
 def judged(text: str, reader: Reader | None = None) -> CheckResult:
-    return check_document(parse_hjson(text, name="x.json"), CheckContext(reader=reader))
+    return check_document(parse_hjson(text, name="x.json"), Target(reader=reader))
 
 
 def errors(text: str, reader: Reader | None = None) -> list[tuple[str, str]]:

@@ -15,8 +15,7 @@ from typing import Any, Final, Literal
 
 from deepspeed_lint.facts import Facts
 from deepspeed_lint.rules.parallel import EXPERT_ACTIVATIONS, EXPERT_PRESETS
-from deepspeed_lint.topology import Topology, gpu_kinds
-from framework.plan.cluster import Device
+from deepspeed_lint.topology import Device, Topology, gpu_kinds
 
 Asked = Literal["", "parse", "autoep", "init", "step", "compile", "configure"]
 GONE: Final = "(gone)"
