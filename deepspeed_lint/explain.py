@@ -43,7 +43,7 @@ class Explanation:
         for title, text in self.rows.items():
             first, *others = text.split("\n")
             lines.append(f"  {title:<{_WIDTH}}{first}")
-            lines += [" " * (_WIDTH + 2) + other for other in others]
+            lines += [f"  {'':<{_WIDTH}}{other}" for other in others]
         return "\n".join(lines)
 
 
@@ -196,7 +196,9 @@ def _of_row(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _with_names(sentence: str) -> str:
-    """Replace what a run fills in, ``{stage}``, by its name: ``<stage>``; keys stand as they are."""
+    """Replace what a check fills in, ``{stage}``, by its name: ``<stage>``; keys stay as they
+    are.
+    """
 
     def named(match: re.Match[str]) -> str:
         if "." in match[1]:

@@ -124,7 +124,7 @@ def test_all_that_cannot_be_known_is_told_at_once_with_how_to_say_it() -> None:
         "zero_optimization.reduce_bucket_size": "give hidden_size=N",
         "zero_optimization.stage3_prefetch_bucket_size": "give hidden_size=N",
         "zero_optimization.stage3_param_persistence_threshold": "give hidden_size=N",
-        "train_batch_size": "give --num_gpus N",
+        "train_batch_size": "give world_size=N",
     }
     assert {problem.kind for problem in found.problems} == {"auto-unknown"}
     assert {problem.line for problem in found.problems} == {1}

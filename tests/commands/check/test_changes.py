@@ -118,8 +118,8 @@ def test_resolve_says_what_is_missing_and_writes_nothing(tmp_path: Path, capsys:
     printed, err = capsys.readouterr()
     assert (printed, out.exists()) == ("", False)
     assert err.splitlines() == [
-        f"{path}:2:3: train_batch_size = auto: it follows from the number of devices; give --num_gpus N, --hostfile "
-        "FILE or world_size=N [auto-unknown]"
+        f"{path}:2:3: train_batch_size = auto: it follows from the number of devices; give "
+        "world_size=N [auto-unknown]"
     ]
 
 
