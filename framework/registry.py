@@ -13,7 +13,7 @@ some milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -75,13 +75,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "one_cycle": "framework.config.optimizer:OneCycle",
         "lr_range_test": "framework.config.optimizer:LRRangeTest",
     },
-    "dsf.monitors": {
-        "tensorboard": "framework.config.training:TensorBoard",
-        "wandb": "framework.config.training:WandB",
-        "mlflow": "framework.config.training:MLflow",
-        "comet": "framework.config.training:Comet",
-        "trackio": "framework.config.training:Trackio",
-    },
+    "dsf.monitors": {},
     "dsf.commands": {},  # built-in ones, with their lines of help: commands/table.py
 }
 # Groups of sections of a run config.
@@ -146,12 +140,14 @@ def find(group: str, name: str) -> Registered | None:
     path = BUILT_IN[group].get(name)
     if path is not None:
         return Registered(group, name, path)
-    return _only(installed(group).get(name, ()))
+    if name not in installed(group):
+        return None
+    return _only(installed(group)[name])
 
 
 def names(group: str) -> list[str]:
     """List all names of a group, the built-in ones first."""
-    return list(dict.fromkeys([*BUILT_IN[group], *installed(group)]))
+    return list(dict.fromkeys(BUILT_IN[group]) | dict.fromkeys(installed(group)))
 
 
 def all_registered(group: str) -> list[Registered]:
@@ -162,37 +158,34 @@ def all_registered(group: str) -> list[Registered]:
     """
     found = [Registered(group, name, path) for name, path in BUILT_IN[group].items()]
     for name, registered in installed(group).items():
+        entries = list(registered)
         if name in BUILT_IN[group]:
-            registered = (Registered(group, name, BUILT_IN[group][name]), *registered)
-        entry = _only(registered)
-        if entry is not None and name not in BUILT_IN[group]:
-            found.append(entry)
+            entries.insert(0, Registered(group, name, BUILT_IN[group][name]))
+        found.append(_only(entries))
     return found
 
 
 @cache
-def installed(group: str) -> Mapping[str, tuple[Registered, ...]]:
+def installed(group: str) -> Mapping[str, Sequence[Registered]]:
     """Return what installed packages register in a group, by name; more than one of a name is a
     mistake.
     """
-    found: dict[str, tuple[Registered, ...]] = {}
+    found: dict[str, list[Registered]] = {}
     for entry in entry_points(group=group):
         package = OWN_PACKAGE
         if entry.dist is not None:
             package = f"{entry.dist.name} {entry.dist.version}"
         registered = Registered(group, entry.name, entry.value.replace(" ", ""), package)
-        found[entry.name] = (*found.get(entry.name, ()), registered)
+        found.setdefault(entry.name, []).append(registered)
     return found
 
 
-def _only(registered: tuple[Registered, ...]) -> Registered | None:
+def _only(registered: Sequence[Registered]) -> Registered:
     """Return the only one that is registered under a name.
 
     Raises:
         ConfigError: kind ``plug-ins-clash``: there are several.
     """
-    if not registered:
-        return None
     if len(registered) == 1:
         return registered[0]
     first, second = registered[:2]

@@ -38,7 +38,6 @@ from framework.checkpoint.state.weight_files import (
 )
 from framework.commands.hub_folder import write_hub_files
 from framework.commands.program import write_program
-from framework.config.base import Target
 from framework.errors import EXIT_OK, ConfigError, StorageError, printable
 from framework.setup.adapters import write_adapter
 from framework.setup.trained import find_source, module_of, saved_config
@@ -418,7 +417,7 @@ def hf_names(
         )
 
     model: Any = _config(checkpoint, "model", trust=trust).model
-    if not isinstance(model, Target):
+    if not model.is_own_code:
         raise refused("missing", f"a {model.kind} of this shape has no counterpart in transformers")
     try:
         with torch.device("meta"):

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import framework
 from framework.commands.torch_child import NoAnswerError, ask_child
-from framework.config.base import Object, Target
+from framework.config.base import Object
 from framework.plan.compiled_ops import cache_folder
 from framework.plan.measured import (
     OptimizerState,
@@ -47,7 +47,7 @@ def find_own_work(plan: Plan) -> ModelWork | None:
     """
     if isinstance(plan.config.model, Object):
         raise NoAnswerError("it was handed over in Python")
-    if not isinstance(plan.config.model, Target):
+    if not plan.config.model.is_own_code:
         return None
     device: Device = "cuda"
     if plan.cluster.device == "cpu":
@@ -80,7 +80,8 @@ def find_own_optimizer(plan: Plan) -> str:
     if isinstance(optimizer, Object):
         return "the optimizer was handed over in Python"
     state_file.cache_clear()  # its code may have changed
-    if not isinstance(optimizer, Target) or kept_state(optimizer) is not None:
+    factory = optimizer.own_factory()
+    if factory is None or kept_state(factory) is not None:
         return ""
     try:
         state = ask_child(
@@ -94,7 +95,7 @@ def find_own_optimizer(plan: Plan) -> str:
         return str(error)
     if "unknown" in state:
         return str(state["unknown"])
-    keep_state(optimizer, OptimizerState(**state))
+    keep_state(factory, OptimizerState(**state))
     return ""
 
 
@@ -118,9 +119,9 @@ def _cache_file(plan: Plan, device: Device) -> Path | None:
         sections["lora"] = config["training"]["lora"]
         user_files: list[Any] = []
         for section in (plan.config.model, plan.config.data, plan.config.task):
-            target = getattr(section, "target", None)
-            if isinstance(target, str):
-                user_files += code_of(target)
+            own_factory = section.own_factory()
+            if own_factory is not None:
+                user_files += code_of(own_factory.path)
         package = Path(framework.__file__).parent
         package_files: list[Any] = []
         for room in ("setup", "plan", "models"):

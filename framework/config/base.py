@@ -133,6 +133,19 @@ class Section(BaseModel):
         defer_build=True,
     )
 
+    @property
+    def is_own_code(self) -> bool:
+        """Check whether the trainer knows of what the section builds only how to call it: the
+        user's own code, and kinds of installed packages.
+        """
+        return False
+
+    def own_factory(self) -> Factory | None:
+        """Return how the code of the user's own or of an installed package is called; None for
+        built-in kinds, and for objects from Python.
+        """
+        return None
+
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -156,6 +169,15 @@ class Kind(Section):
         kind: str  # a Literal in each kind
     own_fields: ClassVar[frozenset[str]] = frozenset({"kind"})
 
+    @property
+    def is_own_code(self) -> bool:
+        return self.kind not in registry.BUILT_IN[self.registered_in]
+
+    def own_factory(self) -> Factory | None:
+        if self.is_own_code:
+            return self.factory()
+        return None
+
     def factory(self) -> Factory:
         """Return the import path and keyword arguments that this section stands for."""
         return Factory(self.builds, self.model_dump(exclude=set(self.own_fields)))
@@ -169,6 +191,13 @@ class Target(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the call."""
 
+    @property
+    def is_own_code(self) -> bool:
+        return True
+
+    def own_factory(self) -> Factory:
+        return self.factory()
+
     def factory(self) -> Factory:
         return Factory(self.target, dict(self.args))
 
@@ -180,6 +209,10 @@ class Object(Section):
 
     object: str
     """Type of the object, as ``module.name``."""
+
+    @property
+    def is_own_code(self) -> bool:
+        return True
 
     def factory(self) -> Factory:
         raise LookupError(
@@ -193,14 +226,14 @@ def choices_of(union: Any) -> tuple[str, list[str]]:
     """
     members = members_of(union)
     choices = [tag for tag in members if tag not in OF_ONES_OWN]
-    fields = members[choices[0]].model_fields
-    tag_key = next(key for key in TAG_KEYS if key in fields)
     base = _registered_base(union)
-    if base is not None:
-        for name in registry.installed(base.registered_in):
-            if name not in choices:
-                choices.append(name)
-    return tag_key, choices
+    if base is None:
+        fields = members[choices[0]].model_fields
+        return next(key for key in TAG_KEYS if key in fields), choices
+    for name in registry.installed(base.registered_in):
+        if name not in choices:
+            choices.append(name)
+    return "kind", choices
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from framework.config.base import (
     Count,
     CountFromTwo,
     Fraction,
+    Kind,
     NonNegative,
     Object,
     OneOf,
@@ -44,12 +45,19 @@ class Group(Section):
     """Their weight decay, of vectors too; left out: the optimizer's."""
 
 
-class OptimizerKind(Section):
-    """Base of all optimizers that are known by name."""
+class OptimizerKind(Kind):
+    """Base of all optimizers that are known by name. `builds` is called with the parameters, and
+    with the fields as keyword arguments.
+    """
 
     registered_in: ClassVar[str] = "dsf.optimizers"
     lr: NonNegative = 1e-3
     """Learning rate; a scheduler changes it over time."""
+
+
+class BuiltInOptimizer(OptimizerKind):
+    """Base of the built-in optimizers."""
+
     weight_decay: NonNegative = 0.0
     """Strength of the pull of weights towards zero."""
     weight_decay_on: Literal["all", "matrices"] = "all"
@@ -70,7 +78,7 @@ class OptimizerKind(Section):
 GROUP_KEYS: Final = frozenset({"weight_decay_on", "groups", "layer_decay"})
 
 
-class AdamW(OptimizerKind):
+class AdamW(BuiltInOptimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
 
     kind: Literal["adamw"] = "adamw"
@@ -96,7 +104,7 @@ class Adam(AdamW):
     weight_decay: NonNegative = 0.0
 
 
-class SGD(OptimizerKind):
+class SGD(BuiltInOptimizer):
     """Stochastic gradient descent with momentum."""
 
     kind: Literal["sgd"] = "sgd"
@@ -107,7 +115,7 @@ class SGD(OptimizerKind):
     """Look ahead along the momentum (needs momentum > 0)."""
 
 
-class Adagrad(OptimizerKind):
+class Adagrad(BuiltInOptimizer):
     """Adagrad (Duchi et al. 2011)."""
 
     kind: Literal["adagrad"] = "adagrad"
@@ -116,7 +124,7 @@ class Adagrad(OptimizerKind):
     """Added to the root of the summed squares."""
 
 
-class Lion(OptimizerKind):
+class Lion(BuiltInOptimizer):
     """Lion (Chen et al. 2023) by DeepSpeed's fused kernel. On the device it needs a GPU; with CPU
     offload it runs on the host.
     """
@@ -127,7 +135,7 @@ class Lion(OptimizerKind):
     """Interpolation of the update, decay of the running mean."""
 
 
-class Lamb(OptimizerKind):
+class Lamb(BuiltInOptimizer):
     """LAMB (You et al. 2020) by DeepSpeed's fused kernel: layer-wise scaling for large batches. GPU
     only.
     """
@@ -143,7 +151,7 @@ class Lamb(OptimizerKind):
     """Lower bound of the layer-wise ratio."""
 
 
-class Adafactor(OptimizerKind):
+class Adafactor(BuiltInOptimizer):
     """Adafactor (Shazeer & Stern 2018) as torch has it: of a matrix it keeps the means of rows and
     columns alone. Each step is a share of the weight's own size.
     """
@@ -161,7 +169,7 @@ class Adafactor(OptimizerKind):
     """Most that an update may be, as a root mean square, before it is scaled down."""
 
 
-class Muon(OptimizerKind):
+class Muon(BuiltInOptimizer):
     """Muon (Jordan et al. 2024) for the matrices of hidden layers, whose momentum it makes
     orthogonal, and AdamW for all other weights; both are torch's.
     """
@@ -219,8 +227,10 @@ def optimizer_lr(optimizer: OptimizerSection) -> float | None:
     return None
 
 
-class SchedulerKind(Section):
-    """Base of all schedules that are known by name."""
+class SchedulerKind(Kind):
+    """Base of all schedules that are known by name. `builds` is called with the optimizer, and with
+    the fields as keyword arguments.
+    """
 
     registered_in: ClassVar[str] = "dsf.schedulers"
 
@@ -284,11 +294,11 @@ class InverseSqrt(SchedulerKind):
     """Steps of linear warm-up, and the unit in which the way down is counted."""
 
 
-OURS: Final = (Constant, InverseSqrt, Target, Object)
-"""Schedules that the framework hands to DeepSpeed; its JSON names the others."""
+class DeepSpeedSchedule(SchedulerKind):
+    """Base of the schedules that DeepSpeed's JSON names; the framework hands all others to it."""
 
 
-class WarmupLR(SchedulerKind):
+class WarmupLR(DeepSpeedSchedule):
     """DeepSpeed's WarmupLR: up from `min_lr` to `max_lr`, then constant."""
 
     kind: Literal["warmup"] = "warmup"
@@ -310,7 +320,7 @@ class WarmupDecayLR(WarmupLR):
     """Step at which zero is reached; left out: the length of the run."""
 
 
-class WarmupCosineLR(SchedulerKind):
+class WarmupCosineLR(DeepSpeedSchedule):
     """DeepSpeed's WarmupCosineLR: up to the optimizer's rate, then half a cosine down."""
 
     kind: Literal["warmup_cosine"] = "warmup_cosine"
@@ -326,7 +336,7 @@ class WarmupCosineLR(SchedulerKind):
     """Step at which the minimum is reached; left out: the length of the run."""
 
 
-class OneCycle(SchedulerKind):
+class OneCycle(DeepSpeedSchedule):
     """DeepSpeed's OneCycle (Smith 2018): up, down again, then decay."""
 
     kind: Literal["one_cycle"] = "one_cycle"
@@ -352,7 +362,7 @@ class OneCycle(SchedulerKind):
     """Momentum at its ends."""
 
 
-class LRRangeTest(SchedulerKind):
+class LRRangeTest(DeepSpeedSchedule):
     """DeepSpeed's LRRangeTest (Smith 2017): a rate that grows, to find the largest one that
     trains.
     """

@@ -557,6 +557,14 @@ class ReduceOnPlateau(EarlyStopping):
 CallbackSection = Annotated[EarlyStopping | ReduceOnPlateau | Target, OneOf()]
 
 
+class MonitorKind(Kind):
+    """Base of destinations of metrics that installed packages register. `builds` is called with the
+    fields as keyword arguments.
+    """
+
+    registered_in: ClassVar[str] = "dsf.monitors"
+
+
 class Monitors(Section):
     """Destinations of the metrics. `metrics.jsonl` is always written. Keys and tokens come from the
     environment, never from here: this becomes config.yaml.
@@ -574,9 +582,10 @@ class Monitors(Section):
     """Comet: true, false, or where."""
     trackio: _Trackio = None
     """trackio: true, false, or where."""
-    others: list[Target] = []
-    """Your own: each is called on rank 0 with its args, in a thread of its own, and gives an object
-    with ``write(point)`` (`framework.train.monitors.base.Point`) and ``close()``.
+    others: list[Annotated[MonitorKind | Target, OneOf()]] = []
+    """Kinds of installed packages, and your own by ``target``: each is called on rank 0 with its
+    args, in a thread of its own, and gives an object with ``write(point)``
+    (`framework.train.monitors.base.Point`) and ``close()``.
     """
     wait_seconds: Positive = 20.0
     """Longest wait at the end of the run for each sink that is not yet done: a server that does not

@@ -15,7 +15,6 @@ import deepspeed
 import torch
 
 from framework.checkpoint.state.optimizer_shards import names_of
-from framework.config.base import Object, Target
 from framework.config.training import FAST_ROWS, slow_rows
 from framework.engine.base_engine import BaseEngine
 from framework.engine.distributed import device, device_name
@@ -126,7 +125,7 @@ class PlainEngine(BaseEngine):
             group = SequenceGroup(positions.rank, positions.size, make_groups(plan.layout).sequence)
             self._sharing = group.shared
             # Tests check the shipped models.
-            if isinstance(plan.config.model, (Target, Object)):
+            if plan.config.model.is_own_code:
                 from framework.engine.shared_positions import PositionCheck
 
                 self._check = PositionCheck(engine, task, group)

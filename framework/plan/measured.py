@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import framework
-from framework.config.base import Target
+from framework.config.base import Factory
 from framework.plan.compiled_ops import cache_folder
 from framework.system.files import replace_text
 
@@ -92,19 +92,19 @@ def _kept(path: Path) -> OptimizerState | None:
     return None
 
 
-def kept_state(optimizer: Target) -> OptimizerState | None:
+def kept_state(optimizer: Factory) -> OptimizerState | None:
     """Return the state that `plan` measured of the user's own optimizer (`keep_state`); None if it
     has not, or if the optimizer's code has changed.
     """
-    path = state_file(optimizer.target, json.dumps(optimizer.args, sort_keys=True, default=str))
+    path = state_file(optimizer.path, json.dumps(optimizer.kwargs, sort_keys=True, default=str))
     if path is None:
         return None
     return _kept(path)
 
 
-def keep_state(optimizer: Target, state: OptimizerState) -> None:
+def keep_state(optimizer: Factory, state: OptimizerState) -> None:
     """Keep the measured state of the user's own optimizer, if its code is found."""
-    path = state_file(optimizer.target, json.dumps(optimizer.args, sort_keys=True, default=str))
+    path = state_file(optimizer.path, json.dumps(optimizer.kwargs, sort_keys=True, default=str))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(asdict(state)))

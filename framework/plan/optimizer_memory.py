@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Final
 
-from framework.config.base import Object, Target
+from framework.config.base import Object
 from framework.config.groups import stepped_by_muon
 from framework.config.optimizer import (
     SGD,
@@ -29,10 +29,11 @@ def state_of(optimizer: OptimizerSection, shapes: Mapping[str, Shape]) -> Optimi
 
     None for an optimizer of the user's own that has not been measured.
     """
-    if isinstance(optimizer, Target):
-        return kept_state(optimizer)
     if isinstance(optimizer, Object):
         return None
+    factory = optimizer.own_factory()
+    if factory is not None:
+        return kept_state(factory)
     if isinstance(optimizer, SGD):
         return OptimizerState(_FP32 if optimizer.momentum else 0)
     if isinstance(optimizer, Muon | Adafactor) and shapes:
@@ -65,8 +66,9 @@ def copies_per_element(optimizer: OptimizerSection, *, is_on_cpu: bool) -> int:
         optimizer: section of the run config.
         is_on_cpu: whether the step runs on the CPU.
     """
-    if isinstance(optimizer, Target):
-        state = kept_state(optimizer)
+    factory = optimizer.own_factory()
+    if factory is not None:
+        state = kept_state(factory)
         return state.copies_per_element if state else 0
     if _is_fused(optimizer):
         return 0

@@ -11,9 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from framework.config.base import Object, Target
 from framework.config.deepspeed_words import SCHEDULES, SHARED
-from framework.config.optimizer import GROUP_KEYS, OURS, AdamW, Muon, OneCycle, optimizer_lr
+from framework.config.optimizer import (
+    GROUP_KEYS,
+    AdamW,
+    BuiltInOptimizer,
+    DeepSpeedSchedule,
+    Muon,
+    OneCycle,
+    optimizer_lr,
+)
 from framework.config.precision import FP32, Autocast
 from framework.config.zero import STAGE3_KEYS, Zero
 from framework.errors import ConfigError
@@ -127,7 +134,7 @@ def _zero(zero: Zero) -> Json:
 def _optimizer(plan: Plan) -> Json:
     optimizer = plan.config.optimizer
     offloaded = plan.config.zero.offload_optimizer.device != "none"
-    if isinstance(optimizer, (Target, Object, Muon)):
+    if isinstance(optimizer, Muon) or not isinstance(optimizer, BuiltInOptimizer):
         # Built by us and handed to deepspeed.initialize; the two flags only let ZeRO accept it.
         return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": not offloaded}
     params: Json = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
@@ -149,7 +156,7 @@ def _optimizer(plan: Plan) -> Json:
 
 def _scheduler(plan: Plan) -> Json:
     scheduler = plan.config.scheduler
-    if isinstance(scheduler, OURS):  # framework/engine/schedules.py
+    if not isinstance(scheduler, DeepSpeedSchedule):  # framework/engine/schedules.py
         return {}
     name, names = SCHEDULES[type(scheduler)]  # our fields -> DeepSpeed's
     params = {key: _schedule_value(plan, field) for field, key in names.items()}

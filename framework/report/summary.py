@@ -154,7 +154,7 @@ def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str,
     if config.monitors.csv:
         metrics.append("metrics.csv")
     metrics += config.monitors.sinks()
-    metrics += [other.target for other in config.monitors.others]
+    metrics += [other.factory().path for other in config.monitors.others]
     yield "metrics", ", ".join(metrics)
 
 

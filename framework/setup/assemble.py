@@ -12,7 +12,6 @@ import torch
 
 from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.config.base import Object, Target
 from framework.config.model import GPT
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
@@ -136,7 +135,7 @@ def _whole_model(
     config = plan.config
     assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
     # Modules of our own draw in their own constructors.
-    is_ours = not isinstance(config.model, (Target, Object))
+    is_ours = not config.model.is_own_code
     build = in_rows(parts.build_model, config)
     if groups is not None:
         from framework.engine.tensor_cut import TensorCut
@@ -414,8 +413,9 @@ def make_monitors(
     }
     make_by_target = []
     for other in section.others:
-        target = load_target(other.target, key="monitors.others")
-        make_by_target.append((other.target, partial(target, **other.args)))
+        factory = other.factory()
+        target = load_target(factory.path, key="monitors.others")
+        make_by_target.append((factory.path, partial(target, **factory.kwargs)))
     monitors: list[Monitor] = [Behind(file, after=held) for file in files]
     if console is not None:
         monitors.append(console)

@@ -345,17 +345,18 @@ def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
         from framework.engine.parameter_groups import MuonWithAdamW
 
         return partial(MuonWithAdamW, section=section)
-    if not isinstance(section, Target):
+    factory = section.own_factory()
+    if factory is None:
         return None
-    make = load_target(section.target, key="optimizer.target")
-    check_arguments(make, section.args, key="optimizer", positional=1)
+    make = load_target(factory.path, key="optimizer.target")
+    check_arguments(make, factory.kwargs, key="optimizer", positional=1)
 
     def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         try:
-            optimizer = make(parameters, **section.args)
+            optimizer = make(parameters, **factory.kwargs)
         except (Exception, SystemExit) as error:
-            raise call_failed(error, section.target, key="optimizer") from error
-        return _checked_optimizer(optimizer, key="optimizer.target", value=section.target)
+            raise call_failed(error, factory.path, key="optimizer") from error
+        return _checked_optimizer(optimizer, key="optimizer.target", value=factory.path)
 
     return make_optimizer
 
@@ -403,20 +404,19 @@ def _schedule_maker(
     """
     section = config.scheduler
     make = handed_over
-    if isinstance(section, Target):
-        target = load_target(section.target, key="scheduler.target")
-        check_arguments(target, section.args, key="scheduler", positional=1)
-        make = partial(target, **section.args)
+    key = "scheduler"
+    path = type_name(handed_over)
+    factory = section.own_factory()
+    if factory is not None:
+        target = load_target(factory.path, key="scheduler.target")
+        check_arguments(target, factory.kwargs, key="scheduler", positional=1)
+        make = partial(target, **factory.kwargs)
+        key = "scheduler.target"
+        path = factory.path
     if make is None:
         return None
     from framework.setup.user_optimizer import check_schedule
 
-    if handed_over is not None:
-        key = "scheduler"
-        path = type_name(handed_over)
-    else:
-        key = "scheduler.target"
-        path = section.target  # type: ignore[union-attr]
     weights = [torch.nn.Parameter(torch.zeros(1))]
     lr = optimizer_lr(config.optimizer) or 1.0
     if make_optimizer is not None:

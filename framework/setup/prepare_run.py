@@ -312,5 +312,6 @@ def _check_packages(config: RunConfig, device: Device) -> None:
         raise ConfigError(problems)
     for number, section in enumerate(config.monitors.others):
         key = f"monitors.others.{number}"
-        target = load_target(section.target, key=f"{key}.target")
-        check_arguments(target, section.args, key=key)
+        factory = section.factory()
+        target = load_target(factory.path, key=f"{key}.target")
+        check_arguments(target, factory.kwargs, key=key)

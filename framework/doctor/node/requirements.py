@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from framework.checkpoint.names import CHECKPOINTS
-from framework.config.base import Target
+from framework.config.base import Section
 from framework.config.optimizer import Constant
 from framework.config.run_config import RunConfig
 from framework.doctor.node.findings import Check
@@ -77,8 +77,9 @@ def requirements_of(plan: Plan) -> Requirements:
     modules: set[str] = set()
     for name in type(config).model_fields:
         section = getattr(config, name)
-        if isinstance(section, Target):
-            modules.add(section.target.partition(":")[0])
+        factory = section.own_factory() if isinstance(section, Section) else None
+        if factory is not None:
+            modules.add(factory.path.partition(":")[0])
     return Requirements(
         cluster=cluster,
         ops=needed_ops(rendered, device=cluster.device),

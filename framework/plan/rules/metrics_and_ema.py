@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from deepspeed_lint.text.typos import nearest
-from framework.config.base import Object, Target
+from framework.config.base import Target
 from framework.config.optimizer import Constant
 from framework.config.run_config import RunConfig
 from framework.config.training import EarlyStopping, ReduceOnPlateau
@@ -106,7 +106,7 @@ def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
     evaluation = config.evaluation
     names = _evaluated(config)
     # The user's own evaluation sets may have names (`setup/components.py`).
-    is_own_data = isinstance(config.data, Target | Object)
+    is_own_data = config.data.is_own_code
     is_of_a_set = is_own_data and f"eval/{metric.rpartition('/')[2]}" in names
     if names and metric not in names and not is_of_a_set:
         kind = getattr(config.task, "kind", "")
@@ -176,10 +176,11 @@ def credentials_of_monitors(config: RunConfig, cluster: Cluster) -> Found:
         key = "monitors.mlflow.tracking_uri"
         yield Problem("credential-in-config", f"it holds a password, {reason}", fix, key)
     for number, other in enumerate(config.monitors.others):
-        for name in other.args:
+        prefix = ".args" if isinstance(other, Target) else ""
+        for name in other.factory().kwargs:
             if _CREDENTIAL.search(name):
                 fix = "read it from the environment in your code"
-                key = f"monitors.others.{number}.args.{name}"
+                key = f"monitors.others.{number}{prefix}.{name}"
                 yield Problem(
                     "credential-in-config", f"it looks like a credential, {reason}", fix, key
                 )

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from framework.config.base import Object, Section, Target
-from framework.config.data import HuggingFace, Mixture
+from framework.config.base import ModelKind, Section
+from framework.config.data import Dataset, HuggingFace, Mixture
 from framework.config.freezing import always_frozen, patterns_of, refuse_bad_freeze, scheduled
 from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, unmatched_modules
 from framework.config.model import BERT, GPT, Classifier, ModelSection
@@ -53,7 +53,7 @@ def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Found:
     model = config.model
     data = config.data
     shape = data.image_shape()
-    if not isinstance(model, Classifier) or isinstance(data, (Target, Object)) or shape is None:
+    if not isinstance(model, Classifier) or not isinstance(data, Dataset) or shape is None:
         return
     pairs = [
         ("image_size", model.expected_image_size(), "image_size", shape.size, "pixels"),
@@ -143,7 +143,7 @@ def _takes(section: Section, key: str, value: int) -> bool:
 def _form(config: RunConfig, part: str) -> str | None:
     """Return the form of the data that a part gives or takes; None for a part of the user's own."""
     section: Any = getattr(config, part)
-    if isinstance(section, (Target, Object, HuggingFace, Mixture, ModelLoss)):
+    if section.is_own_code or isinstance(section, (HuggingFace, Mixture, ModelLoss)):
         return None
     if section.kind == "classification":
         if "labelled_text" in (_form(config, "data") or _form(config, "model") or ""):
@@ -186,7 +186,7 @@ def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
     model = config.model
     key = "parallel.sequence"
     size = config.parallel.sequence
-    if size == 1 or isinstance(model, (Target, Object)):
+    if size == 1 or not isinstance(model, ModelKind) or model.is_own_code:
         return
     if not isinstance(model, (GPT, BERT)):
         yield key, f"{model.kind} reads no sequences", f"set {key}: 1"

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeGuard
 from deepspeed_lint.text.typos import nearest
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
-from framework.config.optimizer import OURS, Muon
+from framework.config.optimizer import DeepSpeedSchedule, Muon
 from framework.config.run_config import RunConfig
 from framework.config.zero import OFFLOADS
 from framework.errors import Problem
@@ -162,11 +162,12 @@ def _is_on(section: Any, name: str) -> TypeGuard[dict[str, Any]]:
 
 def _why_absent(config: RunConfig, section: str) -> str | None:
     """Return our setting that leaves a section out of the JSON, or None if the JSON has it."""
-    if section == "optimizer" and isinstance(config.optimizer, (Target, Object, Muon)):
-        if isinstance(config.optimizer, Muon):
-            return "optimizer.kind"
+    optimizer = config.optimizer
+    if section == "optimizer" and isinstance(optimizer, (Target, Object)):
         return "optimizer.target"
-    if section == "scheduler" and isinstance(config.scheduler, OURS):
+    if section == "optimizer" and (optimizer.is_own_code or isinstance(optimizer, Muon)):
+        return "optimizer.kind"
+    if section == "scheduler" and not isinstance(config.scheduler, DeepSpeedSchedule):
         return "scheduler.kind"
     if section == "pipeline" and config.parallel.pipe == 1:
         return "parallel.pipe"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from framework.config.base import Object, Target
+from framework.config.base import ModelKind
 from framework.config.model import BERT, GPT
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
@@ -44,7 +44,8 @@ def other_parts(config: RunConfig, cluster: Cluster) -> Found:
     model = config.model
     if size == 1:
         return
-    if config.parallel.tensor_plan is None and not isinstance(model, (GPT, BERT, Target, Object)):
+    has_plan = model.is_own_code or isinstance(model, (GPT, BERT))
+    if config.parallel.tensor_plan is None and isinstance(model, ModelKind) and not has_plan:
         fix = 'name its layers, such as {"fc1": column, "fc2": row}, or set parallel.tensor: 1'
         reason = f"{model.kind} has no plan of its own for tensor groups"
         yield Problem("tensor-plan", reason, fix, "parallel.tensor_plan", None)
