@@ -155,6 +155,7 @@ HALVES = {
     "errors": "system",
     "own_loop": "run",
     "registry": "system",
+    "plug_ins": "commands",
     "training": "run",
     "data.token_files": "token files",
     "engine.protocol": "engine protocol",

@@ -29,8 +29,6 @@ from framework.commands.strategies import (
 from framework.commands.target_search import missing_targets
 from framework.commands.torch_child import NoAnswerError
 from framework.commands.traced_work import find_own_optimizer, find_own_work
-from framework.config.base import ModelKind
-from framework.config.base import Target as TargetSection
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
 from framework.load_run import LoadedRun, load_run
 from framework.plan.alternatives import settings_text, size_text, with_settings
@@ -255,8 +253,7 @@ def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
     """Return the work of a model of the user's own, or None, and why that, or the memory of an
     optimizer, is not known. Named models and optimizers need neither.
     """
-    is_named = isinstance(run.config.model, ModelKind)
-    if is_named and not isinstance(run.config.optimizer, TargetSection):
+    if not run.config.model.is_own_code and run.config.optimizer.own_factory() is None:
         return None, ""
     # The keys to be chosen do not change the model; these values go with every config.
     plain = {"zero.stage": 1, "parallel.pipe": 1, "batch.micro_size": None}

@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import torch
 
-from framework.config.base import ModelKind
 from framework.config.groups import is_matrix, refuse_unmatched_groups
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
@@ -106,7 +105,7 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
         )
     surveyed, frozen = _survey_layers(config, layers, inputs)
     # the layers of our own models are tested
-    if lists_layers(model) and not isinstance(config.model, ModelKind):
+    if lists_layers(model) and config.model.is_own_code:
         refuse_untrue_layers(model, inputs, seed=config.run.seed)
     table = _cut(_facts(surveyed), surveyed, plan)
     return CutModel(layers, table, inputs, surveyed, frozen, _mode_setter(model))
@@ -175,7 +174,7 @@ def check_recomputed(plan: Plan, parts: Parts) -> None:
     config = plan.config
     if not config.training.recompute_every or config.zero.stage == 3:
         return
-    if isinstance(config.model, ModelKind):
+    if not config.model.is_own_code:
         return
     torch.manual_seed(config.run.seed)
     model = parts.build_model()
