@@ -145,11 +145,6 @@ def find(group: str, name: str) -> Registered | None:
     return _only(installed(group)[name])
 
 
-def names(group: str) -> list[str]:
-    """List all names of a group, the built-in ones first."""
-    return list(dict.fromkeys(BUILT_IN[group]) | dict.fromkeys(installed(group)))
-
-
 def all_registered(group: str) -> list[Registered]:
     """Return everything that is registered in a group, the built-in names first.
 
