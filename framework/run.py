@@ -5,7 +5,7 @@ another, to `Trainer.fit()` and its end. From `process_group` on, all ranks do t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from framework.checkpoint.manifest import SavedCheckpoint
@@ -25,7 +25,6 @@ from framework.engine.plain_engine import arithmetic_of
 from framework.engine.protocol import LOADING, SAVING
 from framework.engine.random_state import seed_ranks
 from framework.engine.stop_agreement import agreed_stops
-from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
 from framework.errors import RunStopped
 from framework.report.summary import RunResult, describe_stop
 from framework.setup import start_point
@@ -77,7 +76,7 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
                 quiet_deepspeed(folder.logs / f"rank{rank()}.log")
                 with (
                     arithmetic_of(prepared.plan),
-                    leaving_nothing(config.zero.stage),
+                    _leaving_nothing(config.zero.stage),
                     watching(
                         logs=folder.logs,
                         end_seconds=config.supervision.hang_seconds,
@@ -88,6 +87,14 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
                     yield run
         if run.outcome.stopped:  # only now: all ranks have left the group in good order
             raise RunStopped(describe_stop(run.result, run.outcome.stopped, prepared.plan))
+
+
+def _leaving_nothing(stage: int) -> AbstractContextManager[None]:
+    if stage < 3:
+        return nullcontext()
+    from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
+
+    return leaving_nothing(stage)
 
 
 @contextmanager

@@ -28,6 +28,10 @@ BAD_STEPS: Final = "bad_steps"
 """Keys that are in the saved state, and not in the manifest: state of callbacks, positions in
 streamed data, and the last good steps.
 """
+STATE_KEY: Final = "dsframework"
+"""Key of the run's own state in DeepSpeed's files: the project's former name, as releases before
+and after the change of name share the format.
+"""
 CHECKPOINTS: Final = "checkpoints"
 MANIFEST: Final = "manifest.json"
 LATEST: Final = "latest"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import os
 import re
 import textwrap
@@ -469,3 +470,14 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, Real):
         return float(value)
     return value
+
+
+def is_plain(value: Any) -> bool:
+    """Check whether JSON can hold a value, tuples as lists: so it can be compared, and written into
+    a config.
+    """
+    if isinstance(value, (list, tuple)):
+        return all(is_plain(item) for item in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, (bool, int, str))

@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.save_stream import OpenFile
 from framework.checkpoint.state.checkpoint_engine import use_atomic_files
-from framework.checkpoint.state.optimizer_shards import Names
 from framework.checkpoint.state.tensor_split import splits_of, whole_shape
-from framework.engine.bad_steps import StepWatch
-from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
+from framework.checkpoint.state.weight_names import Names
+from framework.config.freezing import scheduled
+from framework.engine.checkpoint_bytes import save_bytes
 from framework.engine.collective_timeout import collective_timeout
 from framework.engine.distributed import device, gather
-from framework.engine.ema import WeightAverage
-from framework.engine.freezing import StepwiseFreezing
 from framework.engine.held_weights import further_names, is_frozen, state_of
 from framework.engine.modes import Modes
 from framework.engine.parameter_groups import LR_RATIO
@@ -28,7 +25,6 @@ from framework.engine.phases import phases_of
 from framework.engine.step import PassedStep
 from framework.engine.step_batches import HALF, DeviceBatches, place
 from framework.engine.stragglers import stragglers_of
-from framework.engine.tensor_check import GradientCheck
 from framework.engine.trained_weights import TrainedWeights
 from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import may_have_been_skipped
@@ -38,6 +34,13 @@ from framework.engine.written_weights import WrittenWeights
 from framework.plan.plan import Plan
 from framework.system.files import FileRecord, NewFile
 from framework.tasks.task import Positions, Task
+
+if TYPE_CHECKING:
+    from framework.checkpoint.save_stream import OpenFile
+    from framework.engine.bad_steps import StepWatch
+    from framework.engine.ema import WeightAverage
+    from framework.engine.freezing import StepwiseFreezing
+    from framework.engine.tensor_check import GradientCheck
 
 
 class BaseEngine:
@@ -76,16 +79,26 @@ class BaseEngine:
         self._batches = DeviceBatches(device(), half, training.channels_last, positions)
         # First, so that all that is put between the engine and its optimizer below sees the
         # groups that are stepped.
-        self._freezing = StepwiseFreezing(engine, training.freeze, names())
+        self._freezing: StepwiseFreezing | None = None
+        if scheduled(training.freeze):
+            from framework.engine.freezing import StepwiseFreezing
+
+            self._freezing = StepwiseFreezing(engine, training.freeze, names())
         self._leaves_out_frozen = training.lora is not None
         self.written = WrittenWeights(engine, names, log_every=training.log_every)
-        self._average = WeightAverage(engine, plan.config, before=self.written.carry)
+        self._average: WeightAverage | None = None
+        if training.ema is not None:
+            from framework.engine.ema import WeightAverage
+
+            self._average = WeightAverage(engine, plan.config, before=self.written.carry)
         self._files = use_atomic_files(engine)
         self.kept_norm = keep_norm(engine, stages=stages)
         self.phases = phases_of(engine)
         self.stragglers = stragglers_of(plan, torch.distributed.get_world_size())
         self.bad_steps: StepWatch | None = None
         if training.bad_steps is not None:
+            from framework.engine.bad_steps import StepWatch
+
             self.bad_steps = StepWatch(
                 engine, training.bad_steps, self.kept_norm, most_steps=training.log_every
             )
@@ -134,6 +147,8 @@ class BaseEngine:
             )
 
     def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
+        from framework.engine.checkpoint_load import load_bytes, move_in
+
         names = self._names()
         partly = self._leaves_out_frozen
         if moved:
@@ -144,7 +159,10 @@ class BaseEngine:
         else:
             with self.written.unguarded():
                 state = load_bytes(self.engine, checkpoint.folder, checkpoint.tag, partly=partly)
-        self._average.after_load()
+        if self._average is None:
+            from framework.engine.ema import forget_average
+
+            forget_average(self.engine)
         self.written.reset()
         return state
 
@@ -190,9 +208,18 @@ class BaseEngine:
         return float(self.engine.get_lr()[0]) / (group.get(LR_RATIO) or 1.0)
 
     def close(self) -> None:
-        self._freezing.close()
+        if self._freezing is not None:
+            self._freezing.close()
         self.written.close()
         self.engine.destroy()
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Return a context of an evaluation, with the average of the weights if that is measured.
+        Collective.
+        """
+        if self._average is None:
+            return nullcontext()
+        return self._average.in_evaluation()
 
     def name_module(self, name: str) -> str:
         """Return the plain model's name of a module, given its name in DeepSpeed's model."""

@@ -15,7 +15,8 @@ from typing import Any
 import deepspeed
 import torch
 
-from framework.checkpoint.state.optimizer_shards import EMA_KEY, OptimizerViews, opened
+from framework.checkpoint.state.optimizer_shards import EMA_KEY, OptimizerViews
+from framework.checkpoint.state.weight_names import opened
 from framework.config.run_config import RunConfig
 
 
@@ -31,18 +32,18 @@ class WeightAverage:
         *,
         before: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begin with the next step of the engine, from its weights then, if the config sets an
-        average. `before` is called before the weights are exchanged.
+        """Begin with the next step of the engine, from its weights then. `before` is called before
+        the weights are exchanged.
         """
+        assert config.training.ema is not None
         self._before = before
         self._engine = engine
         self._settings = config.training.ema
         self._is_measured = config.evaluation.weights == "ema"
         self._first: dict[torch.Tensor, torch.Tensor] = {}  # of the step that is being taken
         self._base: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-        if self._settings is not None:
-            self._base.register_step_pre_hook(self._begin)
-            self._base.register_step_post_hook(self._update)
+        self._base.register_step_pre_hook(self._begin)
+        self._base.register_step_post_hook(self._update)
 
     @contextmanager
     def in_evaluation(self) -> Iterator[None]:
@@ -60,19 +61,6 @@ class WeightAverage:
         yield
         self._exchange()
 
-    def after_load(self) -> None:
-        """Forget an average that came with a checkpoint, if this run keeps none."""
-        if self._settings is not None:
-            return
-        for state in self._base.state.values():
-            state.pop(EMA_KEY, None)
-        # at ZeRO 1 and 2 DeepSpeed holds views of it
-        for parameter in self._engine.module.parameters():
-            mapping = getattr(parameter, "_hp_mapping", None)
-            fragments = getattr(mapping, "optim_fragment", None)
-            if fragments:
-                fragments.pop(EMA_KEY, None)
-
     def _begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Keep the weights before the first step. They are not yet put into the optimizer's state:
         an optimizer makes its own state only if it finds none.
@@ -88,7 +76,6 @@ class WeightAverage:
         """
         settings = self._settings
         parameters = _stepped(optimizer)
-        assert settings is not None
         for parameter in parameters:
             if parameter in self._first:
                 optimizer.state[parameter][EMA_KEY] = self._first.pop(parameter)
@@ -113,7 +100,6 @@ class WeightAverage:
         """Move averages towards the weights; not if `is_left_out`, a number on the device, is 1:
         then the weights are as they were.
         """
-        assert self._settings is not None
         share = 1.0 - self._settings.decay
         if is_left_out is None:
             torch._foreach_lerp_(averages, weights, share)
@@ -129,6 +115,19 @@ class WeightAverage:
                     average = state[EMA_KEY]
                     parameter.data, average.data = average.data, parameter.data
             OptimizerViews(self._engine, {}).spread_weights()
+
+
+def forget_average(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Forget the average that came with a checkpoint, for a run that keeps none."""
+    base: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    for state in base.state.values():
+        state.pop(EMA_KEY, None)
+    # at ZeRO 1 and 2 DeepSpeed holds views of it
+    for parameter in engine.module.parameters():
+        mapping = getattr(parameter, "_hp_mapping", None)
+        fragments = getattr(mapping, "optim_fragment", None)
+        if fragments:
+            fragments.pop(EMA_KEY, None)
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

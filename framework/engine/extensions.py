@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 
-from framework.engine.workarounds.compute_capabilities import naming_them_by_numbers
 from framework.errors import ConfigError, explaining, in_one_line, printable
 from framework.plan.compiled_ops import extensions_folder, path_of_compilers
 from framework.system.waiting import waiting
@@ -120,6 +119,8 @@ def announcing_compilers() -> Iterator[None]:
     load = OpBuilder.jit_load
 
     def announced_load(builder: Any, *arguments: Any, **named: Any) -> Any:
+        from framework.engine.workarounds.compute_capabilities import naming_them_by_numbers
+
         folder = os.environ.get("TORCH_EXTENSIONS_DIR", "torch's cache")
         what = f"DeepSpeed's op {builder.name}, which is compiled once per machine into {folder}"
         with (

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
 
-from framework.checkpoint.state.optimizer_shards import Names
+from framework.checkpoint.state.weight_names import Names
 from framework.config.deepspeed_words import SCHEDULES
-from framework.engine.optimizer_weights import make_over_all
 from framework.engine.parameter_groups import LR_RATIO, parameter_groups
-from framework.engine.rank_groups import RankGroups
 from framework.engine.schedules import MakeSchedule, client_schedule
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_scaler import forget_autocast
@@ -23,6 +21,9 @@ from framework.engine.workarounds.idle_measurements import leave_out_measurement
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, explaining
 from framework.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from framework.engine.rank_groups import RankGroups
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """The user's optimizer, if the JSON names none."""
@@ -67,6 +68,8 @@ def initialize(
         parameters = with_expert_groups(model, parameters)
         declaring = declaring_experts(model)
     if make_optimizer is not None:
+        from framework.engine.optimizer_weights import make_over_all
+
         make_optimizer = partial(
             make_over_all,
             make_optimizer,

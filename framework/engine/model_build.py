@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import deepspeed
 import torch
@@ -30,10 +30,12 @@ from torch.utils._pytree import tree_leaves
 from framework.engine.distributed import barrier, device, gather
 from framework.engine.initialize import refusing_scalars
 from framework.engine.random_state import capture, restore
-from framework.engine.rank_groups import RankGroups
 from framework.engine.step_batches import HALF
 from framework.errors import ConfigError
 from framework.system.limits import room
+
+if TYPE_CHECKING:
+    from framework.engine.rank_groups import RankGroups
 
 Build = Callable[[], torch.nn.Module]
 _Way = Callable[[Build, Mapping[str, Any], int | None], torch.nn.Module]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from framework.checkpoint.state.optimizer_shards import Names
+from framework.checkpoint.state.weight_names import Names
 from framework.config.base import Object, Target
 from framework.engine.distributed import gather
 from framework.engine.held_weights import num_elements

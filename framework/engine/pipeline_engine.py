@@ -20,8 +20,8 @@ import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-from framework.checkpoint.state.optimizer_shards import Names, names_of
 from framework.checkpoint.state.shard_map import plain_name
+from framework.checkpoint.state.weight_names import Names, names_of
 from framework.engine.base_engine import BaseEngine
 from framework.engine.distributed import claims_error_report, device, rank
 from framework.engine.initialize import MakeOptimizer, initialize
@@ -307,7 +307,7 @@ class PipelineEngine(BaseEngine):
             # a stage between others needs their number only
             batches = [(None, True) for _ in range(len(batches))]
         try:
-            with self.modes.evaluating(), self._explaining(), self._average.in_evaluation():
+            with self.modes.evaluating(), self._explaining(), self._averaged():
                 for chunk in _with_last_alone(batches, size=_EVAL_CHUNK * self.engine.num_stages):
                     if is_stopping():
                         return {}

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 import deepspeed
 import torch
 
-from framework.checkpoint.state.optimizer_shards import names_of
+from framework.checkpoint.state.weight_names import names_of
 from framework.config.training import FAST_ROWS, slow_rows
 from framework.engine.base_engine import BaseEngine
 from framework.engine.distributed import device, device_name
 from framework.engine.gradient_sums import sum_gradients
 from framework.engine.initialize import MakeOptimizer, initialize
 from framework.engine.metrics import EvalSums
-from framework.engine.rank_groups import RankGroups, make_groups
 from framework.engine.schedules import MakeSchedule
 from framework.engine.step import Step
 from framework.engine.step_batches import StepLoss
@@ -35,6 +34,7 @@ from framework.tasks.loss_checks import refuse_without_graph
 from framework.tasks.task import Task
 
 if TYPE_CHECKING:
+    from framework.engine.rank_groups import RankGroups
     from framework.engine.shared_positions import PositionCheck
 
 
@@ -120,6 +120,7 @@ class PlainEngine(BaseEngine):
         self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext
         positions = self._batches.positions
         if positions is not None:
+            from framework.engine.rank_groups import make_groups
             from framework.models.sequence import SequenceGroup
 
             group = SequenceGroup(positions.rank, positions.size, make_groups(plan.layout).sequence)
@@ -218,7 +219,7 @@ class PlainEngine(BaseEngine):
         with (
             self.modes.evaluating(),
             torch.no_grad(),
-            self._average.in_evaluation(),
+            self._averaged(),
             self._sharing(),
         ):
             for batch, counts in batches:

@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.nn import Parameter
 
-from framework.checkpoint.state.optimizer_shards import Names
+from framework.checkpoint.state.weight_names import Names
 from framework.engine.weight_sums import bit_sum, differing_positions
 
 # Torch leaves these before it looks at memory, where a tensor has no elements

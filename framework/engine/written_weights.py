@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from types import MethodType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import deepspeed
 import torch
@@ -34,12 +34,14 @@ from deepspeed.utils.tensor_fragment import set_full_hp_param
 from torch import Tensor
 from torch.nn import Parameter
 
-from framework.checkpoint.state.optimizer_shards import Names, opened
+from framework.checkpoint.state.weight_names import Names, opened
 from framework.engine.distributed import gather
 from framework.engine.flat_groups import FlatGroup, flat_groups
-from framework.engine.spread_weights import SpreadWeights
 from framework.engine.weight_sums import block_sums, differing_positions, weights_in_blocks
 from framework.errors import TrainingError
+
+if TYPE_CHECKING:
+    from framework.engine.spread_weights import SpreadWeights
 
 # Numbers that are compared at once, which takes 11 to 17 bytes each meanwhile: few where they lie
 # in a cache, more where every piece is some kernels to launch.
@@ -77,6 +79,8 @@ class WrittenWeights:
         self._other_types: list[Pairs] = []
         self._spread: SpreadWeights | None = None
         if hasattr(self._optimizer, "fp32_partitioned_groups_flat"):
+            from framework.engine.spread_weights import SpreadWeights
+
             self._spread = SpreadWeights(engine, names())
         self._keep_what_deepspeed_sets()
         if self._spread is not None or self._groups or _is_half(self._optimizer):

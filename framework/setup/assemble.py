@@ -25,8 +25,6 @@ from framework.engine.distributed import claims_error_report, device, from_rank0
 from framework.engine.model_build import build_model, partition
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.protocol import Engine
-from framework.engine.rank_groups import RankGroups, make_groups
-from framework.engine.spread_weights import written_while_spread
 from framework.engine.step_batches import HALF
 from framework.errors import ConfigError, in_one_line
 from framework.models.formats import as_fp32
@@ -50,6 +48,7 @@ if TYPE_CHECKING:
     from framework.data.streams import StreamEvalLoader
     from framework.engine.pipeline_engine import PipelineEngine
     from framework.engine.profile import Profiler
+    from framework.engine.rank_groups import RankGroups
     from framework.setup.pipeline_stages import CutModel
 
 # Logged losses in a row that may be infinite in fp16, where their steps are skipped: the dynamic loss
@@ -69,7 +68,11 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in splits)
     if prepared.cut is not None:
         return _assemble_stage(prepared, prepared.cut, varying_shapes=varying_shapes)
-    groups = make_groups(plan.layout) if plan.layout.tensor_size > 1 else None
+    groups = None
+    if plan.layout.tensor_size > 1:
+        from framework.engine.rank_groups import make_groups
+
+        groups = make_groups(plan.layout)
     engine = build_engine(
         plan,
         ds_config=prepared.ds_config,
@@ -227,6 +230,13 @@ def watch_samples(
     return every, lambda step: show_weights(engine, plan, board, step)
 
 
+def _explained_write(error: Exception) -> str:
+    """Explain an error of a callback that writes into a weight which stage 3 has spread."""
+    from framework.engine.spread_weights import written_while_spread
+
+    return written_while_spread(error)
+
+
 def make_callbacks(engine: Engine, prepared: Prepared) -> Callbacks:
     """Build the object that calls the run's callbacks on this rank."""
     deepspeed_engine = engine.engine  # type: ignore[attr-defined]
@@ -243,7 +253,7 @@ def make_callbacks(engine: Engine, prepared: Prepared) -> Callbacks:
         model=deepspeed_engine.module,
         scale_lr=scale_lr,
         gathered=engine.written.gathered,
-        explain=written_while_spread,
+        explain=_explained_write,
     )
 
 
@@ -387,10 +397,8 @@ def make_monitors(
     """
     from framework.train.monitors.console import make_console
     from framework.train.monitors.metric_files import JsonlFile
-    from framework.train.monitors.services import SERVICES, Described, ServiceProcess
 
     section = config.monitors
-    run = Described(folder, config.run.name, config.to_dict(), from_step)
     files: list[Monitor] = [JsonlFile(folder / "metrics.jsonl", from_step=from_step)]
     if section.csv:
         from framework.train.monitors.metric_files import CsvFile
@@ -404,13 +412,10 @@ def make_monitors(
         files += make_or_warn(
             "tensorboard",
             lambda: TensorBoardEvents(
-                folder / "tensorboard", from_step=from_step, config=run.config
+                folder / "tensorboard", from_step=from_step, config=config.to_dict()
             ),
         )
     console = make_console(section.progress, total_steps=total_steps, from_step=from_step)
-    services = {
-        name: sink.model_dump() for name, sink in section.sinks().items() if name in SERVICES
-    }
     make_by_target = []
     for other in section.others:
         factory = other.factory()
@@ -419,13 +424,28 @@ def make_monitors(
     monitors: list[Monitor] = [Behind(file, after=held) for file in files]
     if console is not None:
         monitors.append(console)
+    monitors += _services(config, folder, from_step=from_step)
+    for name, make in make_by_target:
+        monitors.append(Aside(name, make, wait_seconds=section.wait_seconds))
+    return monitors
+
+
+def _services(config: RunConfig, folder: Path, *, from_step: int) -> list[Monitor]:
+    """Build the monitors that have a process of their own, as they may talk to a server."""
+    section = config.monitors
+    sinks = {name: sink for name, sink in section.sinks().items() if name != "tensorboard"}
+    if not sinks:
+        return []
+    from framework.train.monitors.services import Described, ServiceProcess
+
+    run = Described(folder, config.run.name, config.to_dict(), from_step)
     seconds = section.wait_seconds
-    for name, options in services.items():
+    monitors: list[Monitor] = []
+    for name, sink in sinks.items():
+        options = sink.model_dump()
         monitors += make_or_warn(
             name, partial(ServiceProcess, name, run, options, wait_seconds=seconds)
         )
-    for name, make in make_by_target:
-        monitors.append(Aside(name, make, wait_seconds=seconds))
     return monitors
 
 

@@ -26,14 +26,13 @@ from typing import Any, Final
 import torch
 
 from deepspeed_lint.text.typos import nearest
-from framework.config.base import Factory, Object, plain_values
+from framework.config.base import Factory, Object, is_plain, plain_values
 from framework.config.data import DataObject
 from framework.config.explain import homes_of
 from framework.config.load import config_from_values
 from framework.config.optimizer import OptimizerObject
 from framework.config.run_config import RunConfig
 from framework.data.splits import Splits, given_splits
-from framework.engine.checkpoint_bytes import is_plain
 from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.layers import Layer

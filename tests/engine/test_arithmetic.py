@@ -9,7 +9,7 @@ import torch
 
 from framework.config.load import config_from_values
 from framework.engine import plain_engine
-from framework.engine.failures import known_failure
+from framework.engine.known_failures import known_failure
 from framework.engine.plain_engine import arithmetic_of
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from framework.checkpoint.state.shard_map import STATE_KEY
+from framework.checkpoint.names import STATE_KEY
 from framework.data.digits import build
 from framework.data.order import epoch_order
 from framework.models.small_nets import LeNet

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from framework.engine.failures import explain_failed_batch, explaining_failures, known_failure
+from framework.engine.failures import explaining_failures
+from framework.engine.known_failures import explain_failed_batch, known_failure
 from framework.errors import TrainingError
 from framework.tasks.classification import Classification
 from framework.tasks.task import Task, as_task

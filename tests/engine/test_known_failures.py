@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from framework.config.load import config_from_values
-from framework.engine.failures import explaining_failures, known_failure
+from framework.engine.failures import explaining_failures
+from framework.engine.known_failures import known_failure
 from framework.errors import TrainingError
 from framework.plan.alternatives import size_text
 from framework.plan.cluster import Cluster

@@ -14,9 +14,9 @@ import torch
 import torch.distributed
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.state.optimizer_shards import names_of
-from framework.checkpoint.state.shard_map import STATE_KEY
-from framework.engine.checkpoint_bytes import move_in
+from framework.checkpoint.names import STATE_KEY
+from framework.checkpoint.state.weight_names import names_of
+from framework.engine.checkpoint_load import move_in
 from framework.errors import StorageError
 from framework.plan.layout import Layout
 

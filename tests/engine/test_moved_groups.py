@@ -22,10 +22,10 @@ from deepspeed.runtime.lr_schedules import (
 )
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.state.optimizer_shards import names_of
-from framework.checkpoint.state.shard_map import STATE_KEY
+from framework.checkpoint.names import STATE_KEY
+from framework.checkpoint.state.weight_names import names_of
 from framework.config.optimizer import Muon
-from framework.engine.checkpoint_bytes import move_in
+from framework.engine.checkpoint_load import move_in
 from framework.engine.parameter_groups import MuonWithAdamW, parameter_groups
 from framework.plan.layout import Layout
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from framework.checkpoint.manifest import list_checkpoints
+from framework.checkpoint.names import STATE_KEY
 from framework.checkpoint.state.checkpoint_engine import read_file
 from framework.checkpoint.state.reader import StoredState
-from framework.checkpoint.state.shard_map import STATE_KEY
 from tests.launched import read_metrics, series, train_cases
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from framework.checkpoint.state.shard_map import STATE_KEY
+from framework.checkpoint.names import STATE_KEY
 from framework.config.load import config_from_values
 from framework.data.order import epoch_order
 from framework.engine.step_batches import StepLoss

@@ -23,8 +23,9 @@ from torch._utils import _unflatten_dense_tensors
 import framework
 from framework.checkpoint.resume_point import find_checkpoint
 from framework.checkpoint.state.deepspeed_format import describe_raw
-from framework.checkpoint.state.optimizer_shards import OptimizerViews, names_of
+from framework.checkpoint.state.optimizer_shards import OptimizerViews
 from framework.checkpoint.state.tensor_split import splits_of
+from framework.checkpoint.state.weight_names import names_of
 from framework.config.load import config_from_values
 from framework.engine.distributed import process_group
 from framework.setup.assemble import assemble_engine

@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import deepspeed
 import torch
@@ -28,10 +28,12 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.utils.serialization import config as save_options
 
-from framework.checkpoint.save_stream import OpenFile
 from framework.errors import StorageError, in_one_line
 from framework.system.files import FileRecord, NewFile, hash_file, sync_file
 from framework.system.limits import room
+
+if TYPE_CHECKING:
+    from framework.checkpoint.save_stream import OpenFile
 
 # Python 3.11.0 to 3.11.3 pickle the member of an enumeration as a call of `getattr`, which
 # `torch.load` refuses with `weights_only`.

@@ -9,7 +9,6 @@ checkpoint of any other layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -19,6 +18,8 @@ import torch
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+from framework.checkpoint.state.weight_names import Names, stepped_groups
 
 FP32: Final = "fp32"
 EMA_KEY: Final = "weight_ema"
@@ -37,32 +38,6 @@ _KEYS: Final[Mapping[str, set[str]]] = {
 }
 # Adafactor's state of a weight that is stepped whole: key -> the dimension of size one.
 _FACTORED: Final = {"row_var": -1, "col_var": -2}
-Names = Mapping[torch.Tensor, str]
-"""Parameters and saved buffers of a rank's modules -> their names in the plain module."""
-
-
-def names_of(module: torch.nn.Module, plain: Callable[[str], str] = str) -> Names:
-    """Map a module's parameters and saved buffers to their names; `plain` turns a name within it
-    into that of the plain module.
-    """
-    saved = module.state_dict(keep_vars=True)
-    names: dict[torch.Tensor, str] = {}
-    for name, parameter in module.named_parameters():
-        names[parameter] = plain(name)
-    for name, buffer in module.named_buffers():
-        if name in saved:
-            names[buffer] = plain(name)
-    return names
-
-
-def stepped_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
-    """Return the parameters that an optimizer steps, group by group, in its own order: they are the
-    model's own at stage 0 only.
-    """
-    # The `param_groups` of these two, for fp16 and bf16, hold copies.
-    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
-        return [list(group) for group in optimizer.fp16_groups]
-    return [list(group["params"]) for group in getattr(optimizer, "param_groups", [])]
 
 
 def _shape_of_state(key: str, shape: torch.Size) -> list[int]:
@@ -70,20 +45,6 @@ def _shape_of_state(key: str, shape: torch.Size) -> list[int]:
     if key in _FACTORED:
         sizes[_FACTORED[key]] = 1
     return sizes
-
-
-@contextmanager
-def opened(optimizer: Any) -> Iterator[None]:
-    """Allow changes of an optimizer's weights and state within the block; at stage 3 no weight is
-    whole meanwhile. Collective.
-
-    After an error it stays open: closing is collective as well, and the other ranks are elsewhere.
-    """
-    if hasattr(optimizer, "checkpoint_event_prologue"):
-        optimizer.checkpoint_event_prologue()
-    yield
-    if hasattr(optimizer, "checkpoint_event_epilogue"):
-        optimizer.checkpoint_event_epilogue()
 
 
 @dataclass(frozen=True)

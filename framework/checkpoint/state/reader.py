@@ -18,11 +18,10 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.names import MODEL_FILE, model_file_of
+from framework.checkpoint.names import MODEL_FILE, STATE_KEY, model_file_of
 from framework.checkpoint.state.deepspeed_format import describe_raw, warn_of
 from framework.checkpoint.state.optimizer_shards import EMA_KEY, FP32
 from framework.checkpoint.state.shard_map import (
-    STATE_KEY,
     CheckpointFiles,
     ShardPiece,
     Stored,

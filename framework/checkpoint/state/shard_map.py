@@ -38,6 +38,7 @@ from framework.checkpoint.names import (
     EXPERT,
     MODEL_FILE,
     OPTIMIZER_FILE,
+    STATE_KEY,
     SWAPPED,
     layer_file,
     shift_expert,
@@ -46,9 +47,6 @@ from framework.checkpoint.state.checkpoint_engine import read_file
 from framework.checkpoint.state.tensor_split import Split
 from framework.models.adapters import is_adapter
 
-# The project's former name: a part of the file format, which releases before and after the change
-# of name share.
-STATE_KEY: Final = "dsframework"
 _SLICES: Final = "single_partition_of_fp32_groups"
 _ROWS: Final = "fp32_flat_groups"
 # In half precision at stage 0: DeepSpeed wraps the optimizer, and keeps the fp32 weights one by one

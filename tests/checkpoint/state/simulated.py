@@ -12,8 +12,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.names import STATE_KEY
 from framework.checkpoint.state.optimizer_shards import EMA_KEY
-from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.checkpoint.state.tensor_split import Split
 
 

@@ -1,0 +1,309 @@
+"""The load of a checkpoint into an engine: of DeepSpeed's own files as they were written, or of the
+files of another layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+
+from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.names import STATE_KEY
+from framework.checkpoint.state.checkpoint_engine import read_or_explain
+from framework.checkpoint.state.optimizer_shards import OptimizerViews
+from framework.checkpoint.state.reader import StoredState, describe_lacking
+from framework.checkpoint.state.tensor_split import Division, splits_of, whole_shape
+from framework.checkpoint.state.weight_names import Names, opened
+from framework.config.base import is_plain
+from framework.engine import random_state
+from framework.engine.checkpoint_bytes import lacking_weights
+from framework.engine.distributed import claims_error_report, rank
+from framework.engine.known_failures import known_failure
+from framework.engine.process_group_errors import lost_peer
+from framework.engine.schedules import OwnSchedule
+from framework.engine.weights import gives
+from framework.engine.workarounds.grad_scaler import restore_scaler
+from framework.engine.workarounds.nvme_state import complete_nvme_state
+from framework.errors import StorageError, explaining, in_one_line, show_value
+from framework.plan.layout import Layout
+from framework.system.log import warn
+
+
+def load_bytes(
+    engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *, partly: bool = False
+) -> Mapping[str, Any]:
+    """Put back weights, optimizer, schedule and this rank's random state, and return the run's
+    state. Collective.
+
+    `partly`: frozen weights are not in the files.
+
+    Raises:
+        StorageError: the files are missing or damaged.
+    """
+    with explaining(partial(_failed_load, folder / tag)), _reporting_restored_options(engine):
+        _refuse_lacking(engine, folder, tag, partly=partly)
+        load = _put_partly if partly else None
+        path, client_state = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=load)
+        if path is None:
+            raise StorageError("DeepSpeed does not find its files there")
+        complete_nvme_state(engine, folder, tag)
+        _leave_file(engine.optimizer)
+        saved = client_state[STATE_KEY]
+    random_state.restore(saved["random_states"][rank()])
+    restore_scaler(engine, saved.get("grad_scalers", ()))
+    return dict(saved["state"])
+
+
+def _refuse_lacking(
+    engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *, partly: bool
+) -> None:
+    """Refuse files without the numbers of some weight: it would stay as it was drawn. Below stage 3
+    the module's state has all names, or torch refuses it.
+    """
+    if engine.zero_optimization_stage() < 3:
+        return
+    content = read_or_explain(Path(engine._get_ckpt_name(str(folder), tag)), mmap=True)
+    lacking = lacking_weights(engine, content, partly=partly)
+    if lacking:
+        raise StorageError(describe_lacking(lacking))
+
+
+def _put_partly(src: Mapping[str, torch.Tensor], dst: torch.nn.Module) -> None:
+    from framework.models.adapters import put_trained
+
+    put_trained(dst, src)
+
+
+def _leave_file(optimizer: Any) -> None:
+    """Copy the optimizer's tensors on the host, which may be views of a mapped file: the file may
+    go before the run does.
+    """
+    while optimizer is not None:
+        for state in getattr(optimizer, "state", {}).values():
+            for key, value in state.items():
+                if _is_on_host(value):
+                    state[key] = value.clone()
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def _is_on_host(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+def _failed_load(place: Path, error: Exception) -> StorageError | None:
+    if lost_peer(error) or known_failure(error):  # not the fault of the files
+        return None
+    if isinstance(error, StorageError):
+        reason = str(error)
+    else:
+        reason = in_one_line(error, longest=300)
+    failure = _not_loaded(place, reason)
+    # the others may wait in DeepSpeed's next collective
+    failure.is_of_one_rank = claims_error_report(str(failure))
+    return failure
+
+
+def _not_loaded(place: Path, reason: str) -> StorageError:
+    return StorageError(
+        f"{place}: the checkpoint cannot be loaded: {reason}; if the model's code has not "
+        "changed, the files are damaged: resume from another one [checkpoint-not-loaded]"
+    )
+
+
+@contextmanager
+def _reporting_restored_options(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
+    """Warn of options of the optimizer that the checkpoint's replace: its groups are put back
+    whole.
+
+    The keys of the config are compared before (`framework.checkpoint.resumable`). Options with
+    which a user's function builds an optimizer are in no config.
+    """
+    built = _options(engine)
+    yield
+    changed: dict[str, None] = {}
+    for built_options, kept_options in zip(built, _options(engine), strict=False):
+        for name, value in built_options.items():
+            if name in kept_options and kept_options[name] != value:
+                kept = show_value(kept_options[name])
+                changed[f"{name}: {kept} is kept, {show_value(value)} was given"] = None
+    if changed:
+        warn(
+            f"the optimizer goes on with what the checkpoint holds ({'; '.join(changed)}); start "
+            "another run with checkpoint.init_weights to change it [optimizer-options-kept]",
+            is_of_all_ranks=True,
+        )
+
+
+def _options(engine: deepspeed.DeepSpeedEngine) -> list[dict[str, Any]]:
+    """Return the plain values in each group of the optimizer, without those that a schedule
+    moves.
+    """
+    left_out = {"params", "lr", "initial_lr"}
+    schedule = engine.lr_scheduler
+    if isinstance(schedule, OwnSchedule) or getattr(schedule, "cycle_momentum", False):
+        left_out |= {"betas", "momentum"}
+    all_options = []
+    for group in getattr(engine.optimizer, "param_groups", []):
+        options: dict[str, Any] = {}
+        for name, value in group.items():
+            if name in left_out or not is_plain(value):
+                continue
+            options[name] = list(value) if isinstance(value, tuple) else value
+        all_options.append(options)
+    return all_options
+
+
+def move_in(
+    engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names, layout: Layout
+) -> Mapping[str, Any]:
+    """Fill an engine from a checkpoint of another layout: other ranks, another ZeRO stage, other
+    pipeline stages or tensor ranks. Return the run's state. Collective.
+
+    Every rank reads its own part. Random generators go on where they were if the ranks stand for
+    the same shares. Otherwise they stay as they were seeded: their states belonged to other ranks.
+
+    Args:
+        engine: the engine to fill.
+        checkpoint: finished, its bytes verified.
+        names: plain names of the engine's parameters and buffers.
+        layout: layout of the engine's run.
+
+    Raises:
+        StorageError: the files lack something that the model needs.
+    """
+    try:
+        return _move_in(engine, checkpoint, names=names, layout=layout)
+    except StorageError as error:
+        error.is_of_one_rank = claims_error_report(str(error))
+        raise
+
+
+def _move_in(
+    engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names, layout: Layout
+) -> Mapping[str, Any]:
+    splits = splits_of(names)
+    division = Division()
+    if splits:
+        division = Division(splits, layout.tensor_rank(rank()), layout.tensor_size)
+    stored = StoredState(checkpoint, division=division)
+    _refuse_other_model(engine, stored, names)
+    _fill_optimizer_and_weights(engine, checkpoint, stored, names)
+    common = stored.common
+    for counter in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, counter, common[counter])
+    if not checkpoint.verified:
+        # A checkpoint without a manifest does not show which schedule it is of: the run's own is
+        # stepped up to its place.
+        if engine.lr_scheduler is not None:
+            for _ in range(engine.global_steps - engine.skipped_steps):
+                engine.lr_scheduler.step()
+        return {"step": checkpoint.step}
+    if engine.lr_scheduler is not None and common.get("lr_scheduler") is not None:
+        _restore_schedule(engine.lr_scheduler, common["lr_scheduler"])
+    saved = common[STATE_KEY]
+    if _has_same_ranks(layout, checkpoint):
+        rank_random_state = stored.random_state(rank())
+        if rank_random_state is not None:
+            random_state.restore(rank_random_state)
+    restore_scaler(engine, saved.get("grad_scalers", ()))
+    return dict(saved["state"])
+
+
+def _fill_optimizer_and_weights(
+    engine: deepspeed.DeepSpeedEngine,
+    checkpoint: SavedCheckpoint,
+    stored: StoredState,
+    names: Names,
+) -> None:
+    views = OptimizerViews(engine, names)
+    if not checkpoint.verified:
+        _refuse_other_optimizer(views, stored, checkpoint.path)
+    with opened(engine.optimizer):
+        for view in views.views(stored.keys, keys_of=stored.keys_of):
+            view.values.copy_(stored.read(view.name, view.key, view.start, view.values.numel()))
+        views.set_steps(stored.step_of)
+        if checkpoint.verified:
+            with _reporting_restored_options(engine):
+                views.set_groups(stored.group_of)
+        views.set_loss_scale(stored.loss_scale)
+        filled = views.spread_weights()
+        others = {tensor: name for tensor, name in names.items() if tensor not in filled}
+        _fill_weights(others, stored)
+
+
+def _restore_schedule(schedule: Any, state: Any) -> None:
+    schedule.load_state_dict(state)
+    # DeepSpeed's schedules only note their place, and give the optimizer its rate with the next
+    # step: too late.
+    place = getattr(schedule, "last_batch_iteration", -1)
+    if place >= 0:
+        schedule.step(place)
+
+
+def _has_same_ranks(layout: Layout, checkpoint: SavedCheckpoint) -> bool:
+    """Check whether ranks stand for the same shares of the data, stages and parts as in the run
+    that wrote a checkpoint.
+    """
+    written_by = checkpoint.manifest.get("layout")
+    if written_by is None:
+        return False
+    sizes = ("world_size", "pipe_size", "tensor_size", "sequence_size")
+    return all(written_by.get(size, 1) == getattr(layout, size) for size in sizes)
+
+
+def _refuse_other_model(
+    engine: deepspeed.DeepSpeedEngine, stored: StoredState, names: Names
+) -> None:
+    """Refuse a checkpoint of another model, before a number is changed. Every rank checks the whole
+    model; in a pipeline its own stage.
+    """
+    for tensor, name in names.items():
+        stored.refuse_other_shape(name, whole_shape(tensor))
+    if not isinstance(engine.module, PipelineModule):
+        from framework.models.experts import is_elsewhere
+
+        state = engine.module.state_dict(keep_vars=True)  # has all names of tied weights
+        stored.refuse_others(state, is_elsewhere=is_elsewhere(engine.module))
+
+
+def _refuse_other_optimizer(views: OptimizerViews, stored: StoredState, place: Path) -> None:
+    """Refuse moments of another optimizer in a checkpoint without a manifest, which has no config
+    to compare: they would be taken for this optimizer's.
+    """
+    known = views.known_keys()
+    reason = ""
+    if not stored.keys and (known is None or known):
+        reason = (
+            "its optimizer's state cannot be told apart (there is none, or it has several "
+            "parameter groups with weights of one shape); checkpoint.init_weights takes the "
+            "weights alone"
+        )
+    elif known is not None and set(stored.keys) != known:
+        reason = (
+            f"its optimizer's state is {', '.join(stored.keys)}, and this run's optimizer has "
+            f"{', '.join(sorted(known)) or 'none'}; name the same optimizer, or take the weights "
+            "alone with checkpoint.init_weights"
+        )
+    if reason:
+        raise _not_loaded(place, reason)
+
+
+def _fill_weights(names: Names, stored: StoredState) -> None:
+    """Fill buffers and the weights that the model computes with; of weights that stage 3 has
+    partitioned only frozen ones.
+    """
+    with torch.no_grad():
+        for tensor, name in names.items():
+            if not hasattr(tensor, "ds_id"):
+                tensor.copy_(stored.weight(name, tensor.shape))
+            elif not tensor.requires_grad:
+                with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
+                    if gives(tensor):
+                        tensor.copy_(stored.weight(name, tensor.shape))
