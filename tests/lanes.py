@@ -73,7 +73,8 @@ def choose(config: pytest.Config) -> None:
         options.usepdb or options.collectonly or options.capture == "no" or options.keyword
     )
     if is_whole_suite and not needs_one_process and hasattr(os, "fork"):
-        config.pluginmanager.register(_Lanes(), "lanes")
+        runs_slow_ones = options.markexpr != "not slow"
+        config.pluginmanager.register(_Lanes(with_ranks=runs_slow_ones), "lanes")
 
 
 def number() -> int | None:
@@ -141,7 +142,10 @@ def _by_file(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
 class _Lanes:
     """Plugin of the process that collects: it forks the lanes, hands out files and reports."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_ranks: bool) -> None:
+        from tests.warm_ranks import ForLanes  # which imports this file
+
+        self._ranks = ForLanes(_NUM_LANES) if with_ranks else None
         self._left: dict[str, None] = {}  # files that no lane has taken
         self._lanes: dict[Connection, int] = {}
         self._pids: list[int] = []
@@ -158,6 +162,8 @@ class _Lanes:
         for lane in range(_NUM_LANES):
             self._fork(lane, session)
         try:
+            if self._ranks is not None:
+                self._ranks.hand_over()
             while self._lanes:
                 for channel in wait(list(self._lanes)):
                     self._answer(channel, session)
@@ -178,6 +184,8 @@ class _Lanes:
         if pid == 0:
             for other in (mine, *self._lanes):
                 other.close()
+            if self._ranks is not None:
+                self._ranks.take(lane)
             _be_lane(lane, session, theirs)
         theirs.close()
         self._lanes[mine] = lane

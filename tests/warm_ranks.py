@@ -11,14 +11,15 @@ them, would import torch for hours otherwise.
         codes = job.wait(60)
 
 Run as a module it is the process that forks; it takes one line of JSON for each job and ends, with
-its jobs, when its input does.
+its jobs, when its input does. Given pairs of file descriptors it imports everything once and forks
+such a process for each pair: one for each lane of tests (`tests/lanes.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import pkgutil
@@ -46,12 +47,13 @@ _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 _session: list[WarmRanks] = []
+_line_of_lane: tuple[int, int] | None = None
 
 
 def session_ranks() -> WarmRanks:
     """Return the process that forks for all tests of the session; `tests/conftest.py` ends it."""
     if not _session:
-        _session.append(WarmRanks().__enter__())
+        _session.append(WarmRanks(_line_of_lane).__enter__())
     return _session[0]
 
 
@@ -61,18 +63,70 @@ def end_session_ranks() -> None:
         _session.pop().__exit__()
 
 
+class ForLanes:
+    """Processes that fork ranks, one for each lane: they import everything once, together."""
+
+    def __init__(self, num_lanes: int) -> None:
+        """Start importing, while tests are collected."""
+        theirs = []
+        self._ours = []
+        for _ in range(num_lanes):
+            orders, order_writer = os.pipe()
+            answers, answer_writer = os.pipe()
+            theirs.append((orders, answer_writer))
+            self._ours.append((answers, order_writer))
+        ends = [end for pair in theirs for end in pair]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.warm_ranks", *map(str, ends)],
+            cwd=ROOT,
+            env=job_environment(**{NO_COMPILE: "0"}),  # all ranks have its imports
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=ends,
+            start_new_session=True,  # Ctrl-C ends the lanes, and they end it
+        )
+        for end in ends:
+            os.close(end)
+
+    def take(self, lane: int) -> None:
+        """Make one of them that of this process, which is a lane."""
+        global _line_of_lane
+        _line_of_lane = self._ours.pop(lane)
+        self._close()
+
+    def hand_over(self) -> None:
+        """Leave them to the lanes, which were forked: each ends with its lane."""
+        self._close()
+
+    def _close(self) -> None:
+        while self._ours:
+            for end in self._ours.pop():
+                os.close(end)
+
+
 class WarmRanks:
     """The process that forks, seen from outside."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm_ranks"],
-            cwd=ROOT,
-            env=job_environment(**{NO_COMPILE: "0"}),  # all ranks have its imports
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, line: tuple[int, int] | None = None) -> None:
+        """Start the process, or use the one at the other end of `line`: where its answers come
+        from, and where its orders go.
+        """
+        self._process: subprocess.Popen[bytes] | None = None
+        if line is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm_ranks"],
+                cwd=ROOT,
+                env=job_environment(**{NO_COMPILE: "0"}),  # all ranks have its imports
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            assert self._process.stdout is not None
+            assert self._process.stdin is not None
+            line = (os.dup(self._process.stdout.fileno()), os.dup(self._process.stdin.fileno()))
+            self._process.stdout.close()
+            self._process.stdin.close()
+        self._answers = os.fdopen(line[0], encoding="utf-8")
+        self._orders = os.fdopen(line[1], "w", encoding="utf-8")
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._pids: list[list[int]] = []
@@ -86,9 +140,9 @@ class WarmRanks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
+        self._orders.close()
+        if self._process is not None:
+            self._process.wait(timeout=60)
 
     def start(
         self,
@@ -131,10 +185,9 @@ class WarmRanks:
         self._send({"signal": number, "pid": pid})
 
     def _send(self, order: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
         with self._sending:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
+            self._orders.write(json.dumps(order) + "\n")
+            self._orders.flush()
 
     def _until(self, holds: Any, *, seconds: float) -> None:
         with self._changed:
@@ -143,8 +196,7 @@ class WarmRanks:
                 raise RuntimeError("the process that forks ranks does not answer")
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._answers:
             message = json.loads(line)
             with self._changed:
                 if "pids" in message:
@@ -255,6 +307,9 @@ def _warm_up() -> None:
     import train  # noqa: F401
     from framework.engine.extensions import quoting_torchs_library, use_own_cache
 
+    if importlib.util.find_spec("transformers") is not None:
+        from transformers import LlamaForCausalLM  # noqa: F401  # lists all models, in a second
+
     for module in pkgutil.walk_packages(framework.__path__, "framework."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
@@ -268,12 +323,35 @@ def _warm_up() -> None:
     gc.freeze()
 
 
-def _serve() -> None:
-    orders = os.fdopen(os.dup(0), "rb", buffering=0)
-    wake_reader, wake_writer = os.pipe()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+def _serve_lanes(ends: list[int]) -> None:
+    """Fork a process that serves for each pair of ends: its orders, and its answers. Never returns."""
+    _warm_up()
+    for number in range(0, len(ends), 2):
+        if os.fork() == 0:
+            for end in set(ends) - {*ends[number : number + 2]}:
+                os.close(end)
+            _serve(ends[number], ends[number + 1])
+    for end in ends:
+        os.close(end)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    os._exit(0)  # tearing down what was imported takes longer than a test
+
+
+def _serve_alone() -> None:
+    orders = os.dup(0)
+    answers = os.dup(1)
     os.dup2(2, 1)  # output of imports must not be taken for an answer
     _warm_up()
+    _serve(orders, answers)
+
+
+def _serve(orders_end: int, answers_end: int) -> None:
+    """Fork ranks as they are ordered. Never returns."""
+    orders = os.fdopen(orders_end, "rb", buffering=0)
+    answers = os.fdopen(answers_end, "w", buffering=1)
+    wake_reader, wake_writer = os.pipe()
     os.set_blocking(wake_writer, False)
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -371,4 +449,7 @@ def _run(script: str) -> int:
 
 
 if __name__ == "__main__":
-    _serve()
+    if sys.argv[1:]:
+        _serve_lanes([int(end) for end in sys.argv[1:]])
+    else:
+        _serve_alone()
