@@ -183,20 +183,24 @@ def _fix(arguments: argparse.Namespace) -> int:
 
 
 def _fixed(file: str, target: Target, arguments: argparse.Namespace) -> CheckResult:
-    """Fix a file, print the change as a diff, and check what it has become."""
+    """Fix a file, print the change as a diff, or as lines to change in Hjson, and check what it has
+    become.
+    """
     from deepspeed_lint.files import replace_text
-    from deepspeed_lint.fixes import fixed_text
+    from deepspeed_lint.fixes import fixed_text, lines_to_change
     from deepspeed_lint.text.edits import unified_diff
 
     try:
         document = _read(file)
         text = fixed_text(document, release=target.release)
+        # stdout is for tools where a tool reads the problems
+        out = sys.stdout if arguments.format == "text" else sys.stderr
+        for line in lines_to_change(document, release=target.release):
+            print(line, file=out)
         if text != document.text:
             if not arguments.dry_run:
                 replace_text(Path(file), text, name=file)
             diff = unified_diff(document.text, text, file)
-            # stdout is for tools where a tool reads the problems
-            out = sys.stdout if arguments.format == "text" else sys.stderr
             print(diff.removesuffix("\n"), file=out)
         return check_document(parse_config(text, name=file), target)
     except ConfigError as error:

@@ -8,11 +8,12 @@ brings an error of another kind is not made.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from deepspeed_lint.errors import Problem
+from deepspeed_lint.errors import Problem, visible
 from deepspeed_lint.facts import FALSE, TRUE, dotted
 from deepspeed_lint.key_files import variant_of, was_off
 from deepspeed_lint.keys import Key, KeyTable, is_slip, load_table
@@ -27,9 +28,11 @@ from deepspeed_lint.text.edits import (
     apply_edits,
     clash,
     edited_value,
+    is_json,
 )
 from deepspeed_lint.text.hjson import parse_hjson
 
+_LONGEST_SHOWN: Final = 80
 _MOST_ROUNDS: Final = 10
 # One edit at a time is tried only where all of them at once bring an error.
 _MOST_TRIALS: Final = 50
@@ -56,18 +59,61 @@ _Errors = Counter[tuple[str, str]]  # kind and key of each error
 
 
 def fixed_text(document: Document, *, release: str | None = None) -> str:
-    """Return the text with all safe fixes made; the same text where there are none.
+    """Return the text of a JSON file with all safe fixes made; the same text without any, and for
+    Hjson, which a person edits, see `lines_to_change`.
 
     Args:
         document: what was read.
         release: DeepSpeed's version; left out: the newest known.
     """
+    if not is_json(document.text):
+        return document.text
     for _ in range(_MOST_ROUNDS):  # edits that clash wait for the next round
         edits = safe_edits(document, release=release)
         if not edits:
             break
         document = parse_hjson(apply_edits(document, edits), name=document.name)
     return document.text
+
+
+def lines_to_change(document: Document, *, release: str | None = None) -> list[str]:
+    """Return a line for each safe fix of an Hjson file: place, what is there and what to write; none
+    for JSON, which is edited.
+
+    Args:
+        document: what was read.
+        release: DeepSpeed's version; left out: the newest known.
+    """
+    if is_json(document.text):
+        return []
+    edits = safe_edits(document, release=release)
+    places = [(document.places[edit.path][0], edit) for edit in edits]
+    places.sort(key=lambda place: place[0])
+    return [f"{document.name}:{line}: {_in_words(edit, document)}" for line, edit in places]
+
+
+def _in_words(edit: Edit, document: Document) -> str:
+    """Return what an edit changes, as the key and value that are there and those to write."""
+    key = dotted(edit.path)
+    start, end = document.spans[edit.path].value
+    value = _shown(document.text[start:end])
+    match edit:
+        case RenameKey(path, name):
+            after = f"{dotted((*path[:-1], name))}: {value}"
+        case MoveMember(_, to):
+            after = f"{dotted(to)}: {value}"
+        case ReplaceValue(_, new):
+            after = f"{key}: {_shown(json.dumps(new, ensure_ascii=False))}"
+        case _:
+            after = "nothing"
+    return f"{key}: {value} -> {after}"
+
+
+def _shown(text: str) -> str:
+    text = visible(" ".join(text.split()), keeps="")
+    if len(text) <= _LONGEST_SHOWN:
+        return text
+    return f"{text[:_LONGEST_SHOWN]}..."
 
 
 def safe_edits(document: Document, *, release: str | None = None) -> Sequence[Edit]:

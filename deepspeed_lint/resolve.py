@@ -28,7 +28,14 @@ from deepspeed_lint.lint import placed
 from deepspeed_lint.readers import ARGUMENTS
 from deepspeed_lint.report import CheckResult
 from deepspeed_lint.text.document import COMMAND_LINE, Document, KeyPath, parse_scalar
-from deepspeed_lint.text.edits import Edit, RemoveMember, ReplaceValue, apply_edits
+from deepspeed_lint.text.edits import (
+    Edit,
+    RemoveMember,
+    ReplaceValue,
+    apply_edits,
+    edited_value,
+    is_json,
+)
 from deepspeed_lint.text.hjson import parse_hjson
 from deepspeed_lint.text.typos import nearest
 from deepspeed_lint.topology import Target
@@ -127,8 +134,15 @@ def resolve(
         return Resolution(document.text, problems=_placed(document, filler.problems))
     text = document.text
     if edits:
-        text = apply_edits(document, edits)
+        text = _filled(document, edits)
     return Resolution(text, _placed(document, filler.notes))
+
+
+def _filled(document: Document, edits: Sequence[Edit]) -> str:
+    """Return the text with the values; Hjson becomes JSON, the only one that the Trainer reads."""
+    if is_json(document.text):
+        return apply_edits(document, edits)
+    return json.dumps(edited_value(document.value, edits), indent=4, ensure_ascii=False) + "\n"
 
 
 def check_resolved(

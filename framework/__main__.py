@@ -14,7 +14,7 @@ def main() -> int:
 
         return run()
     except ModuleNotFoundError as error:
-        if error.name not in ("pydantic", "pydantic_core", "yaml", "rich"):
+        if error.name not in ("pydantic", "pydantic_core", "yaml", "ruamel", "rich"):
             raise
         print(
             f"{sys.executable} has no package {error.name}: this is not the environment of "

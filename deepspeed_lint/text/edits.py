@@ -1,5 +1,5 @@
-"""Edits that keep the text of a document: comments, order and layout of everything else stay as
-they are.
+"""Edits of a document's values, and of the text of JSON, where order and layout of everything else
+stay as they are.
 
 An edit names its place by the path in the original document, also when several are made at once.
 Each result is read again and compared with the value that was meant, so that no layout, however
@@ -9,16 +9,17 @@ odd, can lead to a file with another meaning.
 from __future__ import annotations
 
 import difflib
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_lint.errors import ConfigError, visible
-from deepspeed_lint.text.document import Document, KeyPath, at, parse_document
+from deepspeed_lint.errors import visible
+from deepspeed_lint.text.document import BYTE_ORDER_MARK, Document, KeyPath, at, parse_document
 from deepspeed_lint.text.hjson import parse_hjson
-from deepspeed_lint.text.splices import EditError, TextEditor, spliced
+from deepspeed_lint.text.json_editor import EditError, JsonEditor, spliced
 
 
 @dataclass(frozen=True)
@@ -92,15 +93,17 @@ class InsertMember(Edit):
 
 
 def apply_edits(document: Document, edits: Sequence[Edit]) -> str:
-    """Return the text of a document with all edits made; none may `clash` with another.
+    """Return the text of a JSON document with all edits made; none may `clash` with another.
 
     Raises:
-        EditError: they do not fit the document, or, in YAML, its layout.
+        EditError: they do not fit the document, or it is no JSON.
         ConfigError: the text would grow beyond what can be read.
     """
-    editor = TextEditor(document)
+    check_fit(document, edits)
+    if not is_json(document.text):
+        raise EditError("no JSON")
+    editor = JsonEditor(document)
     for edit in edits:
-        _check_fits(document, edit)
         match edit:
             case RenameKey(path, name):
                 editor.rename(path, name)
@@ -112,27 +115,19 @@ def apply_edits(document: Document, edits: Sequence[Edit]) -> str:
                 editor.replace(path, value)
             case InsertMember(path, value):
                 editor.insert(path, value)
-    splices = editor.splices()
-    expected = edited_value(document.value, edits)
-    text = spliced(document.text, splices)
-    try:
-        if _reads_as(document, text, expected):
-            return text
-    except ConfigError:
-        pass
-    # The value of a ''' text depends on its column, which an edit may shift.
-    text = spliced(document.text, splices + editor.requoted(splices))
-    if not _reads_as(document, text, expected):
+    text = spliced(document.text, editor.splices())
+    if not _reads_as(document, text, edited_value(document.value, edits)):
         raise EditError(f"{edits} went wrong")
     return text
 
 
-def edited(document: Document, edits: Sequence[Edit]) -> str | None:
-    """Return the text with all edits made, None where they cannot be made for sure."""
+def is_json(text: str) -> bool:
+    """Check whether a text is JSON without comments and whatever else Hjson has."""
     try:
-        return apply_edits(document, edits)
-    except (EditError, ConfigError):
-        return None
+        json.loads(text.removeprefix(BYTE_ORDER_MARK))
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def edited_value(value: Any, edits: Iterable[Edit]) -> Any:
@@ -211,13 +206,15 @@ def _reads_as(document: Document, text: str, expected: Any) -> bool:
     if document.syntax == "hjson":
         value = parse_hjson(text, name=document.name).value
     else:
-        value = parse_document(text, name=document.name, is_json=document.syntax == "json").value
+        value = parse_document(text, name=document.name, is_json=True).value
     return bool(value == expected or repr(value) == repr(expected))  # NaN is not equal to itself
 
 
-def _check_fits(document: Document, edit: Edit) -> None:
-    if not _is_makeable(document, edit) or not _is_touchable(document, edit):
-        raise EditError(f"{edit} does not fit")
+def check_fit(document: Document, edits: Iterable[Edit]) -> None:
+    """Raise EditError for an edit of a key that is not there, or that makes one that is."""
+    for edit in edits:
+        if not _is_makeable(document, edit) or not _is_touchable(document, edit):
+            raise EditError(f"{edit} does not fit")
 
 
 def _is_touchable(document: Document, edit: Edit) -> bool:

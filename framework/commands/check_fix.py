@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from deepspeed_lint.fixes import fixed_text, safe_edits
+from deepspeed_lint.fixes import fixed_text, lines_to_change, safe_edits
 from deepspeed_lint.text.document import Document, document_of, read_text
-from deepspeed_lint.text.edits import Edit, RenameKey, ReplaceValue, edited, unified_diff
+from deepspeed_lint.text.edits import Edit, RenameKey, ReplaceValue, unified_diff
 from framework.config.deepspeed_words import OWNED, SHARED, TYPED
+from framework.config.edits import edited
 from framework.config.fixes import fixed_run_config
 from framework.errors import StorageError
 from framework.imports.kind_of_file import parse_deepspeed_json
@@ -25,7 +26,7 @@ _SECTION: Final = "deepspeed"
 
 def fix_file(file: str, *, release: str | None = None) -> str:
     """Fix in place what has one safe answer; returns the change as a unified diff, empty if there
-    is none.
+    is none. Hjson stays as it is: what is returned are the lines to change in it.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -35,6 +36,9 @@ def fix_file(file: str, *, release: str | None = None) -> str:
     before = read_text(path, name=file)
     document = parse_deepspeed_json(before, path, name=file)
     if document:
+        by_hand = lines_to_change(document, release=release)
+        if by_hand:
+            return "\n".join(by_hand)
         after = fixed_text(document, release=release)
     else:
         after = fixed_run_config(before, path, name=file)

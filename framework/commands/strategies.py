@@ -264,7 +264,7 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
 
 def _with_settings(text: str, document: Document, settings: Settings) -> str:
     """Return the text of a run config, which was read as `document`, with the settings."""
-    from deepspeed_lint.text.edits import edited
+    from framework.config.edits import edited
 
     values: Mapping[str, Any] = {}
     if isinstance(document.value, dict):

@@ -22,11 +22,11 @@ from deepspeed_lint.text.edits import (
     MoveMember,
     RenameKey,
     ReplaceValue,
-    edited,
     edited_value,
 )
 from deepspeed_lint.text.typos import only_alike
 from framework.config.base import choices_of
+from framework.config.edits import edited
 from framework.config.explain import TRUTH, WANTED, descend, explain, fields_of, homes_of
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError

@@ -30,7 +30,7 @@ def fixed(text: str, path: Path = YAML) -> str:
         ("zero: {stge: 2}\n", "zero: {stage: 2}\n"),
         ("runn: {name: x}\n", "run: {name: x}\n"),
         ("'runn': {'nme': x}\n", "'run': {'name': x}\n"),
-        ("batch:\n  global_size: '120' # quoted\n", "batch:\n  global_size: 120 # quoted\n"),
+        ("batch:\n  global_size: '120' # quoted\n", "batch:\n  global_size: 120   # quoted\n"),
         ("checkpoint: {at_end: yes}\n", "checkpoint: {at_end: true}\n"),
         ("monitors: {csv: 'off'}\n", "monitors: {csv: false}\n"),
         ("optimizer: {kind: adamw, lr: '1e-3'}\n", "optimizer: {kind: adamw, lr: 1e-3}\n"),
@@ -57,6 +57,12 @@ def fixed(text: str, path: Path = YAML) -> str:
         ("{training: {lr: 1e-3}}\n", "{training: {}, optimizer: {kind: adamw, lr: 1e-3}}\n"),
         ("run: {name: x}\r\nzero:\r\n  stge: 2\r\n", "run: {name: x}\r\nzero:\r\n  stage: 2\r\n"),
         ("\ufeffzero: {stge: 2}\n", "\ufeffzero: {stage: 2}\n"),
+        # a section that is left empty
+        ("run:\n  max_epochs: 3\n", "run: {}\ntraining:\n  max_epochs: 3\n"),
+        (
+            "training:\n  lr: 1e-3\n",
+            "training: {}\noptimizer:\n  kind: adamw\n  lr: 1e-3\n",
+        ),
     ],
 )
 def test_one_safe_answer_is_given(before: str, after: str) -> None:
@@ -84,13 +90,11 @@ def test_json_run_configs_stay_json() -> None:
         "precision: {dtype: fp61}\n",  # fp16 and bf16 are both near
         "optimizer: {kind: adamv}\n",  # adam or adamw
         "training: {every_epochs: 3}\n",  # evaluation has it, and checkpoint too
-        "training:\n  lr: 1e-3\n",  # the section would be left as null
         "run: {max_epochs: 3}\ntraining: {max_epochs: 5}\n",  # set there already
         "zero: {zzz: 1}\n",
         "zero: {stage: 7}\n",
         "zero: {stage: two}\n",
         "optimizer: {kind: sgd, momentun: high}\n",  # mended, it would be wrong in another way
-        "run:\n  max_epochs: 3\n",  # the section would be left as null
         "evaluation: &often {every_epocs: 2}\ncheckpoint: *often\n",  # stands in two places
         "deepspeed: {gradient_cliping: 1}\n",
     ],
@@ -105,7 +109,7 @@ def test_everything_else_stays_as_it_stood() -> None:
         "two\n"
         "   reduce_bucket_size: 5e8\n\n\ntraining: {max_epochs:   3}   # last"
     )
-    assert fixed(before) == before.replace("stge", "stage")
+    assert fixed(before) == before.replace("stge:   2   #", "stage:   2  #")  # in its column
 
 
 def test_what_cannot_be_read_is_told() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_lint.fixes import fixed_text
+from deepspeed_lint.fixes import fixed_text, lines_to_change
 from deepspeed_lint.keys import is_slip
 from deepspeed_lint.lint import lint
 from deepspeed_lint.text.hjson import parse_hjson
@@ -167,9 +167,28 @@ def test_whatever_is_wrong_is_not_made_worse(seed: int) -> None:
     assert errors[1].total() <= errors[0].total(), (question.detail, errors[1] - errors[0])
 
 
-def test_comments_and_layout_stay() -> None:
-    before = '{\n  // mine\n  "gradient_cliping": 1.0,   # half of it\n  "steps_per_print": 7,\n}\n'
+def test_layout_stays() -> None:
+    before = '{\n  "gradient_cliping":   1.0,\n\n  "steps_per_print": 7 }\n'
     assert fixed(before) == before.replace("cliping", "clipping")
+
+
+def test_hjson_stays_and_its_lines_to_change_are_listed() -> None:
+    """In the order of lines: a key to rename, one to move, a value, and one that goes."""
+    text = """{
+  // mine
+  gradient_cliping: 1.0   # half of it
+  "steps_per_print": "7"
+  overlap_comm: true
+  amp: {enabled: false}
+}"""
+    assert fixed(text) == text
+    assert lines_to_change(parse_hjson(text, name="x")) == [
+        "x:3: gradient_cliping: 1.0 -> gradient_clipping: 1.0",
+        'x:4: steps_per_print: "7" -> steps_per_print: 7',
+        "x:5: overlap_comm: true -> zero_optimization.overlap_comm: true",
+        "x:6: amp: {enabled: false} -> nothing",
+    ]
+    assert lines_to_change(parse_hjson('{"gradient_cliping": 1.0}', name="x")) == []
 
 
 def test_another_release_has_other_answers() -> None:

@@ -13,9 +13,9 @@ from framework.cli import main
 
 Capture = pytest.CaptureFixture[str]
 WRONG = "# mine\nzero: {stge: 1}   # why\n"
-RIGHT = "# mine\nzero: {stage: 1}   # why\n"
+RIGHT = "# mine\nzero: {stage: 1}  # why\n"
 AUTO = (
-    '{\n  "train_batch_size": "auto",  // all\n  "train_micro_batch_size_per_gpu": 2,\n  "gradient_clipping": 0.5,\n'
+    '{\n  "train_batch_size": "auto",\n  "train_micro_batch_size_per_gpu": 2,\n  "gradient_clipping": 0.5,\n'
     '  "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}\n}\n'
 )
 
@@ -26,7 +26,7 @@ def test_a_run_config_is_mended_and_the_change_is_shown(tmp_path: Path, capsys: 
     path.chmod(0o640)
     assert main(["check", str(path), "--fix"]) == 0
     out = capsys.readouterr().out
-    assert "-zero: {stge: 1}   # why\n+zero: {stage: 1}   # why\n" in out
+    assert "-zero: {stge: 1}   # why\n+zero: {stage: 1}  # why\n" in out
     assert "fine on 1 device" in out
     assert path.read_text() == RIGHT
     assert path.stat().st_mode & 0o777 == 0o640
@@ -107,8 +107,40 @@ def test_resolve_writes_where_it_is_told(tmp_path: Path, capsys: Capture) -> Non
         str(out),
     ]
     assert main(words) == 0
-    assert '"train_batch_size": 8,  // all' in out.read_text()
+    assert '"train_batch_size": 8,\n' in out.read_text()
     assert capsys.readouterr().out.startswith(f"{out}: fine for DeepSpeed ")
+
+
+HJSON = """\
+{
+  // mine
+  gradient_cliping: 1.0,   # half of it
+  "fp16": {"enabled": "true"},
+  "zero_optimization": {"stage": 2, "stage3_max_live_parameters": "1e6"}
+}
+"""
+
+
+def test_hjson_is_left_to_its_author_line_by_line(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8,' + HJSON[1:])
+    assert main(["check", str(path), "--fix"]) == 2
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        f"{path}:3: gradient_cliping: 1.0 -> gradient_clipping: 1.0",
+        f'{path}:4: fp16.enabled: "true" -> fp16.enabled: true',
+        f'{path}:5: zero_optimization.stage3_max_live_parameters: "1e6" -> '
+        "zero_optimization.stage3_max_live_parameters: 1000000",
+    ]
+    assert "gradient_cliping" in err
+    assert path.read_text() == '{"train_batch_size": 8,' + HJSON[1:]
+
+
+def test_resolved_hjson_is_json(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("{train_batch_size: 8, // all\n gradient_clipping: auto\n}\n")
+    assert main(["check", str(path), "--resolve", "--num_gpus", "4", "max_grad_norm=0.5"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"train_batch_size": 8, "gradient_clipping": 0.5}
 
 
 def test_resolve_says_what_is_missing_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:

@@ -1,19 +1,16 @@
-"""Edits of DeepSpeed JSON: the value changes as meant, and every other character stays."""
+"""Edits of JSON: the value changes as meant, and every other character stays."""
 
 from __future__ import annotations
 
 import json
-import re
 import time
 from typing import Any
 
-import hjson
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_lint.errors import ConfigError
-from deepspeed_lint.text.document import Document, KeyPath, parse_document
+from deepspeed_lint.text.document import Document, KeyPath
 from deepspeed_lint.text.edits import (
     Edit,
     InsertMember,
@@ -27,26 +24,23 @@ from deepspeed_lint.text.edits import (
     unified_diff,
 )
 from deepspeed_lint.text.hjson import parse_hjson
-from deepspeed_lint.text.splices import EditError
-from tests.deepspeed_lint.text.hjson_texts import NAMES, SECTIONS, VALUES, hjson_texts
+from deepspeed_lint.text.json_editor import EditError
+from tests.deepspeed_lint.text.hjson_texts import NAMES, SECTIONS, VALUES
 
 TYPICAL = """\
-// the big one
 {
-    "train_batch_size": 32, # all ranks
+    "train_batch_size": 32,
     "fp16": {
-        "enabled": true,   // half
+        "enabled": true,
         "loss_scale": 0
     },
-    /* clipping */ "gradient_cliping": 1.0,
+    "gradient_cliping":   1.0,
     "zero_optimization": {
         "stage": 2,
-        "cpu_offload": true,
 
-        // buckets
-        "reduce_bucket_size": 5e8,
+        "reduce_bucket_size": 5e8
     },
-    "steps_per_print": 10 // last
+    "steps_per_print": 10
 }
 """
 
@@ -68,8 +62,8 @@ def lines_of(text: str, *edits: Edit) -> tuple[list[str], list[str]]:
     [
         (
             RenameKey(("gradient_cliping",), "gradient_clipping"),
-            ['    /* clipping */ "gradient_cliping": 1.0,'],
-            ['    /* clipping */ "gradient_clipping": 1.0,'],
+            ['    "gradient_cliping":   1.0,'],
+            ['    "gradient_clipping":   1.0,'],
         ),
         (
             ReplaceValue(("zero_optimization", "stage"), 3),
@@ -79,27 +73,17 @@ def lines_of(text: str, *edits: Edit) -> tuple[list[str], list[str]]:
         (RemoveMember(("zero_optimization", "stage")), ['        "stage": 2,'], []),
         (
             RemoveMember(("fp16", "loss_scale")),
-            ['        "enabled": true,   // half', '        "loss_scale": 0'],
-            ['        "enabled": true   // half'],
+            ['        "enabled": true,', '        "loss_scale": 0'],
+            ['        "enabled": true'],
         ),
         (
             RemoveMember(("steps_per_print",)),
-            ["    },", '    "steps_per_print": 10 // last'],
-            ["    }", "    // last"],
-        ),
-        (
-            RemoveMember(("gradient_cliping",)),
-            ['    /* clipping */ "gradient_cliping": 1.0,'],
-            ["    /* clipping */"],
+            ["    },", '    "steps_per_print": 10'],
+            ["    }"],
         ),
         (
             RemoveMember(("fp16",)),
-            [
-                '    "fp16": {',
-                '        "enabled": true,   // half',
-                '        "loss_scale": 0',
-                "    },",
-            ],
+            ['    "fp16": {', '        "enabled": true,', '        "loss_scale": 0', "    },"],
             [],
         ),
         (
@@ -107,32 +91,26 @@ def lines_of(text: str, *edits: Edit) -> tuple[list[str], list[str]]:
             ['        "loss_scale": 0'],
             ['        "loss_scale": 0,', '        "x": "y"'],
         ),
-        (InsertMember(("zero_optimization", "x"), 1), [], ['        "x": 1,']),
         (
             InsertMember(("x",), [1]),
-            ['    "steps_per_print": 10 // last'],
-            ['    "steps_per_print": 10, // last', '    "x": [', "        1", "    ]"],
+            ['    "steps_per_print": 10'],
+            ['    "steps_per_print": 10,', '    "x": [', "        1", "    ]"],
         ),
         (
             InsertMember(("bf16", "enabled"), False),
-            ['    "steps_per_print": 10 // last'],
-            [
-                '    "steps_per_print": 10, // last',
-                '    "bf16": {',
-                '        "enabled": false',
-                "    }",
-            ],
+            ['    "steps_per_print": 10'],
+            ['    "steps_per_print": 10,', '    "bf16": {', '        "enabled": false', "    }"],
         ),
         (
             MoveMember(("fp16", "loss_scale"), ("bf16", "loss_scale")),
             [
-                '        "enabled": true,   // half',
+                '        "enabled": true,',
                 '        "loss_scale": 0',
-                '    "steps_per_print": 10 // last',
+                '    "steps_per_print": 10',
             ],
             [
-                '        "enabled": true   // half',
-                '    "steps_per_print": 10, // last',
+                '        "enabled": true',
+                '    "steps_per_print": 10,',
                 '    "bf16": {',
                 '        "loss_scale": 0',
                 "    }",
@@ -142,15 +120,17 @@ def lines_of(text: str, *edits: Edit) -> tuple[list[str], list[str]]:
             MoveMember(("fp16",), ("zero_optimization", "fp16")),
             [
                 '    "fp16": {',
-                '        "enabled": true,   // half',
+                '        "enabled": true,',
                 '        "loss_scale": 0',
                 "    },",
+                '        "reduce_bucket_size": 5e8',
             ],
             [
+                '        "reduce_bucket_size": 5e8,',
                 '        "fp16": {',
-                '            "enabled": true,   // half',
+                '            "enabled": true,',
                 '            "loss_scale": 0',
-                "        },",
+                "        }",
             ],
         ),
     ],
@@ -165,13 +145,10 @@ def test_a_typical_file(edit: Edit, gone: list[str], come: list[str]) -> None:
         ('{"a": 1, "b": 2}', [RemoveMember(("b",))], '{"a": 1}'),
         ('{"a": 1, "b": 2}', [RemoveMember(("a",))], '{"b": 2}'),
         ('{ "a": 1 }', [RemoveMember(("a",))], "{ }"),
-        ('{"a": 1, "b": 2,}', [RemoveMember(("b",))], '{"a": 1,}'),
         ('{"a": 1, "b": 2}', [RemoveMember(("a",)), RemoveMember(("b",))], "{}"),
         ('{"a": 1, "b": 2}', [RemoveMember(("b",)), InsertMember(("c",), 3)], '{"a": 1, "c": 3}'),
         ("{}", [InsertMember(("a",), 1)], '{"a": 1}'),
-        ("{ /* c */ }", [InsertMember(("a",), 1)], '{"a": 1 /* c */ }'),
         ("{\n}\n", [InsertMember(("a",), 1)], '{\n    "a": 1\n}\n'),
-        ("{ # c\n}", [InsertMember(("a",), 1)], '{ # c\n    "a": 1\n}'),
         (
             '{\r\n  "a": {}\r\n}',
             [InsertMember(("a", "b"), 1)],
@@ -182,29 +159,19 @@ def test_a_typical_file(edit: Edit, gone: list[str], come: list[str]) -> None:
             [InsertMember(("b", "c", "d"), 1), InsertMember(("b", "e"), 2)],
             '{"a": {}, "b": {"c": {"d": 1}, "e": 2}}',
         ),
-        ("a: x, y # z\nb: 1\n", [InsertMember(("c",), 1)], "a: x, y # z\nb: 1\nc: 1\n"),
-        ("a: x, y # z\nb: 1\n", [RemoveMember(("a",))], "b: 1\n"),
-        ("a: 1\n", [RemoveMember(("a",))], "{}\n"),
-        ("a: x, y # z", [ReplaceValue(("a",), 1.5), RenameKey(("a",), "b c")], '"b c": 1.5'),
-        ("{a: x\n}", [InsertMember(("b",), 1)], "{a: x\nb: 1\n}"),
-        ("# c", [InsertMember(("a",), 1)], '# c\n{\n    "a": 1\n}\n'),
-        ('{"a": "x" "b": 2}', [ReplaceValue(("a",), 5)], '{"a": 5, "b": 2}'),
-        ("['x' 'y']", [ReplaceValue((0,), 5)], "[5, 'y']"),
+        ('["x", "y"]', [ReplaceValue((0,), 5)], '[5, "y"]'),
         ('{"a": 1\n , "b": 2\n , "c": 3}', [RemoveMember(("c",))], '{"a": 1\n , "b": 2\n }'),
-        ("{'a': {b: 1}}", [MoveMember(("a", "b"), ("c",))], "{'a': {}, 'c': 1}"),
-        (
-            "{a: {'x' /*c*/: 1}, b: 2}",
-            [MoveMember(("a", "x"), ("c",))],
-            '{a: {}, b: 2, "c" /*c*/: 1}',
-        ),
-        ("{a: auto\n b: {}}", [MoveMember(("a",), ("b", "a"))], '{\n b: {\n     "a": "auto"\n }}'),
-        # its column counts
-        ("\n a: '''x\n     y'''\n b: 1", [RenameKey(("a",), "abc")], '\n abc: "x\\n y"\n b: 1'),
-        ("\n a: '''x\n     y'''\n b: 1", [RenameKey(("b",), "c")], "\n a: '''x\n     y'''\n c: 1"),
+        ('{"a": {"b": 1}}', [MoveMember(("a", "b"), ("c",))], '{"a": {}, "c": 1}'),
     ],
 )
 def test_odd_layouts(text: str, edits: list[Edit], after: str) -> None:
     assert edited(text, *edits) == after
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, // one\n"b": 2}', "{a: 1}", '{"a": 1,}', "a: 1"])
+def test_hjson_is_not_edited(text: str) -> None:
+    with pytest.raises(EditError, match="no JSON"):
+        edited(text, ReplaceValue(("a",), 2))
 
 
 def test_plain_values_are_edited() -> None:
@@ -262,12 +229,6 @@ def test_edits_that_do_not_fit_are_refused(edit: Edit) -> None:
         edited('{"a": {"x": 1}, "l": [1]}', edit)
 
 
-@pytest.mark.parametrize("text", ["", "# nothing yet\n", "---\n"])
-def test_yaml_without_a_section_has_no_place_for_a_key(text: str) -> None:
-    with pytest.raises(EditError):
-        apply_edits(parse_document(text, name="x.yaml"), [InsertMember(("zero", "stage"), 2)])
-
-
 @st.composite
 def edits_of(draw: st.DrawFn, document: Document) -> list[Edit]:
     """Edits that fit a document and do not overlap."""
@@ -310,25 +271,6 @@ def value_at(value: Any, path: KeyPath) -> Any:
 
 
 @pytest.mark.slow
-@settings(max_examples=250, deadline=None)
-@given(hjson_texts(), st.data())
-def test_any_edits_of_any_text(text: str, data: st.DataObject) -> None:
-    try:
-        document = parse_hjson(text, name="x")
-    except ConfigError:
-        assume(False)
-    assume(isinstance(document.value, dict))
-    edits = data.draw(edits_of(document))
-    after = apply_edits(document, edits)
-    expected = edited_value(document.value, edits)
-    assert repr(hjson.loads(after, object_pairs_hook=dict)) == repr(by_hjson_as_numbers(expected))
-    assert set(comments(text, ())) >= set(comments(after, ()))
-    taken = [edit.path for edit in edits if isinstance(edit, (RemoveMember, ReplaceValue))]
-    kept = comments(text, [document.spans[path] for path in taken])
-    assert [comment for comment in kept if comment not in after] == []
-
-
-@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(SECTIONS, st.sampled_from([None, 0, 2, "\t"]), st.data())
 def test_strict_json_stays_strict_json(
@@ -339,34 +281,19 @@ def test_strict_json_stays_strict_json(
     assert json.loads(apply_edits(document, edits)) == edited_value(document.value, edits)
 
 
-def by_hjson_as_numbers(value: Any) -> Any:
-    """As hjson reads what we write: 1.0 is an integer to it."""
-    return hjson.loads(json.dumps(value, indent=1), object_pairs_hook=dict)
-
-
-def comments(text: str, gone: Any) -> list[str]:
-    """The numbered comments of a generated text, without those inside of some members."""
-    found = re.finditer(r"(?://|#|/\*\n?)<\d+>", text)
-    return [
-        match[0]
-        for match in found
-        if not any(span.start < match.start() < span.value[1] for span in gone)
-    ]
-
-
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
-@given(hjson_texts(), st.data())
-def test_a_replaced_value_changes_nothing_else(text: str, data: st.DataObject) -> None:
-    try:
-        document = parse_hjson(text, name="x")
-    except ConfigError:
-        assume(False)
+@given(SECTIONS, st.sampled_from([None, 0, 2, "\t"]), st.data())
+def test_a_replaced_value_changes_nothing_else(
+    value: dict[str, Any], indent: int | str | None, data: st.DataObject
+) -> None:
+    text = json.dumps(value, indent=indent)
+    document = parse_hjson(text, name="x")
     path = data.draw(st.sampled_from(sorted(document.spans, key=repr)))
     if path:
         start, end = document.spans[path].value
         after = apply_edits(document, [ReplaceValue(path, "new")])
-        assert after == f'{text[:start]}"new"{text[end:]}' or "'''" in text  # whose column counts
+        assert after == f'{text[:start]}"new"{text[end:]}'
 
 
 def test_a_diff_cannot_write_to_the_terminal() -> None:
