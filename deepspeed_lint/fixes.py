@@ -77,7 +77,7 @@ def fixed_text(document: Document, *, release: str | None = None) -> str:
 
 
 def lines_to_change(document: Document, *, release: str | None = None) -> list[str]:
-    """Return a line for each safe fix of an Hjson file: place, what is there and what to write; none
+    """Return a line for each safe fix of an Hjson file: place, what is there, what to write; none
     for JSON, which is edited.
 
     Args:

@@ -19,7 +19,7 @@ DOORS = {
     "topology": {"GpuKind", "Target", "Topology", "find_gpu", "gpu_rows"},
     "readers": {"Reader"},
     # to change one
-    "fixes": {"fixed_text", "safe_edits"},
+    "fixes": {"fixed_text", "lines_to_change", "safe_edits"},
     "resolve": {"check_resolved", "is_of_another_origin", "parsed_setting"},
     # what DeepSpeed reads
     "schema": {"deepspeed_schema"},
