@@ -16,7 +16,6 @@ from framework.engine.backward_passes import BackwardPasses
 from framework.engine.distributed import rank
 from framework.engine.plain_engine import PlainEngine
 from framework.engine.protocol import EVALUATING, SAVING, StepResult, evaluate_sets
-from framework.engine.workarounds.grad_scaler import explaining_overflow
 from framework.errors import (
     ConfigError,
     FrameworkError,
@@ -213,9 +212,8 @@ class OpenEngine:
         self.request = request
         self._run = run
         self._engine = run.engine
-        self._deepspeed = run.engine.engine
         self._plan = run.prepared.plan
-        self._passes = BackwardPasses(self._deepspeed)
+        self._passes = run.engine.backward_passes()
         self.rank = rank()
         self.world_size = self._plan.layout.world_size
         self.max_steps = self._plan.length.total_steps or 0
@@ -237,12 +235,12 @@ class OpenEngine:
     @property
     def steps_taken(self) -> int:
         """Optimizer steps so far, including earlier starts."""
-        return int(self._deepspeed.global_steps)
+        return self._engine.steps_taken
 
     @property
     def module(self) -> torch.nn.Module:
         """The model in training; at ZeRO stage 3 its weights are partitioned."""
-        return self._deepspeed.module  # type: ignore[no-any-return]
+        return self._engine.module
 
     def gathered(
         self, module: torch.nn.Module | None = None
@@ -250,12 +248,11 @@ class OpenEngine:
         """Return a context in which the weights of the model, or of one of its modules, are
         complete at every ZeRO stage. Numbers that all ranks write into them are kept. Collective.
         """
-        return self._engine.written.gathered(module)
+        return self._engine.gathered(module)
 
     def move(self, batch: Any) -> Any:
         """Move a batch to this rank's device, in the type that the model takes."""
-        batches = self._engine._batches
-        return batches.as_read(batches.move(batch))
+        return self._engine.move(batch)
 
     def batches(self) -> Iterator[Any]:
         """Return this rank's micro-batches of the training data from `steps_taken` on, without end:
@@ -286,14 +283,14 @@ class OpenEngine:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return outputs of the model, for a loss that goes to `backward`."""
-        return self._deepspeed(*inputs, **named)
+        return self._engine(*inputs, **named)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Run the backward pass of a micro-batch's mean loss, 0-d. Gradients are averaged over
         ranks and micro-batches; several passes before one `step` add theirs. Weights of other open
         engines get none.
         """
-        with explaining_overflow(self._deepspeed), explaining(self._explain_double_backward):
+        with explaining(self._explain_double_backward):
             self._passes.run(loss, self._passes_of_others(), retain_graph=retain_graph)
 
     def _refuse_shared_weights(self) -> None:
@@ -327,8 +324,7 @@ class OpenEngine:
         before = self.steps_taken
         self._passes.end()
         self._do_left_work()
-        with explaining_overflow(self._deepspeed):
-            self._deepspeed.step()
+        self._passes.step()
         has_stepped = self.steps_taken > before
         if has_stepped and self.steps_taken % self._plan.config.training.log_every == 0:
             self._engine.written.refuse()

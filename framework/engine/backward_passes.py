@@ -20,6 +20,7 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from framework.engine.workarounds.grad_scaler import explaining_overflow
 from framework.errors import TrainingError, UsageError
 from framework.tasks.loss_checks import refuse_without_graph
 
@@ -63,7 +64,8 @@ class BackwardPasses:
         Raises:
             ConfigError: the loss has no graph.
             UsageError: the loss is no single number.
-            TrainingError: a second pass cannot be added here; or an earlier one has failed.
+            TrainingError: a second pass cannot be added here; or an earlier one has failed; or
+                gradients overflow at the smallest loss scale.
         """
         self.refuse_broken("backward")
         refuse_without_graph(loss, key="backward")
@@ -72,7 +74,7 @@ class BackwardPasses:
             reason = f"{type(loss).__name__} of shape {shape} is no loss; take its mean"
             raise UsageError(f"backward: {reason} [task-loss-result]")
         earlier = self._earlier_gradients()
-        with self.running(others):
+        with explaining_overflow(self._engine), self.running(others):
             self._has_begun = True
             self._engine.backward(loss, retain_graph=retain_graph)
             self._add(earlier)
@@ -108,6 +110,15 @@ class BackwardPasses:
             )
             raise TrainingError(f"step: {reason} [step-without-backward]")
         self.num_passes = 0
+
+    def step(self) -> None:
+        """Clip gradients and step, after the last micro-batch of a step; do nothing after others.
+
+        Raises:
+            TrainingError: gradients overflow at the smallest loss scale.
+        """
+        with explaining_overflow(self._engine):
+            self._engine.step()
 
     def refuse_broken(self, call: str) -> None:
         """Refuse to go on with a part of a gradient.

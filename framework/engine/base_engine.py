@@ -111,17 +111,28 @@ class BaseEngine:
         config: Mapping[str, Any] = self.engine.config
         return config
 
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.engine.module  # type: ignore[no-any-return]
+
+    @property
+    def steps_taken(self) -> int:
+        return int(self.engine.global_steps)
+
     def may_be_skipped(self) -> bool:
         """Check whether the last step may have left the weights as they were."""
         watch = self.bad_steps
         return (watch is not None and watch.keeps_weights) or may_have_been_skipped(self.engine)
 
     def pass_over(self, micro_batches: Iterator[Any]) -> PassedStep:
-        """Leave out a step after a roll back: read its data, and move counters and schedule on."""
         assert self.bad_steps is not None
         lr = self.lr()
         self.bad_steps.pass_over(micro_batches)
         return PassedStep({"train/lr": lr, "train/skipped_steps": float(self.engine.skipped_steps)})
+
+    def scale_lr(self, factor: float) -> None:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] *= factor
 
     def save(
         self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
@@ -183,13 +194,18 @@ class BaseEngine:
             description["tensor"] = tensor_splits
         return description
 
+    def gathered(
+        self, module: torch.nn.Module | None = None
+    ) -> AbstractContextManager[torch.nn.Module]:
+        return self.written.gathered(module)
+
     def _describe_weights(self) -> dict[str, Any]:
         """Describe the weights that every save is compared with: at stage 3 the files alone do not
         show them.
         """
         if self._layout.pipe_size > 1 or self.engine.zero_optimization_stage() < 3:
             return {}
-        module = self.engine.module
+        module = self.module
         partly = self._leaves_out_frozen
         state = state_of(module, partly=partly)
         # by identity: tied weights count once

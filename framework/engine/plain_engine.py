@@ -1,6 +1,4 @@
-"""`PlainEngine`: DeepSpeed's data-parallel engine (ZeRO 0-3) behind the five methods of
-`engine.protocol.Engine`.
-"""
+"""`PlainEngine`: DeepSpeed's data-parallel engine (ZeRO 0-3) behind `engine.protocol.Engine`."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ import torch
 
 from framework.checkpoint.state.weight_names import names_of
 from framework.config.training import FAST_ROWS, slow_rows
+from framework.engine.backward_passes import BackwardPasses
 from framework.engine.base_engine import BaseEngine
 from framework.engine.distributed import device, device_name
 from framework.engine.gradient_sums import sum_gradients
@@ -137,6 +136,22 @@ class PlainEngine(BaseEngine):
         """
         if self._check is not None:
             self._check.settle_numbering()
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Return outputs of the model, for a loss whose backward pass is DeepSpeed's."""
+        return self.engine(*inputs, **named)
+
+    def outputs(self, inputs: Any) -> Any:
+        """Return outputs of the model as the task computes them."""
+        return self._task.forward(self.engine, inputs)
+
+    def move(self, batch: Any) -> Any:
+        """Move a batch to this rank's device, in the type that the model takes."""
+        return self._batches.as_read(self._batches.move(batch))
+
+    def backward_passes(self) -> BackwardPasses:
+        """Return the backward passes of a loop of the user's own, and the steps after them."""
+        return BackwardPasses(self.engine)
 
     def close(self) -> None:
         if self._sums is not None:

@@ -487,7 +487,7 @@ class _Instruments:
         self._reads.append(("communication", read))
 
     def _watch_modules(self, engine: BaseEngine) -> None:
-        watch = self._undo.enter_context(ModuleWatch(engine.engine.module, engine.phases))
+        watch = self._undo.enter_context(ModuleWatch(engine.module, engine.phases))
         self._reads.append(("modules", lambda: watch.rows(engine.name_module)))
 
 

@@ -1,5 +1,5 @@
-"""The protocol between time and arithmetic: five methods that a DeepSpeed engine, plain or
-pipelined, is reduced to.
+"""The protocol between time and arithmetic: what a run asks of a DeepSpeed engine, plain or
+pipelined. No caller reaches through it to DeepSpeed's own object.
 
 Nothing here imports torch: the Trainer moves batches and results from one side to the other without
 looking inside.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from framework.system.files import FileRecord, NewFile
 
 if TYPE_CHECKING:
+    import torch
+
     from framework.checkpoint.manifest import SavedCheckpoint
     from framework.checkpoint.save_stream import OpenFile
 
@@ -121,14 +124,47 @@ class BadStepWatch(Protocol):
         """List the bad steps since the last reading. Collective."""
         ...
 
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state that a checkpoint holds."""
+        ...
+
 
 class Engine(Protocol):
     """One model with its optimizer on this rank."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model in training, or this rank's stage of it; at ZeRO stage 3 its weights are
+        partitioned.
+        """
+        ...
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps so far, including those of earlier starts."""
+        ...
+
+    @property
+    def bad_steps(self) -> BadStepWatch | None:
+        """The look at all steps; None without `training.bad_steps`."""
+        ...
 
     def train_step(self, micro_batches: Iterator[Any]) -> StepResult:
         """Take one optimizer step on the next `accumulation_steps` micro-batches. Does not wait for
         the device.
         """
+        ...
+
+    def pass_over(self, micro_batches: Iterator[Any]) -> StepResult:
+        """Leave out a step after a roll back: read its data, and move counters and schedule on."""
+        ...
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply the learning rate of every parameter group until the schedule sets it again."""
         ...
 
     def evaluate(
@@ -170,6 +206,18 @@ class Engine(Protocol):
             checkpoint: finished, its bytes verified.
             moved: it was written by other ranks, at another ZeRO stage, pipeline or precision than
                 this engine's.
+        """
+        ...
+
+    def description(self) -> dict[str, Any]:
+        """Describe for a checkpoint's manifest which weights it holds. Collective."""
+        ...
+
+    def gathered(
+        self, module: torch.nn.Module | None = None
+    ) -> AbstractContextManager[torch.nn.Module]:
+        """Return a context in which the weights of the model, or of one of its modules, are
+        complete at every ZeRO stage. Numbers that all ranks write into them are kept. Collective.
         """
         ...
 

@@ -47,7 +47,7 @@ class Step:
         if engine.stragglers is None:
             metrics = over_ranks(rank_metrics)
         else:
-            note = partial(engine.stragglers.note, engine.engine.global_steps)
+            note = partial(engine.stragglers.note, engine.steps_taken)
             metrics = over_ranks(rank_metrics, note)
         metrics["train/lr"] = self.lr
         return metrics | engine_metrics(engine.engine, engine.kept_norm)

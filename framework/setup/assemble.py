@@ -179,7 +179,7 @@ def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
     """Refuse a model if its outputs for a packed text depend on the text before it. Collective."""
     from framework.tasks.causal_lm import logits_of
 
-    module = engine.engine.module
+    module = engine.module
     positions = torch.arange(4, device=device()).repeat(1, 2)
     model_config = getattr(module, "config", task)
     if hasattr(model_config, "use_cache"):
@@ -191,7 +191,7 @@ def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
             for first in (0, 8):
                 tokens = torch.cat([torch.arange(first, first + 4), torch.arange(4, 8)])
                 ids = tokens[None].to(positions.device)
-                outputs = task.forward(engine.engine, {"input_ids": ids, "position_ids": positions})
+                outputs = engine.outputs({"input_ids": ids, "position_ids": positions})
                 logits.append(logits_of(outputs)[:, 4:].float())
     except TypeError as error:
         reason = f"the model does not take the places of tokens ({in_one_line(error)})"
@@ -219,10 +219,10 @@ def watch_samples(
         from framework.setup.tensorboard import SampleWatch
 
         engine.show_batch = SampleWatch(
-            lambda shown: board.show(engine.engine.global_steps, shown),
+            lambda shown: board.show(engine.steps_taken, shown),
             folder.path,
             section.samples,
-            step=lambda: engine.engine.global_steps,
+            step=lambda: engine.steps_taken,
         )
     if not section.histograms_every_steps:
         return None
@@ -239,26 +239,19 @@ def _explained_write(error: Exception) -> str:
 
 def make_callbacks(engine: Engine, prepared: Prepared) -> Callbacks:
     """Build the object that calls the run's callbacks on this rank."""
-    deepspeed_engine = engine.engine  # type: ignore[attr-defined]
-
-    def scale_lr(factor: float) -> None:
-        for group in deepspeed_engine.optimizer.param_groups:
-            group["lr"] *= factor
-
-    assert isinstance(engine, BaseEngine)
     return Callbacks(
         prepared.parts.callbacks,
         gather=gather,
         is_main=rank() == 0,
-        model=deepspeed_engine.module,
-        scale_lr=scale_lr,
-        gathered=engine.written.gathered,
+        model=engine.module,
+        scale_lr=engine.scale_lr,
+        gathered=engine.gathered,
         explain=_explained_write,
     )
 
 
 def make_profiler(
-    engine: Engine, plan: Plan, folder: RunFolder, *, start_step: int
+    engine: BaseEngine, plan: Plan, folder: RunFolder, *, start_step: int
 ) -> Profiler | None:
     """Build the profiler of the config's steps, or None if all of them were taken before."""
     section = plan.config.profile
@@ -266,7 +259,6 @@ def make_profiler(
         return None
     from framework.engine.profile import Profiler
 
-    assert isinstance(engine, BaseEngine)
     return Profiler(engine, section, folder.path, stage=plan.layout.stage_of(rank()))
 
 
@@ -274,7 +266,7 @@ def show_weights(engine: Engine, plan: Plan, board: Monitor | None, step: int) -
     """Hand histograms of the weights to TensorBoard. Collective; only rank 0 has a board."""
     from framework.setup.tensorboard import weight_histograms
 
-    histograms = weight_histograms(engine.engine.module, plan)  # type: ignore[attr-defined]
+    histograms = weight_histograms(engine.module, plan)
     if isinstance(board, Behind):
         board.show(step, histograms)
 

@@ -251,7 +251,7 @@ def count_parameters(
     if stages is not None:
         count = sum(stage.num_params for stage in stages.stages())
         return count, count
-    module = engine.engine.module  # type: ignore[attr-defined]
+    module = engine.module
     sizes = {weight: whole_shape(weight).numel() for weight in module.parameters()}
     if divides_experts:
         from framework.models.experts import sizes_of_all_ranks

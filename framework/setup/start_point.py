@@ -358,8 +358,7 @@ def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
 
     if config.training.lora is None:
         return {}
-    module = engine.engine.module  # type: ignore[attr-defined]
-    return {"base": describe_base(module, config.checkpoint.init_weights)}
+    return {"base": describe_base(engine.module, config.checkpoint.init_weights)}
 
 
 def steps_left_out(folder: RunFolder, start: SavedCheckpoint | None, config: RunConfig) -> LeftOut:
