@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from framework.errors import FrameworkError, explaining, printable
 
@@ -51,28 +52,21 @@ def _dead_worker(error: BaseException) -> re.Match[str] | None:
     return dead
 
 
-class ExplainedData:
-    """A loader, for training or for evaluation, with errors that are explained."""
-
-    def __init__(self, loader: Any, *, claims: Callable[[str], bool]) -> None:
-        """Take a loader, and `claims`, which returns True for an error's text if this rank is to
-        report the error.
-        """
-        self._loader = loader
-        self._explain = partial(_without_traceback, claims=claims)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of an evaluation loader."""
-        with explaining(self._explain):
-            yield from self._loader
-
-    def stream(self, start_step: int) -> Generator[Any, None, None]:
-        """Yield the micro-batches of a training loader."""
-        with explaining(self._explain):
-            yield from self._loader.stream(start_step)
+Claims = Callable[[str], bool]
+"""Returns True for an error's text if this rank is to report the error."""
 
 
-def _without_traceback(error: Exception, *, claims: Callable[[str], bool]) -> FrameworkError | None:
+def claims_nothing(error: str) -> bool:
+    """Claim no error, as a loader outside a run of several ranks."""
+    return False
+
+
+def explaining_data(claims: Claims) -> AbstractContextManager[None]:
+    """Explain the errors of a loader that is read in the block."""
+    return explaining(partial(_without_traceback, claims=claims))
+
+
+def _without_traceback(error: Exception, *, claims: Claims) -> FrameworkError | None:
     """Return the error without a worker's traceback, which precedes its message; None if it has
     none. The ranks read different samples: an error of one rank is reported by that rank, an error
     of all by rank 0.

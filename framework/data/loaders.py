@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -21,11 +22,11 @@ from framework.data.batches import (
     collate,
     own_collate,
 )
+from framework.data.failures import Claims, claims_nothing, explaining_data
 from framework.data.order import (
-    LATEST_ORDER,
     MicroBatchSampler,
     Order,
-    SampleKey,
+    Ordering,
     Share,
     in_sequence,
     mix_int,
@@ -84,6 +85,18 @@ def _loader(
     )
 
 
+def end_workers(batches: Iterator[Any]) -> None:
+    """End the workers behind the iterator of a `DataLoader`.
+
+    An iterator that is only dropped ends them when it is collected. A worker's error holds it in a
+    cycle: collected with that, its queues go first, and the workers, which leave signals to the
+    rank, wait on for ever, and an interpreter that ends waits for them.
+    """
+    shut_down = getattr(batches, "_shutdown_workers", None)  # none without workers
+    if shut_down is not None:
+        shut_down()
+
+
 def is_stream(dataset: Any) -> bool:
     """Check for an iterable of the user's without samples by number."""
     if isinstance(dataset, IterableDataset):
@@ -100,6 +113,38 @@ def num_samples_of(dataset: Any) -> int | None:
     return getattr(dataset, "num_ordered", None) or len(dataset)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a rank reads training samples.
+
+    Attributes:
+        seed: `run.seed`.
+        random_samples: reading a sample draws random numbers, which are then seeded per (seed,
+            epoch, index). Draws of the dataset's own `collate_fn` are seeded in any case.
+        num_workers: `data.num_workers`.
+        prefetch_batches: batches that each worker keeps ready.
+        pin_memory: put batches into page-locked memory, which a device reads by itself.
+        claims: decides which errors of the data this rank reports.
+    """
+
+    seed: int
+    random_samples: bool = False
+    num_workers: int = 0
+    prefetch_batches: int = 2
+    pin_memory: bool = False
+    claims: Claims = claims_nothing
+
+    def fetching(self) -> dict[str, Any]:
+        """Return the arguments of a `DataLoader`; torch refuses a prefetch without workers."""
+        arguments: dict[str, Any] = {
+            "num_workers": self.num_workers,
+            "pin_memory": self.pin_memory,
+        }
+        if self.num_workers > 0:
+            arguments["prefetch_factor"] = self.prefetch_batches
+        return arguments
+
+
 class TrainLoader:
     """Micro-batches of one rank, their content a pure function of (seed, step, rank): see `order`
     and `batches`.
@@ -109,96 +154,33 @@ class TrainLoader:
     epoch's first batches ahead.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        global_size: int,
-        micro_size: int,
-        accumulation_steps: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        shuffle: bool,
-        num_workers: int = 0,
-        prefetch_batches: int = 2,
-        pin_memory: bool = False,
-        random_samples: bool = False,
-        order_version: int = LATEST_ORDER,
-        bucket_steps: int = 0,
-        curriculum_steps: int = 0,
-    ) -> None:
-        """Check that an epoch has a step; nothing is read yet. Arguments with the name of a config
-        key have its meaning.
+    def __init__(self, dataset: Any, *, share: Share, reading: Reading, ordering: Ordering) -> None:
+        """Check that an epoch has a step; nothing is read yet.
 
         Args:
             dataset: map-style; its `collate_fn`, if it has one, makes the batches (otherwise
                 torch's default).
-            rank: of data parallelism; so is `world_size`.
-            random_samples: reading a sample draws random numbers, which are then seeded per (seed,
-                epoch, index). Draws of the dataset's own `collate_fn` are seeded in any case.
-            order_version: version of the order of samples that the run began with.
+            share: of this rank in a step.
+            reading: how samples are read.
+            ordering: the order of the samples.
 
         Raises:
             ConfigError: kinds ``dataset-smaller-than-batch``, ``data-without-lengths``.
         """
         self._dataset = dataset
-        self._seed = seed
-        self._rank = rank
-        self._random_samples = random_samples
-        share = Share(global_size, micro_size, accumulation_steps, rank, world_size)
+        self._rank = share.rank
+        self._reading = reading
         num_samples = num_samples_of(dataset) or 0
-        if getattr(dataset, "num_ordered", None):
-            order_of = partial(dataset.epoch_order, seed=seed)
-        else:
-            order_of = partial(
-                order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=order_version
-            )
-        order_of_first: Callable[[int], Order] = in_sequence
-        if bucket_steps or curriculum_steps:
-            from framework.data.lengths import bucketed, lengths_of, shortest_first
-
-            key = "data.bucket_steps" if bucket_steps else "data.curriculum_steps"
-            lengths = lengths_of(dataset, key)
-            if bucket_steps:
-                order_of = bucketed(
-                    order_of,
-                    lengths,
-                    np.arange(num_samples),
-                    seed=seed,
-                    size=global_size,
-                    steps=bucket_steps,
-                )
-            if curriculum_steps:
-                order_of_first = partial(
-                    shortest_first,
-                    by_length=np.argsort(lengths, kind="stable"),
-                    seed=seed,
-                    size=global_size,
-                    steps=curriculum_steps,
-                )
-        self._sampler = partial(
-            MicroBatchSampler,
-            num_samples,
-            share=share,
-            seed=seed,
-            shuffle=shuffle,
-            order_of=order_of,
-            first_steps=curriculum_steps,
-            order_of_first=order_of_first,
-        )
-        self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
-        if num_workers > 0:
-            self._fetching["prefetch_factor"] = prefetch_batches
-        self.steps_per_epoch: int = num_samples // global_size
+        self._sampler = _samplers(dataset, num_samples, share, ordering, seed=reading.seed)
+        self.steps_per_epoch: int = num_samples // share.global_size
         if self.steps_per_epoch == 0:
             raise ConfigError.of(
                 "dataset-smaller-than-batch",
-                f"the training set has {num_samples} samples, so not one batch of {global_size} "
-                "can be filled",
+                f"the training set has {num_samples} samples, so not one batch of "
+                f"{share.global_size} can be filled",
                 f"set batch.global_size to {num_samples} or less, or train on more data",
                 "batch.global_size",
-                global_size,
+                share.global_size,
             )
 
     def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
@@ -206,27 +188,74 @@ class TrainLoader:
         of earlier steps are not fetched. Closing the generator ends the workers; torch's global
         random state is neither read nor changed.
         """
-        sample_seed = self._seed if self._random_samples else None
+        reading = self._reading
+        sample_seed = reading.seed if reading.random_samples else None
         in_one = own_collate(self._dataset) is None
         loader = _loader(
             SeededSamples(self._dataset, seed=sample_seed, in_one=in_one),
-            _keys_of(self._sampler(start_step=start_step)),
+            self._sampler(start_step=start_step),
             dataset=self._dataset,
-            seed=self._seed,
-            worker_seed=mix_int(_WORKER_SALT, self._seed, self._rank),
-            fetching=self._fetching,
+            seed=reading.seed,
+            worker_seed=mix_int(_WORKER_SALT, reading.seed, self._rank),
+            fetching=reading.fetching(),
         )
-        batches = iter(loader)
-        try:
-            yield from batches
-        finally:
-            # the last reference: a DataLoader iterator stops its workers when it is collected
-            del batches
+        with explaining_data(reading.claims):
+            batches = iter(loader)
+            try:
+                yield from batches
+            finally:
+                end_workers(batches)
 
 
-def _keys_of(sampler: MicroBatchSampler) -> Iterator[list[SampleKey]]:
-    for epoch, indices in sampler.with_epochs():
-        yield [(epoch, index) for index in indices]
+def _samplers(
+    dataset: Any, num_samples: int, share: Share, ordering: Ordering, *, seed: int
+) -> Callable[..., MicroBatchSampler]:
+    """Return the function that makes this rank's sampler, given its `start_step`.
+
+    Raises:
+        ConfigError: kind ``data-without-lengths``.
+    """
+    if getattr(dataset, "num_ordered", None):
+        order_of = partial(dataset.epoch_order, seed=seed)
+    else:
+        order_of = partial(
+            order_of_epoch,
+            num_samples,
+            seed=seed,
+            shuffle=ordering.shuffle,
+            version=ordering.version,
+        )
+    order_of_first: Callable[[int], Order] = in_sequence
+    if ordering.bucket_steps or ordering.curriculum_steps:
+        from framework.data.lengths import bucketed, lengths_of, shortest_first
+    if ordering.bucket_steps:
+        order_of = bucketed(
+            order_of,
+            lengths_of(dataset, "data.bucket_steps"),
+            np.arange(num_samples),
+            seed=seed,
+            size=share.global_size,
+            steps=ordering.bucket_steps,
+        )
+    if ordering.curriculum_steps:
+        lengths = lengths_of(dataset, "data.curriculum_steps")
+        order_of_first = partial(
+            shortest_first,
+            by_length=np.argsort(lengths, kind="stable"),
+            seed=seed,
+            size=share.global_size,
+            steps=ordering.curriculum_steps,
+        )
+    return partial(
+        MicroBatchSampler,
+        num_samples,
+        share=share,
+        seed=seed,
+        shuffle=ordering.shuffle,
+        order_of=order_of,
+        first_steps=ordering.curriculum_steps,
+        order_of_first=order_of_first,
+    )
 
 
 class EvalLoader:
@@ -247,12 +276,14 @@ class EvalLoader:
         max_samples: int | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        claims: Claims = claims_nothing,
     ) -> None:
         """Divide the dataset, map-style and not empty; nothing is read yet.
 
         All ranks together read the first `max_samples`. Workers stay for the next evaluation: each
-        fork of a large rank is slow.
+        fork of a large rank is slow. `claims` is as of `Reading`.
         """
+        self._claims = claims
         num_samples = min(len(dataset), max_samples or len(dataset))
         self._batches = rank_batches(
             num_samples, batch_size=batch_size, rank=rank, world_size=world_size
@@ -278,8 +309,14 @@ class EvalLoader:
         """Yield the batches of one pass. The global random state is left as it was; the draws of
         samples and batches are the same in every pass.
         """
-        for batch, (_, counts) in zip(self._loader, self._batches, strict=True):
-            yield batch, counts
+        with explaining_data(self._claims):
+            batches = iter(self._loader)
+            try:
+                for batch, (_, counts) in zip(batches, self._batches, strict=True):
+                    yield batch, counts
+            except Exception:
+                end_workers(batches)
+                raise
 
 
 def rank_batches(

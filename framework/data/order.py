@@ -182,8 +182,25 @@ def in_sequence(step: int) -> Order:
     return lambda positions: positions
 
 
+@dataclass(frozen=True)
+class Ordering:
+    """Order of a run's training samples.
+
+    Attributes:
+        shuffle: visit the samples of every epoch in random order.
+        version: of the order of samples that the run began with.
+        bucket_steps: `data.bucket_steps`.
+        curriculum_steps: `data.curriculum_steps`.
+    """
+
+    shuffle: bool = False
+    version: int = LATEST_ORDER
+    bucket_steps: int = 0
+    curriculum_steps: int = 0
+
+
 class MicroBatchSampler:
-    """Endless lists of sample indices, one per micro-batch of this rank."""
+    """Endless lists of sample keys, one per micro-batch of this rank."""
 
     def __init__(
         self,
@@ -222,14 +239,10 @@ class MicroBatchSampler:
             f"{num_samples} samples do not fill a batch of {share.global_size}"
         )
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return (indices for _, indices in self.with_epochs())
-
-    def with_epochs(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the same stream as (epoch, sample indices)."""
+    def __iter__(self) -> Iterator[list[SampleKey]]:
         for step in range(self._start_step, self._first_steps):
             for indices in self._order_of_first(step)(self._share.positions(0, 1)).tolist():
-                yield -1 - step, indices
+                yield [(-1 - step, index) for index in indices]
         epoch, step = divmod(max(self._start_step - self._first_steps, 0), self._steps_per_epoch)
         at_once = max(1, _AT_ONCE * self._share.world_size // self._share.global_size)
         while True:
@@ -237,6 +250,6 @@ class MicroBatchSampler:
             for first in range(step, self._steps_per_epoch, at_once):
                 num_steps = min(at_once, self._steps_per_epoch - first)
                 for indices in order(self._share.positions(first, num_steps)).tolist():
-                    yield epoch, indices
+                    yield [(epoch, index) for index in indices]
             epoch += 1
             step = 0

@@ -19,7 +19,7 @@ import io
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, islice
 from typing import Any, Final
@@ -37,7 +37,8 @@ from framework.data.batches import (
     seed_generators,
     seeded_collate,
 )
-from framework.data.loaders import init_of_workers
+from framework.data.failures import Claims, claims_nothing, explaining_data
+from framework.data.loaders import Reading, end_workers, init_of_workers
 from framework.data.order import Share, mix_int
 from framework.errors import ConfigError
 from framework.system.exits import refusing_exits
@@ -231,7 +232,7 @@ class _WorkerItems(IterableDataset[Any]):
         return self._read(0 if info is None else info.id)
 
     def in_workers(
-        self, num_workers: int, *, pin_memory: bool, prefetch_factor: int | None = None
+        self, *, num_workers: int, pin_memory: bool, prefetch_factor: int | None = None
     ) -> Iterator[Any]:
         loader = DataLoader(
             self,
@@ -263,11 +264,7 @@ class StreamLoader:
         dataset: Any,
         *,
         share: Share,
-        seed: int,
-        num_workers: int = 0,
-        prefetch_batches: int = 2,
-        pin_memory: bool = False,
-        random_samples: bool = True,
+        reading: Reading,
         lanes: int | None = None,
         places: Mapping[int, LanePlace] | None = None,
     ) -> None:
@@ -276,51 +273,47 @@ class StreamLoader:
         Args:
             dataset: the stream.
             share: of this rank in a step.
-            seed: `run.seed`.
-            num_workers: as of `TrainLoader`; so are `pin_memory` and `random_samples`.
-            prefetch_batches: steps, not micro-batches, that a worker keeps ready.
+            reading: how samples are read; its `prefetch_batches` are steps, not micro-batches.
             lanes: `data.lanes`.
             places: lane -> place to begin at, of a saved run.
         """
         if getattr(dataset, "takes_seed", False):
-            dataset.seed = seed
-            dataset.draws = random_samples
+            dataset.seed = reading.seed
+            dataset.draws = reading.random_samples
         self._dataset = dataset
         self._share = share
-        self._seed = seed
+        self._reading = reading
+        self._seed = reading.seed
         self.places = dict(places or {})
         self._collate_fn = own_collate(dataset)
-        self._sample_seed = seed if random_samples else None
+        self._sample_seed = reading.seed if reading.random_samples else None
         self.num_lanes = num_lanes(dataset, global_size=share.global_size, requested=lanes)
         self.per_lane = share.global_size // self.num_lanes
         self._per_rank = share.global_size // share.world_size
         self._first = share.rank * self._per_rank  # sample of a step
         end = self._first + self._per_rank
         self._lanes = range(self._first // self.per_lane, -(-end // self.per_lane))
-        self._num_workers = min(num_workers, len(self._lanes))
-        self._pin_memory = pin_memory
-        self._prefetch_factor = prefetch_batches if num_workers > 0 else None
+        self._num_workers = min(reading.num_workers, len(self._lanes))
 
     def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
         """Yield this rank's micro-batches from optimizer step `start_step` on, without end."""
         items = _WorkerItems(partial(self._read, start_step))
-        steps = items.in_workers(
-            self._num_workers, pin_memory=self._pin_memory, prefetch_factor=self._prefetch_factor
-        )
+        fetching = replace(self._reading, num_workers=self._num_workers).fetching()
         num_batches = self._per_rank // self._share.micro_size
-        try:
-            while True:
-                parts_of: list[list[_BatchPart]] = [[] for _ in range(num_batches)]
-                for _ in range(max(self._num_workers, 1)):
-                    parts, places = next(steps)
-                    for part in parts:
-                        parts_of[part[0]].append(part)
-                    # Places come with the step that ends beyond them, however far a worker is.
-                    self.places |= places
-                yield from map(self._join, parts_of)
-        finally:
-            # the last reference: a DataLoader iterator stops its workers when it is collected
-            del steps
+        with explaining_data(self._reading.claims):
+            steps = items.in_workers(**fetching)
+            try:
+                while True:
+                    parts_of: list[list[_BatchPart]] = [[] for _ in range(num_batches)]
+                    for _ in range(max(self._num_workers, 1)):
+                        parts, places = next(steps)
+                        for part in parts:
+                            parts_of[part[0]].append(part)
+                        # Places come with the step that ends beyond them, however far a worker is.
+                        self.places |= places
+                    yield from map(self._join, parts_of)
+            finally:
+                end_workers(steps)
 
     def _read(
         self, start_step: int, worker: int
@@ -392,7 +385,7 @@ class StreamLoader:
             samples = list(chain.from_iterable(parts))
             _, key, _ = batch_parts[0]
             batch = seeded_collate(self._collate_fn, samples, self._seed, key)
-        if self._pin_memory:
+        if self._reading.pin_memory:
             return pinned(batch)  # type: ignore[no-untyped-call]
         return batch
 
@@ -428,6 +421,7 @@ class StreamEvalLoader:
         max_samples: int | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        claims: Claims = claims_nothing,
     ) -> None:
         """Take the arguments of `EvalLoader`; and `gather`, which returns every rank's value. At
         most one worker is started.
@@ -440,24 +434,29 @@ class StreamEvalLoader:
         self._world_size = world_size
         self._pin_memory = pin_memory
         self._num_workers = min(num_workers, 1)
+        self._claims = claims
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
         """Yield the batches of one pass. Collective: before every batch the ranks agree whether any
         has one left. A rank without one repeats its last, which does not count.
         """
         items = _WorkerItems(partial(self._read, self._rank, self._world_size))
-        batches = items.in_workers(self._num_workers, pin_memory=self._pin_memory)
-        last = None
-        while any(self._gather((batch := next(batches, None)) is not None)):
-            if batch is not None:
-                last = batch
-            elif last is None:
-                last = next(self._read(0, 1))
-            yield last, batch is not None
-        if last is None:
-            raise ConfigError.of(
-                "stream-empty", "the evaluation stream has no sample", "leave it out", "data"
-            )
+        with explaining_data(self._claims):
+            batches = items.in_workers(num_workers=self._num_workers, pin_memory=self._pin_memory)
+            last = None
+            try:
+                while any(self._gather((batch := next(batches, None)) is not None)):
+                    if batch is not None:
+                        last = batch
+                    elif last is None:
+                        last = next(self._read(0, 1))
+                    yield last, batch is not None
+            finally:
+                end_workers(batches)
+            if last is None:
+                raise ConfigError.of(
+                    "stream-empty", "the evaluation stream has no sample", "leave it out", "data"
+                )
 
     def _read(self, part: int, parts: int, _worker: int = 0) -> Iterator[Any]:
         """Yield the batches of one of `parts` parts, with the same random draws in every pass."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -241,17 +241,15 @@ class BaseEngine:
         """Return the plain model's name of a module, given its name in DeepSpeed's model."""
         return name
 
-    def _halves(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield inputs and targets of each batch, on the device."""
+    def _next_halves(self, batches: Iterator[Any]) -> tuple[Any, Any]:
+        """Read the next batch; returns its inputs and targets, on the device."""
         enter = self.phases.enter
         before = enter("data")
-        for batch in batches:
-            enter("copy")
-            halves = self._batches.split(self._task, batch)
-            enter(before)
-            yield halves
-            before = enter("data")
+        batch = next(batches)
+        enter("copy")
+        halves = self._batches.split(self._task, batch)
         enter(before)
+        return halves
 
 
 def _positions_of_rank(plan: Plan) -> Positions | None:

@@ -220,8 +220,17 @@ class _HiddenTargets:
     targets: Any
 
 
+def _taken(take: Callable[[], tuple[Any, Any]], count: int) -> Iterator[tuple[Any, Any]]:
+    return (take() for _ in range(count))
+
+
 def _hiding_targets(halves: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, _HiddenTargets]]:
-    return ((inputs, _HiddenTargets(targets)) for inputs, targets in halves)
+    return map(_hide_targets, halves)
+
+
+def _hide_targets(halves: tuple[Any, Any]) -> tuple[Any, _HiddenTargets]:
+    inputs, targets = halves
+    return inputs, _HiddenTargets(targets)
 
 
 class _LastStageLoss:
@@ -273,9 +282,11 @@ class PipelineEngine(BaseEngine):
         self.phases.begin()
         lr = self.lr()
         with explaining_overflow(self.engine), self._explaining():
-            halves = self._halves(micro_batches)
+            take = partial(self._next_halves, micro_batches)
             if self._loss.of_step is not None:
-                halves = self._loss.of_step.weighted(halves)
+                halves = self._loss.of_step.weighted(take)
+            else:
+                halves = _taken(take, self.engine.gradient_accumulation_steps())
             self.engine.module.holds_modes = True
             try:
                 loss = self.engine.train_batch(_hiding_targets(halves))
@@ -322,19 +333,20 @@ class PipelineEngine(BaseEngine):
         """
         self._forget_shapes()
         self._loss.counts = iter([counts for _, counts in pairs])
+        batches = iter([batch for batch, _ in pairs])
         self.engine.eval_batch(
-            _hiding_targets(self._halves(batch for batch, _ in pairs)),
+            _hiding_targets(_taken(partial(self._next_halves, batches), len(pairs))),
             compute_loss=True,
             reduce_output=None,
             bcast_loss=False,
             num_micro_batches=len(pairs),
         )
 
-    def _halves(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        for inputs, targets in super()._halves(batches):
-            if not self.engine.dynamic_shape:
-                self._refuse_other_shapes(inputs)
-            yield inputs, targets
+    def _next_halves(self, batches: Iterator[Any]) -> tuple[Any, Any]:
+        inputs, targets = super()._next_halves(batches)
+        if not self.engine.dynamic_shape:
+            self._refuse_other_shapes(inputs)
+        return inputs, targets
 
     def _forget_shapes(self) -> None:
         self._shapes = None

@@ -193,7 +193,8 @@ class PlainEngine(BaseEngine):
         if self.tensor_check is not None:
             self.tensor_check.begin(engine.global_steps + 1)
         with explaining_overflow(engine), self._sharing():
-            for inputs, targets in self._loss.weighted(self._halves(micro_batches)):
+            take = partial(self._next_halves, micro_batches)
+            for inputs, targets in self._loss.weighted(take):
                 phases.enter("forward")
                 with self._tiles(targets):
                     with collected_routings() as routings:

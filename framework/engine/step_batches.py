@@ -8,7 +8,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
-from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -179,28 +178,31 @@ class StepLoss:
         # task that counts nothing.
         self._scales: Callable[[], Sequence[torch.Tensor | float]] | None = None
 
-    def weighted(self, stream: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Yield the step's (inputs, targets), once the ranks have agreed on the counts.
+    def weighted(self, take: Callable[[], tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Yield the step's (inputs, targets), once the ranks have agreed on the counts. `take`
+        reads the next micro-batch.
 
         If the task counts nothing, or its count travels with the gradients, batches are read one by
         one, without a collective.
         """
-        step = islice(stream, self._micro_batches)
-        first = next(step)
+        first = take()
+        num_following = self._micro_batches - 1
         self._dividing = self._dividing_sums(first[1])
         if self._dividing is not None:  # by `Ratio.count`: no need to count twice
             scale = self._micro_batches * self._dividing.ranks / self._dividing.divisor
             self._scales = lambda: (scale,)
             yield first
-            yield from step
+            for _ in range(num_following):
+                yield take()
             return
         count = self._task.count(first[1])
         if count is None:
             self._scales = None
             yield first
-            yield from step
+            for _ in range(num_following):
+                yield take()
             return
-        following = list(step)
+        following = [take() for _ in range(num_following)]
         counts: list[Any] = [count]
         counts += [self._task.count(targets) for _, targets in following]
         self._scales = self._agree(counts)

@@ -15,7 +15,6 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.model import GPT
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
-from framework.data.failures import ExplainedData
 from framework.data.loaders import EvalLoader, is_stream
 from framework.data.splits import Splits
 from framework.engine import random_state
@@ -441,7 +440,9 @@ def _services(config: RunConfig, folder: Path, *, from_step: int) -> list[Monito
     return monitors
 
 
-def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, ExplainedData]:
+def make_eval_loaders(
+    plan: Plan, splits: Splits, *, rank: int
+) -> dict[str, EvalLoader | StreamEvalLoader]:
     """Return this rank's share of every evaluation set, by its name."""
     make = partial(
         _eval_loader,
@@ -451,11 +452,9 @@ def make_eval_loaders(plan: Plan, splits: Splits, *, rank: int) -> dict[str, Exp
         max_samples=plan.config.evaluation.max_samples,
         num_workers=plan.config.data.num_workers,
         pin_memory=plan.cluster.device != "cpu",
+        claims=claims_error_report,
     )
-    return {
-        name: ExplainedData(make(dataset), claims=claims_error_report)
-        for name, dataset in splits.evaluations.items()
-    }
+    return {name: make(dataset) for name, dataset in splits.evaluations.items()}
 
 
 def _eval_loader(dataset: Any, **options: Any) -> EvalLoader | StreamEvalLoader:

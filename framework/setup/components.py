@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,8 +19,9 @@ from framework.config.data import Mixture
 from framework.config.optimizer import Muon, optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.config.training import EarlyStopping as WatchSection
-from framework.data.loaders import TrainLoader, is_stream
-from framework.data.order import LATEST_ORDER, Share
+from framework.data.failures import Claims, claims_nothing
+from framework.data.loaders import Reading, TrainLoader, is_stream
+from framework.data.order import LATEST_ORDER, Ordering, Share
 from framework.data.splits import Splits, as_splits
 from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, Problem
@@ -146,6 +147,7 @@ def make_train_loader(
     order: int = LATEST_ORDER,
     read_at_once: int = 1,
     places: StreamPlaces | None = None,
+    claims: Claims = claims_nothing,
 ) -> TrainLoader | StreamLoader:
     """Return this rank's loader of micro-batches.
 
@@ -158,6 +160,7 @@ def make_train_loader(
         read_at_once: micro-batches that a step takes before it begins; the workers have that many
             ready together.
         places: of the lanes of a stream.
+        claims: decides which errors of the data this rank reports.
     """
     data = plan.config.data
     layout = plan.layout
@@ -172,17 +175,14 @@ def make_train_loader(
         layout.data_parallel_rank(rank),
         layout.data_parallel_size,
     )
-    options: dict[str, Any] = {
-        "seed": plan.config.run.seed,
-        "num_workers": workers,
-        "prefetch_batches": data.prefetch_batches,
-        "pin_memory": plan.cluster.device != "cpu" and num_workers is None,
-        "random_samples": data.has_random_samples(),
-    }
-    by_length: dict[str, Any] = {
-        "bucket_steps": data.bucket_steps,
-        "curriculum_steps": data.curriculum_steps,
-    }
+    reading = Reading(
+        plan.config.run.seed,
+        random_samples=data.has_random_samples(),
+        num_workers=workers,
+        prefetch_batches=data.prefetch_batches,
+        pin_memory=plan.cluster.device != "cpu" and num_workers is None,
+        claims=claims,
+    )
     if is_stream(splits.train):  # a worker has a whole step of a stream ready
         from framework.data.lengths import lengths_of
 
@@ -195,18 +195,26 @@ def make_train_loader(
         loader = StreamLoader(
             splits.train,
             share=share,
+            reading=reading,
             lanes=getattr(data, "lanes", None),
             places=None if places is None else places.restored,
-            **options,
         )
         if places is not None:
             places.loader = loader
         return loader
-    shuffle = splits.taken.get("shuffle", data.shuffle)
     batches_per_worker = -(-read_at_once // max(workers, 1))  # rounded up
-    options["prefetch_batches"] = max(data.prefetch_batches, batches_per_worker)
+    prefetch_batches = max(data.prefetch_batches, batches_per_worker)
+    ordering = Ordering(
+        splits.taken.get("shuffle", data.shuffle),
+        version=order,
+        bucket_steps=data.bucket_steps,
+        curriculum_steps=data.curriculum_steps,
+    )
     return TrainLoader(
-        splits.train, **asdict(share), shuffle=shuffle, order_version=order, **by_length, **options
+        splits.train,
+        share=share,
+        reading=replace(reading, prefetch_batches=prefetch_batches),
+        ordering=ordering,
     )
 
 

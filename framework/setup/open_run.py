@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.tensor_split import whole_shape
-from framework.data.failures import ExplainedData
 from framework.engine.distributed import claims_error_report, from_rank0, rank
 from framework.engine.hang_watch import Watched
 from framework.engine.protocol import Engine
@@ -44,7 +43,7 @@ from framework.train.events import Events, note_closed
 from framework.train.monitors.base import Behind, HeldFolder, Monitor
 from framework.train.monitors.console import LogLines
 from framework.train.run_folder import RunFolder
-from framework.train.trainer import Minutes, Outcome, Trainer
+from framework.train.trainer import Minutes, Outcome, TrainData, Trainer
 
 if TYPE_CHECKING:
     from framework.checkpoint.async_checkpointer import AsyncCheckpointer
@@ -159,7 +158,7 @@ class OpenRun:
         facts = from_rank0(on_rank0(add_monitors))
         return monitors, events[0] if events else None, facts
 
-    def train_data(self) -> ExplainedData:
+    def train_data(self) -> TrainData:
         """Return this rank's loader of the training data, in the order that the run began with."""
         plan = self.prepared.plan
         parts = self.prepared.parts
@@ -168,15 +167,15 @@ class OpenRun:
         read_at_once = 1
         if type(parts.task).count is not Task.count:
             read_at_once = plan.layout.accumulation_steps
-        loader = make_train_loader(
+        return make_train_loader(
             plan,
             parts.splits,
             rank=rank(),
             order=order,
             places=self.places,
             read_at_once=read_at_once,
+            claims=claims_error_report,
         )
-        return ExplainedData(loader, claims=claims_error_report)
 
     def save(self, step: int, metrics: Mapping[str, float]) -> object:
         """Write a checkpoint into the folder, if it is held. Collective."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from framework.errors import TrainingError
 from framework.system.log import warn
@@ -52,17 +52,9 @@ class Stopwatch:
         self._started = self._clock()
         self._excluded = 0.0
 
-    def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the same batches, and note the wait for each of them."""
-        clock = self._clock
-        while True:
-            before = clock()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            self._waits.append(clock() - before)
-            yield batch
+    def note_wait(self, seconds: float) -> None:
+        """Count the time that was waited for a batch."""
+        self._waits.append(seconds)
 
     @property
     def waited_seconds(self) -> float:

@@ -317,7 +317,7 @@ class Trainer:
                 ending.callback(self._profile.close)
             stream = self._train_data.stream(outcome.step)
             ending.callback(getattr(stream, "close", lambda: None))
-            micro_batches = self._unending(stream)
+            micro_batches = self._micro_batches(stream)
             if self._evaluates_first and self._eval_data and self._due(schedule.evaluate):
                 self._evaluate()
             self._call_aside("on_start")
@@ -567,12 +567,20 @@ class Trainer:
                 "[checkpoint-not-written]"
             )
 
-    def _unending(self, stream: Iterator[Any]) -> Iterator[Any]:
+    def _micro_batches(self, stream: Iterator[Any]) -> Iterator[Any]:
         """Yield the stream, timed, and raise an error at its end.
 
         A sample that raises StopIteration looks like the end.
         """
-        yield from self._stopwatch.timed(stream)
+        clock = self._clock
+        while True:
+            before = clock()
+            try:
+                batch = next(stream)
+            except StopIteration:
+                break
+            self._stopwatch.note_wait(clock() - before)
+            yield batch
         error = TrainingError(
             f"step {self._outcome.step + 1}: the training data ended before the run did; every "
             "number below len(dataset) must give a sample, and __getitem__ must not raise "

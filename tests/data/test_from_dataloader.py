@@ -24,11 +24,12 @@ from torch.utils.data import (
 )
 
 from framework.data.from_dataloader import TakenSet, as_tensors, taken_over
-from framework.data.loaders import EvalLoader, TrainLoader, is_stream
+from framework.data.loaders import EvalLoader, is_stream
 from framework.data.splits import given_splits
 from framework.data.streams import StreamEvalLoader
 from framework.errors import ConfigError
 from framework.setup.user_code import Objects, config_with_objects
+from tests.data.loader_of import train_loader
 
 NUMBERS = TensorDataset(torch.arange(40), torch.arange(40) % 2)
 
@@ -61,7 +62,7 @@ def steps(
     found: list[list[int]] = [[] for _ in range(count)]
     for rank in range(ranks):
         accumulation = 8 // ranks // micro
-        loader = TrainLoader(
+        loader = train_loader(
             dataset,
             global_size=8,
             micro_size=micro,

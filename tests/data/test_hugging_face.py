@@ -15,20 +15,21 @@ from PIL import Image
 
 from framework.config.load import config_from_values
 from framework.data.hugging_face import build
-from framework.data.loaders import TrainLoader, is_stream
+from framework.data.loaders import is_stream
 from framework.data.order import Share
-from framework.data.streams import Lane, LanePlace, StreamEvalLoader, StreamLoader
+from framework.data.streams import Lane, LanePlace, StreamEvalLoader
 from framework.errors import ConfigError
 from framework.setup.components import gather_parts
 from framework.setup.user_code import Objects
+from tests.data.loader_of import stream_loader, train_loader
 
 
 def batches(dataset: Any, count: int) -> list[Any]:
     share = Share(4, 4, 1, 0, 1)
     if is_stream(dataset):
-        return [*islice(StreamLoader(dataset, share=share, seed=0).stream(), count)]
+        return [*islice(stream_loader(dataset, share=share, seed=0).stream(), count)]
     sizes = {"global_size": 4, "micro_size": 4, "accumulation_steps": 1, "rank": 0, "world_size": 1}
-    return [*islice(TrainLoader(dataset, **sizes, seed=0, shuffle=False).stream(), count)]
+    return [*islice(train_loader(dataset, **sizes, seed=0, shuffle=False).stream(), count)]
 
 
 class TestHuggingFace:

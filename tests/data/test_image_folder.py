@@ -13,8 +13,8 @@ from PIL import Image
 from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
 
 from framework.data.image_sets import build
-from framework.data.loaders import TrainLoader
 from framework.errors import ConfigError, TrainingError
+from tests.data.loader_of import train_loader
 from tests.ranks_of_host import on_ranks
 
 
@@ -71,7 +71,7 @@ def test_augmentation_is_the_same_whatever_the_number_of_workers(root: Path) -> 
             "seed": 0,
         }
         data = build(str(root), image_size=16).train
-        stream = TrainLoader(
+        stream = train_loader(
             data, **layout, shuffle=True, random_samples=True, num_workers=num_workers
         ).stream()
         images: torch.Tensor = next(stream)[0]

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from framework.data.from_dataloader import taken_over
 from framework.data.lengths import lengths_of
-from framework.data.loaders import TrainLoader
 from framework.errors import ConfigError
+from tests.data.loader_of import train_loader
 from tests.data.test_streams import Numbers
 
 SMALL = TensorDataset(torch.arange(1000, 1010))
@@ -38,7 +38,7 @@ def lengths(count: int, *, ranks: int = 1, start: int = 0, **options: Any) -> li
             "rank": rank,
             "world_size": ranks,
         }
-        stream = TrainLoader(data, **sizes, seed=1, shuffle=True, **options).stream(start)
+        stream = train_loader(data, **sizes, seed=1, shuffle=True, **options).stream(start)
         for step in range(count):
             found[step] += [
                 data.lengths[i] for (batch,) in islice(stream, 4 // ranks) for i in batch.tolist()
@@ -94,7 +94,7 @@ class TestLengths:
             "rank": 0,
             "world_size": 1,
         }
-        stream = TrainLoader(dataset, **sizes, seed=1, shuffle=True, bucket_steps=8).stream()
+        stream = train_loader(dataset, **sizes, seed=1, shuffle=True, bucket_steps=8).stream()
         found = [[dataset.lengths[i] for i in batch.tolist()] for (batch,) in islice(stream, 8)]
         assert (
             sorted(max(step) for step in found[:-1])[:4] < sorted(max(step) for step in found)[-4:]

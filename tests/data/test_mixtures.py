@@ -22,6 +22,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.setup.components import gather_parts, make_train_loader
 from framework.setup.user_code import Objects
+from tests.data.loader_of import stream_loader
 from tests.data.test_streams import GLOBAL, Numbers, Stateful, steps
 
 SMALL, LARGE = TensorDataset(torch.arange(1000, 1010)), TensorDataset(torch.arange(2000, 2500))
@@ -34,7 +35,7 @@ def taken(
     found: list[list[int]] = [[] for _ in range(count)]
     for rank in range(ranks):
         share = Share(GLOBAL, 2, GLOBAL // ranks // 2, rank, ranks)
-        stream = StreamLoader(dataset, share=share, seed=3, **options).stream(start)
+        stream = stream_loader(dataset, share=share, seed=3, **options).stream(start)
         for step in range(count):
             for (batch,) in islice(stream, GLOBAL // ranks // 2):
                 found[step] += batch.tolist()
@@ -102,7 +103,7 @@ class TestMixture:
         assert mixture(source).num_shards == 6
         places = StreamPlaces(lambda own: [own])
         share = Share(GLOBAL, 2, 6, 0, 1)
-        places.loader = StreamLoader(mixture(Stateful((400,) * 6)), share=share, seed=3)
+        places.loader = stream_loader(mixture(Stateful((400,) * 6)), share=share, seed=3)
         for _ in islice(places.loader.stream(), 120 * 6):
             pass
         places.restore(places.state(120))
@@ -122,7 +123,7 @@ class TestMixture:
 
         def loader(places: Any = None) -> StreamLoader:
             mixture = Mixture([(1, Shuffled()), (1, Mixture([(1, Shuffled()), (1, SMALL)]))])
-            return StreamLoader(
+            return stream_loader(
                 mixture, share=Share(GLOBAL, GLOBAL, 1, 0, 1), seed=3, places=places
             )
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections import Counter
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -27,6 +28,11 @@ def sampler(
 ) -> MicroBatchSampler:
     share = Share(micro * accumulation * world, micro, accumulation, rank, world)
     return MicroBatchSampler(num_samples, share=share, seed=5, shuffle=True, start_step=start)
+
+
+def indices_of(sampler: MicroBatchSampler, count: int) -> list[list[int]]:
+    """Sample indices of the first micro-batches."""
+    return [[index for _, index in keys] for keys in islice(sampler, count)]
 
 
 @given(st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 50))
@@ -63,7 +69,7 @@ def test_ranks_together_take_the_first_samples_of_the_order_exactly_once(
     steps = num_samples // global_size
     seen: list[int] = []
     for rank in range(world):
-        micro_batches = list(islice(sampler(*layout, rank=rank, start=0), steps * accumulation))
+        micro_batches = indices_of(sampler(*layout, rank=rank, start=0), steps * accumulation)
         assert all(len(indices) == micro for indices in micro_batches)
         seen += [index for indices in micro_batches for index in indices]
     order = epoch_order(num_samples, seed=5, epoch=0, shuffle=True)
@@ -79,10 +85,11 @@ def test_the_samples_of_a_step_do_not_depend_on_the_number_of_ranks(
     several = [
         index
         for rank in range(world)
-        for indices in islice(sampler(*layout, rank=rank, start=step), accumulation)
+        for indices in indices_of(sampler(*layout, rank=rank, start=step), accumulation)
         for index in indices
     ]
-    alone = next(iter(sampler(micro * accumulation * world, 1, 1, num_samples, rank=0, start=step)))
+    whole = sampler(micro * accumulation * world, 1, 1, num_samples, rank=0, start=step)
+    [alone] = indices_of(whole, 1)
     assert several == alone
 
 
@@ -106,10 +113,13 @@ def test_the_remainder_left_out_differs_between_epochs() -> None:
 
 
 def test_keys_carry_the_epoch_of_their_step() -> None:
-    indices = sampler(2, 1, 1, 5, rank=0, start=1)  # two steps an epoch
-    keys = list(islice(indices.with_epochs(), 4))
-    assert [epoch for epoch, _ in keys] == [0, 1, 1, 2]
-    assert [batch for _, batch in keys] == list(islice(indices, 4))
+    micro_batches = list(islice(sampler(2, 1, 1, 5, rank=0, start=1), 4))  # two steps an epoch
+    assert [[epoch for epoch, _ in keys] for keys in micro_batches] == [
+        [0, 0],
+        [1, 1],
+        [1, 1],
+        [2, 2],
+    ]
 
 
 def test_a_share_that_does_not_multiply_out_is_a_bug() -> None:
@@ -165,15 +175,16 @@ def test_every_order_of_four_comes_equally_often() -> None:
 def test_large_data_has_a_computed_order_and_old_runs_keep_theirs() -> None:
     count = 1 << 20
     share = Share(global_size=64, micro_size=8, accumulation_steps=2, rank=1, world_size=4)
-    new = islice(MicroBatchSampler(count, share=share, seed=5, shuffle=True, start_step=70), 4)
+    sampler = partial(MicroBatchSampler, count, share=share, seed=5, shuffle=True, start_step=70)
     computed = ComputedOrder(count, seed=5, epoch=0)
     starts = [70 * 64 + 16, 70 * 64 + 24, 71 * 64 + 16, 71 * 64 + 24]
-    assert [*new] == [computed[np.arange(start, start + 8)].tolist() for start in starts]
-    old = islice(
-        MicroBatchSampler(count, share=share, seed=5, shuffle=True, start_step=70, version=1), 4
-    )
+    assert indices_of(sampler(), 4) == [
+        computed[np.arange(start, start + 8)].tolist() for start in starts
+    ]
     in_memory = epoch_order(count, seed=5, epoch=0, shuffle=True)
-    assert [*old] == [in_memory[start : start + 8].tolist() for start in starts]
+    assert indices_of(sampler(version=1), 4) == [
+        in_memory[start : start + 8].tolist() for start in starts
+    ]
 
 
 def test_a_computed_order_needs_no_memory() -> None:
@@ -186,5 +197,5 @@ def test_a_computed_order_needs_no_memory() -> None:
     first = next(stream)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert max(first) < 10**12
+    assert max(index for _, index in first) < 10**12
     assert peak < 2_000_000, f"{peak} bytes for a part of an order of 1e12"

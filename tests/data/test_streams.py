@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 from framework.data.order import Share
 from framework.data.streams import StreamEvalLoader, StreamLoader, StreamPlaces, num_lanes
 from framework.errors import ConfigError
+from tests.data.loader_of import stream_loader
 
 GLOBAL = 12
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -97,7 +98,7 @@ def loader(
     dataset: Any, *, ranks: int = 1, rank: int = 0, micro: int = 2, **options: Any
 ) -> StreamLoader:
     share = Share(GLOBAL, micro, GLOBAL // ranks // micro, rank, ranks)
-    return StreamLoader(dataset, share=share, seed=3, **options)
+    return stream_loader(dataset, share=share, seed=3, **options)
 
 
 def plain(batch: Any) -> Any:

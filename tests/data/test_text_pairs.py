@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from framework.data.batches import DrawsFromSeeds, SeededSamples, WholeBatch
-from framework.data.loaders import EvalLoader, TrainLoader
+from framework.data.loaders import EvalLoader
 from framework.data.prepare import prepare
 from framework.data.text_pairs import TextPairs, build
 from framework.data.token_files import SpecialTokens
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError, show_value
+from tests.data.loader_of import train_loader
 from tests.data.text_samples import SPECIAL, VOCAB_SIZE, many_documents, tokens_of
 
 LENGTH = 32
@@ -229,7 +230,7 @@ def test_training_is_the_same_for_any_number_of_ranks_and_workers(num_workers: i
 
     def steps(world_size: int, workers: int, start: int) -> list[list[list[int]]]:
         loaders = [
-            TrainLoader(
+            train_loader(
                 pairs,
                 global_size=8,
                 micro_size=4 // world_size,

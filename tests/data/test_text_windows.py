@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from framework.data.loaders import TrainLoader
 from framework.data.prepare import prepare
 from framework.data.text_windows import TextWindows, build
 from framework.errors import ConfigError
+from tests.data.loader_of import train_loader
 from tests.data.text_samples import SPECIAL, VOCAB_SIZE, many_documents, tokens_of
 
 
@@ -65,7 +65,7 @@ def test_ranks_share_a_step_as_they_share_images(num_workers: int) -> None:
 
     def steps(world_size: int) -> list[Any]:
         loaders = [
-            TrainLoader(
+            train_loader(
                 windows,
                 global_size=8,
                 micro_size=8 // world_size,

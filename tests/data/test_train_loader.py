@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 from framework.data.image_tensors import ImageTensors
 from framework.data.loaders import TrainLoader
 from framework.errors import ConfigError
+from tests.data.loader_of import train_loader
 
 LAYOUT = {"global_size": 8, "micro_size": 2, "accumulation_steps": 2, "rank": 1, "world_size": 2}
 NUMBERS = TensorDataset(torch.arange(29))  # three steps an epoch, five samples left out
@@ -46,7 +47,7 @@ class Ragged(Dataset[Any]):
 
 
 def loader(dataset: Any, **changes: Any) -> TrainLoader:
-    return TrainLoader(dataset, **{**LAYOUT, "seed": 3, "shuffle": True, **changes})
+    return train_loader(dataset, **{**LAYOUT, "seed": 3, "shuffle": True, **changes})
 
 
 def take(loader: TrainLoader, count: int, *, start_step: int = 0) -> list[list[Any]]:

@@ -5,6 +5,7 @@ divided.
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,7 +250,8 @@ def one_rank(tmp_path: Path) -> Any:
 
 def losses(task: Task, pairs: list[tuple[Any, Any]]) -> list[torch.Tensor]:
     of_step = StepLoss(task, micro_batches=len(pairs))
-    return [of_step(outputs, targets) for outputs, targets in of_step.weighted(iter(pairs))]
+    take = partial(next, iter(pairs))
+    return [of_step(outputs, targets) for outputs, targets in of_step.weighted(take)]
 
 
 def test_a_step_without_any_target_has_no_loss_and_no_gradient(one_rank: None) -> None:
@@ -274,7 +276,7 @@ def test_a_mean_is_read_one_micro_batch_at_a_time(one_rank: None) -> None:
             yield torch.ones(2) * number, torch.zeros(2)
 
     of_step = StepLoss(Mean(), micro_batches=2)
-    outputs, targets = next(of_step.weighted(stream()))
+    outputs, targets = next(of_step.weighted(partial(next, stream())))
     assert (read, of_step(outputs, targets).item()) == ([0], 0.0)
 
 
@@ -294,9 +296,8 @@ def test_one_target_for_each_sample_is_counted_once(one_rank: None) -> None:
         (torch.zeros(3, 4), torch.full((3,), -100)),
     ]
     for _ in range(3):
-        losses = [
-            of_step(outputs, targets).item() for outputs, targets in of_step.weighted(iter(pairs))
-        ]
+        take = partial(next, iter(pairs))
+        losses = [of_step(outputs, targets).item() for outputs, targets in of_step.weighted(take)]
         assert losses == [pytest.approx(2 * math.log(4) * 2 * 2 / 8), 0.0]
     assert ([float(number) for number in counted], task.times) == ([2.0, 0.0] * 3, 1)
 

@@ -1,0 +1,109 @@
+"""Errors of a dataset reach the run without a worker's traceback, for one rank to report."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset, IterableDataset
+
+from framework.data.loaders import EvalLoader
+from framework.data.order import Share
+from framework.data.streams import StreamEvalLoader
+from framework.errors import ConfigError
+from tests.data.loader_of import stream_loader, train_loader
+
+_LINE = "data = 3: a broken sample; mend the file [sample-broken]"
+
+
+_OF_A_WORKER = (
+    "Caught ConfigError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
+    f"last):\n  File ...\nframework.errors.ConfigError: {_LINE}\n"
+)
+
+
+class Broken(Dataset[Any]):
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise ConfigError(self._text)
+        return index
+
+
+class BrokenStream(IterableDataset[Any]):
+    def __init__(self, text: str) -> None:
+        self._samples = Broken(text)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self._samples.__getitem__, range(8))
+
+
+def claims(line: str) -> bool:
+    assert line == _LINE
+    return True
+
+
+def _training(text: str, num_workers: int = 0) -> Iterator[Any]:
+    sizes = {"global_size": 4, "micro_size": 4, "accumulation_steps": 1, "rank": 0, "world_size": 1}
+    options = {"seed": 0, "claims": claims, "num_workers": num_workers}
+    return train_loader(Broken(text), **sizes, **options).stream()
+
+
+def _stream(text: str, num_workers: int = 0) -> Iterator[Any]:
+    share = Share(4, 4, 1, 0, 1)
+    loader = stream_loader(BrokenStream(text), share=share, num_workers=num_workers, claims=claims)
+    return loader.stream()
+
+
+def _evaluation(text: str, num_workers: int = 0) -> Iterator[Any]:
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "rank": 0,
+        "world_size": 1,
+        "claims": claims,
+        "num_workers": num_workers,
+    }
+    return iter(EvalLoader(Broken(text), **options))
+
+
+def _stream_evaluation(text: str, num_workers: int = 0) -> Iterator[Any]:
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "rank": 0,
+        "world_size": 1,
+        "claims": claims,
+        "num_workers": num_workers,
+    }
+    loader = StreamEvalLoader(BrokenStream(text), gather=lambda value: [value], **options)
+    return iter(loader)
+
+
+@pytest.mark.parametrize("read", [_training, _stream, _evaluation, _stream_evaluation])
+@pytest.mark.parametrize("text", [_LINE, _OF_A_WORKER], ids=["of the rank", "of a worker"])
+def test_an_error_of_a_sample_is_one_line_of_one_rank(read: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        next(read(text))
+    assert str(caught.value) == _LINE
+    assert caught.value.is_of_one_rank
+
+
+@pytest.mark.parametrize("loader", ["training", "stream", "evaluation", "stream_evaluation"])
+def test_the_workers_of_a_failed_loader_end(loader: str) -> None:
+    """While the error is alive, and with it all that its frames hold."""
+    read = {
+        "training": _training,
+        "stream": _stream,
+        "evaluation": _evaluation,
+        "stream_evaluation": _stream_evaluation,
+    }
+    with pytest.raises(ConfigError) as caught:
+        next(read[loader](_LINE, num_workers=1))
+    assert str(caught.value) == _LINE
+    assert multiprocessing.active_children() == []
