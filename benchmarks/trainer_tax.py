@@ -51,8 +51,10 @@ from framework.setup.assemble import make_monitors, make_schedule
 from framework.setup.components import make_train_loader
 from framework.setup.prepare_run import Prepared, prepare
 from framework.system.stopping import GO_ON, Decision, StopRequest
+from framework.train.cadence import Every, Schedule
+from framework.train.hooks import Hooks
 from framework.train.monitors.base import Monitor, Point
-from framework.train.trainer import Every, Schedule, Trainer
+from framework.train.trainer import RunStart, Trainer
 
 LOG_EVERY = 10
 
@@ -217,8 +219,8 @@ class Ours:
             schedule=agenda,
             train_data=self._loader,
             monitors=[*self._monitors, self],
-            start_step=start,
-            stop=self._stop,
+            start=RunStart(start),
+            hooks=Hooks(stop=self._stop),
         ).fit()
 
     name = "benchmark"

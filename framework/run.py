@@ -37,8 +37,9 @@ from framework.system.log import noting_errors
 from framework.system.stopping import Action, StopRequest
 from framework.system.waiting import waiting
 from framework.train.best import BestSoFar
+from framework.train.cadence import Minutes
 from framework.train.run_folder import RunFolder
-from framework.train.trainer import Minutes, Outcome
+from framework.train.trainer import Outcome
 
 if TYPE_CHECKING:
     from framework.data.streams import StreamPlaces

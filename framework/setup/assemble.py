@@ -38,10 +38,10 @@ from framework.plan.plan import Plan
 from framework.setup.prepare_run import Prepared
 from framework.setup.user_code import load_target
 from framework.tasks.task import Task
+from framework.train.cadence import Every, Schedule
 from framework.train.callbacks import Callbacks
 from framework.train.monitors.base import Aside, Behind, Monitor, make_or_warn
 from framework.train.run_folder import RunFolder
-from framework.train.trainer import Every, Schedule
 
 if TYPE_CHECKING:
     from framework.data.streams import StreamEvalLoader
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from framework.engine.rank_groups import RankGroups
     from framework.setup.pipeline_stages import CutModel
 
-# Logged losses in a row that may be infinite in fp16, where their steps are skipped: the dynamic loss
-# scale has found its level long before.
+# Logged losses in a row that may be infinite in fp16, where their steps are skipped: the dynamic
+# loss scale has found its level long before.
 _IN_FP16: Final = 4
 
 
@@ -203,12 +203,9 @@ def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
 
 def watch_samples(
     engine: Engine, plan: Plan, monitors: Sequence[Monitor], folder: RunFolder
-) -> tuple[Every, Callable[[int], object]] | None:
-    """Let TensorBoard show samples of evaluations.
-
-    Returns:
-        The steps at which it shows histograms of the weights, and the function that does; None
-        without histograms.
+) -> Callable[[int], object] | None:
+    """Let TensorBoard show samples of evaluations; returns the function that shows histograms of
+    the weights of a step, or None without histograms.
     """
     section = plan.config.monitors.tensorboard
     board = next((monitor for monitor in monitors if monitor.name == "tensorboard"), None)
@@ -225,8 +222,7 @@ def watch_samples(
         )
     if not section.histograms_every_steps:
         return None
-    every = Every(section.histograms_every_steps)
-    return every, lambda step: show_weights(engine, plan, board, step)
+    return lambda step: show_histograms(engine, plan, board, step)
 
 
 def _explained_write(error: Exception) -> str:
@@ -261,7 +257,7 @@ def make_profiler(
     return Profiler(engine, section, folder.path, stage=plan.layout.stage_of(rank()))
 
 
-def show_weights(engine: Engine, plan: Plan, board: Monitor | None, step: int) -> None:
+def show_histograms(engine: Engine, plan: Plan, board: Monitor | None, step: int) -> None:
     """Hand histograms of the weights to TensorBoard. Collective; only rank 0 has a board."""
     from framework.setup.tensorboard import weight_histograms
 
@@ -294,6 +290,10 @@ def make_schedule(
 
     evaluation = config.evaluation
     checkpoint = config.checkpoint
+    tensorboard = config.monitors.tensorboard
+    show_weights = Every()
+    if tensorboard is not None and tensorboard.histograms_every_steps:
+        show_weights = Every(tensorboard.histograms_every_steps)
     tokens_per_step = None
     if tokens_per_sample:
         tokens_per_step = plan.layout.global_size * tokens_per_sample
@@ -318,6 +318,7 @@ def make_schedule(
             steps_per_epoch=steps_per_epoch,
             at_end=checkpoint.at_end,
         ),
+        show_weights=show_weights,
         not_finite_allowed=_IN_FP16 if in_fp16 else 0,
     )
 

@@ -38,12 +38,14 @@ from framework.system.waiting import waiting
 from framework.tasks.task import Task
 from framework.train.bad_steps import BadStepPolicy, LeftOut
 from framework.train.best import BestSoFar
+from framework.train.cadence import Minutes
 from framework.train.callbacks import Callbacks
 from framework.train.events import Events, note_closed
+from framework.train.hooks import Hooks, record_nothing
 from framework.train.monitors.base import Behind, HeldFolder, Monitor
 from framework.train.monitors.console import LogLines
 from framework.train.run_folder import RunFolder
-from framework.train.trainer import Minutes, Outcome, TrainData, Trainer
+from framework.train.trainer import Outcome, RunStart, TrainData, Trainer
 
 if TYPE_CHECKING:
     from framework.checkpoint.async_checkpointer import AsyncCheckpointer
@@ -63,6 +65,7 @@ class OpenRun:
         load: loads a checkpoint into the engine and all parts with a state.
         outcome: filled by the loop.
         began: start of this process, by the monotonic clock.
+        settle: waits until the folder is known to be held; set with the monitors.
     """
 
     prepared: Prepared
@@ -79,6 +82,7 @@ class OpenRun:
     load: Callable[[SavedCheckpoint], int]
     outcome: Outcome
     began: float
+    settle: Callable[[], object] = lambda: None
 
     @property
     def start_step(self) -> int:
@@ -137,7 +141,7 @@ class OpenRun:
         held = Behind(HeldFolder(folder))
         monitors: list[Monitor] = [held, self.best, LogLines(total_steps)]
         events: list[Events] = []  # on rank 0
-        self._settle = held.settle
+        self.settle = held.settle
 
         def add_monitors() -> tuple[int, Mapping[str, float]]:
             since = time.monotonic() - self.began
@@ -180,7 +184,7 @@ class OpenRun:
     def save(self, step: int, metrics: Mapping[str, float]) -> object:
         """Write a checkpoint into the folder, if it is held. Collective."""
         with waiting(f"the save of step {step}"):
-            self._settle()
+            self.settle()
             return self.checkpointer.save(step, metrics)
 
 
@@ -191,9 +195,7 @@ def build_trainer(run: OpenRun) -> Trainer:
     start = run.start
     plan = prepared.plan
     splits = prepared.parts.splits
-    start_step = run.start_step
     monitors, events, (restarts, per_step) = run.open_monitors()
-    look = watch_samples(engine, plan, monitors, run.folder)
     section = plan.config.training.bad_steps
     watch = engine.bad_steps
     policy = None
@@ -208,18 +210,22 @@ def build_trainer(run: OpenRun) -> Trainer:
         train_data=run.train_data(),
         eval_data=make_eval_loaders(plan, splits, rank=rank()),
         monitors=monitors,
-        save=run.save,
-        start_step=start_step,
-        evaluates_first=start is None or (start.verified and not _was_evaluated(start)),
-        stop=run.stop,
-        enter=run.stop.enter,
-        minutes=run.minutes,
-        look=look,
-        constants={"run/restarts": float(restarts)},
-        profile=make_profiler(engine, plan, run.folder, start_step=start_step),
-        record=events,
-        callbacks=run.callbacks or None,
-        bad_steps=policy,
+        start=RunStart(
+            run.start_step,
+            evaluates_first=start is None or (start.verified and not _was_evaluated(start)),
+            constants={"run/restarts": float(restarts)},
+        ),
+        hooks=Hooks(
+            save=run.save,
+            stop=run.stop,
+            minutes=run.minutes,
+            enter=run.stop.enter,
+            record=record_nothing if events is None else events,
+            show_weights=watch_samples(engine, plan, monitors, run.folder),
+            callbacks=run.callbacks or None,
+            profile=make_profiler(engine, plan, run.folder, start_step=run.start_step),
+            bad_steps=policy,
+        ),
     )
 
 

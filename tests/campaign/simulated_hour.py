@@ -26,9 +26,10 @@ from framework.config.load import config_from_values
 from framework.report.goodput import Goodput, goodput
 from framework.report.records import read_run
 from framework.system.stopping import Action
+from framework.train.cadence import Every, Minutes, Schedule
 from framework.train.events import Events
 from framework.train.monitors.metric_files import JsonlFile
-from framework.train.trainer import Every, Minutes, Schedule, Trainer
+from tests.train.trainer_of import trainer_of
 
 HOUR, STEP_SECONDS, FIRST_STEP_SECONDS, START = 3600.0, 0.25, 1.0, 1_700_000_000.0
 RECOVERY_P50, RECOVERY_P95 = 5.7, 6.2  # from a kill to the `resume` event
@@ -112,7 +113,7 @@ def simulate(
             clock=lambda: job.now,
         )
         try:
-            trainer = Trainer(
+            trainer = trainer_of(
                 job,  # type: ignore[arg-type]
                 schedule=plan,
                 train_data=job,

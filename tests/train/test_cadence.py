@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.system.stopping import GO_ON, Action, Decision
-from framework.train.trainer import Every, Minutes
+from framework.train.cadence import Every, Minutes
 
 
 def due(cadence: Every, *, total_steps: int) -> list[int]:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from framework.errors import TrainingError
+from framework.train.cadence import Every, Schedule
 from framework.train.callbacks import Callbacks, EarlyStopping, ReduceOnPlateau, Requests, State
-from framework.train.trainer import Every, Outcome, Schedule, Trainer
+from framework.train.trainer import Outcome
 from tests.train.test_trainer import EVAL_DATA, Numbers, RecordingEngine
+from tests.train.trainer_of import trainer_of
 
 
 class Recorder:
@@ -45,7 +47,7 @@ def train(
     agenda = Schedule(
         steps, 3, 4, Every(2, at_end=True), Every(3, at_end=True), Every(4, at_end=True)
     )
-    trainer = Trainer(
+    trainer = trainer_of(
         engine,
         schedule=agenda,
         train_data=Numbers(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +16,10 @@ import pytest
 from framework.errors import StorageError, TrainingError
 from framework.system import waiting
 from framework.system.stopping import GO_ON, Action, Decision
+from framework.train.cadence import Every, Schedule
 from framework.train.monitors.base import Monitor, Point
-from framework.train.trainer import Every, Outcome, Schedule, Trainer
+from framework.train.trainer import Outcome, Trainer
+from tests.train.trainer_of import trainer_of
 
 BATCHES = [("batch", True)]
 EVAL_DATA = {"": BATCHES}
@@ -155,7 +158,7 @@ def make_run(
 ) -> Run:
     engine, data = engine or RecordingEngine(), data or Numbers()
     engine.step = start_step
-    trainer = Trainer(
+    trainer = trainer_of(
         engine,
         schedule=plan or agenda(),
         train_data=data,
@@ -349,7 +352,9 @@ def test_a_stream_that_cannot_be_closed_is_fine() -> None:
             return iter(range(100))
 
     engine = RecordingEngine()
-    outcome = Trainer(engine, schedule=agenda(2), train_data=Endless(), eval_data=EVAL_DATA).fit()
+    outcome = trainer_of(
+        engine, schedule=agenda(2), train_data=Endless(), eval_data=EVAL_DATA
+    ).fit()
     assert outcome.step == 2
 
 
@@ -358,7 +363,7 @@ def test_a_failed_save_ends_the_run() -> None:
         raise StorageError("no space")
 
     monitor, data = Memory(), Numbers()
-    trainer = Trainer(
+    trainer = trainer_of(
         RecordingEngine(), schedule=agenda(), train_data=data, monitors=[monitor], save=full
     )
     with pytest.raises(StorageError):
@@ -405,7 +410,7 @@ def test_evaluating_and_saving_are_not_training_time() -> None:
         now[0] += 50.0
 
     monitor = Memory()
-    trainer = Trainer(
+    trainer = trainer_of(
         Slow(),
         schedule=agenda(),
         train_data=Numbers(),
@@ -590,7 +595,7 @@ def test_without_saving_a_stop_ends_the_run_all_the_same() -> None:
 
 def test_a_stop_that_cannot_be_saved_is_an_error_of_storage() -> None:
     monitor = Memory()
-    trainer = Trainer(
+    trainer = trainer_of(
         RecordingEngine(),
         schedule=agenda(),
         train_data=Numbers(),
@@ -623,7 +628,7 @@ def test_events_are_recorded_in_order_with_how_long_they_took() -> None:
     def record(kind: str, step: int, **details: Any) -> None:
         seen.append((kind, step, details))
 
-    fit = Trainer(
+    fit = trainer_of(
         Slow(),
         schedule=agenda(7),
         train_data=Numbers(),
@@ -652,7 +657,7 @@ def test_events_are_recorded_in_order_with_how_long_they_took() -> None:
 
 def test_a_run_that_fails_ends_with_its_error() -> None:
     seen: list[Any] = []
-    trainer = Trainer(
+    trainer = trainer_of(
         RecordingEngine(fails_at=2),
         schedule=agenda(),
         train_data=Numbers(),
@@ -688,7 +693,7 @@ def test_a_slow_first_batch_is_waited_for_by_its_name(monkeypatch: pytest.Monkey
     def record(kind: str, step: int, **details: Any) -> None:
         events.append({"kind": kind, "step": step} | details)
 
-    trainer = Trainer(SlowEngine(), schedule=agenda(), train_data=SlowNumbers(), record=record)
+    trainer = trainer_of(SlowEngine(), schedule=agenda(), train_data=SlowNumbers(), record=record)
     trainer.fit()
     assert [line.split(" since ")[0] for line in announced] == [
         "waiting for the first batch of the training data",
@@ -698,3 +703,7 @@ def test_a_slow_first_batch_is_waited_for_by_its_name(monkeypatch: pytest.Monkey
     (first,) = [event for event in events if event["kind"] == "first_step"]
     assert first["seconds"] >= 0.8
     assert 0.5 <= first["data_seconds"] <= first["seconds"] - 0.3
+
+
+def test_a_trainer_takes_at_most_eight_arguments() -> None:
+    assert len(inspect.signature(Trainer).parameters) <= 8
