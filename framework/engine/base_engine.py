@@ -107,7 +107,6 @@ class BaseEngine:
 
     @property
     def ds_config(self) -> Mapping[str, Any]:
-        """The JSON that DeepSpeed was given, with rates for each parameter group of this rank."""
         config: Mapping[str, Any] = self.engine.config
         return config
 

@@ -149,6 +149,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def ds_config(self) -> Mapping[str, Any]:
+        """The JSON that DeepSpeed was given, with rates for each parameter group of this rank."""
+        ...
+
+    @property
     def bad_steps(self) -> BadStepWatch | None:
         """The look at all steps; None without `training.bad_steps`."""
         ...
