@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 # Drift is held at every stage and number of ranks; what changes how a step is computed, at one
 # stage and for less long.
-NUM_STEPS, SOME_STEPS, FEW_STEPS, LONG_STAGE = 20, fewer(8, of=20), fewer(4, of=20), 2
+NUM_STEPS, SOME_STEPS, FEW_STEPS, LONG_STAGE = 20, fewer(5, of=20), fewer(3, of=20), 2
 GLOBAL_SIZE = 64
 TOLERANCE = 1e-5
 # Of a forward pass of one sample, by hand: five products, of which each addition comes with a

@@ -28,7 +28,7 @@ from tests.train.monitors.sinks import histograms_of
 pytestmark = pytest.mark.slow
 
 # Drift is held by one run of each kind and way to spread experts.
-NUM_STEPS, FEW_STEPS, GLOBAL_SIZE = fewer(12, of=20), fewer(4, of=20), 8
+NUM_STEPS, FEW_STEPS, GLOBAL_SIZE = fewer(7, of=20), fewer(3, of=20), 8
 STOP, END = 3, 6  # of runs that are resumed
 MODEL = {
     "kind": "gpt",

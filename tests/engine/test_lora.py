@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 peft = pytest.importorskip("peft", reason="peft comes with the lora extra")
 
 # Drift is held by one run of each optimizer.
-LONG_STEPS, NUM_STEPS, HALF_WAY = fewer(14, of=20), fewer(6, of=20), fewer(3, of=10)
+LONG_STEPS, NUM_STEPS, HALF_WAY = fewer(8, of=20), fewer(4, of=20), fewer(2, of=10)
 BATCH, CLIP = 8, 0.01
 NUM_BLOCKS = GPT["model"]["num_layers"]
 MODELS = {

@@ -84,8 +84,9 @@ def layouts(*, exhaustive: bool) -> list[Layout]:
 
 
 def meet(source: Layout, target: Layout, *, exhaustive: bool) -> bool:
-    """Whether a checkpoint of the one is moved into the other: two, so that plain runs, pipelines
-    and tensor groups go into each other; with ``--exhaustive`` of a plain one all, else three.
+    """Return whether a checkpoint of the one is moved into the other: into two layouts, so that
+    plain runs, pipelines and tensor groups go into each other, and of half precision into one; with
+    ``--exhaustive`` of a plain one into all, else three.
     """
     if {source, target}.isdisjoint(HALF):
         whole = [layout for layout in layouts(exhaustive=exhaustive) if layout not in HALF]
@@ -95,7 +96,7 @@ def meet(source: Layout, target: Layout, *, exhaustive: bool) -> bool:
     if source not in MEETS_HALF or target not in MEETS_HALF:
         return False
     distance = MEETS_HALF.index(target) - MEETS_HALF.index(source)
-    return distance % len(MEETS_HALF) in ((1, 5, 9) if exhaustive else (1, 5))
+    return distance % len(MEETS_HALF) in ((1, 5, 9) if exhaustive else (5,))
 
 
 def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def test_weights_and_moments_are_equal_after_every_move(
     truth = torch.load(trained / f"{source.name}.pt", weights_only=True)
     assert truth["step"] == NUM_STEPS
     targets = [target for target in LAYOUTS if meet(source, target, exhaustive=exhaustive)]
-    assert len(targets) >= 2
+    assert targets
     for target in targets:
         found = torch.load(moved / f"{source.name}-{target.name}.pt", weights_only=True)
         assert found["step"] == NUM_STEPS

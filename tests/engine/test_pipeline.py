@@ -20,7 +20,7 @@ from tests.train.monitors.sinks import check_all_sinks_agree, histograms_of, sin
 pytestmark = pytest.mark.slow
 
 # Drift is held by one run of each model and sum.
-NUM_STEPS, FEW_STEPS = fewer(12, of=20), fewer(4, of=20)
+NUM_STEPS, FEW_STEPS = fewer(7, of=20), fewer(3, of=20)
 TOLERANCE = 1e-5
 
 LENET = {"model": {"kind": "lenet"}, "data": {"kind": "digits"}}

@@ -32,7 +32,7 @@ from tests.launched import fewer, series, train_cases
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", reason="transformers comes with the dev extra")
 
-NUM_STEPS, SIZE, LENGTH, LR = fewer(8, of=20), 4, 250, 0.3
+NUM_STEPS, SIZE, LENGTH, LR = fewer(6, of=20), 4, 250, 0.3
 _SHAPE = {"vocab_size": 420, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _OURS = {
     "vocab_size": 420,

@@ -22,7 +22,7 @@ from tests.launched import fewer, rarely, read_metrics, series, train_cases
 pytestmark = pytest.mark.slow
 
 # Drift is held by one run of each kind of group and precision.
-NUM_STEPS, FEW_STEPS = fewer(12, of=20), fewer(4, of=20)
+NUM_STEPS, FEW_STEPS = fewer(7, of=20), fewer(3, of=20)
 TOLERANCE = 1e-5
 CLIP = 0.3
 
