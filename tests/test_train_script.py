@@ -66,8 +66,14 @@ def learnt(run: Path) -> list[tuple[Any, ...]]:
     ]
 
 
+# How a run under DeepSpeed's launcher begins and ends is held below and in tests/test_stopping.py.
 @pytest.mark.parametrize(
-    ("num_ranks", "launchers"), [(1, ("python",)), (2, ("torchrun", "deepspeed"))]
+    ("num_ranks", "launchers"),
+    [
+        (1, ("python",)),
+        (2, ("torchrun",)),
+        pytest.param(2, ("deepspeed",), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_every_launcher_gives_the_same_run(
     warm: WarmRanks, tmp_path: Path, num_ranks: int, launchers: tuple[str, ...]

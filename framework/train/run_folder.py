@@ -11,6 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -296,12 +297,16 @@ class _ConfigDumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    try:
-        reads_as_text = isinstance(parse_scalar(text, name=""), str)
-    except ConfigError:
-        reads_as_text = False
-    style = None if reads_as_text else '"'
+    style = None if _is_read_as_text(text) else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+@lru_cache(maxsize=1000)  # most texts of a config are its keys
+def _is_read_as_text(text: str) -> bool:
+    try:
+        return isinstance(parse_scalar(text, name=""), str)
+    except ConfigError:
+        return False
 
 
 _ConfigDumper.add_representer(str, _represent_text)

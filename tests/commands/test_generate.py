@@ -198,7 +198,7 @@ _RUN: dict[str, Any] = {
     "optimizer": {"kind": "adamw", "lr": 3e-3},
     "training": {"max_steps": STEPS},
     "evaluation": {"at_end": False},
-    "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+    "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
 }
 
 

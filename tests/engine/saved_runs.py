@@ -106,7 +106,7 @@ def run_config(
         "zero": {"stage": stage},
         "training": {"max_steps": 2},
         "evaluation": {"at_end": False},
-        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
         "optimizer": {"kind": "adamw", "lr": 1e-3},
     } | model
     if base["data"]["kind"].startswith("text"):

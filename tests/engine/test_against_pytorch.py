@@ -40,7 +40,7 @@ def config(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
         "training": {"max_steps": NUM_STEPS, "log_every": 1},
         "checkpoint": {"at_end": False},
         "evaluation": {"at_end": False},
-        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
     }
     return base | {name: base.get(name, {}) | section for name, section in sections.items()}
 

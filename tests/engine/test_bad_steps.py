@@ -52,7 +52,7 @@ def config(name: str, folder: Path, bad_steps: Any, **sections: Any) -> dict[str
         "training": {"max_steps": TOTAL, "log_every": 1, "bad_steps": bad_steps},
         "evaluation": {"at_end": False},
         "checkpoint": {"every_steps": 1, "keep_last": 99},
-        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
     }
     training = base["training"] | sections.pop("training", {})
     return base | sections | {"training": training}

@@ -42,7 +42,7 @@ def config(
         "training": {"max_steps": TOTAL, "log_every": 1, "ema": ema},
         "evaluation": {"every_steps": 3, "weights": "ema" if ema else "trained"},
         "checkpoint": {"every_steps": 1, "keep_last": 99},
-        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
         **sections,
     }
 

@@ -99,16 +99,16 @@ class Case:
             },
             "checkpoint": {"at_end": self.average},
             "evaluation": {"at_end": False},
-            "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+            "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
             **sections,
         }
 
 
 TWO = [
-    Case(0, MIXTRAL, SGD, steps=2),
-    Case(3, MIXTRAL, ADAMW, num_steps=NUM_STEPS),
-    Case(0, TOP1, SGD, steps=2),
-    Case(3, TOP1, SGD, steps=2, num_steps=NUM_STEPS),
+    Case(0, MIXTRAL, SGD, steps=2, num_steps=NUM_STEPS),
+    Case(3, MIXTRAL, ADAMW),
+    Case(0, TOP1, SGD, steps=2, num_steps=NUM_STEPS),
+    Case(3, TOP1, SGD, steps=2),
     *(Case(stage, TOP2, ADAMW) for stage in (1, 2)),
     Case(3, TOP2, SGD, steps=2, recompute=1),
     Case(1, TOP1, SGD, steps=2, expert=2, num_steps=NUM_STEPS),
@@ -158,7 +158,12 @@ def varied(name: str, folder: Path) -> dict[str, Any]:
 
 def ragged(name: str, folder: Path, expert: int) -> dict[str, Any]:
     """A run whose ranks read batches of unlike length."""
-    board = {"tensorboard": {"histograms_every_steps": FEW_STEPS}, "csv": False, "progress": "off"}
+    board = {
+        "tensorboard": {"histograms_every_steps": FEW_STEPS},
+        "csv": False,
+        "progress": "off",
+        "report": False,
+    }
     data = {"target": "tests.jobs.parts:ragged_prompts"}
     run = {"name": name, "output_dir": str(folder)}
     return Case(1, TOP1, SGD, steps=2, expert=expert).config(

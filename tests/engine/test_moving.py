@@ -118,7 +118,7 @@ def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[st
         "parallel": {"pipe": layout.pipe, "tensor": layout.tensor},
         "training": {"max_steps": NUM_STEPS, "log_every": 1},
         "evaluation": {"at_end": False},
-        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
         **sections,
     }
 

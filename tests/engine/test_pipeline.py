@@ -188,7 +188,7 @@ def values(case: Case, folder: Path, text: Path, *, global_size: int) -> dict[st
         },
         "evaluation": {"at_end": True, "batch_size": 48},
         "checkpoint": {"at_end": True},
-        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
         **sections,
     }
 

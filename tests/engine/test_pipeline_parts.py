@@ -118,7 +118,7 @@ def values(case: Case, folder: Path) -> dict[str, Any]:
         "training": {"max_steps": NUM_STEPS, "log_every": 1},
         "evaluation": EVERY_STEP,
         "checkpoint": {"at_end": False},
-        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
         **case.sections,
     }
 

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from framework.engine.process_group_errors import check_environment, explaining_rendezvous
 from framework.errors import ConfigError, PeerLostError
-from tests.launched import torchrun
+from tests.launched import run_ranks
 from tests.places import ROOT
 from tests.ports import free_ports
 
@@ -117,16 +117,14 @@ def test_an_environment_in_which_ranks_cannot_meet_is_refused(
 
 
 def test_runs_of_one_script_meet_anew_each_time_and_leave_nothing(tmp_path: Path) -> None:
-    """In torchrun's store, which outlives a group, the second or third run found the addresses of
-    the first.
+    """In a store as torchrun's, which outlives a group, the second or third run found the addresses
+    of the first.
     """
-    done = torchrun(
-        ROOT / "tests/jobs/many_fits.py", "3", "0", "1", "2", num_ranks=2, cwd=tmp_path, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    losses = [
-        float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")
-    ]
-    assert len(losses) == 4, done.stdout
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    script = ROOT / "tests/jobs/many_fits.py"
+    printed = run_ranks(script, str(store.port), "3", "0", "1", "2", num_ranks=2, cwd=tmp_path)
+    lines = printed.splitlines()
+    losses = [float(line.split()[1]) for line in lines if line.startswith("loss ")]
+    assert len(losses) == 4, printed
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
-    assert [line for line in done.stdout.splitlines() if line.startswith("left ")] == ["left 0"] * 4
+    assert [line for line in lines if line.startswith("left ")] == ["left 0"] * 4

@@ -112,7 +112,7 @@ class Case:
 
 TWO_RANKS = [
     Case("gpt", 0),
-    Case("gpt", 3, steps=NUM_STEPS),
+    Case("gpt", 3),
     Case("gpt", 3, "adamw", steps=NUM_STEPS),
     Case("bert", 3),
     Case("llama", 1),
@@ -125,11 +125,11 @@ TWO_RANKS = [
     Case("gemma", 3),
     Case("bent-summed", 2),
     # bf16 has 8 bits of mantissa, which the norm of small gradients shows most.
-    Case("gpt", 3, tolerance=0.05, dtype="bf16", steps=NUM_STEPS),
+    Case("gpt", 1, tolerance=0.05, dtype="bf16", steps=NUM_STEPS),
     Case("gpt", 0, tolerance=0.02, dtype="autocast"),
     Case("gpt", 2, tolerance=5e-3, dtype="fp16", steps=NUM_STEPS),
 ]
-FOUR_RANKS = [Case("llama", 1), Case("bert", 2), Case("gpt", 3, steps=NUM_STEPS)]
+FOUR_RANKS = [Case("llama", 1, steps=NUM_STEPS), Case("bert", 2), Case("gpt", 3)]
 # Of these plans a weight between column and row layers is missing.
 PARTIAL = [
     *(Case("unnamed", stage) for stage in range(4)),
@@ -142,7 +142,7 @@ RARE_TWO = [
     Case("gpt", 1),
     Case("gpt", 2),
     Case("bert", 0),
-    Case("gpt", 1, tolerance=0.05, dtype="bf16"),
+    Case("gpt", 3, tolerance=0.05, dtype="bf16"),
 ]
 RARE_FOUR = [
     *(Case("gpt", stage) for stage in (0, 1, 2)),

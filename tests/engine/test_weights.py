@@ -82,7 +82,7 @@ def values(
         "zero": {"stage": zero},
         "training": {"max_steps": NUM_STEPS, "log_every": 1},
         "evaluation": {"at_end": False},
-        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
         "optimizer": _ADAMW,
     } | MODELS[model]
     if base["data"]["kind"].startswith("text"):

@@ -15,11 +15,18 @@ import framework
 
 
 def main() -> None:
-    """Take the stages, one for each fit."""
+    """Take the port of a store as torchrun's, and the stages, one for each fit."""
+    port, *stages = sys.argv[1:]
+    os.environ |= {
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "many",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     linear, before = torch.nn.functional.linear, bytes_of_tensors()
     features = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(features, (features.sum(1) > 0).long())
-    for number, stage in enumerate(sys.argv[1:]):
+    for number, stage in enumerate(stages):
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         config = {

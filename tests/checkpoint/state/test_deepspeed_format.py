@@ -50,7 +50,7 @@ def config(
         "scheduler": {"kind": "warmup", "warmup_steps": 6, "curve": "linear"},
         "training": {"max_steps": STEPS + 2, "log_every": 1},
         "evaluation": {"at_end": False},
-        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
     } | sections
 
 

@@ -29,7 +29,7 @@ def config(name: str, folder: Path, *, stage: int, **precision: Any) -> dict[str
         "training": {"max_steps": 1, "log_every": 1, "clip_grad_norm": 1e6},
         "checkpoint": {"at_end": False},
         "evaluation": {"at_end": False},
-        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
         "batch": {"micro_size": 1, "accumulation_steps": MICRO_BATCHES},
     }
 
