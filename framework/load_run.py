@@ -134,7 +134,7 @@ class LoadedRun:
 
         With `data_elsewhere`, data that is not on this machine is a warning.
         """
-        from framework.plan.token_folder import look_at_data
+        from framework.plan.data_files import look_at_data
 
         problems, size = look_at_data(self.config, data_elsewhere=data_elsewhere)
         if self.config.checkpoint.init_weights is not None:

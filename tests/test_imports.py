@@ -32,6 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"system", "text", "deepspeed_lint"},
     "token files": {"system"},
     "plan": {"system", "text", "deepspeed_lint", "config", "token files"},
+    # Sections of recipes, their work and their files. Rooms of the trainer find them by name.
+    "recipe kinds": {"system", "config", "plan", "token files"},
     "engine protocol": {"system"},
     "checkpoint": {"system", "config", "engine protocol"},
     "train": {"system", "text", "checkpoint", "engine protocol"},
@@ -141,6 +143,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine",
         "engine protocol",
         "setup",
+        "recipe kinds",
     },
     # ------------------------------------------------ on top
     "cli": {"system", "commands"},
@@ -156,6 +159,7 @@ HALVES = {
     "own_loop": "run",
     "registry": "system",
     "plug_ins": "commands",
+    "recipes": "recipe kinds",
     "training": "run",
     "data.token_files": "token files",
     "engine.protocol": "engine protocol",
@@ -177,6 +181,7 @@ HALVES = {
     "commands.program": "torch commands",
 }
 LIGHT = (
+    "recipe kinds",
     "problems",
     "system",
     "text",
@@ -385,3 +390,37 @@ def test_programs_in_shell_scripts_import_what_is_there() -> None:
     assert [
         place for place in found if not hasattr(importlib.import_module(place[1]), place[2])
     ] == []
+
+
+# Rooms that find recipes by their registered names alone, as they find kinds of other packages.
+NAME_NO_RECIPE = {
+    "config",
+    "plan",
+    "engine",
+    "engine protocol",
+    "checkpoint",
+    "checkpoint state",
+    "setup",
+    "train",
+    "run",
+    "models",
+    "data",
+    "tasks",
+}
+
+
+def test_rooms_of_the_trainer_name_no_recipe() -> None:
+    wrong = []
+    for name, path in modules().items():
+        if part_of(name) not in NAME_NO_RECIPE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+            if is_text and str(node.value).startswith("framework.recipes"):
+                wrong.append(f"{name}: {node.value}")
+        wrong += [
+            f"{name}: {imported}"
+            for imported in sorted(imports_of(path))
+            if imported.startswith("framework.recipes")
+        ]
+    assert wrong == []

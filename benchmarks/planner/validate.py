@@ -23,7 +23,6 @@ from typing import Any, Final
 from benchmarks.planner.published import read_points, tokens_per_second_per_gpu
 from benchmarks.records import RESULTS, ROOT
 from framework.config.load import config_from_values
-from framework.config.model import GPT
 from framework.plan.cluster import Cluster
 from framework.plan.device_overhead import beside_tensors
 from framework.plan.devices import Machine, find_network
@@ -33,6 +32,7 @@ from framework.plan.parallelism import Parallelism
 from framework.plan.plan import Plan, make_plan
 from framework.plan.time import StepTime, step_time
 from framework.plan.work import LayerWork, ModelWork, model_work
+from framework.recipes.language_models.kinds import GPT
 
 Point = dict[str, Any]
 # A bare name means the most common size; an A100 of 40 GB and a GH200 of 96 are in `device_gb`.

@@ -35,6 +35,7 @@ from framework.plan.alternatives import settings_text, size_text, with_settings
 from framework.plan.auto import listed_target, measured_target
 from framework.plan.candidate import Candidate, judge
 from framework.plan.cluster import Cluster
+from framework.plan.data_files import look_at_data
 from framework.plan.hardware import Hardware
 from framework.plan.knob import find_knob
 from framework.plan.memory import Memory, NotEstimatedError
@@ -49,7 +50,6 @@ from framework.plan.search_goals import (
 )
 from framework.plan.search_space import EVERYTHING, OFFLOAD, RECOMPUTE, STAGE, Request
 from framework.plan.time import StepTime
-from framework.plan.token_folder import look_at_data
 from framework.plan.work import ModelWork
 from framework.system.arguments import parse_command
 from framework.system.output import write

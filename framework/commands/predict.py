@@ -27,7 +27,6 @@ from torch.utils.data import default_collate
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.commands.generate import add_sampling, sample, terms_of, tokenizer_of, tokens_of
-from framework.config.data import ImageFolder, LabelledText
 from framework.config.run_config import RunConfig
 from framework.config.training import CausalLM, Classification
 from framework.data.chat import Answers, open_tokenizer
@@ -43,6 +42,8 @@ from framework.errors import (
     TrainingError,
     in_one_line,
 )
+from framework.recipes.image_sets.kinds import ImageFolder
+from framework.recipes.text.kinds import LabelledText
 from framework.setup.components import load_task
 from framework.setup.trained import find_source, module_to_ask, saved_config
 from framework.system.arguments import CommandParser, whole

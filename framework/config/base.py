@@ -179,6 +179,12 @@ class Kind(Section):
             return self.factory()
         return None
 
+    def form(self) -> str | None:
+        """Return the form of samples that it gives or takes (`framework.config.forms`); None: it is
+        not known.
+        """
+        return None
+
     def factory(self) -> Factory:
         """Return the import path and keyword arguments that this section stands for."""
         return Factory(self.builds, self.model_dump(exclude=set(self.own_fields)))
@@ -443,6 +449,9 @@ class ModelKind(Kind):
     """A model that the framework builds, without torch."""
 
     registered_in: ClassVar[str] = "dsf.models"
+    # Function that lists the layers on a tape (`framework.plan.layers`), so that work and memory are
+    # known without torch; empty: the model is traced.
+    work: ClassVar[str] = ""
     has_batch_norm: ClassVar[bool] = False
     has_convolutions: ClassVar[bool] = False
 

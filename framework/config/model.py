@@ -1,13 +1,12 @@
-"""`model`: what is trained. A new model is a class here (its registry line) and its module in
-`framework/models/`.
+"""`model`: what is trained. Bases of the kinds that `framework/registry.py` has, in
+`framework/recipes/` and in installed packages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
@@ -22,11 +21,10 @@ from framework.config.base import (
     Section,
     Target,
 )
-from framework.config.data import BYTE_VOCAB_SIZE
 
 
 class Classifier(ModelKind):
-    """Base of all image classifiers."""
+    """Base of image classifiers."""
 
     has_convolutions: ClassVar[bool] = True
 
@@ -35,167 +33,24 @@ class Classifier(ModelKind):
     in_channels: PositiveCount = 1
     """Channels of an input image: 1 for grey, 3 for colour."""
 
+    def form(self) -> str:
+        return "images"
+
     def expected_image_size(self) -> int | None:
         """Height and width in pixels that the model insists on; None where any size works."""
         return getattr(self, "image_size", None)
-
-
-class LeNet(Classifier):
-    """LeNet-5 (LeCun et al. 1998) with ReLU and max pooling, as used on MNIST and Fashion-MNIST."""
-
-    builds: ClassVar[str] = "framework.models.small_nets:LeNet"
-    kind: Literal["lenet"] = "lenet"
-    image_size: Literal[28, 32] = 28
-    """Height and width of an input image in pixels; 28 is padded to 32 by the first convolution."""
-
-
-class SmallResNet18(Classifier):
-    """ResNet-18 (He et al. 2015) for small images: a 3x3 stem without pooling, as in the
-    Fashion-MNIST literature.
-    """
-
-    builds: ClassVar[str] = "framework.models.resnet:SmallResNet18"
-    has_batch_norm: ClassVar[bool] = True
-    kind: Literal["small_resnet18"] = "small_resnet18"
-
-
-class _TorchvisionResNet(Classifier):
-    """Base of torchvision's ResNets; the defaults are those for ImageNet."""
-
-    has_batch_norm: ClassVar[bool] = True
-    num_classes: PositiveCount = 1000
-    in_channels: PositiveCount = 3
-
-
-class ResNet18(_TorchvisionResNet):
-    """torchvision's ResNet-18 (7x7 stem), untrained."""
-
-    builds: ClassVar[str] = "framework.models.resnet:resnet18"
-    kind: Literal["resnet18"] = "resnet18"
-
-
-class ResNet50(_TorchvisionResNet):
-    """torchvision's ResNet-50 (7x7 stem), untrained."""
-
-    builds: ClassVar[str] = "framework.models.resnet:resnet50"
-    kind: Literal["resnet50"] = "resnet50"
-
-
-class MLP(Classifier):
-    """Multi-layer perceptron on flattened images: linear, ReLU, dropout, repeated."""
-
-    builds: ClassVar[str] = "framework.models.small_nets:MLP"
-    has_convolutions: ClassVar[bool] = False
-    kind: Literal["mlp"] = "mlp"
-    image_size: PositiveCount = 28
-    """Height and width of an input image in pixels."""
-    hidden_sizes: list[PositiveCount] = [256, 256]
-    """Width of each hidden layer; an empty list gives a linear classifier."""
-    dropout: Fraction = 0.0
-    """Probability that a hidden unit is dropped while training."""
 
 
 # A named size fills in every field of a language model that is not written down.
 
 Size = Mapping[str, Any]
 
-_GPT2: Final[Size] = {
-    "vocab_size": 50257,
-    "max_positions": 1024,
-    "positions": "learned",
-    "norm": "layernorm",
-    "norm_eps": 1e-5,
-    "mlp": "gelu",
-    "bias": True,
-    "dropout": 0.1,
-    "tie_embeddings": True,
-    "rope_theta": 10_000.0,
-}
-_LLAMA: Final[Size] = {
-    "positions": "rotary",
-    "norm": "rmsnorm",
-    "norm_eps": 1e-5,
-    "mlp": "swiglu",
-    "bias": False,
-    "dropout": 0.0,
-    "tie_embeddings": False,
-    "rope_theta": 10_000.0,
-}
 
+class LanguageModel(ModelKind):
+    """Base of transformers that read tokens. The named `size` sets each field that is left out."""
 
-def _shape(hidden_size: int, num_layers: int, num_heads: int, **others: Any) -> Size:
-    return {
-        "hidden_size": hidden_size,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "mlp_size": 4 * hidden_size,
-    } | others
-
-
-# GPT-2: Radford et al. 2019, table 2, with the number of heads from the released models. Llama: the
-# released config.json files. tiny: bytes (256 and five special tokens), for a laptop.
-GPT_SIZES: Final[Mapping[str, Size]] = MappingProxyType(
-    {
-        "tiny": {
-            **_GPT2,
-            **_shape(128, 4, 4, num_kv_heads=4, vocab_size=BYTE_VOCAB_SIZE, max_positions=256),
-        },
-        "gpt2": {**_GPT2, **_shape(768, 12, 12, num_kv_heads=12)},
-        "gpt2-medium": {**_GPT2, **_shape(1024, 24, 16, num_kv_heads=16)},
-        "gpt2-large": {**_GPT2, **_shape(1280, 36, 20, num_kv_heads=20)},
-        "gpt2-xl": {**_GPT2, **_shape(1600, 48, 25, num_kv_heads=25)},
-        "tinyllama-1.1b": {
-            **_LLAMA,
-            **_shape(
-                2048, 22, 32, num_kv_heads=4, mlp_size=5632, vocab_size=32000, max_positions=2048
-            ),
-        },
-        "llama-2-7b": {
-            **_LLAMA,
-            **_shape(
-                4096, 32, 32, num_kv_heads=32, mlp_size=11008, vocab_size=32000, max_positions=4096
-            ),
-        },
-        "llama-3-8b": {
-            **_LLAMA,
-            **_shape(
-                4096,
-                32,
-                32,
-                num_kv_heads=8,
-                mlp_size=14336,
-                vocab_size=128256,
-                max_positions=8192,
-                rope_theta=500_000.0,
-            ),
-        },
-    }
-)
-
-_BERT: Final[Size] = {
-    "vocab_size": 30522,
-    "max_positions": 512,
-    "num_types": 2,
-    "dropout": 0.1,
-    "norm_eps": 1e-12,
-}
-# base, large: Devlin et al. 2018, section 3. tiny to medium: Turc et al. 2019, "Well-Read Students
-# Learn Better", table 1.
-BERT_SIZES: Final[Mapping[str, Size]] = MappingProxyType(
-    {
-        "tiny": {**_BERT, **_shape(128, 2, 2)},
-        "mini": {**_BERT, **_shape(256, 4, 4)},
-        "small": {**_BERT, **_shape(512, 4, 8)},
-        "medium": {**_BERT, **_shape(512, 8, 8)},
-        "base": {**_BERT, **_shape(768, 12, 12)},
-        "large": {**_BERT, **_shape(1024, 24, 16)},
-    }
-)
-
-
-class _LanguageModel(ModelKind):
-    """Base of all language models. The named `size` sets each field that is left out."""
-
+    # Whether several documents stand in a row, and none of them sees another.
+    reads_packed_rows: ClassVar[bool] = False
     sizes: ClassVar[Mapping[str, Size]]
     own_fields: ClassVar[frozenset[str]] = frozenset({"kind", "size"})
 
@@ -290,67 +145,6 @@ class MoE(Section):
             return num_tokens
         capacity = ceil(factor * self.top_k * num_tokens / self.num_experts)
         return min(num_tokens, max(self.min_capacity, capacity))
-
-
-class GPT(_LanguageModel):
-    """Decoder-only transformer, from GPT-2 (Radford et al. 2019) to the shape of Llama (Touvron et
-    al. 2023).
-    """
-
-    builds: ClassVar[str] = "framework.models.gpt:GPT.of"
-    sizes: ClassVar[Mapping[str, Size]] = GPT_SIZES
-    kind: Literal["gpt"] = "gpt"
-    size: Literal[
-        "tiny",
-        "gpt2",
-        "gpt2-medium",
-        "gpt2-large",
-        "gpt2-xl",
-        "tinyllama-1.1b",
-        "llama-2-7b",
-        "llama-3-8b",
-    ] = "tiny"
-    """Named size: what every other field is unless it is written down. tiny: bytes, for a laptop;
-    the others as published.
-    """
-    num_kv_heads: PositiveCount
-    """Heads of keys and values, a divisor of num_heads; fewer than num_heads share them
-    (grouped-query attention).
-    """
-    positions: Literal["learned", "rotary"]
-    """How a token's place is told: a learned vector that is added, or a rotation of queries and
-    keys (Su et al. 2021).
-    """
-    rope_theta: Positive
-    """Base of the rotary wavelengths."""
-    norm: Literal["layernorm", "rmsnorm"]
-    """Normalisation before attention, before the perceptron and at the end."""
-    mlp: Literal["gelu", "swiglu"]
-    """Perceptron of a block: two matrices around GELU (tanh form, as GPT-2), or three with a gate
-    (Shazeer 2020).
-    """
-    bias: bool
-    """Whether linear layers and layernorm have a bias."""
-    tie_embeddings: bool
-    """Whether the output layer uses the matrix of the token embedding."""
-    moe: MoE | None = None
-    """Experts in place of the perceptrons of some blocks."""
-
-
-class BERT(_LanguageModel):
-    """BERT (Devlin et al. 2018) with the heads of its pre-training, masked tokens and next
-    sentence; or for classes.
-    """
-
-    builds: ClassVar[str] = "framework.models.bert:BERT.of"
-    sizes: ClassVar[Mapping[str, Size]] = BERT_SIZES
-    kind: Literal["bert"] = "bert"
-    size: Literal["tiny", "mini", "small", "medium", "base", "large"] = "tiny"
-    """Named size: what every other field is unless it is written down."""
-    num_types: PositiveCount
-    """Number of segments that a token may belong to."""
-    num_classes: PositiveCount | None = None
-    """Classes of a text, from a head on [CLS]; null: the heads of pre-training."""
 
 
 def _scaled(size: Size, values: Mapping[str, Any]) -> dict[str, Any]:

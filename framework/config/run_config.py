@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from framework.config.base import TAG_KEYS, PositiveCount, RunName, Section
-from framework.config.data import DataSection, Digits
-from framework.config.model import LeNet, ModelSection
+from framework.config.data import DataSection
+from framework.config.model import ModelSection
 from framework.config.optimizer import AdamW, Constant, OptimizerSection, SchedulerSection
 from framework.config.precision import FP32, PrecisionSection
 from framework.config.training import (
@@ -64,9 +64,10 @@ class RunConfig(Section):
 
     run: Run = Run()
     """Name and place of the run."""
-    model: ModelSection = LeNet()
+    # Validated as what a file holds, so that only a run with a default imports its kind.
+    model: ModelSection = cast(Any, {"kind": "lenet"})
     """What is trained."""
-    data: DataSection = Digits()
+    data: DataSection = cast(Any, {"kind": "digits"})
     """What it is trained on."""
     task: TaskSection = Classification()
     """What a batch means: loss and metrics."""
@@ -190,7 +191,10 @@ def kind_of_default(section: str) -> dict[str, str]:
     if section in RunConfig.model_fields:
         default = RunConfig.model_fields[section].default
         for key in TAG_KEYS:
-            kind = getattr(default, key, None)
+            if isinstance(default, Mapping):
+                kind = default.get(key)
+            else:
+                kind = getattr(default, key, None)
             if isinstance(kind, str):
                 kinds[key] = kind
     return kinds

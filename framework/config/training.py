@@ -745,6 +745,9 @@ class CausalLM(TaskKind):
     metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "perplexity")
     kind: Literal["causal_lm"] = "causal_lm"
 
+    def form(self) -> str:
+        return "text"
+
 
 class MaskedLM(TaskKind):
     """BERT's pre-training: hidden tokens plus next-sentence prediction; metrics: accuracy,
@@ -761,6 +764,9 @@ class MaskedLM(TaskKind):
         "perplexity",
     )
     kind: Literal["masked_lm"] = "masked_lm"
+
+    def form(self) -> str:
+        return "text_pairs"
 
 
 class ModelLoss(TaskKind):

@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 from framework.config.freezing import length_for_freeze
 from framework.config.groups import is_adapted
 from framework.config.load import Source
-from framework.config.model import BERT, GPT
+from framework.config.model import LanguageModel
 from framework.config.run_config import AUTO, RunConfig
 from framework.config.training import (
     FAST_ROWS,
@@ -328,7 +328,7 @@ def loss_tile(config: RunConfig, micro_size: int) -> int:
     lora = config.training.lora
     parallel = config.parallel
     is_named_task = isinstance(config.task, CausalLM | MaskedLM)
-    if not isinstance(model, GPT | BERT) or not is_named_task or parallel.pipe > 1:
+    if not isinstance(model, LanguageModel) or not is_named_task or parallel.pipe > 1:
         return 0
     if lora and not getattr(model, "tie_embeddings", True) and is_adapted("head", lora):
         return 0
@@ -345,7 +345,7 @@ def _slow_vocabulary(config: RunConfig, cluster: Cluster, layout: Layout) -> Ite
     """
     model = config.model
     is_half = config.precision.dtype != "fp32"
-    if cluster.device != "cuda" or not is_half or not isinstance(model, GPT | BERT):
+    if cluster.device != "cuda" or not is_half or not isinstance(model, LanguageModel):
         return
     if not isinstance(config.task, CausalLM | MaskedLM):
         return

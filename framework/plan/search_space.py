@@ -11,8 +11,8 @@ from typing import Any, Final
 from framework.config.run_config import RunConfig
 from framework.plan.cluster import Cluster
 from framework.plan.hardware import UNKNOWN, Hardware
+from framework.plan.layers import num_layers
 from framework.plan.layout import DEFAULT_MICRO_SIZE
-from framework.plan.shipped_models import num_layers
 from framework.plan.work import ModelWork
 
 Settings = Mapping[str, Any]

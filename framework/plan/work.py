@@ -19,9 +19,9 @@ from framework.config.precision import BF16, FP16, Autocast
 from framework.config.run_config import RunConfig
 from framework.config.training import LoRA
 from framework.plan.balance import LayerFacts
+from framework.plan.layers import UNDIVIDED, Layers, RankShare, Run, forward_of
 from framework.plan.operations import Shape, Tape, Value
 from framework.plan.plan import Plan, loss_tile
-from framework.plan.shipped_models import UNDIVIDED, Layers, RankShare, Run, forward_of
 
 Device = Literal["cpu", "cuda"]
 Arithmetic = Literal["fp32", "half", "autocast"]

@@ -12,7 +12,6 @@ import torch
 
 from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.config.model import GPT
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
 from framework.data.loaders import EvalLoader, is_stream
@@ -81,7 +80,8 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         make_schedule=parts.make_schedule,
         groups=groups,
     )
-    if getattr(plan.config.data, "packing", False) and not isinstance(plan.config.model, GPT):
+    reads_packed_rows = getattr(plan.config.model, "reads_packed_rows", False)
+    if getattr(plan.config.data, "packing", False) and not reads_packed_rows:
         _refuse_mixing(engine, parts.task)
     return engine
 

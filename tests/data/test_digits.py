@@ -5,9 +5,9 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from framework.config.data import Digits
 from framework.data.digits import build
 from framework.data.image_tensors import ImageTensors
+from framework.recipes.image_sets.kinds import Digits
 
 
 def images_of(dataset: object) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from framework.config.model import BERT, GPT
 from framework.data import text_pairs
 from framework.data.prepare import prepare
 from framework.data.token_files import SpecialTokens
@@ -22,6 +21,7 @@ from framework.data.tokenizer import (
 )
 from framework.data.tokens import open_token_folder
 from framework.errors import ConfigError, show_value
+from framework.recipes.language_models.kinds import BERT, GPT
 
 tokenizers = pytest.importorskip(
     "tokenizers", reason="the package tokenizers is not installed: pip install -e '.[text]'"

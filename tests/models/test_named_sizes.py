@@ -9,10 +9,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from framework.config.model import BERT, GPT
 from framework.config.run_config import RunConfig
 from framework.models.layers import as_layers
-from framework.plan.shipped_models import num_layers
+from framework.plan.layers import num_layers
+from framework.recipes.language_models.kinds import BERT, GPT
 from framework.setup.user_code import call_factory
 
 # GPT-2: counts of the released checkpoints. Llama: of the released safetensors. tiny GPT: 261*128 +

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from framework.config.data import DataObject, Digits
+from framework.config.data import DataObject
 from framework.config.load import config_from_values
 from framework.config.optimizer import AdamW
 from framework.config.run_config import RunConfig
 from framework.data.splits import Splits
 from framework.errors import ConfigError, UsageError
+from framework.recipes.image_sets.kinds import Digits
 from framework.setup.components import gather_parts
 from framework.setup.user_code import Objects, config_with_objects
 from framework.tasks.classification import Classification

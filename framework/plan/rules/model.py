@@ -5,44 +5,24 @@ into stages.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, Final
+from typing import Any
 
 from pydantic import ValidationError
 
-from framework.config.base import ModelKind, Section
-from framework.config.data import Dataset, HuggingFace, Mixture
+from framework.config import forms
+from framework.config.base import Kind, ModelKind, Section
+from framework.config.data import Dataset
 from framework.config.freezing import always_frozen, patterns_of, refuse_bad_freeze, scheduled
 from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, unmatched_modules
-from framework.config.model import BERT, GPT, Classifier, ModelSection
+from framework.config.model import Classifier, LanguageModel, ModelSection
 from framework.config.optimizer import Adagrad, optimizer_lr
 from framework.config.run_config import RunConfig
-from framework.config.training import FrozenSteps, ModelLoss
+from framework.config.training import Classification, FrozenSteps
 from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
-
-# Form of the data -> kinds of each part of a run that take or give it; all other kinds are for
-# images.
-_PARTS: Final[Mapping[str, Mapping[str, str]]] = {
-    "text": {"model": "gpt", "data": "text", "task": "causal_lm"},
-    "text_pairs": {"model": "bert", "data": "text_pairs", "task": "masked_lm"},
-    "conversations": {"model": "gpt", "data": "conversations", "task": "causal_lm"},
-    "images": {"model": "lenet", "data": "digits", "task": "classification"},
-    "labelled_text": {
-        "model": "bert, with num_classes",
-        "data": "labelled_text",
-        "task": "classification",
-    },
-}
-_WORDS: Final = {
-    "images": "images",
-    "text": "windows of text",
-    "text_pairs": "pairs of text segments",
-    "labelled_text": "texts and their classes",
-}
-_ALSO: Final = {"conversations": "text"}
 
 
 @rule()
@@ -94,12 +74,12 @@ def parts_speak_of_the_same(config: RunConfig, cluster: Cluster) -> Found:
             kind = getattr(config, part).kind
             first_kind = getattr(config, first).kind
             verb = "has" if first == "data" else "reads"
-            first_part = f"{first_kind}, the {first}, {verb} {_WORDS[known[first]]}"
+            first_part = f"{first_kind}, the {first}, {verb} {forms.NAMES[known[first]]}"
             fix = (
-                f"set {part}.kind: {_PARTS[known[first]][part]} or {first}.kind: "
-                f"{_PARTS[form][first]}"
+                f"set {part}.kind: {forms.KINDS[known[first]][part]} or {first}.kind: "
+                f"{forms.KINDS[form][first]}"
             )
-            reason = f"it reads {_WORDS[form]}, and {first_part}"
+            reason = f"it reads {forms.NAMES[form]}, and {first_part}"
             yield Problem(f"{part}-{first}-mismatch", reason, fix, f"{part}.kind", kind)
 
 
@@ -143,16 +123,13 @@ def _takes(section: Section, key: str, value: int) -> bool:
 def _form(config: RunConfig, part: str) -> str | None:
     """Return the form of the data that a part gives or takes; None for a part of the user's own."""
     section: Any = getattr(config, part)
-    if section.is_own_code or isinstance(section, (HuggingFace, Mixture, ModelLoss)):
+    if not isinstance(section, Kind):
         return None
-    if section.kind == "classification":
+    if isinstance(section, Classification):
         if "labelled_text" in (_form(config, "data") or _form(config, "model") or ""):
             return "labelled_text"
         return "images"
-    if isinstance(section, BERT) and section.num_classes:
-        return "labelled_text"
-    form = next((form for form, kinds in _PARTS.items() if kinds[part] == section.kind), "images")
-    return _ALSO.get(form, form)
+    return section.form()
 
 
 @rule("heads-not-divisible")
@@ -162,17 +139,18 @@ def heads_divide(config: RunConfig, cluster: Cluster) -> Found:
     """
     model = config.model
     key = "model.num_heads"
-    if not isinstance(model, (GPT, BERT)):
+    if not isinstance(model, LanguageModel):
         return
     units = model.hidden_size
     heads = model.num_heads
+    num_kv_heads = getattr(model, "num_kv_heads", heads)
     if units % heads:
         reason = f"{units} hidden units cannot be split evenly over the heads"
         yield key, reason, f"set {key}: {_divisor(units, near=heads)}"
-    elif isinstance(model, GPT) and heads % model.num_kv_heads:
-        fix = f"set model.num_kv_heads: {_divisor(heads, near=model.num_kv_heads)}"
+    elif heads % num_kv_heads:
+        fix = f"set model.num_kv_heads: {_divisor(heads, near=num_kv_heads)}"
         yield "model.num_kv_heads", f"{heads} heads cannot share them evenly", fix
-    elif isinstance(model, GPT) and model.positions == "rotary" and units // heads % 2:
+    elif getattr(model, "positions", "") == "rotary" and units // heads % 2:
         reason = f"a head has {units // heads} units, and rotary positions turn pairs of them"
         fix = "set model.hidden_size to an even multiple of model.num_heads"
         yield Problem("odd-rotary-heads", reason, fix, key, heads)
@@ -188,7 +166,7 @@ def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
     size = config.parallel.sequence
     if size == 1 or not isinstance(model, ModelKind) or model.is_own_code:
         return
-    if not isinstance(model, (GPT, BERT)):
+    if not isinstance(model, LanguageModel):
         yield key, f"{model.kind} reads no sequences", f"set {key}: 1"
         return
     length = getattr(config.data, "sequence_length", None)
@@ -258,7 +236,7 @@ def recompute_in_parts(config: RunConfig, cluster: Cluster) -> Found:
     key = "training.recompute_every"
     if not config.training.recompute_every:
         return
-    from framework.plan.shipped_models import num_layers
+    from framework.plan.layers import num_layers
 
     count = num_layers(config.model)
     if count is not None and config.training.recompute_every >= count:
@@ -488,7 +466,7 @@ def stages_fit(config: RunConfig, cluster: Cluster) -> Found:
     """
     if config.parallel.pipe > 1:
         from framework.plan.balance import stage_problems
-        from framework.plan.shipped_models import num_layers
+        from framework.plan.layers import num_layers
 
         yield from stage_problems(config.parallel, num_layers(config.model))
 

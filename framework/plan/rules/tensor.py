@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from framework.config.base import ModelKind
-from framework.config.model import BERT, GPT
+from framework.config.model import LanguageModel
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
@@ -25,7 +25,7 @@ def parts_are_equal(config: RunConfig, cluster: Cluster) -> Found:
     """Find heads and perceptrons that the ranks cannot share evenly; vocabularies may be uneven."""
     model = config.model
     size = config.parallel.tensor
-    if not isinstance(model, (GPT, BERT)):
+    if not isinstance(model, LanguageModel):
         return
     for key in ("num_heads", "num_kv_heads", "mlp_size"):
         count = getattr(model, key, None)
@@ -44,7 +44,7 @@ def other_parts(config: RunConfig, cluster: Cluster) -> Found:
     model = config.model
     if size == 1:
         return
-    has_plan = model.is_own_code or isinstance(model, (GPT, BERT))
+    has_plan = model.is_own_code or isinstance(model, LanguageModel)
     if config.parallel.tensor_plan is None and isinstance(model, ModelKind) and not has_plan:
         fix = 'name its layers, such as {"fc1": column, "fc2": row}, or set parallel.tensor: 1'
         reason = f"{model.kind} has no plan of its own for tensor groups"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from framework.config.load import config_from_values
-from framework.config.model import BERT_SIZES, GPT_SIZES
 from framework.plan.work import weights_alone
+from framework.recipes.language_models.kinds import BERT_SIZES, GPT_SIZES
 
 MODELS: list[dict[str, Any]] = [
     {"kind": "lenet"},

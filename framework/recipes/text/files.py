@@ -1,0 +1,53 @@
+"""A folder of tokenised text, as far as a laptop looks at it: ``meta.json`` and the sizes of the
+files, not the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from framework.config.model import ModelSection
+from framework.data.token_files import (
+    Meta,
+    no_pair_tokens,
+    num_pairs,
+    num_windows,
+    one_document,
+    read_meta,
+    size_problems,
+    too_short,
+)
+from framework.errors import ConfigError, Problem
+from framework.plan.rules.model import vocabulary_problem
+from framework.recipes.text.kinds import Text, TextPairs
+
+_KEY: Final = "data.path"
+
+
+def look_at_tokens(data: Text | TextPairs, model: ModelSection) -> tuple[list[Problem], int | None]:
+    """Find what is wrong with the folder, and count its training samples."""
+    if data.path is None:
+        return [], None
+    try:
+        folder, meta = read_meta(data.path, _KEY)
+    except ConfigError as error:
+        return list(error.problems), None
+    problems = list(size_problems(folder, meta, data.path, _KEY))
+    problems += _unfit(data, model, meta)
+    count = num_windows if isinstance(data, Text) else num_pairs
+    return problems, count(meta.parts["train"].num_tokens, data.sequence_length) or None
+
+
+def _unfit(data: Text | TextPairs, model: ModelSection, meta: Meta) -> Iterator[Problem]:
+    """Find what the datasets and the run itself would refuse."""
+    for name, part in meta.parts.items():
+        if isinstance(data, Text):
+            yield from too_short(
+                name, num_tokens=part.num_tokens, sequence_length=data.sequence_length
+            )
+        else:
+            yield from one_document(name, num_documents=part.num_documents, path=data.path)
+    if isinstance(data, TextPairs):
+        yield from no_pair_tokens(meta.special_tokens, path=data.path)
+    yield from vocabulary_problem(meta.vocab_size, model)
