@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.plan.rules.metrics_and_ema import LOGGED
+from framework.system.metric_names import BY_NAME
 from tests.launched import ROOT, TIMEOUT_SECONDS, job_environment
 
 # From the first logged step to the last; a machine that does nothing else takes a tenth of it.
@@ -87,7 +87,7 @@ def test_the_quickstart_trains_to_its_end(tmp_path: Path) -> None:
     ]
     assert rows[-1]["time"] - rows[0]["time"] < LONGEST_SECONDS
     names = {name for row in rows for name in row} - {"step", "epoch", "time"}
-    assert {name for name in names if not name.startswith("eval/")} <= set(LOGGED)
+    assert {name for name in names if not name.startswith("eval/")} <= set(BY_NAME)
     report = (run / "report.html").read_text(encoding="utf-8")
     assert "Finished after 220 steps." in report
     assert {

@@ -20,19 +20,22 @@ from framework.engine.workarounds.grad_norm import KeptNorm
 from framework.engine.workarounds.half_without_zero import norm_of
 from framework.errors import ConfigError, in_one_line
 from framework.models.layers import Layer
+from framework.system.metric_names import BY_NAME, PHASES, REST, WORK_PHASES, time_of
 from framework.tasks.task import Ratio, Task
 
 _WARM_UPS: Final = 2
 _REPEATS: Final = 5
 
 
-# The parts of a step in which a rank does work of its own: in the others it waits for the slowest.
-_WORK: Final = tuple(
-    f"time/{part}_ms" for part in ("data", "copy", "forward", "backward", "optimizer")
+_TIMED: Final = tuple(phase for phase in PHASES if phase != REST)
+# What the ranks put together, beside the loss.
+_OF_RANKS: Final = (
+    *[time_of(phase) for phase in _TIMED],
+    "memory/host_peak_bytes",
+    "memory/device_peak_bytes",
+    "train/balance_loss",
+    "train/dropped_tokens",
 )
-_TIMES: Final = (*_WORK, "time/communication_ms", "time/bubble_ms")
-_EXPERTS: Final = ("train/balance_loss", "train/dropped_tokens")
-_MEMORY: Final = ("memory/host_peak_bytes", "memory/device_peak_bytes")
 
 
 def over_ranks(
@@ -47,7 +50,7 @@ def over_ranks(
         look: called with the times of all ranks in milliseconds, by the part of a step; -1 on
             ranks without the part.
     """
-    names = ("train/loss", *_TIMES, *_MEMORY, *_EXPERTS)
+    names = ("train/loss", *_OF_RANKS)
     ranks = torch.distributed.get_world_size()
     values = [rank_metrics.get(name, -1.0) for name in names]
     row = torch.tensor(values, dtype=torch.float64, device=device())
@@ -58,12 +61,15 @@ def over_ranks(
     for name, column in columns.items():
         if max(column) < 0:  # no rank has it
             continue
-        if name in _MEMORY:
+        if BY_NAME[name].kind == "peak":
             metrics[name] = max(column)
         else:
             metrics[name] = sum(max(0.0, value) for value in column) / ranks
-    look({name.removeprefix("time/").removesuffix("_ms"): columns[name] for name in _TIMES})
-    work = [sum(max(0.0, columns[name][rank]) for name in _WORK) for rank in range(ranks)]
+    times = {phase: columns[time_of(phase)] for phase in _TIMED}
+    look(times)
+    work = []
+    for rank in range(ranks):
+        work.append(sum(max(0.0, times[phase][rank]) for phase in WORK_PHASES))
     return metrics | _slowest_rank(work)
 
 

@@ -23,7 +23,8 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_ALLGATHER_TIMER
 from deepspeed.utils.timer import NoopTimer
 
-_REST: Final = "other"  # the rest of a step; the trainer adds the time between steps to it
+from framework.system.metric_names import REST, time_of
+
 # Events that wait to be read; with more, the events that have passed are read.
 _MOST_EVENTS: Final = 2000
 
@@ -44,7 +45,7 @@ class Phases:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._mark(_REST)
+        self._mark(REST)  # the trainer adds the time between steps to it
 
     def end(self) -> None:
         """End a step; nothing is counted until the next one begins."""
@@ -76,8 +77,8 @@ class Phases:
         self._steps = 0
         metrics: dict[str, float] = {}
         for phase, seconds in self._seconds.items():
-            if phase != _REST:
-                metrics[f"time/{phase}_ms"] = 1000 * seconds / steps
+            if phase != REST:
+                metrics[time_of(phase)] = 1000 * seconds / steps
         self._seconds.clear()
         return metrics
 
@@ -175,7 +176,7 @@ def phases_of(engine: deepspeed.DeepSpeedEngine) -> Phases:
     if isinstance(engine, deepspeed.PipelineEngine):
         instructions: dict[Any, Any] = {}
         for kind, call in engine._INSTRUCTION_MAP.items():
-            phase = _PHASE_OF_INSTRUCTION.get(kind, _REST)
+            phase = _PHASE_OF_INSTRUCTION.get(kind, REST)
             instructions[kind] = _in_phase(phases, phase, call)
         engine._INSTRUCTION_MAP = instructions
     return phases

@@ -12,7 +12,8 @@ from typing import Any, Final
 from framework.report.goodput import Goodput, goodput
 from framework.report.records import RunRecords
 from framework.report.series import Series
-from framework.report.verdict import PHASES, SLOW_RANK, Verdict, judge
+from framework.report.verdict import SLOW_RANK, Verdict, judge
+from framework.system.metric_names import PHASES, time_of
 
 PHASE_NAMES: Final[Mapping[str, str]] = {
     "data": "waiting for data",
@@ -82,8 +83,8 @@ def time_split(means: Mapping[str, float]) -> dict[str, float]:
     """
     parts = {}
     for phase in PHASES:
-        if f"time/{phase}_ms" in means:
-            parts[phase] = means[f"time/{phase}_ms"]
+        if time_of(phase) in means:
+            parts[phase] = means[time_of(phase)]
     step = means.get("time/step_ms", 0.0)
     rest = step - sum(parts.values())
     # Less is what rounding leaves of parts that were timed.
@@ -119,8 +120,7 @@ def _saving_share(run: RunRecords) -> float:
 
 def device_bytes(run: RunRecords) -> float | None:
     """Return the memory of one device; None if the run did not record it."""
-    values = run.metrics.get("memory/device_total_bytes", Series()).finite
-    known = values[-1][1] if values else run.environment.get("device_memory_bytes")
+    known = run.environment.get("device_memory_bytes")
     if isinstance(known, int | float) and known > 0:
         return float(known)
     return None

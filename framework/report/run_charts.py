@@ -16,7 +16,7 @@ from framework.report.line_chart import Line, Mark, line_chart
 from framework.report.profile import timeline_of
 from framework.report.records import RunRecords
 from framework.report.series import Series
-from framework.report.verdict import PHASES
+from framework.system.metric_names import PHASES, time_of
 
 # Metrics with a chart of their own: name -> title, unit on the axis.
 _CURVES: Final[Mapping[str, tuple[str, str]]] = {
@@ -196,7 +196,7 @@ def _parts_over_time(run: RunRecords) -> list[tuple[str, Series]]:
     rest = list(step_times.values)
     parts: dict[str, list[float]] = {}
     for phase in PHASES:
-        series = run.metrics.get(f"time/{phase}_ms")
+        series = run.metrics.get(time_of(phase))
         if series is not None:
             times = dict(zip(series.steps, series.values, strict=True))
             parts[phase] = [times.get(step, 0.0) for step in step_times.steps]

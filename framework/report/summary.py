@@ -18,6 +18,7 @@ from framework.errors import counted, in_one_line
 from framework.plan.cluster import RANKS_ON_CPU
 from framework.plan.plan import Plan
 from framework.system.log import print_line, warn
+from framework.system.metric_names import PHASES, time_of
 from framework.train.best import Best
 from framework.train.trainer import Outcome
 
@@ -28,17 +29,6 @@ if TYPE_CHECKING:
 # person's own shell, and how the script is called from there.
 SHELL_PATH: Final = "DSF_SHELL_PATH"
 DOOR: Final = "DSF_DOOR"
-# Parts of a step; without a device's clock only the first is known, and the rest is computing.
-_PARTS: Final = (
-    "data",
-    "copy",
-    "forward",
-    "backward",
-    "communication",
-    "optimizer",
-    "bubble",
-    "other",
-)
 # Half a million points of 500 bytes. To read them takes 0.7 s of a processor; a page may cost the
 # end of a run one.
 _LARGEST_METRICS: Final = 256 << 20
@@ -308,8 +298,9 @@ def _bounded_by(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     step = metrics.get("time/step_ms", 0.0)
     values = []
     sizable = []
-    for name in _PARTS:
-        value = metrics.get(f"time/{name}_ms")
+    # Without a device's clock only the wait for data is known, and the rest is computing.
+    for name in PHASES:
+        value = metrics.get(time_of(name))
         if step and value is not None:
             values.append(value)
             if value >= step / 100:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from framework.system.metric_names import PHASES, time_of
+
 Kind = Literal[
     "data-bound",
     "host-bound",
@@ -56,16 +58,6 @@ GOOD_MFU: Final = 0.40
 # Most of a step.
 COMPUTE_SHARE: Final = 0.50
 
-PHASES: Final = (
-    "data",
-    "copy",
-    "forward",
-    "backward",
-    "communication",
-    "optimizer",
-    "bubble",
-    "other",
-)
 _OUT_OF_MEMORY: Final = re.compile(r"out[ -]of[ -]memory", re.IGNORECASE)
 
 
@@ -119,7 +111,7 @@ def judge(
         return Verdict("unknown", "unknown: no time of a step was measured", advice)
     shares = {}
     for phase in PHASES:
-        milliseconds = metrics.get(f"time/{phase}_ms", math.nan)
+        milliseconds = metrics.get(time_of(phase), math.nan)
         if math.isfinite(milliseconds):
             shares[phase] = max(0.0, milliseconds) / step
     factor = metrics.get("ranks/slowest_factor", 1.0)

@@ -14,6 +14,7 @@ from typing import Final
 
 from framework.errors import TrainingError
 from framework.system.log import warn
+from framework.system.metric_names import REST, time_of
 
 # Share of a step's time: a longer wait for the loader is a stall.
 _STALL: Final = 0.1
@@ -103,7 +104,7 @@ class Stopwatch:
         if parts:
             known_ms = {"time/data_ms": data_ms} | dict(parts)
             metrics.update(known_ms)
-            metrics["time/other_ms"] = max(0.0, step_ms - sum(known_ms.values()))
+            metrics[time_of(REST)] = max(0.0, step_ms - sum(known_ms.values()))
         for name, amount in self._per_step.items():
             metrics[name] = amount * steps / seconds
         if self._tokens_per_step is not None:

@@ -4,10 +4,8 @@ and monitors.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Final
 
 from deepspeed_lint.text.typos import nearest
@@ -18,13 +16,9 @@ from framework.config.training import EarlyStopping, ReduceOnPlateau
 from framework.errors import Problem, Severity
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
+from framework.system.metric_names import AREAS, BY_NAME
 
 _BEST: Final = "checkpoint.keep_best"
-# Metrics that every run may log; a test compares them with a run's.
-LOGGED: Final[Sequence[str]] = json.loads(
-    Path(__file__).with_name("logged.json").read_text(encoding="utf-8")
-)
-_AREAS: Final = frozenset(name.partition("/")[0] for name in LOGGED)
 # With a larger share of the first weights, the average shows how the run began rather than how it
 # went.
 _LARGEST_REST: Final = 0.5
@@ -97,10 +91,10 @@ def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
         # An area that is ours may get a metric that is not in this list; another area is a slip for
         # certain.
         severity: Severity = "error"
-        if metric.partition("/")[0] in _AREAS:
+        if metric.partition("/")[0] in AREAS:
             severity = "warning"
-        if metric not in LOGGED:
-            known = [*LOGGED, *_evaluated(config)]
+        if metric not in BY_NAME:
+            known = [*BY_NAME, *_evaluated(config)]
             yield _unknown(metric, known, "no run measures it", severity)
         return
     evaluation = config.evaluation

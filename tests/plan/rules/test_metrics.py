@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import pytest
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.rules import apply_rules
-from framework.plan.rules.metrics_and_ema import LOGGED
-from tests.places import ROOT
+from framework.system.metric_names import BY_NAME
 
 EPOCHS = {"every_epochs": 1}
 GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
@@ -39,7 +37,7 @@ def found(
         ),
         # nobody knows what a task of one's own measures
         ("eval/whatever", {"task": {"target": "a:b"}}),
-        *[(name, {}) for name in LOGGED if not name.endswith("loss")],
+        *[(name, {}) for name in BY_NAME if not name.endswith("loss")],
     ],
 )
 def test_what_is_measured_is_fine(metric: str | None, sections: dict[str, Any]) -> None:
@@ -85,9 +83,3 @@ def test_the_largest_loss_is_kept_by_those_who_say_so(
     best_is: str | None, kinds: list[str]
 ) -> None:
     assert [kind for kind, *_ in found("eval/loss", best_is=best_is)] == kinds
-
-
-def test_the_page_explains_every_metric() -> None:
-    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
-    explained = set(re.findall(r"`([a-z]+/[a-z_]+)`(?=[^|\n]*\|)", page))
-    assert explained - {"eval/loss"} == set(LOGGED)
