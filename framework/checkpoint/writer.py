@@ -24,8 +24,9 @@ from typing import Any, Final
 from framework.checkpoint.checkpointer import Retention, publish, warn_of_failure
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import SAVING
-from framework.system.child import Child, MessageSocket
+from framework.system.child import Child
 from framework.system.files import FileRecord, digest_of, replace_text, write_new
+from framework.system.json_lines import MessageSocket
 
 GIVE_UP: Final = "give-up"
 ALL_WRITTEN: Final = "all-written"

@@ -5,7 +5,6 @@ Nothing trains, and no device is touched.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from framework.plan.plan import Plan
+from framework.system.json_lines import BadLineError, decode, encode
 
 _LEAVE_SECONDS: Final = 20.0
 
@@ -48,10 +48,12 @@ def ask_child(
     }
     words = ["-m", f"framework.setup.{module}"]
     environment = {"DS_ACCELERATOR": "cpu", **os.environ}
-    done = run_child(words, environment, longest_seconds=longest_seconds, text=json.dumps(question))
+    done = run_child(
+        words, environment, longest_seconds=longest_seconds, text=encode(question).decode()
+    )
     try:
-        return json.loads(done.stdout)
-    except ValueError:
+        return decode(done.stdout.encode())
+    except BadLineError:
         last = done.stderr.strip().rpartition("\n")[2]
         reason = f"looking at the model ended with code {done.returncode}"
         if last:

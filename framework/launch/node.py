@@ -48,7 +48,7 @@ from framework.launch.options import (
     parse_node,
     seconds,
 )
-from framework.launch.stop_requests import StopRequests, read_order
+from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import (
     HOST_LOST,
     JobEnd,
@@ -96,10 +96,10 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     options = parse_node(argv)
     state: Mapping[str, Any] = {}
     if options.from_stdin:
-        order = read_order(sys.stdin.buffer.fileno(), requests)
+        requests.hold(sys.stdin.buffer.fileno())
+        order = requests.read_order()
         os.environ.update(order.environment)
         state = order.restarts
-        requests.hold(sys.stdin.buffer.fileno())
     devices = find_devices(os.environ).only(options.devices)
     if options.hostfile:
         hosts = read_hostfile(options.hostfile)

@@ -19,16 +19,34 @@ from pathlib import Path
 from typing import Final
 
 import psutil
+from pydantic import BaseModel, ConfigDict
 
 from framework.launch.hosts.devices import visible_variable
 from framework.launch.hosts.topology import HostTopology
 from framework.launch.options import KILL_SECONDS
+from framework.system.json_lines import MessageReader
 from framework.system.limits import memory_groups
 from framework.system.output import visible
 from framework.system.parent_watch import AGENT_VARIABLE, REPORT_VARIABLE, identity
 
 _LEFTOVER_GRACE_SECONDS: Final = 2.0
 _CLEAR_SECONDS: Final = 10.0
+_LARGEST_REPORT_BYTES: Final = 1 << 16
+
+
+class RankReport(BaseModel):
+    """A message of a rank.
+
+    Attributes:
+        reason: of its end.
+        asked: signal that requested it to stop.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    rank: int
+    reason: str = ""
+    asked: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,7 @@ class Ranks:
         self._reasons: dict[int, str] = {}
         self.asked = ""
         self._read_end, self._write_end = os.pipe()
-        os.set_blocking(self._read_end, False)
+        self._reports = MessageReader(self._read_end, largest=_LARGEST_REPORT_BYTES)
         self._environment = dict(environment)
         self._environment[visible_variable(device)] = ",".join(map(str, numbers))
         self._environment[AGENT_VARIABLE] = identity(os.getpid())
@@ -118,15 +136,18 @@ class Ranks:
         return ended
 
     def _read_reports(self) -> None:
-        """Read what ranks wrote: RANK, tab, reason; or RANK, two tabs, signal."""
-        with suppress(BlockingIOError):
-            while text := os.read(self._read_end, 1 << 16):
-                for line in text.decode(errors="replace").splitlines():
-                    rank, _, reason = line.partition("\t")
-                    if reason.startswith("\t"):
-                        self.asked = self.asked or visible(f"{reason[1:]} to rank {rank}")
-                    elif rank.isdecimal():
-                        self._reasons.setdefault(int(rank), visible(reason))
+        """Read the reports of ranks; other lines are of processes that ranks have started."""
+        while True:
+            try:
+                report = RankReport.model_validate(self._reports.receive(0))
+            except TimeoutError:
+                return
+            except ValueError:  # of JSON, and pydantic's
+                continue
+            if report.asked:
+                self.asked = self.asked or visible(f"{report.asked} to rank {report.rank}")
+            elif report.reason:
+                self._reasons.setdefault(report.rank, visible(report.reason))
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every rank that runs."""

@@ -8,7 +8,6 @@ agents see it close and stop their ranks. No process of another machine is ever 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -45,6 +44,7 @@ from framework.launch.options import GRACE_SECONDS, KILL_SECONDS, WAIT_SECONDS, 
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import HOST_LOST, Restarts, is_final
 from framework.load_run import deepspeed_words
+from framework.system.json_lines import encode
 from framework.system.limits import require
 from framework.system.output import write
 
@@ -468,7 +468,7 @@ class Agents:
         order: dict[str, object] = {"environment": self._environment}
         if agent.losses and self._restarts is not None:
             order["restarts"] = self._restarts.state_after_losses(agent.losses)
-        self._send_to(process, json.dumps(order).encode() + b"\n")
+        self._send_to(process, order)
 
     def _pass_on_output(self) -> None:
         if not self._streams:
@@ -522,7 +522,7 @@ class Agents:
         if code == EXIT_OK or has_failed_before or not self._is_ending:
             return
         # Agents that have met know of it; the ones that still wait for this host do not.
-        self._send_to_all(b"stop\n" if code == EXIT_STOPPED else b"lost\n")
+        self._send_to_all("stop" if code == EXIT_STOPPED else "lost")
 
     def _wait_for(self, agent: _Agent, restarts: Restarts) -> None:
         """Call a lost host again after a pause, or give it up."""
@@ -567,20 +567,20 @@ class Agents:
             self._give_up_after(saves=request == "stop")
             more = "; once more kills" if request == "stop" else ""
             print_line(f"{requests.asked}: passing it on to {len(self._running)} hosts{more}")
-            self._send_to_all(request.encode() + b"\n")
+            self._send_to_all(request)
 
     def _give_up_after(self, *, saves: bool) -> None:
         seconds = self._grace_seconds if saves else 0.0
         self._give_up_at = time.monotonic() + seconds + _WAIT_SECONDS
 
-    def _send_to_all(self, words: bytes) -> None:
+    def _send_to_all(self, kind: str) -> None:
         for _, process in self._running:
-            self._send_to(process, words)
+            self._send_to(process, {"type": kind})
 
-    def _send_to(self, process: subprocess.Popen[bytes], words: bytes) -> None:
+    def _send_to(self, process: subprocess.Popen[bytes], message: Mapping[str, object]) -> None:
         assert process.stdin is not None
         with suppress(OSError):
-            process.stdin.write(words)
+            process.stdin.write(encode(message) + b"\n")
             process.stdin.flush()
 
     def _let_go(self) -> None:

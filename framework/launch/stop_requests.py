@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from framework.errors import RunStopped, UsageError
+from framework.system.json_lines import BadLineError, MessageReader
 from framework.system.stopping import NOTICES, Insistence, handled, put_back
 
 _LOOK_SECONDS: Final = 0.2
+_LARGEST_ORDER_BYTES: Final = 1 << 20
+_LAUNCHER_ASKS: Final = "the launcher's request"
+_NO_ORDER: Final = "launch node: --from_stdin is for `launch -H`, which sends what belongs there"
 _LAUNCHER_GONE: Final = "the launcher is gone"
 _NOTICES: Final = tuple(notice.name for notice in NOTICES)
 
@@ -39,7 +41,7 @@ class StopRequests:
         self.cut_off = False
         self.lost = False
         self._insistence = Insistence()
-        self._life_line: int | None = None
+        self._life_line: MessageReader | None = None
 
     def ask(self, how: str) -> None:
         """Count a request, as `Insistence` has it."""
@@ -50,28 +52,59 @@ class StopRequests:
 
     def hold(self, life_line: int) -> None:
         """Read the messages of `launch -H` from now on, and the end of its input."""
-        self._life_line = life_line
+        self._life_line = MessageReader(life_line, largest=_LARGEST_ORDER_BYTES)
+
+    def read_order(self) -> AgentOrder:
+        """Wait for the first message of `launch -H`.
+
+        Raises:
+            RunStopped: a signal came before it.
+            UsageError: it is something else.
+        """
+        assert self._life_line is not None
+        while True:
+            self._refuse_start()
+            try:
+                message = self._life_line.receive(_LOOK_SECONDS)
+                return AgentOrder.model_validate(message)
+            except TimeoutError:
+                continue
+            except ValueError:  # of JSON, and pydantic's
+                raise UsageError(_NO_ORDER) from None
 
     def look(self) -> None:
         """Read what came over the life line."""
-        if self._life_line is None or not select.select([self._life_line], [], [], 0)[0]:
-            return
-        words = os.read(self._life_line, 4096).split()
-        if not words:
-            self._life_line = None
-            self.cut_off = True
-            self.asked = self.asked or _LAUNCHER_GONE
-        self.lost = self.lost or b"lost" in words
-        if b"stop" in words:
-            self.ask("the launcher's request")
-        if b"kill" in words:
-            self.asked = self.asked or "the launcher's request"
+        while self._life_line is not None:
+            try:
+                message = self._life_line.receive(0)
+            except TimeoutError:
+                return
+            except BadLineError:
+                continue
+            if message is None:
+                self._life_line = None
+                self.cut_off = True
+                self.asked = self.asked or _LAUNCHER_GONE
+            else:
+                self._hear(message.get("type"))
+
+    def _hear(self, kind: object) -> None:
+        """Handle a message of `launch -H` by its type."""
+        if kind == "lost":
+            self.lost = True
+        elif kind == "stop":
+            self.ask(_LAUNCHER_ASKS)
+        elif kind == "kill":
+            self.asked = self.asked or _LAUNCHER_ASKS
             self.is_meant = True
             self.insists = True
 
     def refuse_start(self) -> None:
         """Raise RunStopped if there was a request before any rank was started."""
         self.look()
+        self._refuse_start()
+
+    def _refuse_start(self) -> None:
         if self.asked:
             raise RunStopped(
                 f"stopped on request ({self.asked}) before any rank was started [stopped-early]"
@@ -114,24 +147,3 @@ class AgentOrder(BaseModel):
 
     environment: dict[str, str]
     restarts: dict[str, Any] = {}
-
-
-def read_order(descriptor: int, requests: StopRequests) -> AgentOrder:
-    """Read the first line of `launch -H`.
-
-    Raises:
-        RunStopped: a signal came before it.
-        UsageError: the line is something else.
-    """
-    line = bytearray()
-    while not line.endswith(b"\n") and len(line) < 1 << 20:
-        while not select.select([descriptor], [], [], _LOOK_SECONDS)[0]:
-            requests.refuse_start()
-        # One by one, because the messages behind the line are for `StopRequests`.
-        character = os.read(descriptor, 1)
-        if not character:
-            break
-        line += character
-    with suppress(ValidationError):
-        return AgentOrder.model_validate_json(bytes(line))
-    raise UsageError("launch node: --from_stdin is for `launch -H`, which sends what belongs there")

@@ -8,7 +8,6 @@ The command `plan`, which does not import torch, also starts this module as a pr
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +38,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
 from framework.setup.components import Parts, gather_parts, make_train_loader
 from framework.setup.user_code import Objects, summary
+from framework.system.json_lines import decode, encode
 from framework.tasks.task import Task
 
 # Problems with the parts that no machine can solve: the run cannot work. All others may mean that
@@ -357,11 +357,11 @@ def answer(find: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> int:
     """Read a question from stdin and write the answer to stdout, both JSON. Output of user code
     goes to stderr.
     """
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as output:
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as output:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         with contextlib.redirect_stdout(sys.stderr):
-            values = find(json.load(sys.stdin))
-        json.dump(values, output)
+            values = find(decode(sys.stdin.buffer.read()))
+        output.write(encode(values))
     return 0
 
 

@@ -2,77 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import framework
+from framework.system.json_lines import MessageSocket
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
 
-_BLOCK: Final = 1 << 16
 _END_SECONDS: Final = 5.0
 _ROOT: Final = str(Path(framework.__file__).resolve().parents[1])
-
-
-class MessageSocket:
-    """One end of a pair of sockets between two processes: each message is a line of JSON."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._read = b""
-        # `select.select` refuses descriptors above 1023, and a rank may have many of them
-        self._poll = select.poll()
-        self._poll.register(end, select.POLLIN)
-
-    def send(self, **message: Any) -> None:
-        """Send a message; raises OSError if the other end is closed."""
-        self._end.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, timeout: float | None = None) -> Mapping[str, Any] | None:
-        """Wait for the next message, and return it.
-
-        Args:
-            timeout: seconds to wait; None: without a limit.
-
-        Returns:
-            None if the other end is closed.
-
-        Raises:
-            TimeoutError: no message has come.
-        """
-        milliseconds = None if timeout is None else math.ceil(timeout * 1000)
-        while b"\n" not in self._read:
-            try:
-                if not self._poll.poll(milliseconds):
-                    raise TimeoutError
-                more = self._end.recv(_BLOCK)
-            except ConnectionError:
-                return None
-            if not more:
-                return None
-            self._read += more
-        line, self._read = self._read.split(b"\n", 1)
-        return dict(json.loads(line))
-
-    def close(self) -> None:
-        """Close the connection for the other end as well.
-
-        That works even if a forked child of this process still holds a copy of this end.
-        """
-        with suppress(OSError):
-            self._end.shutdown(socket.SHUT_RDWR)
-        self._end.close()
 
 
 class Child(MessageSocket):

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from framework.errors import EXIT_PEER_LOST, EXIT_STOPPED, ConfigError
+from framework.system.json_lines import encode
 
 AGENT_VARIABLE: Final = "DSF_AGENT"
 REPORT_VARIABLE: Final = "DSF_REPORT_FD"
@@ -140,7 +141,7 @@ def report_end(line: str) -> None:
 
     A process that a rank has started itself sends nothing: it has the variable, but not the pipe.
     """
-    _report(" ".join(line.split())[:_LONGEST_REPORT])
+    _report(reason=" ".join(line.split())[:_LONGEST_REPORT])
 
 
 def report_asked(name: str) -> None:
@@ -148,16 +149,16 @@ def report_asked(name: str) -> None:
 
     Perhaps no other process got it, and a job that fails before that stop must not be restarted.
     """
-    _report(f"\t{name}")
+    _report(asked=name)
 
 
-def _report(text: str) -> None:
+def _report(**content: str) -> None:
     number = os.environ.get(REPORT_VARIABLE, "")
     if not number.isdecimal():
         return
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         if identity(os.getppid()) != os.environ.get(AGENT_VARIABLE):
             return
         if stat.S_ISFIFO(os.fstat(int(number)).st_mode):
-            line = f"{os.environ.get('RANK', '0')}\t{text}\n"
-            os.write(int(number), line.encode(errors="backslashreplace"))
+            message = {"rank": int(os.environ.get("RANK", "0")), **content}
+            os.write(int(number), encode(message) + b"\n")

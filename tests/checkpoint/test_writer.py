@@ -25,8 +25,9 @@ from framework.checkpoint.async_checkpointer import AsyncCheckpointer
 from framework.checkpoint.checkpointer import clear_unfinished
 from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.resume_point import find_sound_checkpoint
-from framework.checkpoint.writer import MessageSocket, Writer, write_files
+from framework.checkpoint.writer import Writer, write_files
 from framework.errors import StorageError
+from framework.system.json_lines import MessageSocket
 from tests.checkpoint.background_saves import (
     SECONDS,
     Ranks,

@@ -81,12 +81,13 @@ IMPATIENT = "import framework.launch.ssh as ssh; ssh._WAIT_SECONDS = 1.0\n" + PR
 SAYS = "import sys, json; print(json.loads(sys.stdin.readline())['environment']['A'] == 'secret'); sys.exit({})"
 # Ends as an agent does when it is asked, or when its life line is cut.
 WAITS = """
-import sys
+import json, sys
 sys.stdin.readline()
 print("up")
 line = sys.stdin.readline()
-print("told", line.strip() or "nothing more")
-sys.exit(75 if line.strip() == "stop" else 76)
+kind = json.loads(line)["type"] if line else "nothing more"
+print("told", kind)
+sys.exit(75 if kind == "stop" else 76)
 """
 
 

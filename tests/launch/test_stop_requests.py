@@ -78,7 +78,7 @@ def test_a_launcher_that_is_gone_shortens_the_time_and_does_not_insist(
     monkeypatch.setattr(module, "time", clock)
     reader, writer = os.pipe()
     requests.hold(reader)
-    os.write(writer, b"stop\n")
+    os.write(writer, b'{"type": "stop"}\n')
     requests.look()
     assert requests.asked == "the launcher's request"
     clock.now += 5

@@ -17,10 +17,11 @@ import os
 import secrets
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, cast
+
+from framework.system.json_lines import BadLineError, LineBuffer, decode, encode
 
 PROTOCOL: Final = 5
 LARGEST_LINE_BYTES: Final = 1 << 16  # a HELLO with the facts of a node is some kilobytes
@@ -28,6 +29,7 @@ _LARGEST_QUEUE_BYTES: Final = 1 << 20
 _LARGEST_QUEUE: Final = 4096  # messages that have come and were not taken
 _SIGNATURE_CHARACTERS: Final = 32
 _LONGEST_REASON: Final = 200
+_ENDLESS: Final = "it sends lines without an end"
 
 Message = Mapping[str, Any]
 
@@ -56,9 +58,9 @@ class Channel(asyncio.Protocol):
     def __init__(self, opened: Callable[[Channel], None] | None = None) -> None:
         """Prepare a connection; `opened`: called once it is connected, if a listener makes it."""
         self._opened = opened
-        self._received = b""
-        # read when they are received: a key may be agreed on meanwhile
-        self._lines: deque[bytes] = deque()
+        self._buffer = LineBuffer(largest=LARGEST_LINE_BYTES)
+        # checked when they are received: a key may be agreed on meanwhile
+        self._lines = self._buffer.lines
         self._ended: ConnectionLost | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._keys: tuple[bytes, bytes] | None = None
@@ -85,10 +87,12 @@ class Channel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Split what came into lines, within the limits."""
         self.heard_at = time.monotonic()
-        *lines, self._received = (self._received + data).split(b"\n")
-        self._lines += lines
-        if len(self._received) > LARGEST_LINE_BYTES or len(self._lines) > _LARGEST_QUEUE:
-            self._end(NoAgent("it sends lines without an end"))
+        try:
+            self._buffer.feed(data)
+        except BadLineError:
+            self._end(NoAgent(_ENDLESS))
+        if len(self._lines) > _LARGEST_QUEUE:
+            self._end(NoAgent(_ENDLESS))
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -170,20 +174,17 @@ class Channel(asyncio.Protocol):
 
 def _parse(line: bytes) -> Message:
     try:
-        if len(line) <= LARGEST_LINE_BYTES:
-            message = json.loads(line)
-        else:
-            message = None
-    except (ValueError, RecursionError):
-        message = None
-    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        message = decode(line, largest=LARGEST_LINE_BYTES)
+    except BadLineError:
+        raise foreign() from None
+    if not isinstance(message.get("type"), str):
         raise foreign()
     return message
 
 
 def body_of(kind: str, /, **content: Any) -> bytes:
     """Return a message as it travels, without its signature."""
-    return json.dumps({"type": kind, **content}).encode()
+    return encode({"type": kind, **content})
 
 
 def _mac(key: bytes, *texts: str) -> bytes:

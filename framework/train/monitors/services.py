@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.errors import TrainingError
-from framework.system.child import Child, MessageSocket
+from framework.system.child import Child
 from framework.system.files import open_own, replace_text
+from framework.system.json_lines import MessageSocket
 from framework.train.monitors.base import HURRIED_SECONDS, Aside, Monitor, Point, flat, reason_of
 
 _NUMBERS: Final = "monitors.json"

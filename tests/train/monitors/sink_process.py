@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from framework.system.child import MessageSocket
+from framework.system.json_lines import MessageSocket
 from framework.train.monitors import services
 from framework.train.monitors.base import Point
 from framework.train.monitors.services import Described
