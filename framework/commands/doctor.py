@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from framework.doctor.hosts import DoctorOptions, bench, look_at_hosts
-from framework.doctor.member import judge_config, local_devices
 from framework.doctor.node.findings import Check, Report
 from framework.doctor.node.machine import examine
 from framework.doctor.node.requirements import Requirements
 from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
 from framework.launch.hosts.hostfile import ChosenHost, choose_hosts, cluster_of, is_this_machine
 from framework.launch.hosts.topology import DEFAULT_PORT
+from framework.launch.inspection import DoctorOptions, bench, inspect_hosts
+from framework.launch.inspection_agent import judge_config, local_devices
 from framework.launch.options import LaunchOptions, refuse_choice, refuse_idle
 from framework.launch.ssh import split_ssh_args
 from framework.plan.cluster import RANKS_ON_CPU, Cluster
@@ -84,7 +84,7 @@ def look(options: DoctorOptions) -> tuple[Report, Requirements]:
     if not options.chosen:
         node = examine(requirements, os.environ, counts_replaced=True)
         return Report(before, [node]), requirements
-    nodes, across = look_at_hosts(options, requirements)
+    nodes, across = inspect_hosts(options, requirements)
     return Report(before, nodes, across), requirements
 
 

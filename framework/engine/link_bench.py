@@ -28,7 +28,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-# `framework.doctor.member` looks for this at the beginning of the lines that a rank prints.
+# `framework.launch.inspection` looks for this at the beginning of the lines that a rank prints.
 RESULT: Final = "@link_bench "
 _MIB: Final = 1 << 20
 _SIZES: Final = {
@@ -52,6 +52,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=0.5, help="about how long each size is measured"
     )
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # launchers give it
     arguments = parser.parse_args()
     backend = "gloo"
     device = torch.device("cpu")

@@ -344,7 +344,7 @@ def run_node(
     job_id = environment.get("DSF_JOB_ID", "")
     session = Session(
         topology,
-        _hello(topology, job_id, spares=spares, names=names, facts=facts or {}),
+        hello_of(topology, job_id, spares=spares, names=names, facts=facts or {}),
         requests,
         port=port,
         token=token,
@@ -378,7 +378,7 @@ def run_node(
     return asyncio.run(_run(session, make_ranks, look=look, grace_seconds=grace_seconds))
 
 
-def _hello(
+def hello_of(
     topology: HostTopology,
     job_id: str,
     *,

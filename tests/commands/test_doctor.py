@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from framework.commands import doctor as command
-from framework.doctor.hosts import judge
 from framework.doctor.node.findings import Check, Node
 from framework.launch import local
 from framework.launch.options import parse
@@ -179,21 +178,3 @@ def test_the_users_own_module_is_hashed_where_it_lies(tmp_path: Path) -> None:
 def test_checks_travel_between_hosts() -> None:
     for check in Node("a", (Check("x", "y", (), {"clock": 1.5}),)).checks:
         assert Check.from_dict(json.loads(json.dumps(check.to_dict()))) == check
-
-
-def row(a: str, b: str, speed: float) -> dict[str, object]:
-    return {"a": a, "b": b, "bytes_per_second": speed}
-
-
-@pytest.mark.parametrize(
-    ("pairs", "expected"),
-    [
-        ([row("a", "b", 10e9), row("a", "c", 9e9), row("b", "c", 11e9)], []),
-        ([row("a", "b", 10e9), row("a", "c", 2e9), row("b", "c", 2e9)], [("slow-node", "node c")]),
-        ([row("a", "b", 2e9), row("a", "c", 10e9), row("b", "c", 10e9)], [("slow-link", "node a")]),
-        ([row("a", "b", 1e9)], []),
-    ],
-)
-def test_who_is_slow(pairs: list[dict[str, object]], expected: list[tuple[str, str]]) -> None:
-    (check,) = judge({"all_reduce": [], "pairs": pairs, "storage": []})
-    assert [(each.kind, each.file) for each in check.problems] == expected

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from framework.doctor.hosts import member_command
 from framework.errors import ConfigError, UsageError
 from framework.launch.hosts.hostfile import ChosenHost, Host
 from framework.launch.hosts.topology import HostTopology
+from framework.launch.inspection import inspection_command
 from framework.launch.local import launch
 from framework.launch.options import LaunchOptions, parse_node
 from framework.launch.ssh import (
@@ -444,7 +444,7 @@ def test_options_of_the_user_win_over_ours() -> None:
     text = "-o ConnectTimeout=120 -oServerAliveInterval=9 -v"
     starts = (
         ssh_command(Host("h", 1), ["true"], ssh_args=text),
-        member_command(Host("h", 1), ssh_args=text),
+        inspection_command(Host("h", 1), ssh_args=text),
     )
     for command in starts:
         found = re.findall(

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Final
 from pydantic import AfterValidator, BaseModel, ConfigDict, Strict, model_validator
 
 from framework.config.run_config import RunConfig
-from framework.doctor.node.findings import Check
+from framework.doctor.node.findings import Check, Node
 from framework.doctor.node.links import absent, existing, mark, mark_path
 from framework.doctor.node.machine import examine
-from framework.doctor.node.requirements import requirements_of
+from framework.doctor.node.requirements import Requirements, requirements_of
 from framework.errors import Problem, Severity
 from framework.launch.hosts.hostfile import most_common, node_names
 from framework.plan.cluster import Cluster
@@ -32,7 +32,6 @@ Facts = Mapping[str, Any]
 # times break.
 _CLOCK_WARN_SECONDS: Final = 2.0
 _CLOCK_REFUSE_SECONDS: Final = 60.0
-NOT_SHARED: Final = "run-folder-not-shared"
 WHY_SHARED: Final = "every rank saves its part of a checkpoint there"
 _MUST_BE_EQUAL: Final = frozenset({"torch", "deepspeed", "dsf-trainer", "nccl"})
 # The HELLO itself has these facts, so that they are compared without a preflight as well.
@@ -141,20 +140,36 @@ def look_before_start(
         if problem.severity == "error":
             sentence = str(replace(problem, file="", fix="")).removesuffix(f" [{problem.kind}]")
             errors.append([problem.kind, sentence, problem.fix])
+    reported = reported_facts(node)
+    reported["refused"] = errors[:_MOST_ERRORS]
+    with left_mark(requirements, rank) as path:
+        yield reported | {"mark": path}
+
+
+def reported_facts(node: Node) -> dict[str, Any]:
+    """Return the facts of a node that are compared, without a mark and without errors."""
     reported = dict(EMPTY_LOOK)
     for name in EMPTY_LOOK:
         if name in node.facts:
             reported[name] = node.facts[name]
-    reported["refused"] = errors[:_MOST_ERRORS]
+    return reported
+
+
+@contextmanager
+def left_mark(requirements: Requirements, rank: int) -> Iterator[str]:
+    """Leave a node's mark in the run folder during the block, and yield its path.
+
+    The path is empty where the run saves nothing, or the folder cannot be written to.
+    """
     folder = existing(requirements.checkpoints or Path.cwd())
     token = secrets.token_hex(8)
+    path = ""
     with ExitStack() as stack:
         if requirements.saves:
-            # a folder that cannot be written to has been reported above
             with suppress(OSError):
                 stack.enter_context(mark(folder, token, rank))
-                reported["mark"] = str(mark_path(folder, token, rank))
-        yield reported
+                path = str(mark_path(folder, token, rank))
+        yield path
 
 
 def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
@@ -174,20 +189,25 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
             problems.append(Problem(kind, sentence, fix, file=f"node {name}"))
     name_of_0, *names = nodes
     marks = {name: nodes[name]["mark"] for name in names}
-    unseen = _unseen_marks(nodes[name_of_0]["mark"], set(marks.values()), seen)
+    unseen = unseen_marks(nodes[name_of_0]["mark"], set(marks.values()), seen)
     for name, path in marks.items():
         if path in unseen:
-            reason = f"what it wrote there is not seen by node {name_of_0}"
-            value = str(Path(path).parent)
-            fix = f"set run.output_dir to a folder that all nodes share: {WHY_SHARED}"
-            file = f"node {name}"
-            problems.append(
-                Problem(NOT_SHARED, reason, fix, key="run.output_dir", value=value, file=file)
-            )
+            problems.append(not_shared(name, path, name_of_0=name_of_0))
     return problems
 
 
-def _unseen_marks(own_mark: str, marks: set[str], seen: set[str]) -> set[str]:
+def not_shared(name: str, path: str, *, name_of_0: str) -> Problem:
+    """Return the problem of a node whose mark at `path` node 0 does not see."""
+    reason = f"what it wrote there is not seen by node {name_of_0}"
+    value = str(Path(path).parent)
+    fix = f"set run.output_dir to a folder that all nodes share: {WHY_SHARED}"
+    file = f"node {name}"
+    return Problem(
+        "run-folder-not-shared", reason, fix, key="run.output_dir", value=value, file=file
+    )
+
+
+def unseen_marks(own_mark: str, marks: set[str], seen: set[str]) -> set[str]:
     """Return the marks of other nodes that node 0 does not see; none if it left no mark itself."""
     if not own_mark:
         return set()

@@ -204,6 +204,8 @@ class Round:
             master: where the ranks will meet, by the name that they are given.
         """
         self._endpoints = endpoints
+        self._nodes = list(endpoints)
+        self._places = {node: place for place, node in enumerate(self._nodes)}
         self._master = master
         self._token = secrets.token_hex(16)
         self._failed: dict[int, Mapping[int, CallResult]] = {}
@@ -240,16 +242,24 @@ class Round:
             return True
         return time.monotonic() - self._began_at > _ROUND_SECONDS
 
-    def problems(self) -> list[Problem]:
+    @property
+    def num_calls(self) -> int:
+        """Number of connections that are tried."""
+        return sum(len(self._called(node)) for node in self._endpoints)
+
+    def problems(self, *, with_master: bool = True) -> list[Problem]:
         """Describe the failed connections, grouped by caller or by called node.
 
-        The grouping with fewer problems is used.
+        The grouping with fewer problems is used. `with_master`: also connections to the endpoint of
+        the ranks.
         """
         by_called: dict[Any, list[tuple[int, int, CallResult]]] = {}
         by_caller: dict[Any, list[tuple[int, int, CallResult]]] = {}
         for caller, failed in sorted(self._failed.items()):
             for number, reached in failed.items():
                 called = self._called(caller)[number]
+                if called < 0 and not with_master:
+                    continue
                 how = (reached.reason, reached.is_loopback)
                 by_called.setdefault((called, how), []).append((caller, called, reached))
                 by_caller.setdefault((caller, how), []).append((caller, called, reached))
@@ -295,7 +305,8 @@ class Round:
 
     def _called(self, node: int) -> list[int]:
         """Return the numbers of the nodes that a node calls; -1 is the endpoint of the ranks."""
-        return [*neighbours(node, len(self._endpoints)), -1]
+        near = neighbours(self._places[node], len(self._nodes))
+        return [*(self._nodes[place] for place in near), -1]
 
     def _targets(self, node: int) -> list[Target]:
         targets: list[Target] = []

@@ -370,10 +370,18 @@ class Coordinator:
             raise ConfigError.of(
                 "port-not-usable", reason, fix, "--master_port", master, f"node {here}"
             ) from None
-        endpoints = {0: Endpoint(here, chosen[0].channel.local_address, port)}
+        names = {0: here} | {client.node: name_of(client.hello) for client in chosen}
+        return self._call_each_other(chosen, port, names)
+
+    def _call_each_other(
+        self, chosen: Sequence[Client], port: int, names: Mapping[int, str]
+    ) -> Round:
+        """Begin the calls of all nodes; `port`: where node 0 answers, `names`: of all nodes."""
+        topology = self._session.topology
+        endpoints = {0: Endpoint(names[0], chosen[0].channel.local_address, port)}
         for client in chosen:
-            endpoints[client.node] = Endpoint(name_of(client.hello), *client.hello["echo"])
-        round_ = Round(endpoints, master=(self._session.topology.master_addr, master))
+            endpoints[client.node] = Endpoint(names[client.node], *client.hello["echo"])
+        round_ = Round(endpoints, master=(topology.master_addr, topology.master_port))
         for client in chosen:
             self._send(client, body_of("reach", **round_.order(client.node)))
         return round_

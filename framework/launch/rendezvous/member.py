@@ -77,7 +77,7 @@ _PORT_IN_USE_SECONDS: Final = 5.0
 # A name may still mean the last pod of this rank: name servers keep an answer for half a minute,
 # and several of them may be chained.
 _DOUBT_SECONDS: Final = 120.0
-_DOUBT_ELSEWHERE_SECONDS: Final = 15.0
+_DOUBT_ELSEWHERE_SECONDS: Final = 10.0
 _OF_A_POD: Final = "KUBERNETES_SERVICE_HOST"  # the kubelet gives it to every container
 _ELSEWHERE_AFTER_SECONDS: Final = 5.0
 # Node 0 keeps the deadline and sends the reason, so no other node leaves before it.
