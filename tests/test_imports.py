@@ -52,7 +52,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "hosts",
         "node checks",
     },
-    "doctor": {"load_run", "system", "config", "plan", "launch", "hosts", "node checks"},
     "deploy": {"load_run", "system", "text", "config", "plan", "launch", "hosts"},
     "report": {"system", "text", "config", "plan", "checkpoint", "engine protocol", "train"},
     "commands": {
@@ -78,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "commands",
         "report",
     },
-    "doctor command": {"system", "config", "plan", "launch", "hosts", "node checks", "doctor"},
+    "doctor command": {"system", "config", "plan", "launch", "hosts", "node checks"},
     # ------------------------------------------------ torch line
     "models": {"system", "text", "config"},
     "data": {"system", "config", "token files"},
@@ -148,7 +147,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # ------------------------------------------------ on top
     "cli": {"system", "commands"},
     "script": {"load_run", "system", "plan", "hosts", "launch", "run"},  # what train.py does
-    "entry": {"script"},  # train.py of an installed copy
+    "entry": {"script", "engine"},  # train.py of an installed copy; ranks of `doctor --bench`
     "__main__": {"system", "cli"},
     "__init__": set(),  # its names are imported on first use
 }
@@ -164,7 +163,7 @@ HALVES = {
     "data.token_files": "token files",
     "engine.protocol": "engine protocol",
     "checkpoint.state": "checkpoint state",
-    "doctor.node": "node checks",
+    "doctor": "node checks",
     "launch.hosts": "hosts",
     "launch.environment": "hosts",
     "launch.options": "hosts",
@@ -197,7 +196,6 @@ LIGHT = (
     "hosts",
     "node checks",
     "launch",
-    "doctor",
     "deploy",
     "report",
     "commands",
@@ -216,7 +214,6 @@ OF_THE_TRAIN_EXTRA = {
     "train": {"tensorboard"},
     "launch": {"psutil"},
     "node checks": {"psutil"},
-    "doctor": {"psutil"},
     "report": {"resvg_py"},
 }
 

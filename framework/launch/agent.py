@@ -3,7 +3,7 @@
 a rank fails, or a node is lost  -> every node: SIGTERM to all its ranks, 2 s, SIGKILL
 an agent is requested to stop    -> every node: SIGTERM to all its ranks; they save, end with 75
 a rank is requested to stop      -> the ranks agree on it; the agents know, and there is no restart
-an agent loses its launcher      -> every node: the same as at a request; to the others the node is lost
+an agent loses its launcher      -> every node: as at a request; to the others the node is lost
 SIGKILL does not end a rank      -> its node reports it after a minute, and is lost to the job
 every rank of every node ended   -> the agents exchange their codes and leave; 0 only if all are 0
 """

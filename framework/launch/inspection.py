@@ -25,7 +25,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from framework.doctor.bandwidth import judge
+from framework.doctor.node.bandwidth import judge
 from framework.doctor.node.findings import Check, Node
 from framework.doctor.node.requirements import Requirements
 from framework.doctor.node.start import compare
@@ -33,7 +33,7 @@ from framework.errors import Problem, counted
 from framework.launch.environment import ROOT
 from framework.launch.hosts.devices import visible_variable
 from framework.launch.hosts.hostfile import ChosenHost, Host
-from framework.launch.inspection_agent import ANSWER, Answer, Bench, Examine, Job, Meet
+from framework.launch.inspection_agent import ANSWER, Answer, Bench, Examine, InspectionJob, Meet
 from framework.launch.ssh import address_of, passed_on, ssh_command
 from framework.system.ports import free_port
 
@@ -98,7 +98,7 @@ class HostFailed(Exception):  # noqa: N818 - it becomes a finding, and never lea
     """Error: a host did not answer; the text is the reason."""
 
 
-class Inspected:
+class HostAgent:
     """The agent on one host, which takes orders as lines of JSON.
 
     Attributes:
@@ -204,29 +204,29 @@ def inspect_hosts(
 
 
 @contextmanager
-def _agents(options: DoctorOptions) -> Iterator[list[Inspected]]:
+def _agents(options: DoctorOptions) -> Iterator[list[HostAgent]]:
     """Start an agent on each host, and end them after the block."""
     with ExitStack() as stack:
         agents = []
         pairs = zip(options.hosts, options.addresses, strict=True)
         for number, (host, address) in enumerate(pairs):
             command = inspection_command(host, ssh_args=options.ssh_args)
-            agent = Inspected(host, command, number=number, address=address)
+            agent = HostAgent(host, command, number=number, address=address)
             agents.append(stack.enter_context(closing(agent)))
         yield agents
 
 
-def _each_of(agents: Sequence[Inspected], do: Callable[[Inspected], _Result]) -> list[_Result]:
+def _each_of(agents: Sequence[HostAgent], do: Callable[[HostAgent], _Result]) -> list[_Result]:
     """Call a function with each agent, at the same time, and return the results."""
     with ThreadPoolExecutor(max_workers=max(1, len(agents))) as pool:
         return list(pool.map(do, agents))
 
 
-def _environment(agent: Inspected, options: DoctorOptions) -> dict[str, str]:
+def _environment(agent: HostAgent, options: DoctorOptions) -> dict[str, str]:
     return passed_on(os.environ, exports=()) | options.own_variables.get(agent.host.name, {})
 
 
-def _examined(agent: Inspected, options: DoctorOptions, requirements: Requirements) -> Node:
+def _examined(agent: HostAgent, options: DoctorOptions, requirements: Requirements) -> Node:
     started = time.perf_counter()
     order = Examine(
         environment=_environment(agent, options),
@@ -248,9 +248,9 @@ def _examined(agent: Inspected, options: DoctorOptions, requirements: Requiremen
     return Node(agent.name, checks, answer.seconds)
 
 
-def _job_of(agents: Sequence[Inspected], *, master_port: int) -> Job:
+def _job_of(agents: Sequence[HostAgent], *, master_port: int) -> InspectionJob:
     """Return the job of these agents, as the first of them sees it."""
-    return Job(
+    return InspectionJob(
         node=0,
         names=[agent.name for agent in agents],
         master_addr=agents[0].address,
@@ -260,7 +260,7 @@ def _job_of(agents: Sequence[Inspected], *, master_port: int) -> Job:
 
 
 def _between(
-    agents: Sequence[Inspected], options: DoctorOptions, *, has_folder: bool
+    agents: Sequence[HostAgent], options: DoctorOptions, *, has_folder: bool
 ) -> list[Check]:
     """Have the agents meet, and return the checks of node 0 with the findings of all.
 
@@ -272,7 +272,7 @@ def _between(
     if has_folder:
         marks = [agent.mark for agent in agents]
 
-    def ask(agent: Inspected) -> Answer:
+    def ask(agent: HostAgent) -> Answer:
         own_job = job.model_copy(update={"node": agents.index(agent)})
         return agent.ask(Meet(job=own_job, marks=marks), seconds=_MEET_SECONDS)
 
@@ -306,7 +306,7 @@ def bench(options: DoctorOptions, requirements: Requirements) -> list[Check]:
         else:
             localhost = Host("localhost", requirements.cluster.devices_per_host)
             here = replace(options, master_port=free_port())
-            with closing(Inspected(localhost, _AGENT, number=0, address="127.0.0.1")) as agent:
+            with closing(HostAgent(localhost, _AGENT, number=0, address="127.0.0.1")) as agent:
                 result = _bench_result([agent], here, requirements)
     except HostFailed as error:
         fix = "run doctor without --bench first: it names what is wrong"
@@ -316,7 +316,7 @@ def bench(options: DoctorOptions, requirements: Requirements) -> list[Check]:
 
 
 def _bench_result(
-    agents: Sequence[Inspected], options: DoctorOptions, requirements: Requirements
+    agents: Sequence[HostAgent], options: DoctorOptions, requirements: Requirements
 ) -> Mapping[str, Any]:
     """Run the measuring job, and return its result.
 
@@ -328,7 +328,7 @@ def _bench_result(
     if requirements.checkpoints is not None:
         folder = str(requirements.checkpoints)
 
-    def ask(agent: Inspected) -> Answer:
+    def ask(agent: HostAgent) -> Answer:
         order = Bench(
             environment=_environment(agent, options),
             cluster=requirements.cluster,

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-import framework.entry
+import framework
 from framework.doctor.node.findings import Check
 from framework.doctor.node.machine import examine
 from framework.doctor.node.requirements import (
@@ -46,7 +46,7 @@ class _Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class Job(_Message):
+class InspectionJob(_Message):
     """The hosts of an inspection, as one of them sees them.
 
     Attributes:
@@ -79,7 +79,7 @@ class Meet(_Message):
     """Order to meet the agents of all hosts; `marks`: paths of their marks in the run folder."""
 
     do: Literal["meet"] = "meet"
-    job: Job
+    job: InspectionJob
     marks: list[str]
 
 
@@ -89,7 +89,7 @@ class Bench(_Message):
     do: Literal["bench"] = "bench"
     environment: dict[str, str]
     cluster: Cluster
-    job: Job
+    job: InspectionJob
     folder: str | None
 
 
@@ -210,7 +210,7 @@ class InspectionAgent:
         topology = _topology(order.job, slots=cluster.devices_per_host)
         devices = find_devices(os.environ)
         added = added_environment(os.environ, device=devices.kind, num_ranks=topology.slots)
-        script = Path(framework.entry.__file__).with_name("link_bench.py")
+        script = Path(framework.__file__).with_name("entry") / "link_bench.py"
         arguments = []
         if order.folder is not None:
             arguments = ["--folder", order.folder]
@@ -232,7 +232,7 @@ class InspectionAgent:
         return Answer()
 
 
-def _topology(job: Job, *, slots: int) -> HostTopology:
+def _topology(job: InspectionJob, *, slots: int) -> HostTopology:
     return HostTopology(len(job.names), slots, job.node, job.master_addr, job.master_port)
 
 

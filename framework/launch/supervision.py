@@ -43,8 +43,8 @@ from framework.launch.job import print_line, write_termination_log
 from framework.system.files import open_own
 
 HOST_LOST: Final = 255
-"""Exit code of an agent that leaves a job which may go on without its host, and of `ssh` itself where
-it does not reach a host, or loses it."""
+"""Exit code of an agent that leaves a job which may go on without its host, and of `ssh` itself
+where it does not reach a host, or loses it."""
 _LOST: Final = "[run-folder-lost]"
 _LOOK_SECONDS: Final = 5.0
 _FINAL: Final = (EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_USAGE, EXIT_NO_PROGRESS)

@@ -9,7 +9,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Final
 
 _CALL_SECONDS: Final = 5.0
-# NFS may show another host's new file after its attribute cache expires, 3 s by default.
-_SEE_SECONDS: Final = 5.0
 _LONGEST_TOKEN: Final = 64
 _BACKLOG: Final = 1024
 _MOST_PEERS: Final = 256  # that an echo port holds open
@@ -205,20 +203,6 @@ def mark(folder: Path, token: str, node: int) -> Iterator[None]:
     finally:
         with suppress(OSError):
             path.unlink()
-
-
-def unseen(
-    folder: Path, token: str, nodes: Iterable[int], *, seconds: float = _SEE_SECONDS
-) -> list[int]:
-    """Return the nodes that have no visible mark here, after a wait for the marks."""
-    marks = {str(mark_path(folder, token, node)): node for node in nodes}
-    seen: set[str] = set()
-    deadline = time.monotonic() + seconds
-    missing = absent(set(marks), seen)
-    while missing and time.monotonic() < deadline:
-        time.sleep(0.1)
-        missing = absent(set(marks), seen)
-    return [node for path, node in marks.items() if path in missing]
 
 
 def absent(marks: set[str], seen: set[str]) -> set[str]:

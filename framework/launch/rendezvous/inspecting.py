@@ -18,9 +18,10 @@ from framework.doctor.node.findings import Check
 from framework.doctor.node.start import compare_clocks, not_shared, unseen_marks
 from framework.errors import ConfigError, PeerLostError, Problem
 from framework.launch.rendezvous.connections import Client
-from framework.launch.rendezvous.connectivity import is_address, is_loopback, resolve
+from framework.launch.rendezvous.connectivity import is_loopback, resolve
 from framework.launch.rendezvous.coordinator import Coordinator
 from framework.launch.rendezvous.member import Member, find_listener
+from framework.launch.rendezvous.messages import is_address
 from framework.launch.rendezvous.session import LOOK_SECONDS, JobOver, Session
 
 # Agents are asked to meet at the same time, and call again every second.

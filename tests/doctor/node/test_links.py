@@ -14,12 +14,12 @@ import pytest
 from framework.doctor.node.links import (
     CallResult,
     Echo,
+    absent,
     call,
     call_all,
     existing,
     mark,
     mark_path,
-    unseen,
 )
 from tests.ports import free_ports
 
@@ -132,15 +132,13 @@ TOKEN = "0123456789abcdef"
 
 def test_marks_are_seen_and_go_with_their_block(tmp_path: Path) -> None:
     with mark(tmp_path, TOKEN, 0), mark(tmp_path, TOKEN, 1):
-        assert unseen(tmp_path, TOKEN, [0, 1], seconds=5) == []
-        assert unseen(tmp_path, TOKEN, [0, 1, 2], seconds=0.1) == [2]
-        assert unseen(tmp_path, "f" * 16, [0], seconds=0.1) == [0]
+        marks = {str(mark_path(tmp_path, TOKEN, node)) for node in (0, 1)}
+        missing = str(mark_path(tmp_path, TOKEN, 2))
+        other = str(mark_path(tmp_path, "f" * 16, 0))
+        seen: set[str] = set()
+        assert absent(marks | {missing, other}, seen) == {missing, other}
+        assert seen == marks
     assert not list(tmp_path.iterdir())
-
-
-def test_a_mark_that_comes_late_is_waited_for(tmp_path: Path) -> None:
-    threading.Timer(0.3, mark_path(tmp_path, TOKEN, 1).touch).start()
-    assert unseen(tmp_path, TOKEN, [1], seconds=30) == []
 
 
 def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:

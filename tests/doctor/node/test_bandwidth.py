@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from framework.doctor.bandwidth import judge
+from framework.doctor.node.bandwidth import judge
 
 
 def row(a: str, b: str, speed: float) -> dict[str, object]:
