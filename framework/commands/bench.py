@@ -10,9 +10,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, isnan, nan
 from operator import sub
@@ -21,8 +21,17 @@ from typing import Any, Final
 
 from deepspeed_lint.text.document import is_setting
 from framework.commands.check_fix import write_file
+from framework.commands.cluster_options import split_words
 from framework.commands.timed_runs import INTERRUPTED, config_alone, run_alone
-from framework.errors import EXIT_OK, EXIT_TRAINING, ConfigError, StorageError, UsageError, counted
+from framework.errors import (
+    EXIT_OK,
+    EXIT_TRAINING,
+    ConfigError,
+    Problem,
+    StorageError,
+    UsageError,
+    counted,
+)
 from framework.launch.hosts.devices import find_devices
 from framework.launch.hosts.hostfile import cluster_of, read_hostfile
 from framework.launch.local import check
@@ -71,32 +80,64 @@ def bench(argv: Sequence[str]) -> int:
         f"{log_every * warmup_points} of warm-up; medians of samples per second, means of the "
         "rest, memory of rank 0"
     )
-    comparisons = compare(variants)
-    sentences = [str(comparison["sentence"]) for comparison in comparisons]
-    results = {
-        "variants": [variant.to_dict() for variant in variants],
-        "comparisons": comparisons,
-        "notes": notes,
-        "environment": environment,
-    }
-    text = json.dumps(results, indent=2)
+    results = _Results(variants, compare(variants), notes, environment)
     if out is not None:
-        title = ", ".join(dict.fromkeys(variant.plan.config.run.name for variant in variants))
-        html = bench_page(title, variants, sentences, notes, environment)
-        _write_results(out, text, html, speed_chart(variants))
+        _write_results(out, results.as_json(), results.page(), speed_chart(variants))
     if arguments.json:
-        lines = [text]
+        lines = [results.as_json()]
     else:
-        lines = list(_table(variants)) + sentences
-        lines += [f"note: {note}" for note in notes]
-        if out is not None:
-            lines.append(f"page: {out / 'bench.html'}")
+        lines = results.lines(out)
     write(sys.stdout, "".join(f"{visible(line)}\n" for line in lines))
     if is_interrupted:
         return 130
     if any(variant.failure for variant in variants):
         return EXIT_TRAINING
     return EXIT_OK
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What was measured of all variants.
+
+    Attributes:
+        variants: with their windows.
+        comparisons: of each variant with the first.
+        notes: on how it was measured, and on what makes it less certain.
+        environment: of a run.
+    """
+
+    variants: Sequence[Variant]
+    comparisons: Sequence[Mapping[str, Any]]
+    notes: Sequence[str]
+    environment: Mapping[str, Any]
+
+    @property
+    def sentences(self) -> list[str]:
+        """The comparisons in words."""
+        return [str(comparison["sentence"]) for comparison in self.comparisons]
+
+    def as_json(self) -> str:
+        """Return all figures."""
+        results = {
+            "variants": [variant.to_dict() for variant in self.variants],
+            "comparisons": self.comparisons,
+            "notes": self.notes,
+            "environment": self.environment,
+        }
+        return json.dumps(results, indent=2)
+
+    def page(self) -> str:
+        """Return the page."""
+        title = ", ".join(dict.fromkeys(variant.plan.config.run.name for variant in self.variants))
+        return bench_page(title, self.variants, self.sentences, self.notes, self.environment)
+
+    def lines(self, out: Path | None) -> list[str]:
+        """Return the lines for the screen; `out` has the page."""
+        lines = list(_table(self.variants)) + self.sentences
+        lines += [f"note: {note}" for note in self.notes]
+        if out is not None:
+            lines.append(f"page: {out / 'bench.html'}")
+        return lines
 
 
 def _share_windows(num_windows: int, most_starts: int) -> list[int]:
@@ -195,12 +236,11 @@ def _checked_variants(arguments: argparse.Namespace, log_every: int) -> list[Var
         UsageError: the command line is wrong.
         ConfigError: with the problems of all variants.
     """
-    settings = [word for word in arguments.words if is_setting(word)]
-    configs = [word for word in arguments.words if not is_setting(word)]
+    configs, settings = split_words(arguments.words)
     _refuse_odd_words(arguments, configs)
     device_counts = arguments.num_gpus or (None,)
     variants = []
-    problems = []
+    problems: list[Problem] = []
     names = Counter[str]()
     for config, (label, *own_settings), num_devices in product(
         configs, arguments.variants or [[""]], device_counts
@@ -220,11 +260,15 @@ def _checked_variants(arguments: argparse.Namespace, log_every: int) -> list[Var
             options = LaunchOptions(config, tuple(words), num_devices, hostfile=arguments.hostfile)
             variants.append(_make_variant(name, options, log_every))
         except ConfigError as error:
-            for problem in error.problems:
-                problems.append(replace(problem, reason=f"{problem.reason} (variant {name})"))
+            problems += _of_variant(name, error.problems)
     if problems:
         raise ConfigError(problems)
     return variants
+
+
+def _of_variant(name: str, problems: Iterable[Problem]) -> Iterator[Problem]:
+    for problem in problems:
+        yield replace(problem, reason=f"{problem.reason} (variant {name})")
 
 
 def _refuse_odd_words(arguments: argparse.Namespace, configs: Sequence[str]) -> None:
@@ -334,16 +378,10 @@ def _measure(
             run, failure = run_alone(
                 variant.plan, steps=steps, log_every=log_every, hostfile=arguments.hostfile
             )
-            wall, busy, own = map(sub, _clocks(), before)
+            clocks = tuple(map(sub, _clocks(), before))
             environment = environment or run.environment
             windows = windows_of(run, dropped=warmup_points, size=arguments.steps // log_every)
-            if failure in ("", INTERRUPTED):
-                if windows:
-                    variant.rounds.append(windows)
-                if not isnan(busy):
-                    variant.busy_cores.append(max(0.0, busy - own) / (wall or 1.0))
-            else:
-                variant.failure = failure
+            _add_start(variant, windows, clocks, failure)
             outcome = failure
             if not failure:
                 times = [f"{window['time/step_ms']:,.1f}" for window in windows]
@@ -370,6 +408,27 @@ def _clocks() -> tuple[float, float, float]:
     return times.elapsed, busy, sum(times[:4])
 
 
+def _add_start(
+    variant: Variant, windows: list[dict[str, float]], clocks: Sequence[float], failure: str
+) -> None:
+    """Add what a start of a variant has measured, unless it failed.
+
+    Args:
+        variant: of the start.
+        windows: of the start.
+        clocks: seconds of the start, of all processes in it, and of its own.
+        failure: why it failed; empty if it did not.
+    """
+    if failure not in ("", INTERRUPTED):
+        variant.failure = failure
+        return
+    if windows:
+        variant.rounds.append(windows)
+    wall, busy, own = clocks
+    if not isnan(busy):
+        variant.busy_cores.append(max(0.0, busy - own) / (wall or 1.0))
+
+
 def _doubts(variants: Sequence[Variant], environment: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note on everything that makes the results less certain."""
     cores = os.cpu_count() or 1
@@ -380,14 +439,18 @@ def _doubts(variants: Sequence[Variant], environment: Mapping[str, Any]) -> Iter
             "certain"
         )
     if environment.get("device") == "cpu":
-        rank_counts = {variant.plan.cluster.devices_per_host for variant in variants}
-        most_ranks = max(rank_counts)
-        if most_ranks > cores:
-            yield f"{most_ranks} ranks shared {cores} cores"
-        elif len(rank_counts) > 1 and "OMP_NUM_THREADS" not in os.environ:
-            yield "Fewer ranks had more threads each; OMP_NUM_THREADS=1 makes every device one core"
+        yield from _doubts_of_processors(variants, cores)
     if len({variant.plan.layout.global_size for variant in variants}) > 1:
         yield "Steps have different numbers of samples; samples per second are compared"
+
+
+def _doubts_of_processors(variants: Sequence[Variant], cores: int) -> Iterator[str]:
+    rank_counts = {variant.plan.cluster.devices_per_host for variant in variants}
+    most_ranks = max(rank_counts)
+    if most_ranks > cores:
+        yield f"{most_ranks} ranks shared {cores} cores"
+    elif len(rank_counts) > 1 and "OMP_NUM_THREADS" not in os.environ:
+        yield "Fewer ranks had more threads each; OMP_NUM_THREADS=1 makes every device one core"
 
 
 def _table(variants: Sequence[Variant]) -> Iterator[str]:

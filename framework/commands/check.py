@@ -10,16 +10,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from deepspeed_lint.report import FORMATS, CheckResult, report
-from deepspeed_lint.text.document import is_setting
 from deepspeed_lint.topology import find_gpu
 from framework.commands.check_result import (
     CheckContext,
     check_file,
     check_json,
 )
-from framework.commands.cluster_options import add_cluster_options, find_cluster
+from framework.commands.cluster_options import add_cluster_options, find_cluster, split_words
 from framework.errors import ConfigError, StorageError, UsageError
-from framework.system.arguments import CommandParser, parse_command
+from framework.system.arguments import CommandParser, parse_command, refuse
 from framework.system.output import write
 
 
@@ -69,26 +68,39 @@ def _add_arguments(check: CommandParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    settings = [word for word in arguments.words if is_setting(word)]
-    files = [word for word in arguments.words if not is_setting(word)]
+    files, settings = split_words(arguments.words)
     _refuse_odd_words(arguments, files)
+    try:
+        against = _context(arguments)
+    except ConfigError as error:  # the hostfile
+        return report([CheckResult("", tuple(error.problems))], arguments.format)
+    if arguments.resolve:
+        return _resolve(files[0], settings, against, arguments)
+    return _check(files, settings, against, arguments)
+
+
+def _context(arguments: argparse.Namespace) -> CheckContext:
     release = arguments.deepspeed
     if release is not None:  # an unknown release is refused before any file is read
         from deepspeed_lint.keys import load_table
 
         load_table(release)
-    try:
-        against = CheckContext(
-            cluster=find_cluster(arguments),
-            gpu=find_gpu(arguments.gpu),
-            release=release,
-            reader=arguments.reader,
-            data_elsewhere=arguments.data_elsewhere,
-        )
-    except ConfigError as error:  # the hostfile
-        return report([CheckResult("", tuple(error.problems))], arguments.format)
-    if arguments.resolve:
-        return _resolve(files[0], settings, against, arguments)
+    return CheckContext(
+        cluster=find_cluster(arguments),
+        gpu=find_gpu(arguments.gpu),
+        release=release,
+        reader=arguments.reader,
+        data_elsewhere=arguments.data_elsewhere,
+    )
+
+
+def _check(
+    files: Sequence[str],
+    settings: Sequence[str],
+    against: CheckContext,
+    arguments: argparse.Namespace,
+) -> int:
+    """Check every file, after fixing them with ``--fix``; returns the exit code."""
     failures: list[StorageError] = []
     if arguments.fix:
         failures = _fix_files(files, against, arguments.format)
@@ -102,20 +114,25 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_odd_words(arguments: argparse.Namespace, files: Sequence[str]) -> None:
-    if not files:
-        raise UsageError("check: name at least one run config or DeepSpeed JSON")
-    if arguments.resolve and len(files) > 1:
-        raise UsageError("check: --resolve takes one file at a time")
-    if arguments.resolve and arguments.reader in ("deepspeed", "accelerate"):
-        raise UsageError(
-            f"check: --resolve does what the Trainer does, not --for {arguments.reader}"
-        )
-    if arguments.output is not None and not arguments.resolve:
-        raise UsageError("check: -o goes with --resolve")
-    if arguments.resolve and arguments.output is None and arguments.format != "text":
-        raise UsageError(
-            f"check: --resolve prints the file itself; give -o OUT with --format {arguments.format}"
-        )
+    resolves = arguments.resolve
+    has_other_reader = arguments.reader in ("deepspeed", "accelerate")
+    prints_twice = arguments.output is None and arguments.format != "text"
+    refuse(
+        "check",
+        [
+            (not files, "name at least one run config or DeepSpeed JSON"),
+            (resolves and len(files) > 1, "--resolve takes one file at a time"),
+            (
+                resolves and has_other_reader,
+                f"--resolve does what the Trainer does, not --for {arguments.reader}",
+            ),
+            (arguments.output is not None and not resolves, "-o goes with --resolve"),
+            (
+                resolves and prints_twice,
+                f"--resolve prints the file itself; give -o OUT with --format {arguments.format}",
+            ),
+        ],
+    )
 
 
 def _fix_files(files: Sequence[str], against: CheckContext, format_: str) -> list[StorageError]:

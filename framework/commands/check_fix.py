@@ -68,13 +68,9 @@ def _with_one_fix(document: Document, *, release: str | None) -> str | None:
     section = document.value.get(_SECTION)
     if not isinstance(section, dict):
         return None
-    for edit in safe_edits(Document("", section), release=release):
-        edit_of_config = _in_run_config(edit)
-        if edit_of_config is not None:
-            after = edited(document, [edit_of_config])
-            if after is not None:
-                return after
-    return None
+    edits = map(_in_run_config, safe_edits(Document("", section), release=release))
+    texts = (edited(document, [edit]) for edit in edits if edit is not None)
+    return next((text for text in texts if text is not None), None)
 
 
 def _in_run_config(edit: Edit) -> Edit | None:
@@ -88,6 +84,15 @@ def _in_run_config(edit: Edit) -> Edit | None:
     elif not isinstance(edit, ReplaceValue):
         return None
     return replace(edit, path=(_SECTION, *edit.path))
+
+
+def _mode_of(path: Path, name: str) -> int | None:
+    """Return the permissions of a file, None if there is none; StorageError for what is no file."""
+    if not path.exists():
+        return None
+    if not path.is_file():
+        raise StorageError(f"{name}: it is no file to write to; name one [file-not-written]")
+    return path.stat().st_mode & 0o7777
 
 
 def write_file(path: Path, text: str, *, name: str, marks: Sequence[bytes] = ()) -> None:
@@ -106,14 +111,7 @@ def write_file(path: Path, text: str, *, name: str, marks: Sequence[bytes] = ())
         if marks:
             refuse_foreign(path, marks=marks)
         real = path.resolve()
-        mode = None
-        if real.exists():
-            if not real.is_file():
-                raise StorageError(
-                    f"{name}: it is no file to write to; name one [file-not-written]"
-                )
-            mode = real.stat().st_mode & 0o7777
-        replace_text(real, text, mode=mode)
+        replace_text(real, text, mode=_mode_of(real, name))
     # RuntimeError: a loop of links, in Python 3.12 and older
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

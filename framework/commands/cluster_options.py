@@ -1,10 +1,12 @@
-"""Options that name a cluster: `check`, `plan` and `render` take them."""
+"""Words of several commands: options that name a cluster, run configs with settings."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Final
 
+from deepspeed_lint.text.document import is_setting
 from framework.errors import UsageError
 from framework.plan.cluster import Cluster
 from framework.system.arguments import whole
@@ -40,6 +42,18 @@ def add_run_config(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="settings that win over the file",
     )
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the files among words of a command line, and the settings ``key=value``."""
+    files = []
+    settings = []
+    for word in words:
+        if is_setting(word):
+            settings.append(word)
+        else:
+            files.append(word)
+    return files, settings
 
 
 def find_cluster(arguments: argparse.Namespace) -> Cluster | None:

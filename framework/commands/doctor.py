@@ -89,12 +89,7 @@ def look(options: DoctorOptions) -> tuple[Report, Requirements]:
 
 
 def _options(arguments: argparse.Namespace) -> DoctorOptions:
-    words: list[str] = list(arguments.words)
-    config = None
-    if words and ("=" not in words[0] or Path(words[0]).exists()):
-        config = words.pop(0)
-    if config is None and words:
-        raise UsageError(f"doctor: {words[0]} is a setting; name the run config before it")
+    config, words = _config_and_settings(arguments.words)
     chosen = _choose_hosts(arguments)
     master_port = arguments.master_port or DEFAULT_PORT
     if is_this_machine(chosen, ssh_args=arguments.ssh_args):
@@ -104,6 +99,14 @@ def _options(arguments: argparse.Namespace) -> DoctorOptions:
     return DoctorOptions(
         config, tuple(words), chosen, arguments.num_gpus, address, master_port, arguments.ssh_args
     )
+
+
+def _config_and_settings(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    if not words:
+        return None, ()
+    if "=" in words[0] and not Path(words[0]).exists():
+        raise UsageError(f"doctor: {words[0]} is a setting; name the run config before it")
+    return words[0], words[1:]
 
 
 def _choose_hosts(arguments: argparse.Namespace) -> tuple[ChosenHost, ...]:

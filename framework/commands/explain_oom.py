@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from framework.errors import EXIT_OK, UsageError
-from framework.plan.alternatives import size_text
+from framework.plan.alternatives import Alternative, size_text
 from framework.plan.out_of_memory import (
     IN_WORDS,
     Explanation,
@@ -129,11 +129,7 @@ def _shortage_lines(shortage: Shortage) -> Iterator[str]:
         line += f", {IN_WORDS[shortage.moment]} ({shortage.place})"
     yield line
     if shortage.sizes:
-        sizes = []
-        for name, words in _OF_SIZE.items():
-            if name in shortage.sizes:
-                sizes.append(f"{size_text(shortage.sizes[name])} {words}")
-        yield f"          {', '.join(sizes)}"
+        yield f"          {_sizes_text(shortage.sizes)}"
     if shortage.component:
         yield f"asked by  {shortage.component}"
 
@@ -150,15 +146,26 @@ def _estimate_lines(explanation: Explanation) -> Iterator[str]:
         yield f"estimate  {size_text(explanation.total)} {moment}: {parts}"
 
 
+def _sizes_text(sizes: Mapping[str, int]) -> str:
+    texts = [
+        f"{size_text(sizes[name])} {words}" for name, words in _OF_SIZE.items() if name in sizes
+    ]
+    return ", ".join(texts)
+
+
+def _fix_text(explanation: Explanation, fix: Alternative) -> str:
+    text = f"{fix}: {size_text(explanation.gain(fix))} less"
+    if explanation.is_enough(fix):
+        text += ", enough"
+    if explanation.on_host:
+        text += f", and {size_text(fix.peak_bytes)} at most on the device"
+    return text
+
+
 def _fix_lines(explanation: Explanation) -> Iterator[str]:
     label = "fixes"
     for fix in explanation.fixes:
-        line = f"{label:<10}{fix}: {size_text(explanation.gain(fix))} less"
-        if explanation.is_enough(fix):
-            line += ", enough"
-        if explanation.on_host:
-            line += f", and {size_text(fix.peak_bytes)} at most on the device"
-        yield f"{line}, by estimate"
+        yield f"{label:<10}{_fix_text(explanation, fix)}, by estimate"
         label = ""
     if not explanation.fixes:
         if explanation.shortage.kind == "device":

@@ -144,13 +144,7 @@ def export(
     names = dict[str, str]()
     described = dict[str, Any]()
     if hf:
-        form = form_of(_config(merged.checkpoint).model)
-        if form:
-            tensors, stored = as_theirs(tensors, stored, form)
-            names = form.table["weights"]
-            described = form.described()
-        else:
-            names, described = hf_names(merged.checkpoint, stored=stored, trust=trust)
+        tensors, stored, names, described = _for_the_hub(merged, tensors, stored, trust=trust)
         ties = {name: first for name, first in ties.items() if name in names}
     ties = {names.get(name, name): names.get(first, first) for name, first in ties.items()}
     file_entries = entries(stored, dtype=_DTYPES[dtype], names=names)
@@ -167,6 +161,20 @@ def export(
         metadata = _metadata(merged.checkpoint, dtype=dtype, weights=weights, ties=ties)
         shards = split(file_entries, shard_bytes=shard_bytes)
         return written | write_safetensors(folder, tensors, shards, metadata=metadata)
+
+
+def _for_the_hub(
+    merged: MergedWeights, tensors: Any, stored: Any, *, trust: str | None
+) -> tuple[Any, Any, dict[str, str], dict[str, Any]]:
+    """Return weights and their shapes as Hugging Face's model has them, their names there, and its
+    config.json.
+    """
+    form = form_of(_config(merged.checkpoint).model)
+    if not form:
+        names, described = hf_names(merged.checkpoint, stored=stored, trust=trust)
+        return tensors, stored, names, described
+    tensors, stored = as_theirs(tensors, stored, form)
+    return tensors, stored, form.table["weights"], form.described()
 
 
 def _metadata(
@@ -294,30 +302,39 @@ def _clear_left_over(out: Path) -> None:
     with contextlib.suppress(OSError):
         for path in list(out.parent.iterdir()):
             match = pattern.fullmatch(path.name)
-            if match is None or Path("/proc", match[1]).exists() or path.is_symlink():
-                continue
-            if match[2] == "earlier" and not out.exists():
-                path.rename(out)
-            else:
-                shutil.rmtree(path)
+            if match is not None and not path.is_symlink():
+                _clear_folder(path, out, process=match[1], is_earlier=match[2] == "earlier")
+
+
+def _clear_folder(path: Path, out: Path, *, process: str, is_earlier: bool) -> None:
+    if Path("/proc", process).exists():
+        return
+    if is_earlier and not out.exists():
+        path.rename(out)
+    else:
+        shutil.rmtree(path)
 
 
 def _refuse_taken(out: Path, *, force: bool) -> None:
     """Refuse an OUT that exists, unless it is empty, or an earlier export and `force`: a mistyped
     name must not cost a folder of other things.
     """
-    if not (out.exists() or out.is_symlink()):
+    if not (out.exists() or out.is_symlink()) or _is_empty_folder(out):
         return
-    is_export = False
-    if out.is_dir() and not out.is_symlink():
-        names = [path.name for path in out.iterdir()]
-        if not names:
-            return
-        is_export = all(_OURS.fullmatch(name) for name in names)
-    if not is_export:
+    if not _is_export(out):
         raise _taken(out, "it exists and is not an earlier export", "name a new folder")
     if not force:
         raise _taken(out, "it exists", "name a new folder, or give --force to replace it")
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
+def _is_export(path: Path) -> bool:
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return all(_OURS.fullmatch(inner.name) for inner in path.iterdir())
 
 
 def _taken(out: Path, reason: str, fix: str) -> ConfigError:
@@ -426,7 +443,7 @@ def hf_names(
         module = call_factory(model.factory(), key="model")
     make_names = getattr(module, "hf_names", None)
     if not callable(make_names):
-        if any(cls.__module__.partition(".")[0] == "transformers" for cls in type(module).__mro__):
+        if _is_of_transformers(type(module)):
             return {name: name for name in stored}, json.loads(module.config.to_json_string())
         fix = "give it one that returns {its name of a weight: Hugging Face's}, or leave --hf out"
         raise refused("missing", f"{type(module).__name__} has no method hf_names()", fix)
@@ -437,6 +454,11 @@ def hf_names(
             "wrong", f"hf_names() of {type(module).__name__} {wrong}", "mend it, or leave --hf out"
         )
     return dict(names), {}
+
+
+def _is_of_transformers(module_class: type) -> bool:
+    packages = {parent.__module__.partition(".")[0] for parent in module_class.__mro__}
+    return "transformers" in packages
 
 
 def _is_text_to_text(names: Any) -> bool:
@@ -454,10 +476,19 @@ def _fault_of(names: Any, stored: Collection[str]) -> str:
         )
     missing = [name for name in stored if name not in names]
     if missing:
-        fault = f"lacks {missing[0]}"
-        if len(missing) > 1:
-            fault += f" and {len(missing) - 1} more"
-        return fault
+        return f"lacks {_first_of(missing)}"
+    return _double_name(names, stored)
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    if len(names) > 1:
+        return f"{names[0]} and {len(names) - 1} more"
+    return names[0]
+
+
+def _double_name(names: Mapping[str, str], stored: Collection[str]) -> str:
+    """Describe a name that two weights have; empty if each has its own."""
     first_names: dict[str, str] = {}
     for name in stored:
         hf_name = names[name]

@@ -289,24 +289,14 @@ def tokenizer_of(
     """
     # absolute: a relative path may end at the folder
     kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER
-    key = "data.path"
-    path = getattr(config.data, "path", None)
-    if option == "bytes":
+    if option is not None:
         key = "--tokenizer"
-        path = None
-    elif option is not None:
-        key = "--tokenizer"
-        path = option
+        path = None if option == "bytes" else option
     elif isinstance(config.data, Conversations):
         return Answers(open_tokenizer(str(kept)))
-    elif not isinstance(config.data, (Text, TextPairs)):
-        reason = "it is not a token folder, so nobody knows what its numbers stand for"
-        fix = "name a tokenizer with --tokenizer"
-        raise ConfigError.of(
-            "tokenizer-unknown", reason, fix, key="data", file=str(checkpoint.path)
-        )
-    elif path is not None and (kept / META_FILE).is_file():
-        path = str(kept)
+    else:
+        key = "data.path"
+        path = _token_folder(config, checkpoint, kept)
     tokenizer = _read_tokenizer(path, key)
     most = getattr(config.model, "vocab_size", tokenizer.vocab_size)
     if tokenizer.vocab_size > most:
@@ -315,6 +305,19 @@ def tokenizer_of(
         file = str(checkpoint.path)
         raise ConfigError.of("model-data-vocab-size", reason, fix, key=key, value=path, file=file)
     return tokenizer
+
+
+def _token_folder(config: RunConfig, checkpoint: SavedCheckpoint, kept: Path) -> str | None:
+    """Return the token folder of a run, or its copy beside the checkpoints; None without one."""
+    if not isinstance(config.data, (Text, TextPairs)):
+        reason = "it is not a token folder, so nobody knows what its numbers stand for"
+        fix = "name a tokenizer with --tokenizer"
+        raise ConfigError.of(
+            "tokenizer-unknown", reason, fix, key="data", file=str(checkpoint.path)
+        )
+    if config.data.path is not None and (kept / META_FILE).is_file():
+        return str(kept)
+    return config.data.path
 
 
 def _read_tokenizer(path: str | None, key: str) -> Tokenizer:
@@ -329,6 +332,11 @@ def _read_tokenizer(path: str | None, key: str) -> Tokenizer:
         reason = "there is no such file or folder"
         fix = "name a tokenizer.json, a folder with one, or bytes"
         raise ConfigError.of("tokenizer-not-found", reason, fix, key=key, value=path)
+    return _tokenizer_of_folder(path, key)
+
+
+def _tokenizer_of_folder(path: str, key: str) -> Tokenizer:
+    """Read the tokenizer of a token folder."""
     try:
         folder, meta = read_meta(path, key)
     except ConfigError as error:

@@ -60,10 +60,7 @@ def write_hub_files(
         token_ids["eos_token_id"] = tokenizer.eos_token_id
         token_ids["pad_token_id"] = pad_of(tokenizer)
     if described:
-        values = {**described, "dtype": str(dtype).removeprefix("torch.")}
-        for key, token_id in token_ids.items():
-            if described.get(key) is None:
-                values[key] = token_id
+        values = _config_values(described, token_ids, dtype)
         replace_text(folder / CONFIG, json.dumps(values, indent=2) + "\n")
     if token_ids and isinstance(config.task, CausalLM):
         values = _generation_config(token_ids, Path(str(base), _GENERATION))
@@ -119,6 +116,17 @@ def _pipeline_tag(config: RunConfig) -> str | None:
     return None
 
 
+def _config_values(
+    described: Mapping[str, Any], token_ids: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return config.json: what describes the model, and the tokens that it leaves open."""
+    values = {**described, "dtype": str(dtype).removeprefix("torch.")}
+    for key, token_id in token_ids.items():
+        if described.get(key) is None:
+            values[key] = token_id
+    return values
+
+
 def _card(
     checkpoint: SavedCheckpoint, config: RunConfig, described: Mapping[str, Any], base: str | None
 ) -> str:
@@ -164,20 +172,29 @@ def _card_metadata(
     pipeline = _pipeline_tag(config)
     if pipeline:
         head["pipeline_tag"] = pipeline
-    if base is not None and not Path(base).exists() and _ON_THE_HUB.fullmatch(base):
+    if base is not None and _is_on_the_hub(base):
         head["base_model"] = base
     if metrics and pipeline:
-        kind = _kind_of_data(config)
-        rows = []
-        for name, value in metrics.items():
-            rows.append({"type": name.partition("/")[2], "name": name, "value": value})
-        result = {
-            "task": {"type": pipeline},
-            "dataset": {"name": kind, "type": kind},
-            "metrics": rows,
-        }
+        result = _result(config, metrics, pipeline)
         head["model-index"] = [{"name": config.run.name, "results": [result]}]
     return head
+
+
+def _is_on_the_hub(base: str) -> bool:
+    return not Path(base).exists() and _ON_THE_HUB.fullmatch(base) is not None
+
+
+def _result(config: RunConfig, metrics: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
+    """Return the metrics of a run, as the Hub reads them."""
+    kind = _kind_of_data(config)
+    rows = []
+    for name, value in metrics.items():
+        rows.append({"type": name.partition("/")[2], "name": name, "value": value})
+    return {
+        "task": {"type": pipeline},
+        "dataset": {"name": kind, "type": kind},
+        "metrics": rows,
+    }
 
 
 def _origin_of(base: str | None) -> str:

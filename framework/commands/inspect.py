@@ -25,6 +25,7 @@ from framework.checkpoint.names import (
     REPLACED,
     SWAPPED,
     TAG,
+    RawNames,
     find_raw,
     holders,
     irregular,
@@ -129,10 +130,7 @@ def run_inspect(source: str, *, as_json: bool, verify: bool, allow_unverified: b
     """
     try:
         report = _make_report(Path(source), verify=verify, allow_unverified=allow_unverified)
-        if as_json:  # JSON escapes all control characters by itself, but for one
-            text = json.dumps(list(report.sections), indent=2).replace("\x7f", "\\u007f")
-        else:
-            text = "\n".join(map(printable, report.lines))
+        text = report.text(as_json=as_json)
     except OSError as error:
         reason = (
             f"inspect: {show_value(error.filename or source)}: it cannot be read: "
@@ -153,6 +151,12 @@ class _Report:
     sections: Iterator[dict[str, Any]]
     is_sound: bool
 
+    def text(self, *, as_json: bool) -> str:
+        """Return the report for a person, or as JSON."""
+        if as_json:  # JSON escapes all control characters by itself, but for one
+            return json.dumps(list(self.sections), indent=2).replace("\x7f", "\\u007f")
+        return "\n".join(map(printable, self.lines))
+
 
 def _make_report(path: Path, *, verify: bool, allow_unverified: bool) -> _Report:
     paths = _checkpoints_at(path)
@@ -167,6 +171,15 @@ def _make_report(path: Path, *, verify: bool, allow_unverified: bool) -> _Report
     return _Report(lines, map(_as_json, inspected), is_sound)
 
 
+def _layout_of_names(names: RawNames) -> str:
+    layout = "any number of ranks"
+    if names.ranks:
+        layout = counted(names.ranks, "rank")
+    if names.has_layers:
+        layout += ", pipeline"
+    return f"{layout}, ZeRO stage {' or '.join(map(str, names.stages))}"
+
+
 def _report_by_names(path: Path, *, allow_unverified: bool) -> _Report:
     """Describe a checkpoint without a manifest by the names of its files, which are not read."""
     folder = find_raw(path)
@@ -178,18 +191,11 @@ def _report_by_names(path: Path, *, allow_unverified: bool) -> _Report:
     step = ""
     if names.step is not None:
         step = f"{names.step:,} (its name)"
-    if names.ranks:
-        layout = counted(names.ranks, "rank")
-    else:
-        layout = "any number of ranks"
-    if names.has_layers:
-        layout += ", pipeline"
-    layout += f", ZeRO stage {' or '.join(map(str, names.stages))}"
     rows = {
         "checkpoint": str(folder),
         "written by": "DeepSpeed itself, without a manifest",
         "step": step,
-        "layout": layout,
+        "layout": _layout_of_names(names),
         "files": f"{names.num_files:,}, {_size(names.num_bytes)}",
         "verified": "no: there are no checksums to hold the files against",
     }
@@ -222,19 +228,26 @@ def _checkpoints_at(path: Path) -> list[Path]:
     if find_raw(path) and not _has_manifest(path):
         return []
     for named in own_names(path):
-        has_name = TAG.match(named.name) or REPLACED.match(named.name)
-        if has_name and named.is_dir():
+        if _is_name_of_checkpoint(named.name) and named.is_dir():
             return [named]
     for folder in holders(path):
         checkpoints = [child for _, child in named_folders(folder) if child.is_dir()]
         if checkpoints:
             return checkpoints
+    raise _not_found(path)
+
+
+def _is_name_of_checkpoint(name: str) -> bool:
+    return bool(TAG.match(name) or REPLACED.match(name))
+
+
+def _not_found(path: Path) -> ConfigError:
     if path.exists():
         reason = "there is no checkpoint"
     else:
         reason = "there is no such folder"
     fix = "name a .../global_step<N> folder or a run folder that holds one"
-    raise ConfigError.of("checkpoint-not-found", reason, fix, key="inspect", value=str(path))
+    return ConfigError.of("checkpoint-not-found", reason, fix, key="inspect", value=str(path))
 
 
 def _inspect(path: Path, *, verify: bool) -> Inspected:
@@ -308,14 +321,7 @@ def _lines(inspected: Inspected) -> Iterator[str]:
         )
     if inspected.checkpoint is not None:
         rows |= _rows(inspected.checkpoint)
-    if inspected.damage is None:
-        rows["verified"] = "no (--no-verify)"
-    elif len(inspected.damage) > 1:
-        rows["verified"] = f"{len(inspected.damage)} files are not as written"
-    elif inspected.damage:
-        rows["verified"] = "1 file is not as written"
-    else:
-        rows["verified"] = "every file is as it was written"
+    rows["verified"] = _verified(inspected.damage)
     if inspected.unknown:
         rows["weights"] = f"not looked at: {inspected.unknown}"
     elif inspected.lacking:
@@ -323,35 +329,60 @@ def _lines(inspected: Inspected) -> Iterator[str]:
     return _labelled(rows, inspected.faults)
 
 
+def _verified(damage: Sequence[str] | None) -> str:
+    if damage is None:
+        return "no (--no-verify)"
+    if not damage:
+        return "every file is as it was written"
+    if len(damage) == 1:
+        return "1 file is not as written"
+    return f"{len(damage)} files are not as written"
+
+
 def _rows(checkpoint: SavedCheckpoint) -> dict[str, str]:
     """Return label -> text from a manifest; empty text for what it does not have."""
     manifest = checkpoint.manifest
     config = manifest["config"]
-    step = f"{checkpoint.step:,}"
-    if manifest.get("total_steps"):
-        step += f" of {manifest['total_steps']:,}"
-    step += _place(manifest)
-    average = ""
-    ema = config.get("training", {}).get("ema")
-    if ema:
-        average = f"of the weights, decay {ema['decay']:g}"
-    sizes = _sizes(checkpoint)
-    parts = " + ".join(f"{name} {_size(size)}" for name, size in sizes.items() if size)
-    versions = [(name, checkpoint.versions.get(name)) for name in _PACKAGES]
     return {
-        "step": step,
+        "step": _step(checkpoint),
         "model": _name_of(config["model"]),
         "layout": _layout(manifest),
         "pipeline": _pipeline(manifest.get("pipeline")),
         "optimizer": _optimizer(config["optimizer"]),
         "metrics": _metrics(manifest),
         "best": str(best_in(manifest) or ""),
-        "average": average,
-        "versions": ", ".join(f"{name} {version}" for name, version in versions if version),
+        "average": _average(config),
+        "versions": _versions(checkpoint),
         "written": _written(checkpoint),
         "weights": _weights(manifest.get("weights")),
-        "files": f"{len(manifest['files']):,}, {_size(sum(sizes.values()))}: {parts}",
+        "files": _files(checkpoint),
     }
+
+
+def _step(checkpoint: SavedCheckpoint) -> str:
+    step = f"{checkpoint.step:,}"
+    total_steps = checkpoint.manifest.get("total_steps")
+    if total_steps:
+        step += f" of {total_steps:,}"
+    return step + _place(checkpoint.manifest)
+
+
+def _average(config: Mapping[str, Any]) -> str:
+    ema = config.get("training", {}).get("ema")
+    if ema:
+        return f"of the weights, decay {ema['decay']:g}"
+    return ""
+
+
+def _versions(checkpoint: SavedCheckpoint) -> str:
+    versions = [(name, checkpoint.versions.get(name)) for name in _PACKAGES]
+    return ", ".join(f"{name} {version}" for name, version in versions if version)
+
+
+def _files(checkpoint: SavedCheckpoint) -> str:
+    sizes = _sizes(checkpoint)
+    parts = " + ".join(f"{name} {_size(size)}" for name, size in sizes.items() if size)
+    return f"{len(checkpoint.manifest['files']):,}, {_size(sum(sizes.values()))}: {parts}"
 
 
 def _weights(weights: Mapping[str, int] | None) -> str:
@@ -410,14 +441,14 @@ def _pipeline(pipeline: Mapping[str, Any] | None) -> str:
         return ""
     layers = pipeline["layers"]
     bounds = pipeline.get("bounds") or [0, len(layers)]
-    stages = []
-    for start, stop in itertools.pairwise(bounds):
-        stage_layers = layers[start:stop]
-        if len(stage_layers) > 1:
-            stages.append(f"{stage_layers[0]} .. {stage_layers[-1]}")
-        elif stage_layers:
-            stages.append(stage_layers[0])
-    return " | ".join(stages)
+    stages = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
+    return " | ".join(_ends(stage) for stage in stages if stage)
+
+
+def _ends(layers: Sequence[str]) -> str:
+    if len(layers) > 1:
+        return f"{layers[0]} .. {layers[-1]}"
+    return layers[0]
 
 
 def _optimizer(optimizer: Mapping[str, Any]) -> str:
@@ -458,16 +489,19 @@ def _sizes(checkpoint: SavedCheckpoint) -> dict[str, int]:
         model_files = "weights"
     sizes = {"weights": 0, "optimizer": 0, "weights and optimizer": 0, "rest": 0}
     for name, record in checkpoint.manifest["files"].items():
-        if OPTIMIZER_FILE.fullmatch(name) or name.startswith(f"{SWAPPED}/"):
-            contents = "optimizer"
-        elif LAYER_FILE.fullmatch(name):
-            contents = "weights"
-        elif MODEL_FILE.fullmatch(name):
-            contents = model_files
-        else:
-            contents = "rest"
-        sizes[contents] += record["num_bytes"]
+        sizes[_contents(name, model_files)] += record["num_bytes"]
     return sizes
+
+
+def _contents(name: str, model_files: str) -> str:
+    """Return what a file has; `model_files` is what DeepSpeed's files of the model have."""
+    if OPTIMIZER_FILE.fullmatch(name) or name.startswith(f"{SWAPPED}/"):
+        return "optimizer"
+    if LAYER_FILE.fullmatch(name):
+        return "weights"
+    if MODEL_FILE.fullmatch(name):
+        return model_files
+    return "rest"
 
 
 def _size(num_bytes: float) -> str:
@@ -480,27 +514,29 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
+def _cells(inspected: Inspected, latest: str | None) -> Iterator[str]:
+    """Yield the cells of a checkpoint's line; `latest` is the name of the newest one."""
+    yield f"{inspected.path.name:<20}"
+    checkpoint = inspected.checkpoint
+    if checkpoint is not None:
+        yield f"{_size(sum(_sizes(checkpoint).values())):>10}"
+        yield _written(checkpoint)
+        metrics = _metrics(checkpoint.manifest)
+        if metrics:
+            yield metrics
+    if inspected.path.name == latest:
+        yield "latest"
+    if inspected.damage is not None:
+        yield "damaged" if inspected.faults else "sound"
+
+
 def _table(checkpoints: list[Inspected]) -> Iterator[str]:
     """Yield a line for each checkpoint of a run, and one more for each damaged file."""
     folder = checkpoints[0].path.parent
     latest = latest_tag(folder)
     for inspected in checkpoints:
         name = inspected.path.name
-        cells = [f"{name:<20}"]
-        if inspected.checkpoint is not None:
-            size = _size(sum(_sizes(inspected.checkpoint).values()))
-            cells.append(f"{size:>10}")
-            cells.append(_written(inspected.checkpoint))
-            metrics = _metrics(inspected.checkpoint.manifest)
-            if metrics:
-                cells.append(metrics)
-        if name == latest:
-            cells.append("latest")
-        if inspected.faults and inspected.damage is not None:
-            cells.append("damaged")
-        elif inspected.damage is not None:
-            cells.append("sound")
-        yield "  ".join(cells)
+        yield "  ".join(_cells(inspected, latest))
         for line in inspected.faults:
             yield f"  damaged: {name}/{line}"
     for path in replaced_folders(folder):

@@ -56,6 +56,18 @@ def main(words: list[str]) -> int:
     return 0
 
 
+def _sums(of_device: torch.device, num_ranks: int) -> list[dict[str, Any]]:
+    """Measure all-reduces of several sizes; none on a single rank."""
+    if num_ranks == 1:
+        return []
+    if of_device.type == "cpu":
+        num_sizes = 4
+    else:
+        num_sizes = 6
+    sizes = [4096] + [_MIB * 4**power for power in range(num_sizes)]
+    return list(all_reduces(sizes, of_device, seconds=_SECONDS))
+
+
 def measure() -> dict[str, Any]:
     """Return all rates, as `Machine.from_measured` reads them, with the measurements under
     ``details``. Collective.
@@ -65,14 +77,7 @@ def measure() -> dict[str, Any]:
     is_cpu = of_device.type == "cpu"
     repetitions = _repeated()
     products = _products_by_dtype(is_cpu=is_cpu)
-    sums = []
-    if num_ranks > 1:
-        if is_cpu:
-            num_sizes = 4
-        else:
-            num_sizes = 6
-        sizes = [4096] + [_MIB * 4**power for power in range(num_sizes)]
-        sums = list(all_reduces(sizes, of_device, seconds=_SECONDS))
+    sums = _sums(of_device, num_ranks)
     bus_rate = None
     latency = None
     if sums:

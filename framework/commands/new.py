@@ -62,13 +62,7 @@ def new(name: str) -> list[Path]:
         ) from error
 
 
-def _write(name: str) -> list[Path]:
-    folder = Path(name)
-    package = folder.name.replace("-", "_").replace(".", "_")
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", package) or keyword.iskeyword(package):
-        raise UsageError(
-            f"new: {name!r} is no name of a Python package; take letters, digits, - and _"
-        )
+def _refuse_taken(folder: Path, package: str) -> None:
     if importlib.util.find_spec(package) is not None and not folder.exists():
         raise UsageError(
             f"new: there is a Python package {package} already, which would be imported; take "
@@ -78,6 +72,16 @@ def _write(name: str) -> list[Path]:
         raise UsageError(
             f"new: {folder} is there already and is not an empty folder; nothing was written"
         )
+
+
+def _write(name: str) -> list[Path]:
+    folder = Path(name)
+    package = folder.name.replace("-", "_").replace(".", "_")
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", package) or keyword.iskeyword(package):
+        raise UsageError(
+            f"new: {name!r} is no name of a Python package; take letters, digits, - and _"
+        )
+    _refuse_taken(folder, package)
     written = []
     for template in sorted(_TEMPLATES.glob("*.in")):
         place = folder / _PLACES.get(template.stem, template.stem).replace("@PACKAGE@", package)

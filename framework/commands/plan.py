@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from deepspeed_lint.text.document import COMMAND_LINE
 from deepspeed_lint.topology import find_gpu
@@ -29,6 +29,7 @@ from framework.commands.strategies import (
 from framework.commands.target_search import missing_targets
 from framework.commands.torch_child import NoAnswerError
 from framework.commands.traced_work import find_own_optimizer, find_own_work
+from framework.config.run_config import RunConfig
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
 from framework.load_run import LoadedRun, load_run
 from framework.plan.alternatives import settings_text, size_text, with_settings
@@ -37,7 +38,7 @@ from framework.plan.candidate import Candidate, judge
 from framework.plan.cluster import Cluster
 from framework.plan.data_files import look_at_data
 from framework.plan.hardware import Hardware
-from framework.plan.knob import find_knob
+from framework.plan.knob import Knob, find_knob
 from framework.plan.memory import Memory, NotEstimatedError
 from framework.plan.nearest_plan import nearest_plan
 from framework.plan.out_of_memory import IN_WORDS
@@ -51,7 +52,7 @@ from framework.plan.search_goals import (
 from framework.plan.search_space import EVERYTHING, OFFLOAD, RECOMPUTE, STAGE, Request
 from framework.plan.time import StepTime
 from framework.plan.work import ModelWork
-from framework.system.arguments import parse_command
+from framework.system.arguments import parse_command, refuse
 from framework.system.output import write
 
 _TOP: Final = 5
@@ -148,30 +149,14 @@ def _run(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None)
         cluster = replace(cluster, device=gpu.device)
     _refuse_odd_options(arguments)
     if arguments.measure:
-        # imported here, as other modules below: most plans need none of them
-        from framework.commands.measure import measure
-
-        if arguments.json:
-            out = sys.stderr
-        else:
-            out = sys.stdout
-        for line in measure(cluster):
-            print(line, file=out)
-    target = _find_target(arguments, cluster)
-    try:
-        work, why = _own_work(run, cluster)
-        run = run.chosen(cluster, target, is_proposal=True, work=work)
-        plan = run.plan_with_data(cluster)
-    except ConfigError as error:
-        kinds = {problem.kind for problem in error.problems}
-        if kinds & _NO_LAYOUT and not run.config.auto:
-            _print_nearest(run, cluster)
-        raise
+        _measure(cluster, out=sys.stderr if arguments.json else sys.stdout)
+    question = _question(arguments, run, cluster)
+    plan = question.plan
     if arguments.explain_oom:
+        # imported here, as other modules below: most plans need none of them
         from framework.commands.explain_oom import explain_oom
 
-        return explain_oom(arguments.explain_oom, plan, work=work, as_json=arguments.json)
-    question = _Question(arguments, run, plan, target, work, why)
+        return explain_oom(arguments.explain_oom, plan, work=question.work, as_json=arguments.json)
     answer = _answer(question)
     if arguments.trials:
         answer = _ordered_by_trials(answer, arguments.trials)
@@ -179,9 +164,8 @@ def _run(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None)
     if plan.layout.pipe_size > 1:
         balance = find_stage_balance(plan, source=run.source)
     findings = list(plan.findings)
-    findings += map(run.source.locate, missing_targets(plan.config))
-    findings += map(run.source.locate, balance.notes)
-    findings += map(run.source.locate, answer.findings)
+    for problems in (missing_targets(plan.config), balance.notes, answer.findings):
+        findings += map(run.source.locate, problems)
     if gpu:
         from framework.plan.judge_passed import judge_rendered
 
@@ -194,15 +178,49 @@ def _run(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None)
     return EXIT_OK
 
 
+def _measure(cluster: Cluster, *, out: TextIO) -> None:
+    from framework.commands.measure import measure
+
+    for line in measure(cluster):
+        print(line, file=out)
+
+
+def _question(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster) -> _Question:
+    """Plan the run; a plan that cannot be is named with the nearest one.
+
+    Raises:
+        ConfigError: there is no such plan.
+    """
+    target = _find_target(arguments, cluster)
+    try:
+        work, why = _own_work(run, cluster)
+        run = run.chosen(cluster, target, is_proposal=True, work=work)
+        plan = run.plan_with_data(cluster)
+    except ConfigError as error:
+        kinds = {problem.kind for problem in error.problems}
+        if kinds & _NO_LAYOUT and not run.config.auto:
+            _print_nearest(run, cluster)
+        raise
+    return _Question(arguments, run, plan, target, work, why)
+
+
 def _refuse_odd_options(arguments: argparse.Namespace) -> None:
-    if arguments.gpu and (arguments.measure or arguments.trials):
-        raise UsageError(
-            "plan: --measure and --trials use the devices of this machine; leave --gpu out"
-        )
-    if arguments.network and not arguments.gpu:
-        raise UsageError("plan: --network goes with --gpu")
-    if arguments.chart and not arguments.chart.lower().endswith(".svg"):
-        raise UsageError(f"plan: --chart {arguments.chart}: what is drawn is SVG; name it .svg")
+    runs_here = arguments.measure or arguments.trials
+    chart = arguments.chart or ".svg"
+    refuse(
+        "plan",
+        [
+            (
+                arguments.gpu and runs_here,
+                "--measure and --trials use the devices of this machine; leave --gpu out",
+            ),
+            (arguments.network and not arguments.gpu, "--network goes with --gpu"),
+            (
+                not chart.lower().endswith(".svg"),
+                f"--chart {chart}: what is drawn is SVG; name it .svg",
+            ),
+        ],
+    )
 
 
 def _find_target(arguments: argparse.Namespace, cluster: Cluster) -> Hardware:
@@ -232,21 +250,17 @@ def _print_lines(
     question: _Question, answer: _Answer, balance: StageBalance, findings: Sequence[Problem]
 ) -> None:
     plan = question.plan
-    for label, text in rows(plan).items():
-        print(f"{label:<10}{text}")
+    lines = [f"{label:<10}{text}" for label, text in rows(plan).items()]
     if question.run.choice:
-        print(f"{'auto':<10}{question.run.choice.removeprefix('auto: ')}")
-    for line in answer.head:
-        print(line)
-    for line in balance.lines:
-        print(line)
-    for line in answer.lines:
-        print(line)
+        lines.append(f"{'auto':<10}{question.run.choice.removeprefix('auto: ')}")
+    lines += answer.head
+    lines += balance.lines
+    lines += answer.lines
     if question.arguments.paper:
-        for line in paper_lines(plan):
-            print(line)
-    for finding in findings:
-        print(f"{finding.severity}: {finding}")
+        lines += paper_lines(plan)
+    lines += [f"{finding.severity}: {finding}" for finding in findings]
+    for line in lines:
+        print(line)
 
 
 def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
@@ -255,18 +269,21 @@ def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
     """
     if not run.config.model.is_own_code and run.config.optimizer.own_factory() is None:
         return None, ""
-    # The keys to be chosen do not change the model; these values go with every config.
-    plain = {"zero.stage": 1, "parallel.pipe": 1, "batch.micro_size": None}
-    settings = {key: value for key, value in plain.items() if key in run.config.auto}
-    config = run.config
-    if settings:
-        config = with_settings(config, settings)
-    plan = make_plan(config, cluster, source=run.source)
+    plan = make_plan(_without_auto(run.config), cluster, source=run.source)
     why = find_own_optimizer(plan)
     try:
         return find_own_work(plan), why
     except NoAnswerError as error:
         return None, str(error)
+
+
+def _without_auto(config: RunConfig) -> RunConfig:
+    """Set plain values for the keys to be chosen: they do not change the model."""
+    plain = {"zero.stage": 1, "parallel.pipe": 1, "batch.micro_size": None}
+    settings = {key: value for key, value in plain.items() if key in config.auto}
+    if settings:
+        return with_settings(config, settings)
+    return config
 
 
 @dataclass(frozen=True)
@@ -303,11 +320,6 @@ def _answer(question: _Question) -> _Answer:
             reason += f" ({question.why})"
         return _Answer({"memory": {"unknown": reason}}, (f"{'memory':<10}not estimated: {reason}",))
     candidates = _candidates_to_show(question, planned, result)
-    best_plan = plan
-    if question.is_wide and candidates:
-        best_plan = candidates[0].plan
-    knob = find_knob(best_plan, target, work=question.work)
-
     head = list(_memory_lines(planned.memory, target, kept=plan.config.checkpoint.keep_last))
     head += _time_lines(planned.time, target)
     lines = list(_strategy_lines(question, planned, result, candidates))
@@ -319,6 +331,7 @@ def _answer(question: _Question) -> _Answer:
         section["time"] = planned.time.to_dict()
     if target.machine:
         section["machine"] = target.machine.to_dict() | {"rates": target.rates}
+    knob = _knob(question, candidates)
     if knob:
         lines.append(f"{'knob':<10}{knob}")
         section["knob"] = vars(knob) | {"text": str(knob)}
@@ -330,6 +343,14 @@ def _answer(question: _Question) -> _Answer:
         candidates=tuple(candidates),
         planned=planned,
     )
+
+
+def _knob(question: _Question, candidates: Sequence[Candidate]) -> Knob | None:
+    """Find the setting that frees most in the best strategy, or in the plan itself."""
+    plan = question.plan
+    if question.is_wide and candidates:
+        plan = candidates[0].plan
+    return find_knob(plan, question.target, work=question.work)
 
 
 def _candidates_to_show(
@@ -352,8 +373,12 @@ def _strategy_lines(
     shown = [each for each in result.ranked if each in candidates or is_same(each, planned)]
     for line in table_lines(shown, planned=planned):
         yield f"{_INDENT}{line}"
-    if target.memory_bytes is None and not question.is_wide:
-        return
+    if target.memory_bytes is not None or question.is_wide:
+        yield from _loser_lines(result, shown)
+
+
+def _loser_lines(result: SearchResult, shown: Sequence[Candidate]) -> Iterator[str]:
+    """Yield why strategies that are not shown lost, the first ones."""
     lost = list(loser_lines(result, shown=shown))
     num_left_out = len(lost) - _MOST_LOSERS
     if num_left_out > 0:
@@ -406,21 +431,7 @@ def _order(shown: Sequence[Candidate], target: Hardware) -> str:
 def _memory_lines(memory: Memory, target: Hardware, *, kept: int) -> Iterator[str]:
     """Yield lines on the memory of a rank; `kept`: number of checkpoints that stay on disk."""
     peak = memory.peak
-    between = size_text(memory.total("between"))
-    at_most = size_text(memory.total(peak))
-    line = f"{between} on each rank between steps, {at_most} at most ({_MOMENTS[peak]})"
-    usable = target.usable_bytes(memory)
-    if usable:
-        line += f" of {size_text(usable)} usable"
-    host = sum(memory.host.values())
-    if host:
-        line += f", {size_text(host)} on the host"
-    line += "; estimated"
-    if memory.stage is not None:
-        line += f", stage {memory.stage}, the fullest"
-    if memory.lacks:
-        line += f", without activations: {memory.lacks}"
-    yield f"{'memory':<10}{line}"
+    yield f"{'memory':<10}{_memory_text(memory, target)}"
     for label, components in (
         ("at most", memory.moments[peak]),
         ("beside tensors", memory.beside),
@@ -434,6 +445,25 @@ def _memory_lines(memory: Memory, target: Hardware, *, kept: int) -> Iterator[st
     all_saved = size_text((kept + 1) * memory.saved_bytes)
     on_disk = f"{saved} a checkpoint, {all_saved} for {kept} kept and one being written"
     yield f"{_INDENT}on disk: {on_disk}"
+
+
+def _memory_text(memory: Memory, target: Hardware) -> str:
+    peak = memory.peak
+    between = size_text(memory.total("between"))
+    at_most = size_text(memory.total(peak))
+    text = f"{between} on each rank between steps, {at_most} at most ({_MOMENTS[peak]})"
+    usable = target.usable_bytes(memory)
+    if usable:
+        text += f" of {size_text(usable)} usable"
+    host = sum(memory.host.values())
+    if host:
+        text += f", {size_text(host)} on the host"
+    text += "; estimated"
+    if memory.stage is not None:
+        text += f", stage {memory.stage}, the fullest"
+    if memory.lacks:
+        text += f", without activations: {memory.lacks}"
+    return text
 
 
 def _time_lines(time: StepTime | None, target: Hardware) -> Iterator[str]:
@@ -528,8 +558,7 @@ def _apply_best(question: _Question, answer: _Answer) -> None:
         write(out, f"devices   {answer.candidates[0].plan.cluster}\n")
     settings = _settings_to_write(run, answer)
     diff = write_choice(run.config_path, arguments.words, settings)
-    if not diff:
-        diff = f"{run.config_path}: it says so already"
+    diff = diff or f"{run.config_path}: it says so already"
     write(out, f"{diff}\n")
     further = [word for word in arguments.words if word.partition("=")[0] not in settings]
     if further:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from mimetypes import guess_type
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 import torch
@@ -132,10 +132,7 @@ def find_inputs(paths: Sequence[str], config: RunConfig) -> dict[str, Any]:
     samples: dict[str, Any] = {}
     for path in map(Path, paths):
         try:
-            files = [path]
-            if path.is_dir():
-                files = sorted(file for file in path.rglob("*") if _is_image(file))
-            for file in files:
+            for file in _files_of(path):
                 samples |= _samples(file, config)
         except Exception as error:  # a damaged archive fails in a dozen ways
             reason = in_one_line(error, longest=200)
@@ -145,25 +142,25 @@ def find_inputs(paths: Sequence[str], config: RunConfig) -> dict[str, Any]:
     return samples
 
 
+def _files_of(path: Path) -> list[Path]:
+    """Return a file, or the images of a folder."""
+    if path.is_dir():
+        return sorted(filter(_is_image, path.rglob("*")))
+    return [path]
+
+
 def _is_image(file: Path) -> bool:
     media_type = guess_type(file.name)[0]
     return media_type is not None and media_type.startswith("image/")
 
 
 def _samples(file: Path, config: RunConfig) -> dict[str, Any]:
-    rows: Any
     if isinstance(config.task, CausalLM):
-        rows = file.read_bytes().splitlines()
+        rows: Any = file.read_bytes().splitlines()
     elif isinstance(config.data, LabelledText):
         rows = file.read_text(encoding="utf-8").splitlines()
-    elif file.suffix == ".csv":
-        rows = np.loadtxt(file, np.float32, delimiter=",", ndmin=2)
-    elif file.suffix == ".npz":
-        arrays = dict(np.load(file))
-        if len(arrays) > 1:
-            rows = _rows_of(arrays)
-        else:
-            rows = arrays.popitem()[1]
+    elif file.suffix in (".csv", ".npz"):
+        rows = _read_table(file)
     elif isinstance(config.data, ImageFolder):
         return {str(file): file}
     else:
@@ -171,6 +168,16 @@ def _samples(file: Path, config: RunConfig) -> dict[str, Any]:
             "it is no table of numbers, and how an image is read only data.kind: image_folder says"
         )
     return {f"{file}:{number}": row for number, row in enumerate(rows, start=1)}
+
+
+def _read_table(file: Path) -> Any:
+    """Return the rows of a table of numbers."""
+    if file.suffix == ".csv":
+        return np.loadtxt(file, np.float32, delimiter=",", ndmin=2)
+    arrays = dict(np.load(file))
+    if len(arrays) > 1:
+        return _rows_of(arrays)
+    return arrays.popitem()[1]
 
 
 def _rows_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -255,20 +262,26 @@ def find_rows(out: Path, names: Sequence[str], label: str) -> Rows:
         return rows
     try:
         with open_own(out, "r+b") as file:
-            while line := file.readline(_LONGEST_ROW):
-                if rows.count == len(names) or not _is_row(
-                    line, names[rows.count], label, is_first=not rows.count
-                ):
-                    raise _of_others(out, f"it holds something else than these inputs by {label}")
-                if line.endswith(b"\n"):
-                    rows.count += 1
-                    rows.num_bytes += len(line)
+            _count_rows(file, rows, names)
     except OSError as error:
         if error.errno == errno.ELOOP:
             reason = "it is a link or no regular file, through which nothing is written"
             raise _of_others(out, reason) from None
         raise
     return rows
+
+
+def _count_rows(file: IO[bytes], rows: Rows, names: Sequence[str]) -> None:
+    """Count the rows of a file; raises ConfigError at one that is not of the inputs."""
+    while line := file.readline(_LONGEST_ROW):
+        if rows.count == len(names) or not _is_row(
+            line, names[rows.count], rows.label, is_first=not rows.count
+        ):
+            reason = f"it holds something else than these inputs by {rows.label}"
+            raise _of_others(rows.file, reason)
+        if line.endswith(b"\n"):
+            rows.count += 1
+            rows.num_bytes += len(line)
 
 
 def _is_row(line: bytes, name: str, label: str, *, is_first: bool) -> bool:
@@ -295,20 +308,13 @@ def _outputs(
     model: torch.nn.Module, config: RunConfig, tokenizer: Any, place: int, inputs: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return a row for each input: class and probabilities, or the outputs of another task."""
-    weight = next(model.parameters())
     if tokenizer is None:
         batch = default_collate([read_sample(sample, config) for sample in inputs.values()])
     else:
         assert isinstance(config.data, LabelledText)
         texts = list(inputs.values())
         batch = inputs_of(texts, tokenizer, config.data.sequence_length)
-
-    def move(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            return tensor.to(weight.device, weight.dtype)
-        return tensor.to(weight.device)
-
-    batch = tree_map_only(Tensor, move, batch)
+    batch = _beside(next(model.parameters()), batch)
     outputs = as_task(load_task(config)).forward(model, batch)
     outputs = getattr(outputs, "logits", outputs)
     if isinstance(config.task, Classification):
@@ -317,6 +323,17 @@ def _outputs(
     if not isinstance(outputs, Mapping):
         outputs = {"output": outputs}
     return _rows_of({name: value.float().tolist() for name, value in outputs.items()})
+
+
+def _beside(weight: Tensor, batch: Any) -> Any:
+    """Return a batch on the device of a weight, floating-point numbers in its type."""
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.to(weight.device, weight.dtype)
+        return tensor.to(weight.device)
+
+    return tree_map_only(Tensor, move, batch)
 
 
 def _rows_of_classes(

@@ -59,23 +59,29 @@ def _add_arguments(report: CommandParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from framework.report.figures import summary
     from framework.report.records import read_run
 
     if arguments.port and not arguments.serve:
         raise UsageError("report: --port goes with --serve")
-    folders = [Path(name) for name in arguments.runs]
-    runs = [read_run(folder) for folder in folders]
+    folders = list(map(Path, arguments.runs))
+    runs = list(map(read_run, folders))
     if arguments.serve:
         _serve(folders, runs, port=arguments.port)
         return EXIT_OK
     out = _write_files(arguments, folders, runs)
-    if arguments.json:  # JSON escapes all control characters by itself, but for one
-        print(json.dumps([summary(run) for run in runs], indent=2).replace("\x7f", "\\u007f"))
+    if arguments.json:
+        _print_json(runs)
     else:
         for line in _lines(runs, out):
             write(sys.stdout, f"{visible(line, keeps='')}\n")
     return EXIT_OK
+
+
+def _print_json(runs: Sequence[RunRecords]) -> None:
+    from framework.report.figures import summary
+
+    # JSON escapes all control characters by itself, but for one
+    print(json.dumps(list(map(summary, runs)), indent=2).replace("\x7f", "\\u007f"))
 
 
 def _serve(folders: list[Path], runs: list[RunRecords], *, port: int) -> None:
@@ -96,20 +102,16 @@ def _write_files(
     arguments: argparse.Namespace, folders: list[Path], runs: list[RunRecords]
 ) -> Path:
     """Write the charts and the page, unless only JSON is requested; returns the page's path."""
-    from framework.report.page import MARK, REPORT, page
-    from framework.system.files import refuse_foreign, replace_text
+    from framework.report.page import MARK, REPORT
+    from framework.system.files import refuse_foreign
 
-    if arguments.out:
-        out = Path(arguments.out)
-    else:
-        out = folders[0] / REPORT
+    out = Path(arguments.out or folders[0] / REPORT)
     try:
         if arguments.out:
             refuse_foreign(out, marks=[MARK])
         _write_charts(runs, svg=arguments.svg, png=arguments.png)
         if arguments.out or not arguments.json:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(out, page(runs))
+            _write_page(out, runs)
     except OSError as error:
         place = visible(str(error.filename or out), keeps="")
         reason = f"report: {place}: it cannot be written ({error.strerror or error})"
@@ -117,6 +119,14 @@ def _write_files(
             f"{reason}; name another place with --out FILE.html [report-not-written]"
         ) from error
     return out
+
+
+def _write_page(out: Path, runs: list[RunRecords]) -> None:
+    from framework.report.page import page
+    from framework.system.files import replace_text
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(out, page(runs))
 
 
 def _lines(runs: list[RunRecords], out: Path) -> list[str]:
@@ -134,20 +144,23 @@ def _write_charts(runs: list[RunRecords], *, svg: str | None, png: str | None) -
     from framework.report.chart import Chart
     from framework.report.png import MARK, png_of
     from framework.report.run_charts import charts_of
-    from framework.system.files import refuse_foreign, replace_bytes
+    from framework.system.files import replace_bytes
 
-    files: list[tuple[Path, bytes]] = []
+    files: dict[Path, bytes] = {}
     for chart in chain.from_iterable(charts_of(runs).values()):
         if svg:
-            place = Path(svg, f"{chart.slug}.svg")
-            refuse_foreign(place, marks=[Chart.MARK])
-            files.append((place, chart.file().encode()))
+            files[_free_place(svg, f"{chart.slug}.svg", Chart.MARK)] = chart.file().encode()
         if png:
-            place = Path(png, f"{chart.slug}.png")
-            refuse_foreign(place, marks=[MARK])
-            files.append((place, png_of(chart.file())))
-    for folder in (svg, png):
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-    for place, content in files:
+            files[_free_place(png, f"{chart.slug}.png", MARK)] = png_of(chart.file())
+    for place, content in files.items():
+        place.parent.mkdir(parents=True, exist_ok=True)
         replace_bytes(place, content)
+
+
+def _free_place(folder: str, name: str, mark: bytes) -> Path:
+    """Return the path of a chart; raises OSError if a file of another kind has it."""
+    from framework.system.files import refuse_foreign
+
+    place = Path(folder, name)
+    refuse_foreign(place, marks=[mark])
+    return place

@@ -51,17 +51,20 @@ def find_stage_balance(
         raise ConfigError(source.locate(Problem.from_dict(each)) for each in reported["problems"])
     if "missing" in reported:
         return _unknown(plan, str(source.locate(Problem.from_dict(reported["missing"][0]))))
+    return StageBalance(tuple(reported["lines"]), reported["pipeline"], _notes(plan))
+
+
+def _notes(plan: Plan) -> tuple[Problem, ...]:
+    """Note a cut by measured times: nothing is timed here, the run's devices are others."""
     parallel = plan.config.parallel
-    notes = []
-    if parallel.partition == "measured" and parallel.stages is None:
-        # Nothing is timed here: the run's devices are others.
-        reason = (
-            "the layers are timed on the device when the run starts; until then the stages "
-            "share the parameters"
-        )
-        fix = "the run tells where it cuts"
-        notes = [_note("stages-measured-at-start", "partition", "measured", reason, fix)]
-    return StageBalance(tuple(reported["lines"]), reported["pipeline"], tuple(notes))
+    if parallel.partition != "measured" or parallel.stages is not None:
+        return ()
+    reason = (
+        "the layers are timed on the device when the run starts; until then the stages "
+        "share the parameters"
+    )
+    fix = "the run tells where it cuts"
+    return (_note("stages-measured-at-start", "partition", "measured", reason, fix),)
 
 
 def _unknown(plan: Plan, reason: str) -> StageBalance:

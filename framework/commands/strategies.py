@@ -26,6 +26,7 @@ from framework.plan.search_space import (
 if TYPE_CHECKING:  # a table needs no editor
     from deepspeed_lint.text.document import Document
     from deepspeed_lint.text.edits import Edit
+    from framework.plan.time import StepTime
 
 # Group of a table's column or a chart's colour -> components of memory in it; all others are
 # buffers.
@@ -42,6 +43,7 @@ _TIME_GROUPS: Final[Mapping[str, frozenset[str]]] = {
     "update": frozenset({"optimizer", "offload transfers", "step overhead"}),
 }
 _TRAFFIC: Final = "traffic"
+_REASONS: Final = {"too-large": "does not fit", "refused": "refused"}
 # Column -> usual cell: a column is left out if every row has that.
 _USUAL_CELLS: Final = {
     "": " ",
@@ -84,11 +86,7 @@ def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -
     shown = list(candidates)
     if planned and not any(is_same(planned, candidate) for candidate in candidates):
         shown.append(planned)
-    unit = "MiB"
-    unit_bytes = 2**20
-    if any(candidate.peak_bytes >= 2**30 for candidate in shown):
-        unit = "GiB"
-        unit_bytes = 2**30
+    unit, unit_bytes = _unit(max((candidate.peak_bytes for candidate in shown), default=0))
     has_tokens = any(LENGTH in candidate.settings for candidate in shown)
     rows = []
     for candidate in shown:
@@ -121,6 +119,13 @@ def is_same(one: Candidate, other: Candidate) -> bool:
     return one.plan.cluster == other.plan.cluster and one.choice == other.choice and not has_length
 
 
+def _unit(most_bytes: int) -> tuple[str, int]:
+    """Return the unit of the memory in a table, and its bytes."""
+    if most_bytes >= 2**30:
+        return "GiB", 2**30
+    return "MiB", 2**20
+
+
 def _row(
     candidate: Candidate, unit: str, unit_bytes: int, *, is_planned: bool, has_tokens: bool
 ) -> dict[str, str]:
@@ -151,14 +156,19 @@ def _row(
         row[name] = _in_units(size / unit_bytes)
     row["host"] = _in_units(sum(memory.host.values()) / unit_bytes)
     if time is not None:
-        row["step s"] = f"{time.total:.3g}"
-        for name, seconds in grouped(time.seconds, _TIME_GROUPS, _TRAFFIC).items():
-            row[name] = f"{seconds / time.total:.0%}"
-        row["samples/s"] = f"{time.samples_per_second:,.0f}"
-        tokens = time.tokens_per_second_per_device
-        if tokens is not None:
-            row["tokens/s/device"] = f"{tokens:,.0f}"
+        row |= _time_cells(time)
     return row
+
+
+def _time_cells(time: StepTime) -> dict[str, str]:
+    cells = {"step s": f"{time.total:.3g}"}
+    for name, seconds in grouped(time.seconds, _TIME_GROUPS, _TRAFFIC).items():
+        cells[name] = f"{seconds / time.total:.0%}"
+    cells["samples/s"] = f"{time.samples_per_second:,.0f}"
+    tokens = time.tokens_per_second_per_device
+    if tokens is not None:
+        cells["tokens/s/device"] = f"{tokens:,.0f}"
+    return cells
 
 
 def _in_units(size: float) -> str:
@@ -179,11 +189,7 @@ def loser_lines(result: SearchResult, *, shown: Sequence[Candidate]) -> Iterator
         words = settings_text(unusual(loser.settings)) or "all others"
         if loser.count > 1:
             words += f" ({loser.count})"
-        if loser.kind == "too-large":
-            reason = "does not fit"
-        else:
-            reason = "refused"
-        yield f"{words}: {reason}: {loser.why}"
+        yield f"{words}: {_REASONS[loser.kind]}: {loser.why}"
 
 
 def _why_slower(candidate: Candidate, best: Candidate) -> str:
@@ -197,14 +203,20 @@ def _why_slower(candidate: Candidate, best: Candidate) -> str:
     share = 1 - time.samples_per_second / best.time.samples_per_second
     if share < 0.02:
         return f"as fast, and sends or takes more; {peak}"
+    part, seconds = _slower_part(time, best.time)
+    return f"{share:.0%} slower: {part} {seconds:.3g} s of {time.total:.3g} s"
+
+
+def _slower_part(time: StepTime, best: StepTime) -> tuple[str, float]:
+    """Return the part of a step that loses most for each sample, and its seconds."""
     seconds = grouped(time.seconds, _TIME_GROUPS, _TRAFFIC)
-    best_seconds = grouped(best.time.seconds, _TIME_GROUPS, _TRAFFIC)
+    best_seconds = grouped(best.seconds, _TIME_GROUPS, _TRAFFIC)
     losses = {
-        part: seconds[part] / time.num_samples - best_seconds[part] / best.time.num_samples
+        part: seconds[part] / time.num_samples - best_seconds[part] / best.num_samples
         for part in seconds
     }
     part = max(losses, key=lambda part: losses[part])
-    return f"{share:.0%} slower: {part} {seconds[part]:.3g} s of {time.total:.3g} s"
+    return part, seconds[part]
 
 
 def unusual(settings: Settings) -> Settings:
@@ -269,11 +281,8 @@ def _with_settings(text: str, document: Document, settings: Settings) -> str:
     values: Mapping[str, Any] = {}
     if isinstance(document.value, dict):
         values = document.value
-    batch = values.get("batch") or {}
-    if "accumulation_steps" not in batch and "global_size" in batch:  # they follow from it
-        settings = {key: value for key, value in settings.items() if key != ACCUMULATION}
     edits: list[Edit] = []
-    for key, value in settings.items():
+    for key, value in _without_implied(settings, values.get("batch") or {}).items():
         edits += _edits(values, key, value)
     if not edits:
         return text
@@ -284,6 +293,13 @@ def _with_settings(text: str, document: Document, settings: Settings) -> str:
             f"{settings_text(settings)} yourself"
         )
     return after
+
+
+def _without_implied(settings: Settings, batch: Mapping[str, Any]) -> Settings:
+    """Leave out the accumulation steps where they follow from the batch's global size."""
+    if "accumulation_steps" in batch or "global_size" not in batch:
+        return settings
+    return {key: value for key, value in settings.items() if key != ACCUMULATION}
 
 
 def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
@@ -298,12 +314,7 @@ def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
             return
         if name not in current:
             usual = {**USUAL, STAGE: 0, ACCUMULATION: 1}
-            if usual.get(key, 0) == value:
-                return
-            # a new section inside of another one goes in as a value
-            if 0 < depth < len(path) - 1:
-                yield InsertMember(path[:-1], {path[-1]: value})
-            else:
+            if usual.get(key, 0) != value:
                 yield InsertMember(path, value)
             return
         section = current

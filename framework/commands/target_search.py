@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Final
 
@@ -69,16 +70,22 @@ def _missing_module(module: str) -> str | None:
     places = [os.getcwd(), str(Path(framework.__file__).parents[1])]
     try:
         for depth, part in enumerate(parts, start=1):
-            spec = None
-            if places:
-                spec = importlib.machinery.PathFinder.find_spec(part, places)
-            if spec is None and depth == 1:
-                spec = importlib.util.find_spec(part)  # imports nothing for a name without dots
+            spec = _find_spec(part, places, is_first=depth == 1)
             if spec is None:
                 return ".".join(parts[:depth])
             places = list(spec.submodule_search_locations or ())  # empty for a single file
-            if places and not any(Path(place).is_dir() for place in places):
+            if places and not any(map(os.path.isdir, places)):
                 return None  # in an archive, or made up by a finder
     except (ImportError, ValueError, AttributeError):
         return None  # an import hook of the user, or a module without a spec
     return None
+
+
+def _find_spec(name: str, places: Sequence[str], *, is_first: bool) -> ModuleSpec | None:
+    """Find a module in the folders of its package, or anywhere if it is the first of its name."""
+    spec = None
+    if places:
+        spec = importlib.machinery.PathFinder.find_spec(name, places)
+    if spec is None and is_first:
+        spec = importlib.util.find_spec(name)  # imports nothing for a name without dots
+    return spec

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -53,23 +54,33 @@ def find_own_work(plan: Plan) -> ModelWork | None:
     if plan.cluster.device == "cpu":
         device = "cpu"
     place = _cache_file(plan, device)
-    try:
-        if place is not None:
-            return _work_of(json.loads(place.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError):  # not there, or of another version
-        pass
+    kept = _kept_work(place)
+    if kept is not None:
+        return kept
     reported = ask_child(
         "trace", plan, longest_seconds=_LONGEST_SECONDS, needs=("torch", "deepspeed"), device=device
     )
     if "unknown" in reported:
         raise NoAnswerError(reported["unknown"])
-    if place is not None:
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(place, json.dumps(reported["work"]))
-        except OSError:  # a folder that may not be written to
-            pass
+    _keep_work(place, reported["work"])
     return _work_of(reported["work"])
+
+
+def _kept_work(place: Path | None) -> ModelWork | None:
+    try:
+        if place is not None:
+            return _work_of(json.loads(place.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError):  # not there, or of another version
+        pass
+    return None
+
+
+def _keep_work(place: Path | None, work: Mapping[str, Any]) -> None:
+    if place is None:
+        return
+    with suppress(OSError):  # a folder that may not be written to
+        place.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(place, json.dumps(work))
 
 
 def find_own_optimizer(plan: Plan) -> str:

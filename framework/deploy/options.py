@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import PurePosixPath
@@ -16,7 +16,7 @@ from deepspeed_lint.text.document import parse_document, parse_scalar
 from framework.config.run_config import RunConfig
 from framework.errors import UsageError
 from framework.plan.cluster import Cluster
-from framework.system.arguments import CommandParser, add_options, like, option
+from framework.system.arguments import CommandParser, add_options, like, option, refuse
 from framework.system.arguments import whole as number
 from framework.system.output import masked
 
@@ -53,13 +53,6 @@ def resume_setting(words: Sequence[str], config: RunConfig) -> list[str]:
     if is_default and last_setting(words, "checkpoint.resume") is None:
         return ["checkpoint.resume=auto"]
     return []
-
-
-def refuse(command: str, mistakes: Iterable[tuple[object, str]]) -> None:
-    """Raise UsageError with the sentence of the first condition that holds."""
-    for is_wrong, sentence in mistakes:
-        if is_wrong:
-            raise UsageError(f"{command}: {sentence}")
 
 
 def secrets_in(value: Any, key: str = "") -> Iterator[str]:

@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import Field, field, fields
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -164,6 +164,13 @@ def add_options(
         terms["default"] = argparse.SUPPRESS if default == () or is_converted else default
         target = parser if name in apart else group
         add_option(target, *flags_of(option_field), **terms)
+
+
+def refuse(command: str, mistakes: Iterable[tuple[object, str]]) -> None:
+    """Raise UsageError with the sentence of the first condition that holds."""
+    for is_wrong, sentence in mistakes:
+        if is_wrong:
+            raise UsageError(f"{command}: {sentence}")
 
 
 LOG_LEVEL: Final = "DSF_LOG_LEVEL"

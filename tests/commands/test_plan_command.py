@@ -358,7 +358,8 @@ def test_apply_replaces_auto(text: str, tmp_path: Path, capsys: Capture) -> None
 def test_apply_writes_a_section_into_a_section_of_several_lines(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(FILE, encoding="utf-8")
-    assert "+  offload_optimizer: {device: cpu}" in write_choice(str(file), [], {OFFLOAD: "cpu"})
+    diff = write_choice(str(file), [], {OFFLOAD: "cpu"})
+    assert "+  offload_optimizer:\n+    device: cpu\n" in diff
     assert load_config(file).zero.offload_optimizer.device == "cpu"
 
 
