@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.checkpoint.names import MANIFEST, REPLACED, TAG, irregular, named_folders
-from framework.checkpoint.verification import Verification
 from framework.system.files import FileRecord, read_regular
 
 FORMAT: Final = 2
@@ -91,6 +90,8 @@ class SavedCheckpoint:
         """
         if not self.verified:
             return sorted(irregular(self.path))
+        from framework.checkpoint.verification import Verification
+
         with contextlib.closing(Verification(self.path, self.records)) as work:
             return sorted(self.unexpected_files() + work.damage())
 

@@ -39,17 +39,6 @@ def is_matrix(shape: Sequence[int]) -> bool:
     return len(shape) >= 2
 
 
-def has_groups(optimizer: Any) -> bool:
-    """Check whether an optimizer may step some weights with other values than the rest."""
-    if isinstance(optimizer, Muon):
-        return True
-    if getattr(optimizer, "groups", None):
-        return True
-    if getattr(optimizer, "weight_decay_on", "all") != "all" and optimizer.weight_decay:
-        return True
-    return bool(getattr(optimizer, "layer_decay", 1.0) != 1.0)
-
-
 def group_values(
     shapes: Mapping[str, Sequence[int]], optimizer: Any, *, layers: Iterable[str] = ()
 ) -> dict[str, GroupValues]:

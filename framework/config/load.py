@@ -24,7 +24,6 @@ from deepspeed_lint.text.document import (
 )
 from framework.config.base import TAG_KEYS
 from framework.config.deepspeed_words import OWNED
-from framework.config.explain import explain, homes_of, numbers_for_text
 from framework.config.run_config import AUTO, RunConfig, auto_keys, kind_of_default
 from framework.errors import ConfigError, Problem, UsageError, show_value
 from framework.system.exits import end_in_one_line
@@ -154,6 +153,8 @@ def load_known(
     try:
         return _validated(values, source), frozenset(), source
     except ValidationError as error:
+        from framework.config.explain import explain
+
         unknown = frozenset(_unknown_sections(explain(error, RunConfig), values))
     known = {
         name: section
@@ -166,6 +167,8 @@ def load_known(
 def _unknown_sections(
     problems: Iterable[tuple[KeyPath, Problem]], values: Mapping[str, Any]
 ) -> Iterator[str]:
+    from framework.config.explain import homes_of
+
     for path, problem in problems:
         yield str(path[0])
         if problem.kind != "unknown-key":
@@ -253,6 +256,8 @@ def config_from_values(
     try:
         return _validated(values, source)
     except ValidationError as error:
+        from framework.config.explain import explain
+
         problems: list[Problem] = []
         for path, problem in explain(error, RunConfig, texts=source.texts):
             problem = _name_changed_kind(problem, path, values, source)
@@ -269,6 +274,8 @@ def _validated(values: Mapping[str, Any], source: Source) -> RunConfig:
     try:
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
+        from framework.config.explain import numbers_for_text
+
         paths = [path for path in numbers_for_text(error, RunConfig) if source.is_override(path)]
         if not paths:
             raise

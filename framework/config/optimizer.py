@@ -379,3 +379,14 @@ class LRRangeTest(DeepSpeedSchedule):
 
 
 SchedulerSection = Annotated[SchedulerKind | Target | Object, OneOf()]
+
+
+def has_groups(optimizer: Any) -> bool:
+    """Check whether an optimizer may step some weights with other values than the rest."""
+    if isinstance(optimizer, Muon):
+        return True
+    if getattr(optimizer, "groups", None):
+        return True
+    if getattr(optimizer, "weight_decay_on", "all") != "all" and optimizer.weight_decay:
+        return True
+    return bool(getattr(optimizer, "layer_decay", 1.0) != 1.0)

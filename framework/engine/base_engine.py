@@ -14,14 +14,13 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.checkpoint_engine import use_atomic_files
 from framework.checkpoint.state.tensor_split import splits_of, whole_shape
 from framework.checkpoint.state.weight_names import Names
-from framework.config.freezing import scheduled
 from framework.engine.checkpoint_bytes import save_bytes
 from framework.engine.collective_timeout import collective_timeout
 from framework.engine.distributed import device, gather
 from framework.engine.held_weights import further_names, is_frozen, state_of
 from framework.engine.modes import Modes
-from framework.engine.parameter_groups import LR_RATIO
 from framework.engine.phases import phases_of
+from framework.engine.schedules import LR_RATIO
 from framework.engine.step import PassedStep
 from framework.engine.step_batches import HALF, DeviceBatches, place
 from framework.engine.stragglers import stragglers_of
@@ -80,7 +79,7 @@ class BaseEngine:
         # First, so that all that is put between the engine and its optimizer below sees the
         # groups that are stepped.
         self._freezing: StepwiseFreezing | None = None
-        if scheduled(training.freeze):
+        if training.freeze:
             from framework.engine.freezing import StepwiseFreezing
 
             self._freezing = StepwiseFreezing(engine, training.freeze, names())

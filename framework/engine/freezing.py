@@ -25,7 +25,7 @@ from framework.system.log import note, print_line
 
 
 class StepwiseFreezing:
-    """Stands between an engine and its optimizer where `training.freeze` has entries with steps."""
+    """Stands between an engine and its optimizer, if `training.freeze` has entries with steps."""
 
     def __init__(
         self,
@@ -37,6 +37,8 @@ class StepwiseFreezing:
         self._engine = engine
         self._entries = entries
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        if not scheduled(entries):
+            return
         self._optimizer = engine.optimizer
         self._base: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
         # An entry's number for each group. It is taken out of the groups: a checkpoint would bring

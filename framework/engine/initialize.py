@@ -12,8 +12,8 @@ import torch
 
 from framework.checkpoint.state.weight_names import Names
 from framework.config.deepspeed_words import SCHEDULES
-from framework.engine.parameter_groups import LR_RATIO, parameter_groups
-from framework.engine.schedules import MakeSchedule, client_schedule
+from framework.config.optimizer import has_groups
+from framework.engine.schedules import LR_RATIO, MakeSchedule, client_schedule
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_scaler import forget_autocast
 from framework.engine.workarounds.half_without_zero import taking_no_empty_step
@@ -60,7 +60,11 @@ def initialize(
     _refuse_nothing_to_train(model)
     section = plan.config.optimizer
     freeze = plan.config.training.freeze
-    parameters = parameter_groups(named, section, layers=layers, freeze=freeze)
+    parameters: list[Any] = [weight for weight in named.values() if weight.requires_grad]
+    if has_groups(section) or freeze:
+        from framework.engine.parameter_groups import parameter_groups
+
+        parameters = parameter_groups(named, section, layers=layers, freeze=freeze)
     declaring: AbstractContextManager[None] = nullcontext()
     if plan.layout.expert_size > 1:
         from framework.engine.expert_parallel import declaring_experts, with_expert_groups

@@ -10,14 +10,11 @@ import torch
 from torch import nn
 
 from framework.config.freezing import entry_of, scheduled
-from framework.config.groups import group_values, has_groups, in_order, refuse_unmatched_groups
-from framework.config.optimizer import Muon
+from framework.config.groups import group_values, in_order, refuse_unmatched_groups
+from framework.config.optimizer import Muon, has_groups
 from framework.config.training import FreezeEntry
+from framework.engine.schedules import LR_RATIO
 
-LR_RATIO: Final = "lr_ratio"
-"""Key of a parameter group with a learning rate of its own: the rate as a share of the
-optimizer's.
-"""
 FROZEN_BY: Final = "frozen_by"
 """Key of a parameter group that is frozen in some steps, until the engine is built: the number of
 the entry of `training.freeze`.

@@ -16,6 +16,10 @@ from framework.errors import ConfigError
 from framework.plan.plan import Plan
 from framework.plan.render import schedule_steps
 
+LR_RATIO: Final = "lr_ratio"
+"""Key of a parameter group with a learning rate of its own: the rate as a share of the
+optimizer's.
+"""
 MakeSchedule = Callable[[torch.optim.Optimizer], Any]
 """The user's schedule, with the interface of torch's LRScheduler."""
 _MOVED: Final = ("lr", "momentum", "betas", "weight_decay")

@@ -9,8 +9,6 @@ from math import ceil, prod
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
-from framework.config.freezing import length_for_freeze
-from framework.config.groups import is_adapted
 from framework.config.load import Source
 from framework.config.model import LanguageModel
 from framework.config.run_config import AUTO, RunConfig
@@ -32,7 +30,6 @@ from framework.plan.layout import (
     make_layout,
 )
 from framework.plan.rules.devices import half_precision_without_zero
-from framework.plan.rules.metrics_and_ema import length_for_ema
 from framework.plan.rules.schedule import length_for_schedule, overruled
 
 _WITHOUT_LENGTH: Final = Problem(
@@ -257,7 +254,7 @@ def errors_of_known(
         if isinstance(layout, Problem):
             yield layout
 
-    checks: list[Iterable[Problem]] = [rule(known, where) for rule in rules.ALL]
+    checks: list[Iterable[Problem]] = [rule(known, where) for rule in rules.all_rules()]
     checks.append(overruled(known, source))
     checks.append(layout_problem())
     all_problems: list[Problem] = []
@@ -308,8 +305,14 @@ def _length_findings(config: RunConfig, layout: Layout, length: Length) -> Itera
     if length.total_steps is None and getattr(config.data, "streaming", False):
         yield _WITHOUT_LENGTH
     yield from length_for_schedule(config, length.total_steps)
-    yield from length_for_ema(config, length.total_steps)
-    yield from length_for_freeze(config.training.freeze, length.total_steps)
+    if config.training.ema is not None:
+        from framework.plan.rules.metrics_and_ema import length_for_ema
+
+        yield from length_for_ema(config, length.total_steps)
+    if config.training.freeze:
+        from framework.config.freezing import length_for_freeze
+
+        yield from length_for_freeze(config.training.freeze, length.total_steps)
 
 
 def one_line(plan: Plan) -> str:
@@ -330,8 +333,11 @@ def loss_tile(config: RunConfig, micro_size: int) -> int:
     is_named_task = isinstance(config.task, CausalLM | MaskedLM)
     if not isinstance(model, LanguageModel) or not is_named_task or parallel.pipe > 1:
         return 0
-    if lora and not getattr(model, "tie_embeddings", True) and is_adapted("head", lora):
-        return 0
+    if lora and not getattr(model, "tie_embeddings", True):
+        from framework.config.groups import is_adapted
+
+        if is_adapted("head", lora):
+            return 0
     length = getattr(config.data, "sequence_length", None) or model.max_positions
     positions = micro_size * ceil(length / parallel.sequence)
     tokens = ceil(model.vocab_size / parallel.tensor)

@@ -15,8 +15,8 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import Final
 
-from framework.config.groups import group_values, has_groups, in_order
-from framework.config.optimizer import Adagrad, Lamb, Muon
+from framework.config.groups import group_values, in_order
+from framework.config.optimizer import Adagrad, Lamb, Muon, has_groups
 from framework.config.precision import BF16, FP16
 from framework.config.run_config import RunConfig
 from framework.plan.activations import Moment, Passes

@@ -176,7 +176,7 @@ def _whole_model(
 @torch.no_grad()
 def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
     """Refuse a model if its outputs for a packed text depend on the text before it. Collective."""
-    from framework.tasks.causal_lm import logits_of
+    from framework.tasks.classification import logits_of
 
     module = engine.module
     positions = torch.arange(4, device=device()).repeat(1, 2)

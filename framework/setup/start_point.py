@@ -354,10 +354,10 @@ def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
     """Describe the frozen weights under adapters, which checkpoints do not hold; empty without
     adapters. Collective.
     """
-    from framework.engine.weights import describe_base
-
     if config.training.lora is None:
         return {}
+    from framework.engine.weights import describe_base
+
     return {"base": describe_base(engine.module, config.checkpoint.init_weights)}
 
 

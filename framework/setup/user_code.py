@@ -25,10 +25,8 @@ from typing import Any, Final
 
 import torch
 
-from deepspeed_lint.text.typos import nearest
 from framework.config.base import Factory, Object, is_plain, plain_values
 from framework.config.data import DataObject
-from framework.config.explain import homes_of
 from framework.config.load import config_from_values
 from framework.config.optimizer import OptimizerObject
 from framework.config.run_config import RunConfig
@@ -281,6 +279,9 @@ def _fix(name: str) -> str:
         return _INSTEAD[name]
     if name in RunConfig.model_fields:
         return f"set the section {name} in the config"
+    from deepspeed_lint.text.typos import nearest
+    from framework.config.explain import homes_of
+
     homes = list(homes_of(name, RunConfig))
     if homes:
         return f"set {' or '.join(homes[:3])} in the config"
@@ -331,6 +332,8 @@ def _attribute(holder: Any, name: str, holder_name: str, path: str, *, key: str)
     try:
         return getattr(holder, name)
     except AttributeError as error:
+        from deepspeed_lint.text.typos import nearest
+
         public_names = [known for known in dir(holder) if not known.startswith("_")]
         guess = nearest(name, public_names)
         fix = "check the spelling"

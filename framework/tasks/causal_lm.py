@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.functional import cross_entropy
 
 from framework.models.split import VocabularyPart
 from framework.models.tiled_loss import TiledLoss
+from framework.tasks.classification import class_loss, guessed, logits_of, summed
 from framework.tasks.task import Positions, Ratio, Task
 
 # exp of a larger number overflows a float.
@@ -86,35 +86,6 @@ class CausalLM(Task):
         return perplexity_of(metrics, loss="loss")
 
 
-def logits_of(outputs: Any) -> Any:
-    """Return the logits of an output of transformers, or the output itself."""
-    return getattr(outputs, "logits", outputs)
-
-
-def class_loss(
-    logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoothing: float = 0.0
-) -> Ratio:
-    """Compute the cross-entropy in nats over targets that are not `ignore_index`.
-
-    Args:
-        logits: (batch, classes, ...), floating.
-        targets: (batch, ...) int64.
-        ignore_index: the target that is left out.
-        label_smoothing: as in `Classification`.
-
-    Returns:
-        A float32 sum and its count.
-    """
-    nats = cross_entropy(
-        logits.float(),
-        targets,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction="sum",
-    )
-    return Ratio(nats, (targets != ignore_index).sum())
-
-
 def token_loss(
     logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
 ) -> Ratio:
@@ -157,14 +128,8 @@ def token_sums(
     else:
         logits = logits.flatten(0, -2)
         if vocabulary is None:
-            nats = cross_entropy(
-                logits.float(), targets, ignore_index=ignore_index, reduction="none"
-            )
-            guesses = logits.argmax(dim=-1)
+            nats, guesses = guessed(logits, targets, ignore_index=ignore_index)
         else:
             nats = vocabulary.nats(logits, targets, ignore_index=ignore_index)
             guesses = vocabulary.guesses(logits)
-    nats = nats.detach().double().sum()
-    has_target = targets != ignore_index
-    correct = (guesses == targets).logical_and(has_target).double().sum()
-    return nats, correct, has_target.double().sum()
+    return summed(nats, guesses, targets, ignore_index=ignore_index)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from framework.tasks.causal_lm import class_loss, logits_of, token_sums
 from framework.tasks.task import Ratio, Task
 
 
@@ -45,7 +45,57 @@ class Classification(Task):
         """Measure ``loss``, the cross-entropy in nats, not smoothed, and ``accuracy``, the share of
         samples with the largest logit at the target.
         """
-        nats, correct, count = token_sums(
-            logits_of(outputs).movedim(1, -1), targets, ignore_index=self.ignore_index
-        )
+        logits = logits_of(outputs).movedim(1, -1).flatten(0, -2)
+        targets = targets.flatten()
+        nats, guesses = guessed(logits, targets, ignore_index=self.ignore_index)
+        nats, correct, count = summed(nats, guesses, targets, ignore_index=self.ignore_index)
         return {"loss": Ratio(nats, count), "accuracy": Ratio(correct, count)}
+
+
+def logits_of(outputs: Any) -> Any:
+    """Return the logits of an output of transformers, or the output itself."""
+    return getattr(outputs, "logits", outputs)
+
+
+def class_loss(
+    logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoothing: float = 0.0
+) -> Ratio:
+    """Compute the cross-entropy in nats over targets that are not `ignore_index`.
+
+    Args:
+        logits: (batch, classes, ...), floating.
+        targets: (batch, ...) int64.
+        ignore_index: the target that is left out.
+        label_smoothing: as in `Classification`.
+
+    Returns:
+        A float32 sum and its count.
+    """
+    nats = cross_entropy(
+        logits.float(),
+        targets,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+    return Ratio(nats, (targets != ignore_index).sum())
+
+
+def guessed(logits: Tensor, targets: Tensor, *, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy in nats of each target, 0 for `ignore_index`, and the class with the
+    largest logit: logits (samples, classes), targets (samples,).
+    """
+    nats = cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none")
+    return nats, logits.argmax(dim=-1)
+
+
+def summed(
+    nats: Tensor, guesses: Tensor, targets: Tensor, *, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum up cross-entropies, right guesses and targets that are not `ignore_index`: 0-d float64,
+    on the device of the targets.
+    """
+    nats = nats.detach().double().sum()
+    has_target = targets != ignore_index
+    correct = (guesses == targets).logical_and(has_target).double().sum()
+    return nats, correct, has_target.double().sum()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from framework.errors import ConfigError
 from framework.models.split import VocabularyPart
-from framework.tasks.causal_lm import class_loss, perplexity_of, token_loss, token_sums
+from framework.tasks.causal_lm import perplexity_of, token_loss, token_sums
+from framework.tasks.classification import class_loss
 from framework.tasks.task import Positions, Ratio, Task
 
 _NUM_INPUTS = 3

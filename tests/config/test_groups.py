@@ -10,12 +10,12 @@ import pytest
 from framework.config.groups import (
     GroupValues,
     group_values,
-    has_groups,
     in_order,
     layer_depths,
     refuse_unmatched_groups,
 )
 from framework.config.load import config_from_values
+from framework.config.optimizer import has_groups
 from framework.errors import ConfigError
 
 SHAPES = {

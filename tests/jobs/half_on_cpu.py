@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from framework.plan import rules
+from framework.plan.rules import base
 
 
 def allow_fp16() -> None:
@@ -20,4 +20,5 @@ def allow_fp16() -> None:
     supported = [*accelerator.supported_dtypes(), torch.float16]
     accelerator.is_fp16_supported = lambda: True
     accelerator.supported_dtypes = lambda: supported
-    rules.ALL = tuple(rule for rule in rules.ALL if rule.__name__ != "fp16_on_cpu")  # type: ignore[misc]
+    rows = base.LISTED[base.__name__]
+    rows[:] = [rule for rule in rows if rule.__name__ != "fp16_on_cpu"]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from framework.tasks.causal_lm import CausalLM, logits_of
+from framework.tasks.causal_lm import CausalLM
+from framework.tasks.classification import logits_of
 from framework.tasks.task import Positions, Ratio
 
 

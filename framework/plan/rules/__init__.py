@@ -2,30 +2,84 @@
 
 A rule reads the config, the cluster and nothing else: no clock, environment or device. A new rule
 is a row of `rules.json`, if settings do not go together and nothing has to be computed, or a
-function under `@rule` in the module of its theme.
+function under `@rule` in the module of its theme. Themes are loaded for configs that they concern.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 
+from framework.config.base import Target
+from framework.config.optimizer import has_groups
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
-from framework.plan.rules import (  # noqa: F401
-    devices,
-    metrics_and_ema,
-    model,
-    passthrough,
-    schedule,
-    tensor,
-)
+from framework.plan.rules import base, devices, model, schedule
 from framework.plan.rules.base import LISTED, Rule, list_rows
 
 list_rows()
-ALL: Final[tuple[Rule, ...]] = tuple(LISTED)
 
 
 def apply_rules(config: RunConfig, cluster: Cluster) -> list[Problem]:
     """Return all problems that the rules find."""
-    return [problem for rule in ALL for problem in rule(config, cluster)]
+    problems: list[Problem] = []
+    for module in _concerning(config):
+        for rule in LISTED[module.__name__]:
+            problems += rule(config, cluster)
+    return problems
+
+
+def all_rules() -> Sequence[Rule]:
+    """Return the rules of all themes."""
+    from framework.plan.rules import metrics_and_ema, parallel, passthrough, weights
+
+    rules: list[Rule] = []
+    for module in (
+        devices,
+        metrics_and_ema,
+        model,
+        weights,
+        parallel,
+        passthrough,
+        schedule,
+        base,
+    ):
+        rules += LISTED[module.__name__]
+    return rules
+
+
+def _concerning(config: RunConfig) -> Iterator[ModuleType]:
+    """Yield the modules with rules that may find something in a config, in the order of
+    `all_rules`.
+    """
+    yield devices
+    if _names_metrics(config):
+        from framework.plan.rules import metrics_and_ema
+
+        yield metrics_and_ema
+    yield model
+    training = config.training
+    if training.freeze or training.lora is not None or has_groups(config.optimizer):
+        from framework.plan.rules import weights
+
+        yield weights
+    if max(config.parallel.sizes().values()) > 1 or getattr(config.model, "moe", None):
+        from framework.plan.rules import parallel
+
+        yield parallel
+    if config.deepspeed:
+        from framework.plan.rules import passthrough
+
+        yield passthrough
+    yield schedule
+    yield base
+
+
+def _names_metrics(config: RunConfig) -> bool:
+    """Check whether a config names metrics, or services that may be given credentials."""
+    if config.checkpoint.keep_best is not None:
+        return True
+    if config.monitors.mlflow is not None or config.monitors.others:
+        return True
+    return any(not isinstance(callback, Target) for callback in config.callbacks)

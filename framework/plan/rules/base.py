@@ -24,7 +24,8 @@ from framework.plan.cluster import Cluster
 Rule = Callable[[RunConfig, Cluster], Iterator[Problem]]
 # A complete problem if its kind or its value is not the rule's.
 Found = Iterator[Finding | Problem]
-LISTED: Final[list[Rule]] = []
+LISTED: Final[dict[str, list[Rule]]] = {}
+"""Name of a module -> its rules, in order; the rows of ``rules.json`` are of this one."""
 
 
 def rule(
@@ -46,7 +47,7 @@ def rule(
                 value = _plain(attrgetter(key)(config))
                 yield Problem(kind, reason, fix, key, value, severity=level)
 
-        LISTED.append(check)
+        LISTED.setdefault(find.__module__, []).append(check)
         return check
 
     return listed
@@ -90,6 +91,16 @@ def _finder(cases: list[Row]) -> Callable[[RunConfig, Cluster], Found]:
         yield from findings(cases, holds, partial(_value, config, cluster))
 
     return find
+
+
+def nearest_divisor(number: int, *, near: int) -> int:
+    """Return the divisor of a number that is nearest to another one."""
+    near = min(near, number)
+    for distance in range(number):
+        for divisor in (near - distance, near + distance):
+            if divisor > 0 and number % divisor == 0:
+                return divisor
+    raise ValueError(f"{number} has no divisor")
 
 
 def list_rows() -> None:

@@ -1,0 +1,181 @@
+"""Rules about what ranks share: stages of a pipeline, tensors, sequences, experts."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Final
+
+from framework.config.base import ModelKind
+from framework.config.model import LanguageModel
+from framework.config.run_config import RunConfig
+from framework.errors import Problem
+from framework.plan.balance import stage_problems
+from framework.plan.cluster import Cluster
+from framework.plan.layers import num_layers
+from framework.plan.rules.base import Found, nearest_divisor, rule
+
+# Keys that are counted over all ranks, or made for a layer that holds all of its weight.
+_OF_ZERO: Final = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "mics_shard_size",
+)
+
+
+@rule("tensor-not-divisible")
+def parts_are_equal(config: RunConfig, cluster: Cluster) -> Found:
+    """Find heads and perceptrons that the ranks cannot share evenly; vocabularies may be uneven."""
+    model = config.model
+    size = config.parallel.tensor
+    if not isinstance(model, LanguageModel):
+        return
+    for key in ("num_heads", "num_kv_heads", "mlp_size"):
+        count = getattr(model, key, None)
+        is_same = key == "num_kv_heads" and count == model.num_heads
+        if count is not None and count % size and not is_same:
+            fix = f"set model.{key} to a multiple of {size}, or another parallel.tensor"
+            yield f"model.{key}", f"{size} ranks of a tensor group cannot share them evenly", fix
+
+
+@rule()
+def other_parts(config: RunConfig, cluster: Cluster) -> Found:
+    """Find models of known kinds without a plan, groups that reach over hosts, and DeepSpeed's
+    further groups of ranks.
+    """
+    size = config.parallel.tensor
+    model = config.model
+    if size == 1:
+        return
+    has_plan = model.is_own_code or isinstance(model, LanguageModel)
+    if config.parallel.tensor_plan is None and isinstance(model, ModelKind) and not has_plan:
+        fix = 'name its layers, such as {"fc1": column, "fc2": row}, or set parallel.tensor: 1'
+        reason = f"{model.kind} has no plan of its own for tensor groups"
+        yield Problem("tensor-plan", reason, fix, "parallel.tensor_plan", None)
+    if cluster.devices_per_host % size:
+        reason = (
+            f"its groups reach over hosts of {cluster.devices_per_host}, and every layer "
+            "waits for their network"
+        )
+        fix = f"set parallel.tensor to a divisor of {cluster.devices_per_host}"
+        yield Problem("tensor-over-hosts", reason, fix, "parallel.tensor", size, severity="warning")
+    zero = config.deepspeed.get("zero_optimization", {})
+    for key in _OF_ZERO:
+        if isinstance(zero, dict) and zero.get(key, False) not in (False, None, 1, -1):
+            where = f"deepspeed.zero_optimization.{key}"
+            reason = f"with parallel.tensor: {size} it is not shown to be right"
+            yield Problem(
+                "not-with-tensor", reason, "remove it, or set parallel.tensor: 1", where, zero[key]
+            )
+
+
+@rule("sequence-not-shared")
+def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
+    """Find sequences that ranks cannot share: they have a part of the heads in attention, and equal
+    parts of the positions elsewhere.
+    """
+    model = config.model
+    key = "parallel.sequence"
+    size = config.parallel.sequence
+    if size == 1 or not isinstance(model, ModelKind) or model.is_own_code:
+        return
+    if not isinstance(model, LanguageModel):
+        yield key, f"{model.kind} reads no sequences", f"set {key}: 1"
+        return
+    length = getattr(config.data, "sequence_length", None)
+    heads = model.num_heads // config.parallel.tensor  # of a rank's tensor group
+    if heads % size:
+        shared = nearest_divisor(heads, near=size) if heads else 1
+        reason = f"the {heads} heads of attention cannot be shared evenly"
+        multiple = size * config.parallel.tensor
+        yield key, reason, f"set {key}: {shared} or model.num_heads to a multiple of {multiple}"
+    elif isinstance(length, int) and length % size:
+        near = max(1, length // size) * size
+        yield (
+            key,
+            f"sequences of {length} positions cannot be shared evenly",
+            f"set data.sequence_length: {near}",
+        )
+
+
+@rule("no-block-of-experts")
+def blocks_have_experts(config: RunConfig, cluster: Cluster) -> Found:
+    """Find a model without experts in any block, because `moe.every` is more than its blocks."""
+    moe = getattr(config.model, "moe", None)
+    if not moe:
+        return
+    count = config.model.num_layers  # type: ignore[union-attr]
+    if moe.every > count:
+        yield (
+            "model.moe.every",
+            f"of {count} blocks none would have experts",
+            f"write every: {count} or less",
+        )
+
+
+@rule("experts-not-divisible")
+def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
+    """Find experts that do not divide over the ranks of a group, and ranks that do not divide into
+    groups.
+    """
+    size = config.parallel.expert
+    moe = getattr(config.model, "moe", None)
+    key = "parallel.expert"
+    ranks = cluster.world_size // prod(config.parallel.sizes().values())
+    if not moe:
+        return
+    for count, what in ((moe.num_experts, "experts"), (ranks, "data-parallel ranks")):
+        if count % size:
+            reason = f"{count} {what} cannot be split evenly over them"
+            yield key, reason, f"set {key}: {nearest_divisor(count, near=size)}"
+            return
+
+
+@rule()
+def stages_fit(config: RunConfig, cluster: Cluster) -> Found:
+    """Find what is wrong with the cut into stages; models that are not known by name are checked
+    when they are built.
+    """
+    if config.parallel.pipe > 1:
+        yield from stage_problems(config.parallel, num_layers(config.model))
+
+
+@rule("inert-beside-stages", "warning")
+def partition_beside_stages(config: RunConfig, cluster: Cluster) -> Found:
+    """Find two ways to cut a model: one of them has no effect."""
+    parallel = config.parallel
+    # A resolved config has the default, too.
+    is_changed = parallel.partition != type(parallel).model_fields["partition"].default
+    if parallel.pipe > 1 and parallel.stages is not None and is_changed:
+        yield (
+            "parallel.partition",
+            "parallel.stages names the stage of every layer",
+            "remove one of them",
+        )
+
+
+@rule()
+def idle_stages(config: RunConfig, cluster: Cluster) -> Found:
+    """Find pipelines with fewer micro-batches than stages: a stage waits (p - 1) / (m + p - 1) of a
+    step (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2).
+    """
+    stages = config.parallel.pipe
+    batch = config.batch
+    count = batch.accumulation_steps
+    if count is None and batch.global_size and batch.micro_size:
+        count = batch.global_size * stages // (batch.micro_size * cluster.world_size)
+    count = count or 1
+    if 1 < stages > count:
+        idle = (stages - 1) / (count + stages - 1)
+        then_idle = (stages - 1) / (4 * stages + stages - 1)
+        batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+        reason = f"with {batches} per step {stages} stages stand idle {idle:.0%} of the time"
+        key = "batch.accumulation_steps"
+        yield Problem(
+            "pipeline-idle",
+            reason,
+            f"set {key}: {4 * stages} for {then_idle:.0%}",
+            key,
+            count,
+            severity="note",
+        )
