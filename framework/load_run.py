@@ -18,6 +18,7 @@ from framework.plan.plan import Plan, accepted, default_cluster, make_plan
 from framework.system.output import write
 
 if TYPE_CHECKING:  # needed for keys that are ``auto``, which most configs do not have
+    from framework.checkpoint.resume_point import ResumeLookup
     from framework.plan.hardware import Hardware
     from framework.plan.work import ModelWork
 
@@ -33,6 +34,7 @@ class LoadedRun:
         source: the place of every value.
         deepspeed_config: path of a DeepSpeed JSON that decides a part of the run, or None.
         choice: one line on the values that were chosen for ``auto``, or "".
+        lookup: of the checkpoint to resume, if it was needed to choose them.
     """
 
     config_path: str
@@ -41,6 +43,7 @@ class LoadedRun:
     source: Source
     deepspeed_config: str | None = None
     choice: str = ""
+    lookup: ResumeLookup | None = None
 
     @property
     def words(self) -> list[str]:
@@ -77,23 +80,29 @@ class LoadedRun:
         """
         if not self.config.auto:
             return self
-        from framework.checkpoint.resume_point import saved_manifest
+        from framework.checkpoint.resume_point import ResumeLookup
         from framework.plan.auto import resolve, target_at_hand
 
         cluster = cluster or default_cluster(self.config)
         target = target or target_at_hand(cluster)
-        saved = saved_manifest(self.config)
+        lookup = ResumeLookup(self.config)
         config, settings, line = resolve(
             self.config,
             cluster,
             target,
             source=self.source,
-            saved=saved,
+            saved=lookup.manifest(),
             is_proposal=is_proposal,
             work=work,
         )
         chosen_words = tuple(f"{key}={value}" for key, value in settings.items())
-        return replace(self, config=config, overrides=self.overrides + chosen_words, choice=line)
+        return replace(
+            self,
+            config=config,
+            overrides=self.overrides + chosen_words,
+            choice=line,
+            lookup=lookup,
+        )
 
     def started(self, cluster: Cluster) -> LoadedRun:
         """Return the run as `chosen` does, for the devices of this machine, and print the choice to

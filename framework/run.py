@@ -70,7 +70,7 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
             end_in_one_line()
             refuse_different_ranks(prepared.fingerprint())
             with closing(folder):
-                start = start_point.choose_together(folder, config)
+                start = start_point.choose_together(folder, config, prepared.named)
                 prepared = start_point.measure_cut(prepared, start)
                 prepared = start_point.agreed_weights(prepared, start)
                 start_point.open_folder(folder, prepared, start)

@@ -61,7 +61,7 @@ def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
     plan = run.plan(cluster)  # before the seconds that torch takes to import
     from framework.training import fit_loaded
 
-    fit_loaded(plan, run.source, request, words=run.words)
+    fit_loaded(plan, run.source, request, words=run.words, lookup=run.lookup)
 
 
 def exit_code() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
@@ -24,6 +24,9 @@ from framework.setup.user_code import (
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.launcher_rank import take_rank
 from framework.system.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from framework.checkpoint.resume_point import ResumeLookup
 
 
 def fit(
@@ -77,13 +80,24 @@ def fit(
 
 
 def fit_loaded(
-    plan: Plan, source: Source, request: StopRequest, *, words: Sequence[str]
+    plan: Plan,
+    source: Source,
+    request: StopRequest,
+    *,
+    words: Sequence[str],
+    lookup: ResumeLookup | None = None,
 ) -> RunResult:
-    """Train a run that was read from a file and planned; `words`: the file and its settings, for
-    the commands proposed at the end.
+    """Train a run that was read from a file and planned.
+
+    Args:
+        plan: of the run.
+        source: the places of its values.
+        request: to stop.
+        words: the file and its settings, for the commands proposed at the end.
+        lookup: of the checkpoint to resume, if one was made before.
     """
     with refusing_exits():
-        prepared = prepare(plan.config, source=source, plan=plan)
+        prepared = prepare(plan.config, source=source, plan=plan, lookup=lookup)
     result = run_prepared(prepared, request)
     if os.environ.get("RANK", "0") == "0":
         print_next(prepared.plan, words, environment=os.environ)

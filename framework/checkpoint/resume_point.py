@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ def find_sound_checkpoint(
     run_checkpoints: Path,
     allow_unverified: bool = False,
     damage_of: Callable[[SavedCheckpoint], list[str]] = SavedCheckpoint.damage,
+    named: SavedCheckpoint | None = None,
 ) -> tuple[SavedCheckpoint | None, list[str]]:
     """Find the newest undamaged checkpoint that ``checkpoint.resume`` allows. Also returns the
     faults of newer ones, a line for each.
@@ -55,6 +57,7 @@ def find_sound_checkpoint(
             known.
         damage_of: lists the changed files of a checkpoint, a line for each; called for one
             checkpoint after the other.
+        named: the checkpoint at a path, if it was looked up before.
 
     Raises:
         ConfigError: there is no finished checkpoint at a path.
@@ -63,8 +66,12 @@ def find_sound_checkpoint(
     """
     if resume == "never":
         return None, []
+    candidates: list[SavedCheckpoint] = []
+    faults: dict[int, str] = {}
     with explaining_storage_errors(_RESUME, resume):
-        if resume == "auto":
+        if named is not None:
+            candidates = [named]
+        elif resume == "auto":
             candidates = list_checkpoints(run_checkpoints)[::-1]
             faults = _unreadable(run_checkpoints, known=candidates, key=_RESUME)
         else:
@@ -129,19 +136,35 @@ def find_checkpoint(
     return checkpoint
 
 
-def saved_manifest(config: RunConfig) -> Mapping[str, Any]:
-    """Return the manifest of the checkpoint that a run resumes from; empty for a fresh start, or if
-    the checkpoint cannot be found or read, which the start will report.
+class ResumeLookup:
+    """The checkpoint that a config's `checkpoint.resume` names, looked up once, when it is first
+    needed: for keys that are ``auto``, for first weights, and for a start at a path.
+
+    A start with ``auto`` looks anew when it has locked the run folder: an earlier start may have
+    saved since.
     """
-    with contextlib.suppress(ConfigError, StorageError, OSError):
-        checkpoint = find_checkpoint(
-            config.checkpoint.resume,
-            run_checkpoints=config.run.folder / CHECKPOINTS,
-            allow_unverified=config.checkpoint.allow_unverified,
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    @cached_property
+    def checkpoint(self) -> SavedCheckpoint | None:
+        """The checkpoint as `find_checkpoint` finds it, with its errors."""
+        section = self._config.checkpoint
+        return find_checkpoint(
+            section.resume,
+            run_checkpoints=self._config.run.folder / CHECKPOINTS,
+            allow_unverified=section.allow_unverified,
         )
-        if checkpoint is not None:
-            return checkpoint.manifest
-    return {}
+
+    def manifest(self) -> Mapping[str, Any]:
+        """Return the manifest of the checkpoint; empty for a fresh start, or if the checkpoint
+        cannot be found or read, which the start will report.
+        """
+        with contextlib.suppress(ConfigError, StorageError, OSError):
+            if self.checkpoint is not None:
+                return self.checkpoint.manifest
+        return {}
 
 
 def newest_at(path: str, *, key: str, allow_unverified: bool = False) -> SavedCheckpoint | None:

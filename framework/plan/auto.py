@@ -233,14 +233,14 @@ def resolve(
 def chosen_here(
     config: RunConfig,
     cluster: Cluster,
-    saved_manifest: Callable[[RunConfig], Mapping[str, Any]],
+    saved_manifest: Callable[[], Mapping[str, Any]],
     *,
     source: Source,
 ) -> RunConfig:
     """Choose for the devices of this machine, and print the choice to stderr, on one rank."""
     if not config.auto:
         return config
-    saved = saved_manifest(config)
+    saved = saved_manifest()
     target = target_at_hand(cluster)
     config, _, line = resolve(config, cluster, target, source=source, saved=saved)
     if os.environ.get("RANK", "0") == "0":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.resume_point import find_checkpoint, saved_manifest
+from framework.checkpoint.resume_point import ResumeLookup
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.config.training import Compile
@@ -48,6 +48,7 @@ class Prepared:
         ds_config: the rendered DeepSpeed JSON.
         parts: model, data, task and optimizer.
         cut: the model as layers, for a pipeline.
+        named: the checkpoint at the path that `checkpoint.resume` is set to, if it is one.
         weights: of a fresh start, if they are not drawn; or the checkpoint to read them from, once
             all ranks have met and verified its files.
     """
@@ -56,6 +57,7 @@ class Prepared:
     ds_config: dict[str, Any]
     parts: Parts
     cut: CutModel | None = None
+    named: SavedCheckpoint | None = None
     weights: LazyWeights | SavedCheckpoint | None = None
 
     def fingerprint(self) -> dict[str, Any]:
@@ -138,6 +140,7 @@ def prepare(
     objects: Objects | None = None,
     source: Source | None = None,
     plan: Plan | None = None,
+    lookup: ResumeLookup | None = None,
 ) -> Prepared:
     """Import and build the parts of a run, and render its DeepSpeed JSON.
 
@@ -146,6 +149,7 @@ def prepare(
         objects: parts of it that were handed over.
         source: where the config's values came from.
         plan: of the config for this cluster, if it was made before the device was known.
+        lookup: of the checkpoint to resume, if one was made before.
 
     Raises:
         ConfigError, StorageError: the run cannot work.
@@ -154,13 +158,14 @@ def prepare(
     source = source or Source()
     device = cast(Device, device_name())
     config = describe_objects(config, objects)
+    lookup = lookup or ResumeLookup(config)
     # Errors of the config alone are raised before anything is imported.
     if plan is None:
         cluster = Cluster.from_environment(os.environ, device=device)
         if config.auto:
             from framework.plan.auto import chosen_here
 
-            config = chosen_here(config, cluster, saved_manifest, source=source)
+            config = chosen_here(config, cluster, lookup.manifest, source=source)
         plan = make_plan(config, cluster, source=source)
     else:
         plan = plan.on_device(device, source)
@@ -169,7 +174,7 @@ def prepare(
     with _placing(source):
         _check_packages(config, device)
         RunFolder(config.run.folder).check_usable()
-        resumed = _find_resumed(config)
+        resumed = _find_resumed(config, lookup)
         with waiting("the data: it is read, downloaded or made ready (data)"):
             parts = gather_parts(config, objects)
     plan = plan.with_data(parts.splits.num_train, source)
@@ -195,7 +200,11 @@ def prepare(
 
             findings += accepted(published_problems(config), source)
             weights = _first_weights(config.checkpoint.init_weights, config, cut)
-    return Prepared(replace(plan, findings=tuple(findings)), ds_config, parts, cut, weights)
+    named = None
+    if config.checkpoint.resume not in ("auto", "never"):
+        named = resumed
+    plan = replace(plan, findings=tuple(findings))
+    return Prepared(plan, ds_config, parts, cut, named, weights)
 
 
 def _problems_of_passed_keys(
@@ -234,20 +243,18 @@ def _shared_lanes(plan: Plan, parts: Parts) -> Iterator[Problem]:
         yield Problem("stream-lanes-shared", reason, fix, "data.lanes", lanes, severity="warning")
 
 
-def _find_resumed(config: RunConfig) -> SavedCheckpoint | None:
+def _find_resumed(config: RunConfig, lookup: ResumeLookup) -> SavedCheckpoint | None:
     """Return the checkpoint that the run resumes, if `checkpoint.resume` is a path or first weights
     depend on it; otherwise None.
 
     Its bytes are verified later, when the run folder is held.
     """
     resume = config.checkpoint.resume
-    unverified = config.checkpoint.allow_unverified
-    run_checkpoints = RunFolder(config.run.folder).checkpoints
     first_weights = config.checkpoint.init_weights
     if first_weights is None and resume in ("auto", "never"):
         return None
     try:
-        return find_checkpoint(resume, run_checkpoints=run_checkpoints, allow_unverified=unverified)
+        return lookup.checkpoint
     except (StorageError, OSError):  # damaged, or a file system that may answer next time
         if first_weights is None:
             return None

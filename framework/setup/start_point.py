@@ -144,11 +144,15 @@ def _verification() -> SharedVerification:
     )
 
 
-def choose_together(folder: RunFolder, config: RunConfig) -> SavedCheckpoint | None:
+def choose_together(
+    folder: RunFolder, config: RunConfig, named: SavedCheckpoint | None
+) -> SavedCheckpoint | None:
     """Return the checkpoint that the run starts from: rank 0 decides, and all ranks read the
-    candidates. Collective.
+    candidates. `named` was looked up at the path that the config names. Collective.
     """
-    return decide_together(lambda damage_of: choose_start(folder, config, damage_of=damage_of))
+    return decide_together(
+        lambda damage_of: choose_start(folder, config, named=named, damage_of=damage_of)
+    )
 
 
 def decide_together(decide: Callable[[DamageOf], SavedCheckpoint | None]) -> SavedCheckpoint | None:
@@ -167,7 +171,11 @@ def decide_together(decide: Callable[[DamageOf], SavedCheckpoint | None]) -> Sav
 
 
 def choose_start(
-    folder: RunFolder, config: RunConfig, *, damage_of: DamageOf = SavedCheckpoint.damage
+    folder: RunFolder,
+    config: RunConfig,
+    *,
+    named: SavedCheckpoint | None = None,
+    damage_of: DamageOf = SavedCheckpoint.damage,
 ) -> SavedCheckpoint | None:
     """Lock the run's folder if it exists, and choose the checkpoint that the run starts from."""
     folder.lock_if_exists()
@@ -176,6 +184,7 @@ def choose_start(
         run_checkpoints=folder.checkpoints,
         allow_unverified=config.checkpoint.allow_unverified,
         damage_of=damage_of,
+        named=named,
     )
     for message in damaged:
         print_line(f"warning: {message}; an earlier checkpoint is taken [checkpoint-damaged]")

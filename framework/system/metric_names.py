@@ -11,7 +11,8 @@ from typing import Final, Literal
 
 Kind = Literal["value", "mean", "rate", "peak", "count"]
 """``value``: of one step; ``mean``: over ranks, and for times over the steps since the point
-before; ``rate``: per second since then; ``peak``: the most of any rank so far; ``count``: of events.
+before; ``rate``: per second since then; ``peak``: the most of any rank so far; ``count``: of
+events.
 """
 
 

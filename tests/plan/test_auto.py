@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint.resume_point import saved_manifest
+from framework.checkpoint.resume_point import ResumeLookup
 from framework.cli import main
 from framework.config.load import config_from_values, load_with_source
 from framework.errors import ConfigError
@@ -177,10 +177,14 @@ def test_a_resumed_run_keeps_its_choice() -> None:
 
 def test_a_fresh_run_reads_no_checkpoint(tmp_path: Path) -> None:
     run = {"run": {"output_dir": str(tmp_path)}}
-    assert saved_manifest(config_from_values(run)) == {}
-    assert saved_manifest(config_from_values(run | {"checkpoint": {"resume": "auto"}})) == {}
+    assert ResumeLookup(config_from_values(run)).manifest() == {}
     assert (
-        saved_manifest(config_from_values(run | {"checkpoint": {"resume": str(tmp_path / "none")}}))
+        ResumeLookup(config_from_values(run | {"checkpoint": {"resume": "auto"}})).manifest() == {}
+    )
+    assert (
+        ResumeLookup(
+            config_from_values(run | {"checkpoint": {"resume": str(tmp_path / "none")}})
+        ).manifest()
         == {}
     )
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import framework
+from framework.checkpoint import resume_point
 from framework.config.load import config_from_values, load_with_source
 from framework.data.text_windows import TextWindows
 from framework.data.token_files import SpecialTokens
@@ -176,7 +177,7 @@ def test_ranks_tell_what_they_have_found_of_first_weights(
 
     one = looked()
     monkeypatch.setattr(
-        prepare_run, "find_checkpoint", lambda *arguments, **options: "global_step7"
+        resume_point, "find_checkpoint", lambda *arguments, **options: "global_step7"
     )
     other = looked()
     assert one.fingerprint() == other.fingerprint()
