@@ -31,7 +31,7 @@ def config(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
         "training": {"max_steps": TOTAL, "log_every": 1},
         "evaluation": {"every_steps": 10},
         "checkpoint": {"keep_best": "train/lr"},  # its largest value comes before the stop
-        "monitors": {"tensorboard": False, "progress": "off"},
+        "monitors": {"tensorboard": False, "progress": "off", "report": False},
     }
     replaced = ("data", "scheduler")  # another kind has other keys
     return base | {

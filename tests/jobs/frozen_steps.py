@@ -22,7 +22,7 @@ from framework.engine.distributed import process_group
 from framework.errors import FrameworkError
 from tests.jobs.changed_weights import QUIET
 
-STEPS, BATCH, UNTIL, SINCE = 20, 16, 6, 12
+STEPS, BATCH, UNTIL, SINCE = 14, 16, 6, 12
 INPUTS = torch.randn(STEPS * BATCH, 6, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS.sum(1) > 0).long()
 FREEZE = [
