@@ -208,33 +208,40 @@ def _fixed(file: str, target: Target, arguments: argparse.Namespace) -> CheckRes
 
 
 def _resolve(arguments: argparse.Namespace) -> int:
-    from deepspeed_lint.files import replace_text
-    from deepspeed_lint.resolve import check_resolved, is_of_another_origin, parsed_setting
-
     file: str = arguments.file
     out: str | None = arguments.output
     if out is None and arguments.format != "text":
         raise UsageError(
             f"resolve prints the file itself; give -o OUT with --format {arguments.format}"
         )
-    for word in arguments.arguments:
-        if "=" not in word:
-            raise UsageError(f"resolve: {word} is no NAME=VALUE")
-    trainer_arguments = dict(map(parsed_setting, arguments.arguments))
     try:
-        document = _read(file)
-        text, result = check_resolved(
-            document, trainer_arguments, _target(arguments), name=out or file
-        )
-        if text and out is not None:
-            if is_of_another_origin(Path(out), document):
-                raise ConfigError(_refused(out))
-            replace_text(Path(out), text, name=out)
+        text, result = _resolved(arguments)
     except ConfigError as error:
         return report([CheckResult(file, tuple(error.problems))], arguments.format)
     if text and out is None:
         print(text.removesuffix("\n"))
     return report([result], arguments.format, on_stdout=out is not None)
+
+
+def _resolved(arguments: argparse.Namespace) -> tuple[str, CheckResult]:
+    """Resolve a file, write it if the command line names a place for it, and check it."""
+    from deepspeed_lint.files import replace_text
+    from deepspeed_lint.resolve import check_resolved, is_of_another_origin, parsed_setting
+
+    for word in arguments.arguments:
+        if "=" not in word:
+            raise UsageError(f"resolve: {word} is no NAME=VALUE")
+    trainer_arguments = dict(map(parsed_setting, arguments.arguments))
+    out: str = arguments.output or ""
+    document = _read(arguments.file)
+    text, result = check_resolved(
+        document, trainer_arguments, _target(arguments), name=out or arguments.file
+    )
+    if text and out:
+        if is_of_another_origin(Path(out), document):
+            raise ConfigError(_refused(out))
+        replace_text(Path(out), text, name=out)
+    return text, result
 
 
 def _refused(out: str) -> Problem:

@@ -80,19 +80,19 @@ class Problem:
     severity: Severity = "error"
 
     def __str__(self) -> str:
-        if self.file and self.line:
-            place = f"{self.file}:{self.line}"
-        else:
-            place = self.file
-        subject = self.key
-        if self.key and self.value is not MISSING:
-            subject += f" = {show_value(masked(self.key, self.value))}"
-        if self.fix:
-            sentence = f"{self.reason}; {self.fix}"
-        else:
-            sentence = self.reason
-        line = ": ".join(part for part in (place, subject, sentence) if part)
+        sentence = "; ".join(part for part in (self.reason, self.fix) if part)
+        line = ": ".join(part for part in (self._place(), self._subject(), sentence) if part)
         return f"{printable(line)} [{self.kind}]"
+
+    def _place(self) -> str:
+        if self.file and self.line:
+            return f"{self.file}:{self.line}"
+        return self.file
+
+    def _subject(self) -> str:
+        if not self.key or self.value is MISSING:
+            return self.key
+        return f"{self.key} = {show_value(masked(self.key, self.value))}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: the attributes, `value` only if there is one, and the line
@@ -141,18 +141,22 @@ def _yaml(value: Any, *, depth: int) -> str:
     """
     if isinstance(value, Written):
         return value[: _LONGEST_VALUE + 1]
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, str):
         return _yaml_text(value[: _LONGEST_VALUE + 1], is_nested=depth > 0)
-    if isinstance(value, int) and abs(value) >= _LARGEST_SHOWN:
-        return "a number of more than 80 digits"
     if isinstance(value, (Mapping, list, tuple)):
         if depth > _DEEPEST_SHOWN:
             return "..."
         return _yaml_container(value, depth=depth)
+    return _yaml_scalar(value)
+
+
+def _yaml_scalar(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and abs(value) >= _LARGEST_SHOWN:
+        return "a number of more than 80 digits"
     return repr(value)
 
 

@@ -10,8 +10,14 @@ from functools import cache
 from typing import Any, Final
 
 from deepspeed_lint.errors import MISSING, UsageError, show_value
-from deepspeed_lint.key_files import TABLES, known_releases, without_variant
-from deepspeed_lint.keys import Key, KeyTable, history, load_table
+from deepspeed_lint.key_files import (
+    TABLES,
+    History,
+    history,
+    known_releases,
+    without_variant,
+)
+from deepspeed_lint.keys import Key, KeyTable, load_table
 from deepspeed_lint.rules import ALL
 from deepspeed_lint.text.typos import nearest
 
@@ -22,6 +28,12 @@ _LIMITS: Final[Mapping[str, str]] = {
     "maximum": "<=",
     "exclusive_maximum": "<",
     "multiple_of": "a multiple of",
+}
+_STATUS: Final[Mapping[str, str]] = {
+    "read": "",
+    "inert": "inert: DeepSpeed reads it and does nothing with it",
+    "deprecated": "deprecated: DeepSpeed keeps it for old files only",
+    "refused": "DeepSpeed raises an error where it is present",
 }
 _WIDTH: Final = 11
 
@@ -63,14 +75,22 @@ def explain(word: str, *, release: str | None = None) -> list[Explanation]:
         return [Explanation(word, kinds[word])]
     table = load_table(release)
     keys = list(_find_keys(table, word))
-    if keys:
-        return [Explanation(without_variant(key.path), _rows_of_key(key, table)) for key in keys]
+    if not keys:
+        raise UsageError(
+            f"explain: no key of DeepSpeed and no kind of problem is named {word}"
+            f"{_hint(word, table)}"
+        )
+    return [Explanation(without_variant(key.path), _rows_of_key(key, table)) for key in keys]
+
+
+def _hint(word: str, table: KeyTable) -> str:
     guesses = table.nearest(word)
-    kind = nearest(word, kinds)
+    kind = nearest(word, _kinds())
     if kind:
-        guesses = [kind, *guesses]
-    hint = f"; did you mean {' or '.join(guesses)}?" if guesses else ""
-    raise UsageError(f"explain: no key of DeepSpeed and no kind of problem is named {word}{hint}")
+        guesses.insert(0, kind)
+    if guesses:
+        return f"; did you mean {' or '.join(guesses)}?"
+    return ""
 
 
 def _find_keys(table: KeyTable, word: str) -> Iterator[Key]:
@@ -82,48 +102,55 @@ def _find_keys(table: KeyTable, word: str) -> Iterator[Key]:
         if key is not None:
             yield key
             return
-    if "." in word:
-        return
-    seen = set()
+    if "." not in word:
+        yield from _keys_named(table, word)
+
+
+def _keys_named(table: KeyTable, name: str) -> Iterator[Key]:
+    """Yield the keys of a name, one of each section."""
+    keys: dict[str, Key] = {}
     for path in table:
         key = table.exact(path)
-        if key is not None and key.name == word and without_variant(path) not in seen:
-            seen.add(without_variant(path))
-            yield key
+        if key is not None and key.name == name:
+            keys.setdefault(without_variant(path), key)
+    yield from keys.values()
 
 
 def _rows_of_key(key: Key, table: KeyTable) -> dict[str, str]:
     path = without_variant(key.path)
     past = history(key.path)
-    rows = {"meaning": key.sentence, "type": _type(key)}
-    defaults = _defaults(key, table)
-    if defaults:
-        rows["default"] = defaults
-    if key.aliases:
-        rows["also named"] = ", ".join(key.aliases)
+    names = [child.removeprefix(f"{path}.") for child in table.children(path)]
+    rows = {
+        "meaning": key.sentence,
+        "type": _type(key),
+        "default": _defaults(key, table),
+        "also named": ", ".join(key.aliases),
+        "since": _since(past),
+        "until": _until(past),
+        "status": _STATUS[key.status],
+        "instead": _instead(key, past),
+        "keys": ", ".join(names),
+        "read in": key.source,
+    }
+    return {title: text for title, text in rows.items() if text}
+
+
+def _since(past: History) -> str:
     if past.added:
-        rows["since"] = f"DeepSpeed {past.added}, or shortly before"
-    else:
-        rows["since"] = f"DeepSpeed {known_releases()[0]} or older"
+        return f"DeepSpeed {past.added}, or shortly before"
+    return f"DeepSpeed {known_releases()[0]} or older"
+
+
+def _until(past: History) -> str:
     if past.removed:
-        rows["until"] = f"it went with DeepSpeed {past.removed}, or shortly before"
-    if key.status == "deprecated":
-        rows["status"] = "deprecated: DeepSpeed keeps it for old files only"
-    elif key.status == "inert":
-        rows["status"] = "inert: DeepSpeed reads it and does nothing with it"
-    elif key.status == "refused":
-        rows["status"] = f"DeepSpeed {table.release} raises an error where it is present"
+        return f"it went with DeepSpeed {past.removed}, or shortly before"
+    return ""
+
+
+def _instead(key: Key, past: History) -> str:
     replaced_by = key.replaced_by or past.replaced_by
     instead = key.instead or past.instead
-    if instead:
-        rows["instead"] = instead
-    elif replaced_by:
-        rows["instead"] = " or ".join(map(without_variant, replaced_by))
-    names = [child.removeprefix(f"{path}.") for child in table.children(path)]
-    if names:
-        rows["keys"] = ", ".join(names)
-    rows["read in"] = key.source
-    return rows
+    return instead or " or ".join(map(without_variant, replaced_by))
 
 
 def _defaults(key: Key, table: KeyTable) -> str:
@@ -145,17 +172,19 @@ def _defaults(key: Key, table: KeyTable) -> str:
 def _type(key: Key) -> str:
     """Return types, choices and limits of a key in words."""
     if key.enum:
-        choices = " or ".join(show_value(choice) for choice in key.enum)
-        return f"{choices}, or null" if key.nullable else choices
-    types = list(key.types)
+        choices = list(map(show_value, key.enum))
+    else:
+        choices = list(key.types)
     if key.nullable:
-        types.append("null")
-    limits = []
+        choices.append("null")
+    return ", ".join([" or ".join(choices), *_limits(key)])
+
+
+def _limits(key: Key) -> Iterator[str]:
     for field, words in _LIMITS.items():
         limit = getattr(key, field)
         if limit is not None:
-            limits.append(f"{words} {limit}")
-    return ", ".join([" or ".join(types), *limits])
+            yield f"{words} {limit}"
 
 
 @cache

@@ -94,49 +94,25 @@ class Facts:
             return True
         if isinstance(value, bool):
             return value
-        if not self.is_lax(path):
-            return None
-        if isinstance(value, (int, float)):
-            if value in (0, 1):
-                return bool(value)
-            return None
-        if isinstance(value, str):
-            return _truth_of(value)
+        if self.is_lax(path):
+            return _as_truth(value)
         return None
 
     def whole(self, path: str, default: int | None = None) -> int | None:
         """Return a whole number, None when it is something else."""
         value = self.get(path, default)
-        is_lax = self.is_lax(path)
-        if isinstance(value, bool):
-            if is_lax:
-                return int(value)
-            return None
-        if isinstance(value, int):
+        if isinstance(value, int) and not isinstance(value, bool):
             return value
-        if not is_lax:
-            return None
-        if isinstance(value, float):
-            if isfinite(value) and value == int(value):
-                return int(value)
-            return None
-        if isinstance(value, str) and value.isdecimal() and len(value) < 19:
-            return int(value)
+        if self.is_lax(path):
+            return _as_whole(value)
         return None
 
     def number(self, path: str, default: float | None = None) -> float | None:
         """Return a finite number, None when it is something else."""
         value = self.get(path, default)
-        if isinstance(value, bool) and self.is_lax(path):
-            return float(value)
-        if isinstance(value, str) and self.is_lax(path) and len(value) < 40:
-            try:
-                value = float(value)
-            except ValueError:
-                return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return None
-        if isinstance(value, int) or isfinite(value):
+        if isinstance(value, (bool, str)):
+            value = _as_number(value) if self.is_lax(path) else None
+        if isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
             return value
         return None
 
@@ -305,9 +281,7 @@ class Facts:
             return world
         if self.given("data_parallel_size"):
             return self.whole("data_parallel_size")
-        if sequence > 0 and world % sequence == 0:
-            return world // sequence
-        return None
+        return _quotient(world, sequence)
 
     @cached_property
     def _settled(self) -> dict[str, tuple[Any, str]]:
@@ -317,15 +291,7 @@ class Facts:
             is_old_section = written.split(".", 1)[0] == "bfloat16"
             if is_old_section and self.values.get("bf16") is not None:
                 continue  # DeepSpeed does not look at the old name then
-            path = _todays_name(written)
-            if path in DEPRECATED:
-                if value is True:
-                    settled.update(_replacement(path, written))
-            elif path == "zero_optimization" and isinstance(value, bool):
-                settled["zero_optimization"] = ({"stage": int(value)}, written)
-                settled["zero_optimization.stage"] = (int(value), written)
-            else:
-                settled[path] = (value, written)
+            settled.update(_todays(written, value))
         return settled
 
 
@@ -350,11 +316,53 @@ def _replacement(path: str, written: str) -> dict[str, tuple[Any, str]]:
     return settled
 
 
-def _truth_of(text: str) -> bool | None:
-    if text.lower() in TRUE:
+def _todays(written: str, value: Any) -> dict[str, tuple[Any, str]]:
+    """Return today's names of a key, with their values, as `Facts._settled` has them."""
+    path = _todays_name(written)
+    if path in DEPRECATED:
+        return _replacement(path, written) if value is True else {}
+    if path == "zero_optimization" and isinstance(value, bool):
+        return {path: ({"stage": int(value)}, written), f"{path}.stage": (int(value), written)}
+    return {path: (value, written)}
+
+
+def _as_truth(value: Any) -> bool | None:
+    """Return what pydantic makes of a value for a switch, None where it refuses it."""
+    if isinstance(value, (int, float)):
+        return bool(value) if value in (0, 1) else None
+    if not isinstance(value, str):
+        return None
+    if value.lower() in TRUE:
         return True
-    if text.lower() in FALSE:
+    if value.lower() in FALSE:
         return False
+    return None
+
+
+def _as_whole(value: Any) -> int | None:
+    """Return what pydantic makes of a value for a whole number, None where it refuses it."""
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    if isinstance(value, str) and value.isdecimal() and len(value) < 19:
+        return int(value)
+    return None
+
+
+def _as_number(value: bool | str) -> float | None:
+    """Return what pydantic makes of a text or a truth value for a number."""
+    if isinstance(value, str) and len(value) >= 40:
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def _quotient(number: int, divisor: int) -> int | None:
+    if divisor > 0 and number % divisor == 0:
+        return number // divisor
     return None
 
 
@@ -366,23 +374,32 @@ def _walk(
         if not isinstance(name, str) or "." in name:
             continue  # no key of DeepSpeed
         path = f"{prefix}{name}"
-        if isinstance(value, str) and value == "auto" and read_by_model(path, release) and depth:
+        if depth and _is_auto(value) and read_by_model(path, release):
             continue
         yield path, value
         if isinstance(value, Mapping) and depth < _DEEPEST:
             yield from _walk(value, f"{path}.", depth + 1, release)
 
 
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
 def value_at(values: Any, path: Iterable[str], default: Any = MISSING) -> Any:
     """Return the value at a path of names, into lists as well; `default` if there is none."""
     for name in path:
-        if isinstance(values, Mapping) and name in values:
-            values = values[name]
-        elif isinstance(values, (list, tuple)) and _is_index(name, len(values)):
-            values = values[int(name)]
-        else:
+        values = _member(values, name)
+        if values is MISSING:
             return default
     return values
+
+
+def _member(values: Any, name: str) -> Any:
+    if isinstance(values, Mapping):
+        return values.get(name, MISSING)
+    if isinstance(values, (list, tuple)) and _is_index(name, len(values)):
+        return values[int(name)]
+    return MISSING
 
 
 def _is_index(name: str, length: int) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any, Final
 
 from deepspeed_lint.errors import Problem, visible
@@ -118,13 +119,8 @@ def _shown(text: str) -> str:
 
 def safe_edits(document: Document, *, release: str | None = None) -> Sequence[Edit]:
     """Return edits that go together; none of them makes the file worse."""
-    table = load_table(release)
     problems = lint(document, release=release)
-    edits: list[Edit] = []
-    for problem in problems:
-        for edit in _answers(problem, document.value, table):
-            if _goes_with(edits, edit):
-                edits.append(edit)
+    edits = _edits_for(problems, document, load_table(release))
     errors_before = _errors(problems)
     if not edits or _is_better(document.value, edits, errors_before, release):
         return edits
@@ -133,6 +129,16 @@ def safe_edits(document: Document, *, release: str | None = None) -> Sequence[Ed
         for edit in edits[:_MOST_TRIALS]
         if _is_better(document.value, [edit], errors_before, release)
     ]
+
+
+def _edits_for(problems: Sequence[Problem], document: Document, table: KeyTable) -> list[Edit]:
+    """Return the edits that fix problems, as far as they can be made together."""
+    edits: list[Edit] = []
+    for problem in problems:
+        for edit in _answers(problem, document.value, table):
+            if _goes_with(edits, edit):
+                edits.append(edit)
+    return edits
 
 
 def _goes_with(edits: Sequence[Edit], edit: Edit) -> bool:
@@ -175,12 +181,17 @@ def _answers(problem: Problem, values: Any, table: KeyTable) -> Iterator[Edit]:
     elif problem.kind == "removed-key" and was_off(problem.key, problem.value):
         yield RemoveMember(path)
     elif problem.kind in ("loose-type", "wrong-type"):
-        key = table.get(list(map(str, path)), variant_of(values, path))
-        if key is None:
-            return
-        meant = _in_its_type(problem.value, key, is_dropped=problem.kind == "loose-type")
-        if meant is not None:
-            yield ReplaceValue(path, meant)
+        yield from _for_type(problem, path, values, table)
+
+
+def _for_type(problem: Problem, path: KeyPath, values: Any, table: KeyTable) -> Iterator[Edit]:
+    """Yield the value in the type of its key."""
+    key = table.get(list(map(str, path)), variant_of(values, path))
+    if key is None:
+        return
+    meant = _in_its_type(problem.value, key, is_dropped=problem.kind == "loose-type")
+    if meant is not None:
+        yield ReplaceValue(path, meant)
 
 
 def _for_unknown(path: KeyPath, values: Any, table: KeyTable) -> Iterator[Edit]:
@@ -189,16 +200,20 @@ def _for_unknown(path: KeyPath, values: Any, table: KeyTable) -> Iterator[Edit]:
     if len(guesses) != 1:
         return
     guess = tuple(guesses[0].split("."))
-    name = guess[-1]
     key = table.get(guesses[0], variant_of(values, guess))
-    value = at(values, path)
-    if key is None or key.status != "read" or not _suits(value, key):
+    if key is None or key.status != "read" or not _suits(at(values, path), key):
         return
     if guess[:-1] == path[:-1]:
-        if is_slip(str(path[-1]), name) and not _has(values, guess):
-            yield RenameKey(path, name)
-    elif path[-1] == name and not isinstance(value, Mapping) and _is_free(guess, values):
+        if is_slip(str(path[-1]), guess[-1]) and not _has(values, guess):
+            yield RenameKey(path, guess[-1])
+    elif _can_move(path, guess, values):
         yield MoveMember(path, guess)
+
+
+def _can_move(path: KeyPath, target: KeyPath, values: Any) -> bool:
+    """Check whether a key can move to the section that knows it; whole sections do not."""
+    is_same_name = path[-1] == target[-1]
+    return is_same_name and not isinstance(at(values, path), Mapping) and _is_free(target, values)
 
 
 def _is_free(path: KeyPath, values: Any) -> bool:
@@ -240,12 +255,10 @@ def _in_its_type(value: Any, key: Key, *, is_dropped: bool) -> Any:
         return None
     if not is_dropped and not isinstance(value, str):
         return None
-    kind = key.types[0]
-    if kind == "boolean":
-        return _as_truth(value)
-    if kind in ("integer", "number"):
-        return _as_number(value, kind)
-    return None
+    convert = _CONVERSIONS.get(key.types[0])
+    if convert is None:
+        return None
+    return convert(value)
 
 
 def _as_truth(value: Any) -> bool | None:
@@ -259,24 +272,33 @@ def _as_truth(value: Any) -> bool | None:
     return None
 
 
-def _as_number(value: Any, kind: str) -> int | float | None:
+def _as_number(value: Any) -> float | None:
+    """Return a finite number; a truth value was not meant as one."""
+    if isinstance(value, bool):
+        return None
     try:
         number = float(value)
-        exact = None
-        if not isinstance(value, str) or value.strip().lstrip("+-").isdecimal():
-            exact = int(value)
     except (ValueError, OverflowError):
         return None
-    # A truth value was not meant as a number.
-    if not abs(number) < float("inf") or isinstance(value, bool):
+    return number if isfinite(number) else None
+
+
+def _as_whole(value: Any) -> int | None:
+    number = _as_number(value)
+    if number is None:
         return None
-    if kind == "number":
-        return number
-    if exact is not None:
-        return exact
+    if not isinstance(value, str) or value.strip().lstrip("+-").isdecimal():
+        return int(value)  # exactly: a float may not hold it
     if number.is_integer():
         return int(number)
     return None
+
+
+_CONVERSIONS: Final[Mapping[str, Callable[[Any], object]]] = {
+    "boolean": _as_truth,
+    "integer": _as_whole,
+    "number": _as_number,
+}
 
 
 def _has(values: Any, path: KeyPath) -> bool:

@@ -165,24 +165,31 @@ class History:
 def history(path: str) -> History:
     """Return the history of a key, spelled as in the tables: ``optimizer.params[OneBitAdam]``."""
     states = list(states_of(path))[::-1]
-    reading = [release for release, entry in states if _is_read(entry)]
-    known = known_releases()
+    added, removed = _limits([release for release, entry in states if _is_read(entry)])
     words = sentence_entry(path) or {}
     newest = states[-1][1] or {}
-    added = None
-    removed = None
-    if reading:
-        if reading[0] != known[0]:
-            added = reading[0]
-        after_last = known.index(reading[-1]) + 1
-        if after_last < len(known):
-            removed = known[after_last]
     return History(
         added=added,
         removed=removed,
         replaced_by=tuple(words.get("replaced_by", newest.get("replaced_by", ()))),
         instead=words.get("instead", ""),
     )
+
+
+def _limits(reading: Sequence[str]) -> tuple[str | None, str | None]:
+    """Return the releases in which a key came and went, from those that read it, oldest first; None
+    where it was always there, or still is.
+    """
+    if not reading:
+        return None, None
+    known = known_releases()
+    added = None
+    removed = None
+    if reading[0] != known[0]:
+        added = reading[0]
+    if reading[-1] != known[-1]:
+        removed = known[known.index(reading[-1]) + 1]
+    return added, removed
 
 
 def was_off(path: str, value: Any) -> bool:

@@ -178,21 +178,25 @@ class KeyTable:
         """
         parts = _parts(path)
         table_path = self._find(parts, variant)
-        if table_path is not None and self.entries[table_path].get("status") == "refused":
+        if table_path is None:
+            return _distinct(self._likely(parts, variant))
+        if self._status(table_path) == "refused":
             return list(self.entries[table_path].get("replaced_by", ()))
-        if table_path is not None:
-            return [without_variant(table_path)]
+        return [without_variant(table_path)]
+
+    def _likely(self, parts: Sequence[str], variant: str | None) -> list[str]:
+        """Return the keys that an unknown path may mean, best first."""
         section = self._nearest_section(parts[:-1], variant)
         other_words = list(_OTHER_WORDS.get(parts[-1], ()))
         if section is not None:
             meant = self._meant_in(section, other_words + _WORDS_INSIDE.get(parts[-1], []))
             if meant:
-                return _distinct(meant)
+                return meant
         guesses: list[tuple[float, str]] = []
         for name in [*reversed(other_words), parts[-1]]:
             guesses += self._guesses(section, name)
         guesses.sort(key=lambda guess: (-guess[0], len(guess[1]), guess[1]))
-        return _distinct(table_path for _, table_path in guesses)
+        return [table_path for _, table_path in guesses]
 
     def _find(self, path: str | Sequence[str], variant: str | None) -> str | None:
         """Return the path of a key as this table writes it, following aliases and ``*``."""
@@ -236,12 +240,7 @@ class KeyTable:
         return [*tables, place]
 
     def _key(self, path: str) -> Key:
-        fields: dict[str, Any] = {}
-        for name, value in self.entries[path].items():
-            if isinstance(value, list) and name != "default":
-                fields[name] = tuple(value)
-            else:
-                fields[name] = value
+        fields = {name: _as_field(name, value) for name, value in self.entries[path].items()}
         types = fields.pop("type", "any")
         if isinstance(types, str):
             types = (types,)
@@ -292,60 +291,66 @@ class KeyTable:
         """
         section = ""
         for part in parts:
-            child = self._child(section, part)
+            child = self._child(section, part) or self._likest_child(section, part)
             if child is None:
-                known = self._children.get(section, {})
-                likest = max(known, key=lambda name: likeness(part, name), default=None)
-                if likest is None or likeness(part, likest) < ALIKE:
-                    return None
-                child = known[likest]
+                return None
+            section = child
             if variant:
                 section = self._tables_of(child, variant)[0]
-            else:
-                section = child
         return section
+
+    def _likest_child(self, section: str, name: str) -> str | None:
+        """Return the key of a section that is most like a name, or None if none is."""
+        known = self._children.get(section, {})
+        likest = max(known, key=lambda other: likeness(name, other), default=None)
+        if likest is None or likeness(name, likest) < ALIKE:
+            return None
+        return known[likest]
 
     def _meant_in(self, section: str, names: Iterable[str]) -> list[str]:
         """Return the keys of just these names in a section, in the tables of all its types where
         none is named.
         """
-        tables = [section, *self._variants.get(section, ())]
         meant = []
         for name in names:
-            for table in tables:
+            for table in self._with_variants(section):
                 path = self._children.get(table, {}).get(name)
-                if path is not None and self.entries[path].get("status", "read") == "read":
+                if path is not None and self._status(path) == "read":
                     meant.append(path)
         return meant
+
+    def _with_variants(self, section: str | None) -> list[str]:
+        """Return a section with the tables of its types."""
+        if section is None:
+            return []
+        return [section, *self._variants.get(section, ())]
+
+    def _status(self, path: str) -> str:
+        status: str = self.entries[path].get("status", "read")
+        return status
 
     def _guesses(self, section: str | None, name: str) -> list[tuple[float, str]]:
         """Return likeness and path of keys of about this name in the section, of just this name
         elsewhere, or else of about it elsewhere.
         """
-        if section is None:
-            tables = []
-        else:
-            tables = [section, *self._variants.get(section, ())]
+        tables = self._with_variants(section)
         peers = _MONITORS if section in _MONITORS else ()
         close = self._alike(tables, name, ALIKE)
         homes = self._homes(name, section, peers)
         guesses = [(near + 0.2, path) for near, path in close]
-        inside = [path for path in homes if section and path.startswith(f"{section}.")]
-        if inside or len({without_variant(path) for path in homes}) <= _COMMON:
-            guesses += self._ranked([(0.9, path) for path in inside or homes])
+        guesses += self._ranked([(0.9, path) for path in _likely_homes(homes, section)])
         if not close and not homes:
             guesses += self._misspelt_elsewhere(name, section, [*tables, *peers])
         return guesses
 
     def _homes(self, name: str, section: str | None, peers: tuple[str, ...]) -> list[str]:
         """Return the keys of just this name in any section that may be meant."""
-        return [
-            path
-            for path in self._by_name.get(name, ())
-            if "*" not in path
-            and not is_of_another_type(path, section)
-            and not path.startswith(peers)
-        ]
+        homes = []
+        for path in self._by_name.get(name, ()):
+            is_elsewhere = is_of_another_type(path, section) or path.startswith(peers)
+            if "*" not in path and not is_elsewhere:
+                homes.append(path)
+        return homes
 
     def _misspelt_elsewhere(
         self, name: str, section: str | None, excluded: Sequence[str]
@@ -365,20 +370,23 @@ class KeyTable:
         """Return likeness and path of the keys of sections with at least this likeness."""
         guesses = []
         for section in sections:
-            known = self._aliases.get(section, {}) | self._children.get(section, {})
-            for other, path in known.items():
-                if other == "*":
-                    continue
+            for other, path in self._names_in(section).items():
                 near = likeness(name, other)
                 if near >= least:
                     guesses.append((near, path))
         return self._ranked(guesses)
 
+    def _names_in(self, section: str) -> dict[str, str]:
+        """Return names and aliases of the keys of a section, with their paths."""
+        names = self._aliases.get(section, {}) | self._children.get(section, {})
+        names.pop("*", None)
+        return names
+
     def _ranked(self, guesses: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
         """Lower inert and deprecated keys, and drop refused ones."""
         ranked = []
         for near, path in guesses:
-            status = self.entries[path].get("status", "read")
+            status = self._status(path)
             if status != "refused":
                 ranked.append((near - _HANDICAP[status], path))
         return ranked
@@ -397,14 +405,20 @@ def load_table(release: str | None = None) -> KeyTable:
     if release is None:
         return _load(known[-1])
     wanted = release.strip().removeprefix("v").partition("+")[0]
-    fitting = [name for name in known if name == wanted or name.startswith(f"{wanted}.")]
+    fitting = _fitting(known, wanted)
     if not fitting:
-        fitting = _next_patch(wanted)
-    if not wanted or not fitting:
         raise UsageError(
             f"no table of DeepSpeed {show_value(release)}: known are {', '.join(known)}"
         )
     return _load(fitting[-1])
+
+
+def _fitting(known: Sequence[str], release: str) -> list[str]:
+    """Return the releases with a table that a release may mean, oldest first."""
+    if not release:
+        return []
+    fitting = [name for name in known if name == release or name.startswith(f"{release}.")]
+    return fitting or _next_patch(release)
 
 
 def _next_patch(release: str) -> list[str]:
@@ -430,6 +444,23 @@ def is_slip(written: str, known: str) -> bool:
 @cache
 def _load(release: str) -> KeyTable:
     return KeyTable(release, load_entries(release))
+
+
+def _as_field(name: str, value: Any) -> Any:
+    """Return a value of a table as `Key` has it: lists are tuples, but for a default."""
+    if isinstance(value, list) and name != "default":
+        return tuple(value)
+    return value
+
+
+def _likely_homes(homes: Sequence[str], section: str | None) -> Sequence[str]:
+    """Return the keys within the section, or all; none where many sections have such a key."""
+    inside = [path for path in homes if section and path.startswith(f"{section}.")]
+    if inside:
+        return inside
+    if len({without_variant(path) for path in homes}) > _COMMON:
+        return []
+    return homes
 
 
 def _name_of(path: str) -> str:

@@ -58,17 +58,7 @@ def lint(
     """
     table = load_table(release)
     if not isinstance(document.value, Mapping):
-        reason = "a DeepSpeed config is an object of keys"
-        return [
-            Problem(
-                kind="config-syntax",
-                file=document.name,
-                line=1,
-                column=1,
-                reason=reason,
-                fix="start with {",
-            )
-        ]
+        return [_no_object(document)]
     facts = Facts(document.value, table.release, topology or Topology())
     of_keys = list(_KeyChecker(table, facts).problems())
     key_alone = [problem for _, problem in of_keys]
@@ -83,6 +73,18 @@ def lint(
         distinct[str(at_its_key)] = at_its_key
     return sorted(
         distinct.values(), key=lambda problem: (problem.line, problem.column, problem.kind)
+    )
+
+
+def _no_object(document: Document) -> Problem:
+    reason = "a DeepSpeed config is an object of keys"
+    return Problem(
+        kind="config-syntax",
+        file=document.name,
+        line=1,
+        column=1,
+        reason=reason,
+        fix="start with {",
     )
 
 
@@ -132,17 +134,22 @@ def placed(
     """
     if path is None:
         path = tuple(problem.key.split("."))
-    if at_top:
-        place = document.places.get((), (1, 1))
-    else:
-        place = (0, 0)
-    for length in range(len(path), 0, -1):
-        known_place = _place(document, path[:length])
-        if known_place is not None:
-            place = known_place
-            break
-    line, column = place
+    line, column = _nearest_place(document, path) or _place_of_file(document, at_top=at_top)
     return replace(problem, file=document.name, line=line, column=column)
+
+
+def _nearest_place(document: Document, path: KeyPath) -> tuple[int, int] | None:
+    for length in range(len(path), 0, -1):
+        place = _place(document, path[:length])
+        if place is not None:
+            return place
+    return None
+
+
+def _place_of_file(document: Document, *, at_top: bool) -> tuple[int, int]:
+    if at_top:
+        return document.places.get((), (1, 1))
+    return 0, 0
 
 
 def _place(document: Document, path: KeyPath) -> tuple[int, int] | None:
@@ -179,16 +186,13 @@ class _KeyChecker:
         Parameters of a type are looked for once the type is known.
         """
         section = self._key(path)
-        variant = self._variant((*path, "*"))
         if section is None or section.status == "refused" or self._is_untabled((*path, "*")):
             return
-        subject = path[-1]
-        if subject == "params" and variant:
-            subject = variant
+        variant = self._variant((*path, "*"))
+        subject = variant if path[-1] == "params" and variant else path[-1]
         for name in self._required(dotted(path), variant):
-            if name == "params" and "type" not in values:
-                continue
-            if name not in values:
+            waits_for_type = name == "params" and "type" not in values
+            if name not in values and not waits_for_type:
                 fault = Fault("missing-key", f"{subject} does not work without it", "add it")
                 yield _problem((*path, name), fault)
 
@@ -224,14 +228,16 @@ class _KeyChecker:
                 continue
             yield path, value
             key = self._key(path)
-            if key is None or key.status == "refused" or key.unknown == "free":
-                continue
-            if isinstance(value, Mapping):
-                # Where no section belongs, that is what is wrong, not what is in it.
-                if not key.from_python and not {"object", "any"}.isdisjoint(key.types):
-                    yield from self._walk(value, path)
-            elif isinstance(value, list) and self._key((*path, "0")) is not None:
-                yield from self._walk_items(value, path)
+            if key is not None and _has_known_members(key):
+                yield from self._walk_inside(key, value, path)
+
+    def _walk_inside(self, key: Key, value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+        if isinstance(value, Mapping):
+            # Where no section belongs, that is what is wrong, not what is in it.
+            if not key.from_python and not {"object", "any"}.isdisjoint(key.types):
+                yield from self._walk(value, path)
+        elif isinstance(value, list) and self._key((*path, "0")) is not None:
+            yield from self._walk_items(value, path)
 
     def _walk_items(self, items: list[Any], path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         for index, item in enumerate(items):
@@ -295,15 +301,9 @@ class _KeyChecker:
             return Fault("comment-key", refused, "write comments as // comments", severity)
         if "." in name or "[" in name:
             return Fault("dotted-key", refused, self._as_sections(dotted(path), value))
-        past = history(dotted(path))
-        if past.removed is not None:
-            went = f"{reason}: it went {_when(past.removed)}"
-            fix = _instead(past.replaced_by, past.instead)
-            return Fault("key-of-another-release", went, fix)
-        if past.added is not None:
-            came = f"{reason}: it came {_when(past.added)}"
-            fix = f"use DeepSpeed {past.added} or newer, or remove it"
-            return Fault("key-of-another-release", came, fix)
+        of_another_release = _of_another_release(dotted(path), reason)
+        if of_another_release is not None:
+            return of_another_release
         return Fault("unknown-key", refused, self._fix_of_unknown(path, value))
 
     def _fix_of_unknown(self, path: KeyPath, value: Any) -> str:
@@ -328,6 +328,23 @@ class _KeyChecker:
         if self.table.get(name) is not None:
             return f"write it as sections: {nested}"
         return "remove it"
+
+
+def _has_known_members(key: Key) -> bool:
+    return key.status != "refused" and key.unknown != "free"
+
+
+def _of_another_release(path: str, reason: str) -> Fault | None:
+    """Return what is wrong with a key that only other releases read, or None."""
+    past = history(path)
+    kind = "key-of-another-release"
+    if past.removed is not None:
+        fix = _instead(past.replaced_by, past.instead)
+        return Fault(kind, f"{reason}: it went {_when(past.removed)}", fix)
+    if past.added is not None:
+        fix = f"use DeepSpeed {past.added} or newer, or remove it"
+        return Fault(kind, f"{reason}: it came {_when(past.added)}", fix)
+    return None
 
 
 def _problem(path: KeyPath, fault: Fault, value: Any = MISSING) -> tuple[KeyPath, Problem]:

@@ -100,11 +100,7 @@ def as_read(
         if reader == "deepspeed":
             return document, []
         return document, [_not_json(document, reader, error)]
-    differing = [
-        (path, whole, number)
-        for path, whole, number in _fractions(document.value, plain)
-        if not read_by_model(dotted(path), table.release) and path != (_WRITTEN_OVER,)
-    ]
+    differing = _differing_numbers(document, plain, table)
     if reader == "deepspeed":
         problems: list[Problem] = []
         for path, whole, number in differing:
@@ -114,6 +110,17 @@ def as_read(
     for path, _, number in differing:
         value = _with_value(value, path, number)
     return replace(document, value=value), []
+
+
+def _differing_numbers(
+    document: Document, plain: Any, table: KeyTable
+) -> list[tuple[KeyPath, int, float]]:
+    """Return numbers that DeepSpeed and `json.load` read as different ones, where that matters."""
+    return [
+        (path, whole, number)
+        for path, whole, number in _fractions(document.value, plain)
+        if not read_by_model(dotted(path), table.release) and path != (_WRITTEN_OVER,)
+    ]
 
 
 def _not_json(document: Document, reader: Reader, error: Exception) -> Problem:
@@ -134,14 +141,13 @@ def judged_for(problems: list[Problem], values: Mapping[str, Any], reader: Reade
     """
     if reader == "deepspeed":
         return problems
-    unread = tuple(f"{problem.key}." for problem in problems if problem.kind in _UNREAD_KINDS)
     unknown = {problem.key for problem in problems if problem.kind == "unknown-key"}
     autos = {dotted(path) for path in _autos(values)} - unknown
-    judged = [
-        _for_json(problem)
-        for problem in problems
-        if problem.kind not in _FROM_CODE and problem.key not in autos
-    ]
+    judged = []
+    for problem in problems:
+        if problem.kind not in _FROM_CODE and problem.key not in autos:
+            judged.append(_for_json(problem))
+    unread = tuple(f"{problem.key}." for problem in problems if problem.kind in _UNREAD_KINDS)
     for key in sorted(autos):
         if not _is_filled(key, reader) and not key.startswith(unread):
             judged.append(_auto(key, reader))

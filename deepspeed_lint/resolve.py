@@ -115,17 +115,10 @@ def resolve(
         UsageError: a setting that means nothing here.
     """
     table = load_table(release)
-    if isinstance(document.value, Mapping):
-        values = document.value
-    else:
-        values = {}
+    values = document.value if isinstance(document.value, Mapping) else {}
     autos = [path for path, value in leaves(values) if value == "auto"]
     key_settings, argument_settings = _split_settings(settings, values)
-    for name, value in key_settings.items():
-        if tuple(name.split(".")) not in autos:
-            raise UsageError(f'{name}: only "auto" is filled in, and the file has none there')
-        if not _is_json(value):
-            raise UsageError(f"{name}={show_value(value)}: JSON has no such number")
+    _check_key_settings(key_settings, autos)
     filler = _Filler(_checked(argument_settings, world_size), table, key_settings, values)
     edits: list[Edit] = []
     for path in autos:
@@ -194,17 +187,29 @@ def is_of_another_origin(path: Path, document: Document) -> bool:
         return True
     if not text.strip():
         return False
+    return _names(_value_of(text)).isdisjoint(_names(document.value))
+
+
+def _value_of(text: str) -> Any:
+    """Return the value of a text; None if it is not Hjson."""
     try:
-        present = parse_hjson(text, name=str(path)).value
+        return parse_hjson(text, name="").value
     except ConfigError:
-        return True
-    return _names(present).isdisjoint(_names(document.value))
+        return None
 
 
 def _names(value: Any) -> set[str]:
     if isinstance(value, Mapping):
         return set(value)
     return set()
+
+
+def _check_key_settings(settings: Mapping[str, Any], autos: Sequence[KeyPath]) -> None:
+    for name, value in settings.items():
+        if tuple(name.split(".")) not in autos:
+            raise UsageError(f'{name}: only "auto" is filled in, and the file has none there')
+        if not _is_json(value):
+            raise UsageError(f"{name}={show_value(value)}: JSON has no such number")
 
 
 def _split_settings(
@@ -232,23 +237,31 @@ def _checked(settings: Mapping[str, Any], world_size: int | None) -> dict[str, A
         arguments["world_size"] = world_size
     for name, value in settings.items():
         if name == "mixed_precision":
-            if value not in _PRECISIONS:
-                raise UsageError(
-                    f"mixed_precision={show_value(value)}: known are {', '.join(_PRECISIONS)}"
-                )
-            arguments["fp16"] = value == "fp16"
-            arguments["bf16"] = value == "bf16"
+            arguments |= _precisions(value)
             continue
-        argument = _OTHER_NAMES.get(name, name)
-        if argument not in ARGUMENTS:
-            raise UsageError(_unknown_name(name))
-        if mismatch(value, ARGUMENTS[argument]) is not None:
-            raise UsageError(f"{name}={show_value(value)}: not {_type_words(ARGUMENTS[argument])}")
+        argument = _argument_of(name, value)
         if arguments.get(argument, value) != value:
             other_value = show_value(arguments[argument])
             raise UsageError(f"{name}={show_value(value)}: {argument} is {other_value} already")
         arguments[argument] = value
     return arguments
+
+
+def _precisions(value: Any) -> dict[str, bool]:
+    """Return the Trainer's arguments for Accelerate's mixed_precision."""
+    if value not in _PRECISIONS:
+        raise UsageError(f"mixed_precision={show_value(value)}: known are {', '.join(_PRECISIONS)}")
+    return {"fp16": value == "fp16", "bf16": value == "bf16"}
+
+
+def _argument_of(name: str, value: Any) -> str:
+    """Return the Trainer's name of a setting, if the value is one that it takes."""
+    argument = _OTHER_NAMES.get(name, name)
+    if argument not in ARGUMENTS:
+        raise UsageError(_unknown_name(name))
+    if mismatch(value, ARGUMENTS[argument]) is not None:
+        raise UsageError(f"{name}={show_value(value)}: not {_type_words(ARGUMENTS[argument])}")
+    return argument
 
 
 def _is_argument(name: str) -> bool:
@@ -304,24 +317,26 @@ class _Filler:
 
     def _mismatches(self) -> Iterator[Problem]:
         """Find keys with another value than the argument that was given."""
-        for name, argument in self.arguments.items():
-            if "may_differ" in ARGUMENTS[name]:
-                continue  # the Trainer refuses file and argument to differ, but for these
-            for path in ARGUMENTS[name].get("keys", ()):
-                value = value_at(self.values, path.split("."), None)
-                if value not in (None, "auto") and value != argument:
-                    reason = (
-                        f"{name}={show_value(argument)} was given, and the Trainer refuses two "
-                        "values"
-                    )
-                    fix = 'write "auto", or the same value in both places'
-                    yield Problem("auto-mismatch", reason, fix, path, value)
+        for name in self.arguments:
+            if "may_differ" not in ARGUMENTS[name]:
+                yield from self._mismatches_of(name)
         name = "gradient_accumulation_steps"
         if self.arguments.get(name, 1) != 1 and name not in self.values:
             reason = (
                 f"left out Accelerate makes it 1, and the Trainer was given {self.arguments[name]}"
             )
             yield Problem("auto-mismatch", reason, f'add "{name}": "auto"', name)
+
+    def _mismatches_of(self, name: str) -> Iterator[Problem]:
+        argument = self.arguments[name]
+        for path in ARGUMENTS[name].get("keys", ()):
+            value = value_at(self.values, path.split("."), None)
+            if value not in (None, "auto", argument):
+                reason = (
+                    f"{name}={show_value(argument)} was given, and the Trainer refuses two values"
+                )
+                fix = 'write "auto", or the same value in both places'
+                yield Problem("auto-mismatch", reason, fix, path, value)
 
     def _get(self, name: str) -> Any:
         """Return the value of an argument: as given, from the file, or the default.
@@ -362,9 +377,13 @@ class _Filler:
         if value is not MISSING:
             self._note_assumed(name, value)
             yield ReplaceValue(path, value)
-        elif key is None:
-            return  # an unknown key is for the lint to name
-        elif read_by_model(name, self.table.release) and "." in name:
+        elif key is not None:  # an unknown key is for the lint to name
+            yield from self._without_value(path, key)
+
+    def _without_value(self, path: KeyPath, key: Key) -> Iterator[Edit]:
+        """Remove an "auto" that DeepSpeed drops, and note any other."""
+        name = dotted(path)
+        if read_by_model(name, self.table.release) and "." in name:
             self._note(
                 name,
                 "removed: Hugging Face does not fill it in, and DeepSpeed's "
@@ -379,29 +398,34 @@ class _Filler:
 
     def _value(self, path: str) -> Any:
         """Return the value after Hugging Face has filled it in; MISSING where it leaves "auto"."""
-        if path == "train_batch_size":
-            return (
-                self._get("world_size")
-                * self._get("per_device_train_batch_size")
-                * self._get("gradient_accumulation_steps")
-            )
-        if path == "optimizer.params.betas":
-            return [self._get("adam_beta1"), self._get("adam_beta2")]
-        if path == "scheduler.params.warmup_min_lr":
-            return 0
-        if path == "scheduler.params.warmup_num_steps":
-            return self._warmup_steps()
+        if path in _COMPUTED:
+            return _COMPUTED[path](self)
         if path in _ARGUMENT_OF:
             return self._get(_ARGUMENT_OF[path])
         if path in _BY_HIDDEN_SIZE:
             return self._by_hidden_size(path)
         if path.startswith("zero_optimization.offload_") and path.endswith(".nvme_path"):
-            section = path.split(".")[1]
-            if self._get(f"{section}_device") == "nvme":
-                return self._get(f"{section}_nvme_path")
+            return self._nvme_path(path.split(".")[1])
         return MISSING
 
-    def _warmup_steps(self) -> int:
+    def batch_size(self) -> Any:
+        """Return the samples of a step."""
+        return (
+            self._get("world_size")
+            * self._get("per_device_train_batch_size")
+            * self._get("gradient_accumulation_steps")
+        )
+
+    def betas(self) -> list[Any]:
+        """Return the betas of Adam."""
+        return [self._get("adam_beta1"), self._get("adam_beta2")]
+
+    def _nvme_path(self, section: str) -> Any:
+        if self._get(f"{section}_device") == "nvme":
+            return self._get(f"{section}_nvme_path")
+        return MISSING
+
+    def warmup_steps(self) -> int:
         """Return the steps of the warm-up; below 1 the argument is a share of the run.
 
         DeepSpeed refuses 0, so the Trainer writes 1 at least.
@@ -417,8 +441,7 @@ class _Filler:
         return max(1, int(steps))
 
     def _by_hidden_size(self, path: str) -> Any:
-        has_stage = value_at(self.values, ("zero_optimization", "stage")) is not MISSING
-        if "stage3_" in path and not (has_stage and self._get("zero_stage") == 3):
+        if "stage3_" in path and not self._is_stage_3():
             return MISSING  # the Trainer leaves it, and DeepSpeed does not look
         size = self._get("hidden_size")
         if path.endswith("reduce_bucket_size"):
@@ -426,6 +449,10 @@ class _Filler:
         if "prefetch" in path:
             return int(0.9 * size * size)
         return 10 * size
+
+    def _is_stage_3(self) -> bool:
+        stage = value_at(self.values, ("zero_optimization", "stage"))
+        return stage is not MISSING and bool(self._get("zero_stage") == 3)
 
     def _note(self, path: str, reason: str, fix: str) -> None:
         self.notes.append(Problem("auto-resolved", reason, fix, path, "auto", severity="note"))
@@ -438,12 +465,7 @@ class _Filler:
             return
         defaults = " and ".join(f"{name}={show_value(default)}" for name, default in new.items())
         settings = " and ".join(f"{name}=VALUE" for name in new)
-        if len(new) > 1:
-            noun = "defaults"
-            verb = "differ"
-        else:
-            noun = "default"
-            verb = "differs"
+        noun, verb = ("defaults", "differ") if len(new) > 1 else ("default", "differs")
         self._note(
             path,
             f"filled in with {show_value(value)}, from Hugging Face's {noun} {defaults}",
@@ -452,6 +474,15 @@ class _Filler:
 
     def _add_unknown(self, path: str, reason: str, fix: str) -> None:
         self.problems.append(Problem("auto-unknown", reason, fix, path, "auto"))
+
+
+# Keys that no argument alone gives -> how Hugging Face computes them.
+_COMPUTED: Final[Mapping[str, Callable[[_Filler], Any]]] = {
+    "train_batch_size": _Filler.batch_size,
+    "optimizer.params.betas": _Filler.betas,
+    "scheduler.params.warmup_min_lr": lambda _: 0,
+    "scheduler.params.warmup_num_steps": _Filler.warmup_steps,
+}
 
 
 def _placed(document: Document, problems: Sequence[Problem]) -> tuple[Problem, ...]:

@@ -61,20 +61,25 @@ def _members(table: KeyTable, section: str) -> Schema:
     """
     named = _named_keys(table, section)
     properties = {key.name: _schema(table, key) for key in named}
-    exclusive = []
     for key in named:
         for alias in key.aliases:
             same = {"$ref": _pointer(key.path), "description": f"Another name of {key.name}."}
             properties.setdefault(alias, same)
-            if section:
-                exclusive.append({"not": {"type": "object", "required": [key.name, alias]}})
     schema: Schema = {"properties": properties}
     required = [key.name for key in named if key.required]
     if required:
         schema["required"] = required
-    if exclusive:
+    exclusive = list(_exclusive(named))
+    if section and exclusive:
         schema["allOf"] = exclusive
     return schema
+
+
+def _exclusive(keys: list[Key]) -> Iterator[Schema]:
+    """Yield, for each alias, that it does not stand beside its key."""
+    for key in keys:
+        for alias in key.aliases:
+            yield {"not": {"type": "object", "required": [key.name, alias]}}
 
 
 def _named_keys(table: KeyTable, section: str) -> list[Key]:
@@ -86,14 +91,9 @@ def _schema(table: KeyTable, key: Key) -> Schema:
     """Return the schema of one key."""
     schema: Schema = {"description": _description(key, table.release)}
     if key.status == "refused":
-        schema["not"] = {}
-        return schema
+        return {**schema, "not": {}}
     if key.from_python:
-        if key.nullable:
-            schema["type"] = "null"
-        else:
-            schema["not"] = {}
-        return schema
+        return {**schema, "type": "null"} if key.nullable else {**schema, "not": {}}
     schema |= _type(key)
     if key.default is not MISSING:
         schema["default"] = key.default
@@ -101,7 +101,12 @@ def _schema(table: KeyTable, key: Key) -> Schema:
         schema["deprecated"] = True
     if key.examples:
         schema["examples"] = list(key.examples)
-    schema |= _limits(key)
+    return schema | _limits(key) | _inside(table, key)
+
+
+def _inside(table: KeyTable, key: Key) -> Schema:
+    """Return what stands in a list, or in a section."""
+    schema: Schema = {}
     if "array" in key.types:
         schema |= _items(table, key)
     if "object" in key.types:
@@ -158,17 +163,23 @@ def _section(table: KeyTable, key: Key) -> Schema:
     if key.status == "deprecated" and key.replaced_by and not table.children(key.path):  # bfloat16
         return {"$ref": _pointer(key.replaced_by[0])}
     schema = _members(table, key.path)
-    any_name = table.exact(f"{key.path}.*")
-    if any_name is not None and "array" not in key.types:
-        schema["additionalProperties"] = _schema(table, any_name)
-    elif key.unknown != "free" and not table.variants(key.path):
-        schema["additionalProperties"] = False
+    schema |= _further_names(table, key)
     if not schema["properties"]:
         del schema["properties"]
     by_type = list(_by_type(table, key))
     if by_type:
         schema["allOf"] = by_type + schema.get("allOf", [])
     return schema
+
+
+def _further_names(table: KeyTable, key: Key) -> Schema:
+    """Return what may stand in a section beside its known keys."""
+    any_name = table.exact(f"{key.path}.*")
+    if any_name is not None and "array" not in key.types:
+        return {"additionalProperties": _schema(table, any_name)}
+    if key.unknown != "free" and not table.variants(key.path):
+        return {"additionalProperties": False}
+    return {}
 
 
 def _by_type(table: KeyTable, key: Key) -> Iterator[Schema]:
@@ -181,24 +192,23 @@ def _by_type(table: KeyTable, key: Key) -> Iterator[Schema]:
         return
     params = f"{key.path}.params"
     for path in table:
-        if not path.startswith(f"{params}[") or not path.endswith("]"):
-            continue
-        entry = table.exact(path)
-        assert entry is not None
-        variant = path[len(params) + 1 : -1]
-        if kind.any_case:
-            value = {"pattern": f"^{_in_any_case(variant)}$"}
-        else:
-            value = {"const": variant}
-        # Of a refused type the name itself is wrong, with any parameters.
-        if entry.status == "refused":
-            then = {"type": _schema(table, entry)}
-        else:
-            then = {"params": _schema(table, entry)}
-        yield {
-            "if": {"required": ["type"], "properties": {"type": value}},
-            "then": {"properties": then},
-        }
+        if path.startswith(f"{params}[") and path.endswith("]"):
+            entry = table.exact(path)
+            assert entry is not None
+            yield _of_type(table, kind, path[len(params) + 1 : -1], entry)
+
+
+def _of_type(table: KeyTable, kind: Key, variant: str, entry: Key) -> Schema:
+    """Return the parameters of one type; of a refused type the name itself is wrong."""
+    if kind.any_case:
+        value = {"pattern": f"^{_in_any_case(variant)}$"}
+    else:
+        value = {"const": variant}
+    where = "type" if entry.status == "refused" else "params"
+    return {
+        "if": {"required": ["type"], "properties": {"type": value}},
+        "then": {"properties": {where: _schema(table, entry)}},
+    }
 
 
 def _description(key: Key, release: str) -> str:

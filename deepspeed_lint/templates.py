@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 from deepspeed_lint.errors import Problem
 
@@ -41,7 +41,8 @@ def without_placeholders(problems: Iterable[Problem], *, file: str) -> list[Prob
     all_problems = list(problems)
     names: dict[str, Problem] = {}
     for problem in all_problems:
-        for name in _placeholders(problem):
+        name = _placeholder(problem)
+        if name:
             names.setdefault(name, problem)
     if not names:
         return all_problems
@@ -90,15 +91,27 @@ def _bare_placeholder(text: str) -> re.Match[str] | None:
     return None
 
 
-def _placeholders(problem: Problem) -> Iterator[str]:
-    """Yield the placeholder that a value is, if it is one."""
+def _placeholder(problem: Problem) -> str:
+    """Return the placeholder that a value is; empty if it is none."""
     value = problem.value
-    if isinstance(value, Mapping) and len(value) == 1 and next(iter(value.values())) is None:
-        yield "{" + str(next(iter(value))) + "}"  # as YAML reads {name}
-        return
+    if isinstance(value, Mapping):
+        return _name_in_braces(value)
     if not isinstance(value, str):
-        return
+        return ""
     text = value.strip().rstrip(",").strip("\"'")
-    stands_for_number = problem.kind in ("wrong-type", "loose-type") and text not in _WORDS
-    if _PLACEHOLDER.fullmatch(text) or (stands_for_number and _CAPITALS.fullmatch(text)):
-        yield text
+    if _PLACEHOLDER.fullmatch(text) or _stands_for_number(problem, text):
+        return text
+    return ""
+
+
+def _name_in_braces(value: Mapping[Any, Any]) -> str:
+    """Return {name}, which YAML reads as an object with one key and no value."""
+    if list(value.values()) == [None]:
+        return "{" + str(next(iter(value))) + "}"
+    return ""
+
+
+def _stands_for_number(problem: Problem, text: str) -> bool:
+    if problem.kind not in ("wrong-type", "loose-type") or text in _WORDS:
+        return False
+    return _CAPITALS.fullmatch(text) is not None

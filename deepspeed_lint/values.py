@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from math import isfinite
+from math import isfinite, isnan
 from operator import ge, gt, le, lt, mod
 from typing import Any, Final, NamedTuple
 
@@ -65,13 +65,17 @@ def value_faults(key: Key, value: Any) -> Iterator[Fault]:
     if value is None:
         if not key.nullable:
             yield Fault("wrong-type", "null where a value belongs", "leave the key out")
-        return
-    if not any(_is_type(value, kind) for kind in key.types):
+    elif any(_is_type(value, kind) for kind in key.types):
+        yield from _faults_of_type(key, value)
+    else:
         yield from _type_faults(key, value)
-        return
+
+
+def _faults_of_type(key: Key, value: Any) -> Iterator[Fault]:
+    """Find what is wrong with a value of the right type."""
     if key.from_python:
         yield Fault("wrong-type", "only Python code can give this value", "remove it")
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if _is_type(value, "number"):
         yield from _choice_and_range(key, value)
     elif key.enum and not _is_choice(key, value):
         yield _no_choice(key)
@@ -82,8 +86,7 @@ def value_faults(key: Key, value: Any) -> Iterator[Fault]:
 def _type_faults(key: Key, value: Any) -> Iterator[Fault]:
     """Find what is wrong with a value of another type: an error, unless DeepSpeed converts it."""
     wanted = " or ".join(TYPE_WORDS.get(kind, kind) for kind in key.types)
-    is_lax = key.reader == "pydantic" and "object" not in key.types
-    if not is_lax or not any(_passes_as(value, kind) for kind in key.types):
+    if not _is_converted(key, value):
         yield Fault("wrong-type", f"not {wanted}", f"write {wanted}")
         return
     reason = f"DeepSpeed turns it into {wanted}; other readers of this file will not"
@@ -91,6 +94,12 @@ def _type_faults(key: Key, value: Any) -> Iterator[Fault]:
     # DeepSpeed holds what it made of it against the limits.
     if {"integer", "number"}.issuperset(key.types):
         yield from _choice_and_range(key, float(value))
+
+
+def _is_converted(key: Key, value: Any) -> bool:
+    if key.reader != "pydantic" or "object" in key.types:
+        return False
+    return any(_passes_as(value, kind) for kind in key.types)
 
 
 def _item_faults(key: Key, items: list[Any]) -> Iterator[Fault]:
@@ -103,11 +112,15 @@ def _item_faults(key: Key, items: list[Any]) -> Iterator[Fault]:
         reason = f"not a list of which each is {words}"
         yield Fault("wrong-type", reason, f"write {words} for each")
     elif key.items == "number":
-        for item in items:
-            faults = list(_out_of_range(key, item))
-            if faults:
-                yield faults[0]
-                return
+        yield from _first_item_out_of_range(key, items)
+
+
+def _first_item_out_of_range(key: Key, items: list[Any]) -> Iterator[Fault]:
+    for item in items:
+        faults = list(_out_of_range(key, item))
+        if faults:
+            yield faults[0]
+            return
 
 
 def _choice_and_range(key: Key, value: float) -> Iterator[Fault]:
@@ -131,10 +144,12 @@ def _out_of_range(key: Key, value: float) -> Iterator[Fault]:
 def _is_choice(key: Key, value: Any) -> bool:
     if key.any_case and isinstance(value, str):
         return value.lower() in {str(choice).lower() for choice in key.enum}
-    return any(
-        value == choice and isinstance(value, bool) == isinstance(choice, bool)
-        for choice in key.enum
-    )
+    return any(_is_same(value, choice) for choice in key.enum)
+
+
+def _is_same(value: Any, choice: Any) -> bool:
+    """Check whether two values are equal; 1 and true are not."""
+    return bool(value == choice) and isinstance(value, bool) == isinstance(choice, bool)
 
 
 def _is_type(value: Any, kind: str) -> bool:
@@ -151,23 +166,31 @@ def _is_type(value: Any, kind: str) -> bool:
 def _passes_as(value: Any, kind: str) -> bool:
     """Check whether pydantic, where it is not strict, converts the value to the type."""
     if kind == "boolean":
-        return value in (0, 1) or (isinstance(value, str) and value.lower() in TRUE | FALSE)
+        return _passes_as_truth(value)
     if kind not in ("integer", "number"):
         return False
     if isinstance(value, bool):
         return True
     if isinstance(value, float):
         return value.is_integer() and (kind == "number" or abs(value) < _FLOATS_AS_WHOLE)
-    if not isinstance(value, str):
-        return False
+    return isinstance(value, str) and _is_number_text(value, kind)
+
+
+def _passes_as_truth(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.lower() in TRUE | FALSE
+    return value in (0, 1)
+
+
+def _is_number_text(text: str, kind: str) -> bool:
+    """Check whether a text is a whole number, or any number but NaN."""
     try:
-        if kind == "number":
-            number = float(value)
-        else:
-            number = int(value)
+        if kind == "integer":
+            int(text)
+            return True
+        return not isnan(float(text))
     except ValueError:
         return False
-    return number == number  # not for NaN
 
 
 # Parameters of torch's classes.
@@ -184,6 +207,11 @@ _TWO_BETAS: Final = OPTIMIZERS["NAdam"]["betas"]
 MOMENTUM_SCHEDULES: Final = ("CyclicLR", "OneCycleLR")
 WITHOUT_MOMENTUM: Final = frozenset({"ASGD", "Adadelta", "Adafactor", "Adagrad", "LBFGS", "Rprop"})
 _64_BITS: Final = 2**63
+# Type of optimizer -> its class on the device, and on the host.
+_CLASSES: Final = {
+    "adagrad": ("torch.optim.Adagrad", "DeepSpeedCPUAdagrad"),
+    "lion": ("FusedLion", "DeepSpeedCPULion"),
+}
 _LEFT_OUT: Final = ("missing-key", "cycle-without-momentum")  # there is no value to show
 Found = Iterator[tuple[str, Fault]]  # parameter, and what is wrong with it
 
@@ -204,13 +232,19 @@ def mismatch(value: Any, wanted: Wanted) -> Fault | None:
         return _pair_mismatch(value, wanted)
     if wanted["type"] == "array":
         return _list_mismatch(value, wanted["items"])
-    if "array" in wanted["type"]:  # a list has one for each group of parameters
-        if isinstance(value, list) and value:
-            values = value
-        else:
-            values = [value]
-        return _first_mismatch((item, {"type": wanted["items"]}) for item in values)
+    if "array" in wanted["type"]:
+        return _mismatch_of_groups(value, {"type": wanted["items"]})
     return _scalar_mismatch(value, wanted)
+
+
+def _mismatch_of_groups(value: Any, wanted: Wanted) -> Fault | None:
+    """Return what is wrong with one value, or with a list that has one for each group of
+    parameters.
+    """
+    values = [value]
+    if isinstance(value, list) and value:
+        values = value
+    return _first_mismatch((item, wanted) for item in values)
 
 
 def _choice_mismatch(value: Any, choices: list[Any]) -> Fault | None:
@@ -258,10 +292,14 @@ def _scalar_mismatch(value: Any, wanted: Wanted) -> Fault | None:
     if isinstance(value, float) and not isfinite(value):
         return Fault("wrong-value", "not a finite number", "write a finite number")
     if "fraction" in wanted:
-        if isinstance(value, float) and 0 < value < 1:
-            return None
-        return Fault("wrong-value", "outside its range", "write a fraction between 0 and 1")
+        return _fraction_mismatch(value)
     return _range_mismatch(value, wanted)
+
+
+def _fraction_mismatch(value: Any) -> Fault | None:
+    if isinstance(value, float) and 0 < value < 1:
+        return None
+    return Fault("wrong-value", "outside its range", "write a fraction between 0 and 1")
 
 
 def _range_mismatch(value: Any, wanted: Wanted) -> Fault | None:
@@ -308,17 +346,23 @@ def _optimizer_faults(name: str, params: Mapping[str, Any]) -> Found:
         reason = "torch's optimizers are one or the other, and fused is true as well"
         fix = "set optimizer.params.foreach: false"
         yield "foreach", Fault("fused-and-foreach", reason, fix)
-    betas = params.get("betas")
-    if name.lower() in DEEPSPEED_OPTIMIZERS and isinstance(betas, list):
-        # DeepSpeed's kernels take two, and torch's Adam behind them asks both to be below 1; types
-        # are the key table's.
-        fault = mismatch(betas, _TWO_BETAS)
-        if fault is not None and all(isinstance(beta, (int, float)) for beta in betas):
-            yield "betas", fault
+    if name.lower() in DEEPSPEED_OPTIMIZERS:
+        yield from _betas_faults(params.get("betas"))
     if name in OPTIMIZERS:
         yield from _parameter_faults("optimizer", name, params, OPTIMIZERS[name])
     if name == "SGD":
         yield from _nesterov_faults(params)
+
+
+def _betas_faults(betas: Any) -> Found:
+    """Find what is wrong with the number of betas and their ranges: DeepSpeed's kernels take two,
+    and torch's Adam behind them asks both to be below 1. Types are the key table's.
+    """
+    if not isinstance(betas, list) or not all(isinstance(beta, (int, float)) for beta in betas):
+        return
+    fault = mismatch(betas, _TWO_BETAS)
+    if fault is not None:
+        yield "betas", fault
 
 
 def _nesterov_faults(params: Mapping[str, Any]) -> Found:
@@ -339,12 +383,7 @@ def _scheduler_faults(name: str, params: Mapping[str, Any], optimizer: str) -> F
     if name not in SCHEDULERS:
         return
     yield from _parameter_faults("scheduler", name, params, SCHEDULERS[name])
-    for parameter, wanted in SCHEDULERS[name].items():
-        if wanted.get("required") and parameter not in params:
-            yield parameter, Fault("missing-key", f"{name} needs it", "add it")
-    if name == "OneCycleLR" and not _has_length(params):
-        reason = "OneCycleLR needs its length: total_steps, or epochs and steps_per_epoch"
-        yield "total_steps", Fault("missing-key", reason, "add it")
+    yield from _missing_parameters(name, params)
     # torch/optim/lr_scheduler.py: "optimizer must support momentum or beta1 with `cycle_momentum`
     # option enabled"
     moves_momentum = name in MOMENTUM_SCHEDULES and params.get("cycle_momentum", True) is not False
@@ -352,6 +391,16 @@ def _scheduler_faults(name: str, params: Mapping[str, Any], optimizer: str) -> F
         reason = f"{name} moves the momentum, and {optimizer} has none"
         fix = "set scheduler.params.cycle_momentum: false"
         yield "cycle_momentum", Fault("cycle-without-momentum", reason, fix)
+
+
+def _missing_parameters(name: str, params: Mapping[str, Any]) -> Found:
+    """Find parameters that a schedule of torch does not work without."""
+    for parameter, wanted in SCHEDULERS[name].items():
+        if wanted.get("required") and parameter not in params:
+            yield parameter, Fault("missing-key", f"{name} needs it", "add it")
+    if name == "OneCycleLR" and not _has_length(params):
+        reason = "OneCycleLR needs its length: total_steps, or epochs and steps_per_epoch"
+        yield "total_steps", Fault("missing-key", reason, "add it")
 
 
 def _has_length(params: Mapping[str, Any]) -> bool:
@@ -378,18 +427,19 @@ def _parameter_faults(
     """
     for name, value in params.items():
         if name in known:
-            fault = None
-            if value != "auto":
-                fault = mismatch(value, known[name])
+            fault = None if value == "auto" else mismatch(value, known[name])
             if fault is not None:
                 yield name, fault
-        elif not (section == "optimizer" and name == "max_grad_norm"):
-            guess = nearest(name, list(known))
-            if guess:
-                fix = f"did you mean {section}.params.{guess}?"
-            else:
-                fix = "remove it"
-            yield name, Fault("unknown-key", f"torch's {kind} takes no such parameter", fix)
+        elif (section, name) != ("optimizer", "max_grad_norm"):
+            yield name, _unknown_parameter(section, kind, name, known)
+
+
+def _unknown_parameter(section: str, kind: str, name: str, known: Mapping[str, Wanted]) -> Fault:
+    fix = "remove it"
+    guess = nearest(name, list(known))
+    if guess:
+        fix = f"did you mean {section}.params.{guess}?"
+    return Fault("unknown-key", f"torch's {kind} takes no such parameter", fix)
 
 
 def class_mismatch(facts: Facts, key: Key) -> Fault | None:
@@ -411,21 +461,24 @@ def class_behind(facts: Facts) -> str | None:
     """Return the class that DeepSpeed picks for the type (deepspeed/runtime/engine.py
     `_configure_basic_optimizer`); None where a type has one class only.
     """
-    on_host = facts.offloads_optimizer
     if facts.optimizer in ("adam", "adamw"):
-        torch_adam = facts.flag("optimizer.params.torch_adam", False)
-        if torch_adam is None:
-            return None
-        if torch_adam:
-            return "torch.optim.AdamW"
-        if on_host:
-            return "DeepSpeedCPUAdam"
-        return "FusedAdam"
-    if facts.optimizer == "adagrad":
-        return "DeepSpeedCPUAdagrad" if on_host else "torch.optim.Adagrad"
-    if facts.optimizer == "lion":
-        return "DeepSpeedCPULion" if on_host else "FusedLion"
-    return None
+        return _adam_behind(facts)
+    classes = _CLASSES.get(facts.optimizer or "")
+    if classes is None:
+        return None
+    on_device, on_host = classes
+    return on_host if facts.offloads_optimizer else on_device
+
+
+def _adam_behind(facts: Facts) -> str | None:
+    is_torchs = facts.flag("optimizer.params.torch_adam", False)
+    if is_torchs is None:
+        return None
+    if is_torchs:
+        return "torch.optim.AdamW"
+    if facts.offloads_optimizer:
+        return "DeepSpeedCPUAdam"
+    return "FusedAdam"
 
 
 def _takes_same(first: str, second: str) -> bool:

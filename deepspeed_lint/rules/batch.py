@@ -21,20 +21,27 @@ def batch_arithmetic(facts: Facts) -> Found:
     Without a topology only what no number of ranks can make right is an error. With a `pipeline`
     section the code may split the model, and then fewer ranks share the batch.
     """
-    sizes = {name: facts.whole(name) for name in (GLOBAL, MICRO, STEPS)}
-    total, micro, steps = sizes.values()
-    if facts.is_elastic:
-        return  # elasticity sets all three
-    if total is None or any(_is_at_fault(facts, name, size) for name, size in sizes.items()):
-        return  # nothing to multiply, or a type or a range is at fault
+    total = facts.whole(GLOBAL)
+    if total is None or not _can_multiply(facts):
+        return
+    micro = facts.whole(MICRO)
+    steps = facts.whole(STEPS)
     ranks = facts.data_parallel_size
-    if ranks is None and facts.world_size is not None:
-        return  # `sequence_parallel_fraction` speaks, or a range is at fault
     candidates = _candidate_ranks(facts, ranks, total // _product(micro, steps))
     if not any(_fits(total, micro, steps, candidate) for candidate in candidates):
         product = _product_text(micro, steps, ranks)
         fixes = _batch_fixes(total, micro, steps, ranks)
         yield GLOBAL, f"{total} is not {product}", f"set {' or '.join(fixes)}"
+
+
+def _can_multiply(facts: Facts) -> bool:
+    """Check whether the arithmetic is the file's own, and no type or range is at fault in it."""
+    if facts.is_elastic:
+        return False  # elasticity sets all three
+    if any(_is_at_fault(facts, name) for name in (GLOBAL, MICRO, STEPS)):
+        return False
+    # without the last one `sequence_parallel_fraction` speaks, or a range is at fault
+    return facts.world_size is None or facts.data_parallel_size is not None
 
 
 def _product(*factors: int | None) -> int:
@@ -67,7 +74,8 @@ def _batch_fixes(total: int, micro: int | None, steps: int | None, ranks: int | 
     return fixes
 
 
-def _is_at_fault(facts: Facts, name: str, size: int | None) -> bool:
+def _is_at_fault(facts: Facts, name: str) -> bool:
+    size = facts.whole(name)
     return facts.given(name) and (size is None or size < 1)
 
 
@@ -107,10 +115,7 @@ def _fits(total: int, micro: float | None, steps: float | None, ranks: float) ->
         steps = steps or 1
         micro = total // ranks // steps
     if steps is None:
-        if micro:
-            steps = max(total // micro // ranks, 0)
-        else:
-            steps = 0
+        steps = max(total // micro // ranks, 0) if micro else 0
     return min(micro, steps) > 0 and micro * steps * ranks == total
 
 
@@ -141,7 +146,7 @@ def sequence_parallel_mesh(facts: Facts) -> Found:
     """
     sequence = facts.whole(_SEQUENCE)
     data = facts.whole("data_parallel_size")
-    if facts.world_size and sequence and data and not _mesh_fits(facts):
+    if sequence and data and facts.world_size not in (None, 0, data * sequence):
         ranks = f"{data} data-parallel x {sequence} sequence-parallel ranks"
         yield (
             _SEQUENCE,
@@ -162,21 +167,22 @@ def sequence_parallel_fraction(facts: Facts) -> Found:
     """deepspeed/runtime/config.py `_batch_assertion` divides by `sequence_parallel_size`, and takes
     a fitting float.
     """
-    sequence = facts.whole(_SEQUENCE)
-    world = facts.world_size
-    total = facts.whole(GLOBAL)
-    micro = facts.whole(MICRO)
-    steps = facts.whole(STEPS)
-    if not world or not sequence or sequence < 0 or facts.given("data_parallel_size"):
+    sequence = facts.whole(_SEQUENCE) or 0
+    world = facts.world_size or 0
+    if sequence <= 0 or facts.given("data_parallel_size") or world % sequence == 0:
         return
-    if world % sequence:
-        is_taken = total is None or _fits(total, micro, steps, world / sequence)
-        yield (
-            _SEQUENCE,
-            f"DeepSpeed divides the batch by {world} / {sequence} = {world / sequence:.3g} ranks",
-            f"set {_SEQUENCE}: {divisor_below(world, sequence)}",
-            "warning" if is_taken else "error",
-        )
+    is_taken = _fits_or_is_unknown(facts, world / sequence)
+    yield (
+        _SEQUENCE,
+        f"DeepSpeed divides the batch by {world} / {sequence} = {world / sequence:.3g} ranks",
+        f"set {_SEQUENCE}: {divisor_below(world, sequence)}",
+        "warning" if is_taken else "error",
+    )
+
+
+def _fits_or_is_unknown(facts: Facts, ranks: float) -> bool:
+    total = facts.whole(GLOBAL)
+    return total is None or _fits(total, facts.whole(MICRO), facts.whole(STEPS), ranks)
 
 
 @rule("warning")

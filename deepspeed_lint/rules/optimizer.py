@@ -29,21 +29,26 @@ def optimizer_unknown(facts: Facts) -> Found:
     name = facts.optimizer
     if not name or name in TORCH_OPTIMIZERS | DEEPSPEED_OPTIMIZERS:
         return
-    if name in REMOVED_OPTIMIZERS and not facts.since("0.19.7"):
+    is_removed = name.lower() in REMOVED_OPTIMIZERS
+    if is_removed and not facts.since("0.19.7"):
         return
-    reason = "neither DeepSpeed nor torch.optim has such an optimizer"
-    guess = "AdamW"
-    # the class that DeepSpeed itself picks: its FusedAdam and CPU Adam decay as AdamW does
-    plain = _CLASS.sub("", name).removesuffix("_8bit") or name
-    if name.lower() in REMOVED_OPTIMIZERS:
+    if is_removed:
         reason = "DeepSpeed 0.19.7 removed the optimizers that compress to one bit"
-    elif plain.lower() != "adam":
-        if name.lower().startswith("mu"):
-            mup = {"MuAdam", "MuAdamW", "MuSGD"}
-        else:
-            mup = set()
-        guess = nearest(plain, TORCH_OPTIMIZERS | {"Lamb", "Lion"} | mup) or guess
-    yield _TYPE, reason, f'set {_TYPE}: "{guess}"'
+        yield _TYPE, reason, f'set {_TYPE}: "AdamW"'
+    else:
+        reason = "neither DeepSpeed nor torch.optim has such an optimizer"
+        yield _TYPE, reason, f'set {_TYPE}: "{_nearest_optimizer(name)}"'
+
+
+def _nearest_optimizer(name: str) -> str:
+    """Return the optimizer that a name means: for a class of DeepSpeed's the one that it is."""
+    plain = _CLASS.sub("", name).removesuffix("_8bit") or name
+    if plain.lower() == "adam":
+        return "AdamW"  # DeepSpeed's FusedAdam and CPU Adam decay as AdamW does
+    known = TORCH_OPTIMIZERS | {"Lamb", "Lion"}
+    if name.lower().startswith("mu"):
+        known |= {"MuAdam", "MuAdamW", "MuSGD"}
+    return nearest(plain, known) or "AdamW"
 
 
 @rule()
@@ -104,17 +109,19 @@ def torch_scheduler_with_wrapper(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_scheduler_from_config` hands torch's the wrapped optimizer: a
     TypeError.
     """
-    wrapped = facts.stage or facts.model_dtype in ("fp16", "bf16")
-    if facts.text(_SCHEDULE) in TORCH_SCHEDULES and wrapped:
-        if facts.stage:
-            where = f"ZeRO stage {facts.stage}"
-        else:
-            where = str(facts.model_dtype)
-        yield (
-            _SCHEDULE,
-            f"torch's schedules refuse the optimizer that DeepSpeed wraps for {where}",
-            _ANOTHER,
-        )
+    cause = _cause_of_wrapper(facts)
+    if cause and facts.text(_SCHEDULE) in TORCH_SCHEDULES:
+        reason = f"torch's schedules refuse the optimizer that DeepSpeed wraps for {cause}"
+        yield _SCHEDULE, reason, _ANOTHER
+
+
+def _cause_of_wrapper(facts: Facts) -> str:
+    """Return why DeepSpeed wraps the optimizer; empty if it does not."""
+    if facts.stage:
+        return f"ZeRO stage {facts.stage}"
+    if facts.model_dtype in ("fp16", "bf16"):
+        return facts.model_dtype
+    return ""
 
 
 @rule("warning")
@@ -135,15 +142,21 @@ def warmup_peak(facts: Facts) -> Found:
 
 def _default_peak(facts: Facts, schedule: str) -> Found:
     lr = facts.number("optimizer.params.lr", 0.001)
-    if facts.text(_SCHEDULE) != schedule or facts.given(_PEAK) or lr == 0.001:
+    if facts.text(_SCHEDULE) != schedule or lr == 0.001 or not _leaves_peak_out(facts):
         return
-    if facts.given("scheduler.params") and facts.get(_PEAK, 0) is not None:
-        reason = f"left out, {schedule} trains at 0.001"
-        peak = 0.001
-        if facts.given("optimizer.params.lr") and lr is not None:
-            reason += f", not at the optimizer's {lr}"
-            peak = lr
-        yield _PEAK, reason, f"set {_PEAK}: {peak}"
+    reason = f"left out, {schedule} trains at 0.001"
+    peak = 0.001
+    if facts.given("optimizer.params.lr") and lr is not None:
+        reason += f", not at the optimizer's {lr}"
+        peak = lr
+    yield _PEAK, reason, f"set {_PEAK}: {peak}"
+
+
+def _leaves_peak_out(facts: Facts) -> bool:
+    """Check whether a schedule has parameters, and its peak is none of them; null is given."""
+    if facts.given(_PEAK) or not facts.given("scheduler.params"):
+        return False
+    return facts.get(_PEAK, 0) is not None
 
 
 @rule("warning")
@@ -168,18 +181,21 @@ def warmup_falls(facts: Facts) -> Found:
     """deepspeed/runtime/lr_schedules.py `delta_lrs`: a peak below the first rate makes the warm-up
     fall.
     """
-    kind = facts.text(_SCHEDULE)
     key = "scheduler.params.warmup_min_lr"
     least = facts.number(key)
-    if kind == "WarmupLR":
-        lr = facts.number("optimizer.params.lr")
-    else:
-        lr = 0.001
-    peak = facts.number(_PEAK, lr)
-    if kind not in ("WarmupLR", "WarmupDecayLR") or least is None or peak is None:
-        return
-    if least > peak >= 0:
+    peak = _peak_of_warmup(facts)
+    if least is not None and peak is not None and least > peak >= 0:
         yield key, f"the warm-up falls from there to {peak}", f"set {key}: 0.0"
+
+
+def _peak_of_warmup(facts: Facts) -> float | None:
+    """Return the peak of a schedule that warms up from a least rate; None for others."""
+    kind = facts.text(_SCHEDULE)
+    if kind == "WarmupLR":
+        return facts.number(_PEAK, facts.number("optimizer.params.lr"))
+    if kind == "WarmupDecayLR":
+        return facts.number(_PEAK, 0.001)
+    return None
 
 
 @rule()

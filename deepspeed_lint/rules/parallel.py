@@ -7,6 +7,7 @@ nothing, so what follows from the hint is a warning.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from deepspeed_lint.facts import Facts
@@ -73,11 +74,11 @@ def expert_parallel_does_not_fit(facts: Facts) -> Found:
     world.
     """
     key = f"{_EP}.autoep_size"
-    world = facts.world_size
+    world = facts.world_size or 0
     size = facts.whole(key, 1) or 0
-    experts = _expert_tensor_parallel_size(facts)
-    if world and size > 0 and experts > 0 and world % (size * experts):
-        reason = f"{world} ranks do not divide into groups of {size * experts}"
+    width = size * _expert_tensor_parallel_size(facts)
+    if size > 0 and width > 0 and world % width:
+        reason = f"{world} ranks do not divide into groups of {width}"
         yield key, reason, f"set {key}: {divisor_below(world, size + 1)}"
 
 
@@ -92,8 +93,22 @@ def expert_with_tensor_parallel(facts: Facts) -> Found:
     """
     if facts.tensor_parallel_size < 2:
         return
+    together = f"AutoEP with AutoTP (autotp_size {facts.tensor_parallel_size})"
+    refused = _refused_with_tensor_parallel(facts)
+    yield from in_the_way(refused, f"{together} does not do it", f" or {_SIZE}: 1")
+    for key in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+        if facts.given(key):
+            yield (
+                key,
+                f"{together} refuses offload, the mere section",
+                f"remove {key} or set {_SIZE}: 1",
+            )
+
+
+def _refused_with_tensor_parallel(facts: Facts) -> dict[str, tuple[str, object]]:
+    """Return the keys as `in_the_way` takes them."""
     is_one = facts.whole(f"{_EP}.autoep_size", 1) == 1
-    refused = {
+    return {
         _DEEP: ("false", facts.flag(_DEEP)),
         "sequence_parallel_size": ("1", _has_sequence_mesh(facts)),
         f"{_EP}.autoep_size": (str(facts.tensor_parallel_size), is_one),
@@ -107,16 +122,6 @@ def expert_with_tensor_parallel(facts: Facts) -> Found:
             facts.text(f"{_EP}.combine_impl") == "fused_weighted_sum",
         ),
     }
-    together = f"AutoEP with AutoTP (autotp_size {facts.tensor_parallel_size})"
-    off = f" or {_SIZE}: 1"
-    yield from in_the_way(refused, f"{together} does not do it", off)
-    for key in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
-        if facts.given(key):
-            yield (
-                key,
-                f"{together} refuses offload, the mere section",
-                f"remove {key} or set {_SIZE}: 1",
-            )
 
 
 def _has_sequence_mesh(facts: Facts) -> bool:
@@ -142,21 +147,26 @@ def expert_options(facts: Facts) -> Found:
     """
     backend = facts.text(f"{_EP}.comm_backend", "comm")
     size = facts.whole(f"{_EP}.autoep_size", 1)
-    gate = f"{_EP}.gate_up_impl"
-    weighting = f"{_EP}.row_weighting_impl"
-    groups = facts.whole(f"{_EP}.num_expert_groups") or 0
-    limited = facts.whole(f"{_EP}.num_limited_groups") or 0
-    if facts.text(gate) == "fused" and facts.flag(f"{_EP}.use_grouped_mm", True) is False:
-        fix = f'set {_EP}.use_grouped_mm: true or {gate}: "separate"'
-        yield gate, "fused projections need use_grouped_mm", fix
-    if facts.text(weighting) == "fused" and (backend == "comm" or size == 1):
-        reason = "it is fused in DeepEP's route only, over more than one rank"
-        yield weighting, reason, f'set {weighting}: "auto"'
+    yield from _fused_options(facts, is_deepep=backend != "comm" and size != 1)
     if backend == "deepep":
         yield from _deepep_options(facts, size or 0)
+    groups = facts.whole(f"{_EP}.num_expert_groups") or 0
+    limited = facts.whole(f"{_EP}.num_limited_groups") or 0
     if 0 < groups < limited:
         key = f"{_EP}.num_limited_groups"
         yield key, f"there are {groups} groups", f"set {key}: {groups}"
+
+
+def _fused_options(facts: Facts, *, is_deepep: bool) -> Found:
+    """Find what is fused and cannot be; `is_deepep`: DeepEP routes over more than one rank."""
+    gate = f"{_EP}.gate_up_impl"
+    weighting = f"{_EP}.row_weighting_impl"
+    if facts.text(gate) == "fused" and facts.flag(f"{_EP}.use_grouped_mm", True) is False:
+        fix = f'set {_EP}.use_grouped_mm: true or {gate}: "separate"'
+        yield gate, "fused projections need use_grouped_mm", fix
+    if facts.text(weighting) == "fused" and not is_deepep:
+        reason = "it is fused in DeepEP's route only, over more than one rank"
+        yield weighting, reason, f'set {weighting}: "auto"'
 
 
 def _deepep_options(facts: Facts, size: int) -> Found:
@@ -182,11 +192,13 @@ def expert_choice(facts: Facts) -> Found:
         text = facts.text(key)
         if text is not None and text not in choices:
             guess = nearest(text, choices) or choices[0]
-            if len(choices) > 1:
-                reason = f"it is none of {', '.join(choices)}"
-            else:
-                reason = 'a text can only be "auto"'
-            yield key, reason, f'set {key}: "{guess}" or remove {key}'
+            yield key, _no_choice(choices), f'set {key}: "{guess}" or remove {key}'
+
+
+def _no_choice(choices: Sequence[str]) -> str:
+    if len(choices) > 1:
+        return f"it is none of {', '.join(choices)}"
+    return 'a text can only be "auto"'
 
 
 @rule(since="0.19.2", on=_EXPERTS)
@@ -196,13 +208,18 @@ def expert_part_name(facts: Facts) -> Found:
     """
     for name in _WEIGHTS + _PATTERNS:
         key = f"{_EP}.{name}"
-        text = facts.text(key)
-        if text is not None and (not text or "." in text):
-            if text:
-                reason = "a name within the expert layer belongs here, no path"
-            else:
-                reason = "an empty name"
+        reason = _no_attribute(facts.text(key, "a"))
+        if reason:
             yield key, reason, f"remove {key} for the name that the model's type gives"
+
+
+def _no_attribute(name: str | None) -> str:
+    """Return why a text is no name of a direct attribute; empty if it is one, or no text."""
+    if name == "":
+        return "an empty name"
+    if name and "." in name:
+        return "a name within the expert layer belongs here, no path"
+    return ""
 
 
 def _passes(facts: Facts) -> list[str]:
@@ -217,21 +234,28 @@ def compile_offloads(facts: Facts) -> Found:
     """deepspeed/compile/init_z3.py `init_z3`: one of DeepCompile's three offloads at a time, and
     not beside ZeRO's.
     """
+    if facts.stage != 3:
+        return
     states = facts.flag("compile.offload_opt_states")
-    activation = facts.flag("compile.offload_activation")
-    # offload_parameters is turned on by itself when ZeRO offloads both to the host
-    implied = (facts.optimizer_device, facts.param_device) == ("cpu", "cpu")
-    parameters = facts.flag("compile.offload_parameters") or implied
+    parameters = _compile_offloads_parameters(facts)
     key = "compile.offload_opt_states"
     reason = "DeepCompile offloads one thing at a time"
     if states and facts.offloads_optimizer:
         reason = "zero_optimization.offload_optimizer manages the same states"
-    elif activation and (parameters or states):
-        key = "compile.offload_activation"
-    elif not (states and parameters):
-        return
-    if facts.stage == 3:
         yield key, reason, f"set {key}: false"
+    elif facts.flag("compile.offload_activation") and (parameters or states):
+        key = "compile.offload_activation"
+        yield key, reason, f"set {key}: false"
+    elif states and parameters:
+        yield key, reason, f"set {key}: false"
+
+
+def _compile_offloads_parameters(facts: Facts) -> bool:
+    """Check whether parameters are offloaded: it is turned on by itself where ZeRO offloads both to
+    the host.
+    """
+    is_implied = (facts.optimizer_device, facts.param_device) == ("cpu", "cpu")
+    return is_implied or bool(facts.flag("compile.offload_parameters"))
 
 
 @rule(since="0.18.9")

@@ -8,6 +8,7 @@ from typing import Final
 from deepspeed_lint.facts import Facts
 from deepspeed_lint.rules.base import Found, rule
 from deepspeed_lint.rules.zero import cpu_adam_or
+from deepspeed_lint.topology import Topology
 
 _FP32_POWERS: Final = 128
 _POWERS_IN_MEMORY: Final = 10**9
@@ -45,18 +46,21 @@ def loss_scale_stuck(facts: Facts) -> Found:
     overflows in every step. ZeRO computes the first scale as a whole number with fp16 off too
     (precision_config.py `dynamic_loss_scale_args`).
     """
-    hysteresis = facts.whole("fp16.hysteresis", 2)
     key = "fp16.initial_scale_power"
     power = facts.whole(key, 16) or 0
     if power > _POWERS_IN_MEMORY and facts.stage:
         yield key, "DeepSpeed computes 2 to this power, fp16 or not", f"set {key}: 16"
-        return
-    if not _scales_by_itself(facts):
-        return
+    elif _scales_by_itself(facts):
+        yield from _low_hysteresis(facts)
+        if power >= _FP32_POWERS:
+            yield key, f"2 to the {power} is infinite in fp32", f"set {key}: 16"
+
+
+def _low_hysteresis(facts: Facts) -> Found:
+    key = "fp16.hysteresis"
+    hysteresis = facts.whole(key, 2)
     if hysteresis is not None and hysteresis < 1:
-        yield "fp16.hysteresis", "below 1 the loss scale is never lowered", "set fp16.hysteresis: 2"
-    if power >= _FP32_POWERS:
-        yield key, f"2 to the {power} is infinite in fp32", f"set {key}: 16"
+        yield key, "below 1 the loss scale is never lowered", f"set {key}: 2"
 
 
 @rule(since="0.19.3")
@@ -74,15 +78,19 @@ def fp16_unsupported(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_do_sanity_check`: "Type fp16 is not supported on your
     device".
     """
-    gpu = facts.topology.gpu
-    if gpu and not gpu.fp16:
-        where = gpu.name
-    elif facts.device == "cpu":
-        where = "a CPU"
-    else:
-        where = ""
+    where = _without_fp16(facts.topology)
     if where:
         yield "fp16.enabled", f"DeepSpeed does not train fp16 on {where}", "set fp16.enabled: false"
+
+
+def _without_fp16(topology: Topology) -> str:
+    """Return the device if it is one without fp16; empty if it is not."""
+    gpu = topology.gpu
+    if gpu and not gpu.fp16:
+        return gpu.name
+    if topology.device == "cpu":
+        return "a CPU"
+    return ""
 
 
 @rule("warning", on="bf16.enabled")
@@ -107,9 +115,14 @@ def grad_accum_dtype(facts: Facts) -> Found:
     key = "data_types.grad_accum_dtype"
     model = facts.model_dtype
     sums = facts.accumulation_dtype
-    if facts.stage == 0 and facts.given(key) and model and sums and model != sums:
+    if facts.stage == 0 and facts.given(key) and _differ(model, sums):
         reason = f"without ZeRO, gradients of {model} weights cannot be summed in {sums}"
         yield key, reason, f'set {key}: "{model}" or zero_optimization.stage: 2'
+
+
+def _differ(first: str | None, second: str | None) -> bool:
+    """Check whether two dtypes are known, and differ."""
+    return first is not None and second is not None and first != second
 
 
 @rule(since="0.19.2")
@@ -119,8 +132,7 @@ def param_dtype(facts: Facts) -> Found:
     """
     key = "data_types.param_dtype"
     model = facts.model_dtype
-    wanted = facts.dtype(key)
-    if wanted and model and wanted != model:
+    if _differ(facts.dtype(key), model):
         yield key, f"fp16 and bf16 say that the weights are {model}", f'set {key}: "{model}"'
 
 
@@ -139,23 +151,35 @@ def keep_in_fp32_text(facts: Facts) -> Found:
 def master_weights_need_cpu_adam(facts: Facts) -> Found:
     """deepspeed/runtime/base_optimizer.py `_configure_master_weights`: `fp16_offload_validator`
     wants CPU Adam.
-
-    bf16 states on the device are the exception (`bf16_optimizer_states` without offload).
     """
-    fp16 = facts.flag(FP16_MASTER)
-    bf16 = facts.flag(BF16_MASTER)
-    if not _checks_master_weights(facts) or bool(fp16) == bool(bf16):
+    key = _master_weights(facts)
+    if not key or not _checks_master_weights(facts) or _may_keep_master_weights(facts, key):
         return
-    on_device = facts.flag(_BF16_STATES) and not facts.offloads_optimizer
-    if (bf16 and on_device) or (facts.offloads_optimizer and facts.uses_cpu_adam is not False):
-        return
-    key = FP16_MASTER if fp16 else BF16_MASTER
-    if fp16 or facts.offloads_optimizer:
-        states = ""
-    else:
+    states = ""
+    if key == BF16_MASTER and not facts.offloads_optimizer:
         states = f" or {_BF16_STATES}: true"
     reason = "these master weights need DeepSpeed's CPU Adam on the host"
     yield key, reason, cpu_adam_or(facts, f"{key}: false{states}")
+
+
+def _master_weights(facts: Facts) -> str:
+    """Return the key of the two that is on; empty if none is, or both are."""
+    fp16 = facts.flag(FP16_MASTER)
+    bf16 = facts.flag(BF16_MASTER)
+    if fp16 and not bf16:
+        return FP16_MASTER
+    if bf16 and not fp16:
+        return BF16_MASTER
+    return ""
+
+
+def _may_keep_master_weights(facts: Facts, key: str) -> bool:
+    """Check whether CPU Adam takes the step, or whether they are the exception: bf16 states on the
+    device (`bf16_optimizer_states` without offload).
+    """
+    if facts.offloads_optimizer:
+        return facts.uses_cpu_adam is not False
+    return key == BF16_MASTER and bool(facts.flag(_BF16_STATES))
 
 
 def _checks_master_weights(facts: Facts) -> bool:
@@ -171,8 +195,10 @@ def autocast_module_path(facts: Facts) -> Found:
     """
     key = "torch_autocast.lower_precision_safe_modules"
     names = facts.get(key)
-    if not isinstance(names, list):
-        return
-    if any(isinstance(name, str) and not all(name.rpartition(".")) for name in names):
+    if isinstance(names, list) and any(map(_lacks_package, names)):
         full_names = [name if "." in str(name) else f"torch.nn.{name}" for name in names]
         yield key, "a class is named with its package", f"set {key}: {dumps(full_names)}"
+
+
+def _lacks_package(name: object) -> bool:
+    return isinstance(name, str) and not all(name.rpartition("."))

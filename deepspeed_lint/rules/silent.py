@@ -4,7 +4,7 @@ from code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from deepspeed_lint.facts import Facts
@@ -85,15 +85,16 @@ def data_efficiency_half_enabled(facts: Facts) -> Found:
     """
     for section in (_CURRICULUM, _RANDOM_LTD):
         key = f"{section}.enabled"
-        parent = section.rpartition(".")[0]
-        off = [
-            f"{name}.enabled"
-            for name in ("data_efficiency", parent)
-            if not facts.get(f"{name}.enabled")
-        ]
+        off = _off_around(facts, section)
         if facts.get(key) and off:
             settings = " and ".join(f"{name}: true" for name in off)
             yield key, f"it works although {off[0]} is not true", f"set {settings} or {key}: false"
+
+
+def _off_around(facts: Facts, section: str) -> list[str]:
+    """Return the switches around a section of data_efficiency that are not on."""
+    switches = ("data_efficiency.enabled", f"{section.rpartition('.')[0]}.enabled")
+    return [switch for switch in switches if not facts.get(switch)]
 
 
 @rule()
@@ -109,10 +110,15 @@ def random_ltd_needs(facts: Facts) -> Found:
     reason = "random layer token dropping is enabled and needs it"
     fix = f"add it, or set {_RANDOM_LTD}.enabled: false"
     for inner, names in _RANDOM_LTD_KEYS.items():
-        section = f"{_RANDOM_LTD}{inner}"
-        for name in names:
-            if facts.given(section) and name not in facts.section(section):
-                yield f"{section}.{name}", reason, fix
+        for key in _missing_in(facts, f"{_RANDOM_LTD}{inner}", names):
+            yield key, reason, fix
+
+
+def _missing_in(facts: Facts, section: str, names: Iterable[str]) -> list[str]:
+    """Return the keys that a section lacks; none if the section itself is left out."""
+    if not facts.given(section):
+        return []
+    return [f"{section}.{name}" for name in names if name not in facts.section(section)]
 
 
 @rule("note")
@@ -134,26 +140,36 @@ def needs_cuda(facts: Facts) -> Found:
     """
     if facts.device != "cpu":
         return
-    zero = "zero_optimization"
-    on_device = not facts.offloads_optimizer
     pins_memory = str(facts.get(f"{_WRITER}.type", "FAST")).upper() == "FAST"
-    stage_3 = (
-        "zero_quantized_weights",
-        "zero_quantized_nontrainable_weights",
-        "offload_optimizer.super_offload",
-    )
-    is_lamb_or_lion = facts.optimizer == "lamb" or (facts.optimizer == "lion" and on_device)
-    has_zenflow = facts.stage == 3 and facts.given(f"{zero}.zenflow") and not on_device
     keys: dict[str, tuple[str, object]] = {
-        "optimizer.type": ('"AdamW"', is_lamb_or_lion),
+        "optimizer.type": ('"AdamW"', _is_cuda_optimizer(facts)),
         "optimizer.params.capturable": ("false", facts.flag("optimizer.params.capturable")),
         f"{_WRITER}.type": ('"PYTHON"', facts.given(_WRITER) and pins_memory),
     }
-    for name in stage_3:
-        keys[f"{zero}.{name}"] = ("false", facts.stage == 3 and facts.flag(f"{zero}.{name}"))
-    keys[f"{zero}.stage"] = ("2", has_zenflow)
+    if facts.stage == 3:
+        keys |= _cuda_keys_of_stage_3(facts)
     keys["aio.use_gds"] = ("false", facts.flag("aio.use_gds"))
     yield from in_the_way(keys, "DeepSpeed has no CPU form of it")
+
+
+def _is_cuda_optimizer(facts: Facts) -> bool:
+    if facts.optimizer == "lion":
+        return not facts.offloads_optimizer
+    return facts.optimizer == "lamb"
+
+
+def _cuda_keys_of_stage_3(facts: Facts) -> dict[str, tuple[str, object]]:
+    """Return the keys as `in_the_way` takes them."""
+    zero = "zero_optimization"
+    switches = (
+        f"{zero}.zero_quantized_weights",
+        f"{zero}.zero_quantized_nontrainable_weights",
+        f"{zero}.offload_optimizer.super_offload",
+    )
+    keys: dict[str, tuple[str, object]] = {key: ("false", facts.flag(key)) for key in switches}
+    has_zenflow = facts.given(f"{zero}.zenflow") and facts.offloads_optimizer
+    keys[f"{zero}.stage"] = ("2", has_zenflow)
+    return keys
 
 
 # Read by hand as a truth value: any text is true. `activation_checkpointing` is not read at all
@@ -168,14 +184,13 @@ def auto_value(facts: Facts) -> Found:
     keep the text.
     """
     for path in _autos(facts.values, "", 0):
-        key = load_table().exact(path)
-        if key is not None and key.knows_auto:
+        if _knows_auto(path):
             continue
         if path in FILLED:
             fix = "write the value; Hugging Face's Trainer and Accelerate fill it in"
         else:
             fix = "write the value; Hugging Face does not fill it in either"
-        if facts.is_lax(path) and "." in path and path != "timers.throughput":
+        if _drops_auto(facts, path):
             yield path, "DeepSpeed drops it and takes its default", fix
         elif path.startswith(_AUTO_IS_TRUE):
             yield path, "DeepSpeed takes the text for true", fix
@@ -183,15 +198,28 @@ def auto_value(facts: Facts) -> Found:
             yield path, "DeepSpeed takes the text itself, and breaks on it", fix, "error"
 
 
+def _knows_auto(path: str) -> bool:
+    key = load_table().exact(path)
+    return key is not None and key.knows_auto
+
+
+def _drops_auto(facts: Facts, path: str) -> bool:
+    return facts.is_lax(path) and "." in path and path != "timers.throughput"
+
+
 def _autos(value: object, path: str, depth: int) -> Iterator[str]:
     """Yield the paths of all texts "auto" that stand as values, in lists as well."""
     if isinstance(value, str) and value == "auto":
         yield path.removeprefix(".")
-    elif depth > _DEEPEST:
-        return
-    elif isinstance(value, dict):
-        for name, item in value.items():
+    elif depth <= _DEEPEST:
+        for name, item in _members(value):
             yield from _autos(item, f"{path}.{name}", depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _autos(item, f"{path}.{index}", depth + 1)
+
+
+def _members(value: object) -> Iterable[tuple[object, object]]:
+    """Return names and values of an object, or numbers and items of a list."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, (list, tuple)):
+        return enumerate(value)
+    return ()

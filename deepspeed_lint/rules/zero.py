@@ -4,6 +4,7 @@ and ZenFlow, which builds on it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from deepspeed_lint.facts import Facts
@@ -65,11 +66,19 @@ def inert_at_stage(facts: Facts) -> Found:
         return  # ZeRO was turned off, or `zero_stage_left_out` speaks
     needed = 2 if facts.stage == 3 else 3
     for key in _keys_of_stage(needed):
-        name = key.rpartition(".")[2]
-        value = facts.get(key)
-        if value is not None and value is not False and value != _DEFAULTS.get(name):
+        if _asks_for_something(facts, key):
             fix = f"remove {facts.written(key)} or set {_STAGE}: {needed}"
             yield key, f"it does nothing at stage {facts.stage}", fix
+
+
+def _asks_for_something(facts: Facts, key: str) -> bool:
+    """Check whether a key is given, and neither false nor at its default."""
+    value = facts.get(key)
+    return value is not None and value is not False and value != _DEFAULTS.get(_name(key))
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _keys_of_stage(stage: int) -> list[str]:
@@ -88,8 +97,13 @@ def odd_allgather_bucket(facts: Facts) -> Found:
     """
     key = f"{_ZERO}.allgather_bucket_size"
     size = facts.whole(key) or 0
-    if facts.stage in (1, 2) and not facts.uses_bf16_optimizer and size > 0 and size % 2:
+    if _uses_stages_1_and_2(facts) and size > 0 and size % 2:
         yield key, "stages 1 and 2 want an even number", f"set {key}: {size + 1}"
+
+
+def _uses_stages_1_and_2(facts: Facts) -> bool:
+    """Check whether the optimizer of stage_1_and_2.py takes the step."""
+    return facts.stage in (1, 2) and not facts.uses_bf16_optimizer
 
 
 @rule(since="0.19.7")
@@ -99,12 +113,8 @@ def grad_norm_off_with_clipping(facts: Facts) -> Found:
     """
     key = "gradient_clipping"
     clipping = facts.number(key, 1.0) or 0
-    is_off = facts.flag(_NORM, True) is False
-    if is_off and facts.stage in (1, 2) and not facts.uses_bf16_optimizer and clipping > 0:
-        if facts.given(key):
-            left_out = ""
-        else:
-            left_out = ", the value when left out,"
+    if clipping > 0 and facts.flag(_NORM, True) is False and _uses_stages_1_and_2(facts):
+        left_out = "" if facts.given(key) else ", the value when left out,"
         reason = (
             f"clipping at {clipping:g}{left_out} needs the norm that compute_grad_norm: "
             "false leaves out"
@@ -116,13 +126,8 @@ def grad_norm_off_with_clipping(facts: Facts) -> Found:
 def prescale_with_reduce_scatter(facts: Facts) -> Found:
     """deepspeed/runtime/zero/stage_1_and_2.py `gradient_predivide_factor` and stage3.py
     `postscale_gradients`.
-
-    At stage 2 a sum instead of a mean is not checked (since 0.19.6).
     """
-    is_checked = facts.stage == 3 or (
-        facts.stage == 2 and not (facts.since("0.19.6") and facts.sums_gradients)
-    )
-    if not is_checked or not facts.flag(_SCATTER, True):
+    if not _checks_scaling(facts) or not facts.flag(_SCATTER, True):
         return
     reason = f"stage {facts.stage} with reduce-scatter cannot do it"
     key = "prescale_gradients"
@@ -133,16 +138,32 @@ def prescale_with_reduce_scatter(facts: Facts) -> Found:
         yield key, reason, f"set {_SCATTER}: false or {key}: 1.0"
 
 
+def _checks_scaling(facts: Facts) -> bool:
+    """Check whether DeepSpeed looks at the scaling of gradients. At stage 2 a sum instead of a mean
+    is not checked (since 0.19.6).
+    """
+    if facts.stage == 2:
+        return not (facts.since("0.19.6") and facts.sums_gradients)
+    return facts.stage == 3
+
+
 @rule()
 def hpz_does_not_divide(facts: Facts) -> Found:
     """deepspeed/utils/groups.py `_create_zero_param_parallel_group`: the world divides into groups
     of this size.
     """
-    size = facts.whole(_HPZ, 1) or 0
-    world = facts.world_size
-    if facts.stage == 3 and world and 1 < size <= world and world % size:
+    size = _hpz_size(facts)
+    world = facts.world_size or 0
+    if 1 < size <= world and world % size:
         reason = f"{world} ranks do not divide into groups of {size}"
         yield _HPZ, reason, f"set {_HPZ}: {divisor_below(world, size)}"
+
+
+def _hpz_size(facts: Facts) -> int:
+    """Return the size of secondary partitions, which stage 3 has; 0 for none."""
+    if facts.stage == 3:
+        return facts.whole(_HPZ, 1) or 0
+    return 0
 
 
 @rule("warning")
@@ -150,9 +171,8 @@ def hpz_larger_than_world(facts: Facts) -> Found:
     """deepspeed/utils/groups.py `_create_zero_param_parallel_group`: `min(group_size,
     world_size)`.
     """
-    size = facts.whole(_HPZ, 1) or 0
     world = facts.world_size
-    if facts.stage == 3 and world and size > world:
+    if world and _hpz_size(facts) > world:
         reason = f"there are {world} ranks, and DeepSpeed takes that number without a word"
         yield _HPZ, reason, f"set {_HPZ}: {world}"
 
@@ -164,12 +184,14 @@ def deprecated_with_its_heir(facts: Facts) -> Found:
     """
     section = facts.section(_ZERO)
     for old, new in _HEIRS.items():
-        if old in section and (new in section or f"stage3_{new}" in section):
+        if old in section and not section.keys().isdisjoint({new, f"stage3_{new}"}):
             yield f"{_ZERO}.{old}", f"{new} is given as well", f"remove {_ZERO}.{old}"
 
 
 _OPTIMIZER: Final = "zero_optimization.offload_optimizer"
 _ZENFLOW: Final = "zero_optimization.zenflow"
+_SELECT: Final = f"{_ZENFLOW}.select_interval"
+_UPDATE: Final = f"{_ZENFLOW}.update_interval"
 _TORCH_ADAMW: Final = NAMES["torch_adamw"]
 
 
@@ -194,16 +216,20 @@ def cpu_adam_or(facts: Facts, otherwise: str) -> str:
     """Return the fix that makes the file's optimizer DeepSpeed's CPU Adam, where settings can, or
     another one.
     """
-    needed = []
-    if not facts.offloads_optimizer:
-        needed.append(f'{_OPTIMIZER}.device: "cpu"')
-    if facts.uses_cpu_adam is False and facts.optimizer not in ("adam", "adamw"):
-        needed.append('optimizer.type: "AdamW"')
-    if facts.flag("optimizer.params.torch_adam"):
-        needed.append("optimizer.params.torch_adam: false")
+    needed = list(_needed_for_cpu_adam(facts))
     if needed and not facts.given(_ZENFLOW):
         return f"set {' and '.join(needed)} or {otherwise}"
     return f"set {otherwise}"
+
+
+def _needed_for_cpu_adam(facts: Facts) -> Iterator[str]:
+    """Yield the settings that are missing for DeepSpeed's CPU Adam."""
+    if not facts.offloads_optimizer:
+        yield f'{_OPTIMIZER}.device: "cpu"'
+    if facts.uses_cpu_adam is False and facts.optimizer not in ("adam", "adamw"):
+        yield 'optimizer.type: "AdamW"'
+    if facts.flag("optimizer.params.torch_adam"):
+        yield "optimizer.params.torch_adam: false"
 
 
 @rule(since="0.17.5")
@@ -215,29 +241,28 @@ def zenflow_intervals(facts: Facts) -> Found:
     if not facts.given(_ZENFLOW):
         return
     strategy = facts.text(f"{_ZENFLOW}.select_strategy", "auto")
-    key = f"{_ZENFLOW}.select_interval"
-    select = facts.get(key, "auto")
-    update_key = f"{_ZENFLOW}.update_interval"
-    update = facts.get(update_key, "auto")
+    select = facts.get(_SELECT, "auto")
+    update = facts.get(_UPDATE, "auto")
     number = max(update, 1) if isinstance(update, int) else 1
     reason = "a number or auto belongs here"
     if _is_other_text(select):
         right = '"auto"' if strategy == "auto" else number
-        yield key, reason, f"set {key}: {right}"
+        yield _SELECT, reason, f"set {_SELECT}: {right}"
     if _is_other_text(update):
-        yield update_key, reason, f'set {update_key}: "auto"'
+        yield _UPDATE, reason, f'set {_UPDATE}: "auto"'
     if strategy == "auto" and isinstance(select, int):
-        fix = f'remove {key} or set {_ZENFLOW}.select_strategy: "step"'
-        yield key, "the automatic strategy chooses it", fix
+        fix = f'remove {_SELECT} or set {_ZENFLOW}.select_strategy: "step"'
+        yield _SELECT, "the automatic strategy chooses it", fix
     elif strategy in ("step", "epoch") and select == "auto":
-        yield key, f"the strategy {strategy} needs a number", f"set {key}: {number}"
-    elif (
-        strategy == "step"
-        and isinstance(select, int)
-        and isinstance(update, int)
-        and 0 < select < update
-    ):
-        yield key, f"it must not be smaller than update_interval {update}", f"set {key}: {update}"
+        yield _SELECT, f"the strategy {strategy} needs a number", f"set {_SELECT}: {number}"
+    elif strategy == "step" and _is_smaller(select, update):
+        reason = f"it must not be smaller than update_interval {update}"
+        yield _SELECT, reason, f"set {_SELECT}: {update}"
+
+
+def _is_smaller(select: object, update: object) -> bool:
+    """Check whether both intervals are numbers, and the first one is positive and smaller."""
+    return isinstance(select, int) and isinstance(update, int) and 0 < select < update
 
 
 def _is_other_text(value: object) -> bool:
@@ -249,7 +274,7 @@ def zenflow_params(facts: Facts) -> Found:
     """deepspeed/runtime/zenflow/zenflow_stage_1_and_2.py `selective_optimizer`: torch's AdamW with
     all parameters.
     """
-    if not facts.given(_ZENFLOW) or facts.stage not in (1, 2) or not facts.offloads_optimizer:
+    if not _has_selective_optimizer(facts):
         return
     if facts.given("optimizer.type") and not facts.given("optimizer.params"):
         reason = "ZenFlow builds a second optimizer from them"
@@ -264,20 +289,21 @@ def zenflow_params(facts: Facts) -> Found:
             )
 
 
+def _has_selective_optimizer(facts: Facts) -> bool:
+    return facts.given(_ZENFLOW) and facts.stage in (1, 2) and facts.offloads_optimizer
+
+
 @rule("warning", since="0.17.5")
 def zenflow_replaces_accumulation(facts: Facts) -> Found:
     """deepspeed/runtime/zenflow/engine.py `configure_zenflow` writes update_interval over the
     accumulation steps.
     """
     steps = facts.whole("gradient_accumulation_steps")
-    update = facts.get(f"{_ZENFLOW}.update_interval", "auto")
-    if (
-        facts.given(_ZENFLOW)
-        and steps not in (None, update)
-        and (isinstance(update, int) or update == "auto")
-    ):
+    update = facts.get(_UPDATE, "auto")
+    is_valid = isinstance(update, int) or update == "auto"
+    if facts.given(_ZENFLOW) and is_valid and steps not in (None, update):
         yield (
             "gradient_accumulation_steps",
             f"ZenFlow overwrites it with its update_interval, {update}",
-            f"set {_ZENFLOW}.update_interval: {steps} or remove gradient_accumulation_steps",
+            f"set {_UPDATE}: {steps} or remove gradient_accumulation_steps",
         )

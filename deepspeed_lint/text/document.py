@@ -160,6 +160,10 @@ def read_text(path: Path, *, name: str) -> str:
         ) from None
     except ValueError:  # Python refuses such a path before the system sees it
         raise refuse("config-not-found", "a path holds no zero byte", "check the path") from None
+    return _decoded(data, refuse)
+
+
+def _decoded(data: bytes, refuse: Callable[[str, str, str], ConfigError]) -> str:
     if len(data) > MAX_BYTES:
         raise refuse(
             "config-too-large",
@@ -202,10 +206,7 @@ def _read_pipe(descriptor: int, refuse: Callable[[str, str, str], ConfigError]) 
     fix = "write the text to a file"
     while len(data) <= MAX_BYTES:
         waited = time.monotonic() - begin
-        try:
-            part = os.read(descriptor, MAX_BYTES + 1 - len(data))
-        except BlockingIOError:  # there is a writer, and nothing from it yet
-            part = None
+        part = _read_part(descriptor, MAX_BYTES + 1 - len(data))
         if part == b"" and data:
             break
         if part == b"" and waited > WRITER_SECONDS:
@@ -219,6 +220,14 @@ def _read_pipe(descriptor: int, refuse: Callable[[str, str, str], ConfigError]) 
         else:
             time.sleep(0.005)
     return data
+
+
+def _read_part(descriptor: int, most: int) -> bytes | None:
+    """Return what a pipe holds; None if it has a writer that has written nothing yet."""
+    try:
+        return os.read(descriptor, most)
+    except BlockingIOError:
+        return None
 
 
 def read_document(path: Path, *, name: str) -> Document:
@@ -361,20 +370,20 @@ class _NodeReader(Builder):
         num_nodes = 0
         event: Any  # PyYAML's types allow for events without a place; the parser makes none
         for event in yaml.parse(text, Loader=_LOADER):
-            if isinstance(event, yaml.CollectionStartEvent):
-                depth += 1
-            elif isinstance(event, yaml.CollectionEndEvent):
-                depth -= 1
+            depth += _step_of_depth(event)
             if isinstance(event, yaml.NodeEvent):
                 num_nodes += 1
             self.num_values = num_nodes // 2  # a value has at most one key
             self.count(depth, (event.start_mark.line + 1, 0))
-            tag = getattr(event, "tag", None)
-            if tag:
-                reason = f"the tag {tag.replace('tag:yaml.org,2002:', '!!')} is not allowed"
-                fix = "write a plain value; text may stand in quotes"
-                self.stop("config-syntax", _place(event.start_mark), reason, fix)
+            self._refuse_tag(event)
         self.num_values = 0
+
+    def _refuse_tag(self, event: Any) -> None:
+        tag = getattr(event, "tag", None)
+        if tag:
+            reason = f"the tag {tag.replace('tag:yaml.org,2002:', '!!')} is not allowed"
+            fix = "write a plain value; text may stand in quotes"
+            self.stop("config-syntax", _place(event.start_mark), reason, fix)
 
     def _value(self, node: yaml.Node, path: KeyPath) -> Any:
         self.count(len(path), (node.start_mark.line + 1, 0))
@@ -383,6 +392,9 @@ class _NodeReader(Builder):
         if isinstance(node, yaml.SequenceNode):
             return self._elements(node, path)
         assert isinstance(node, yaml.ScalarNode)
+        return self._scalar(node, path)
+
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         text: str = node.value
         if node.style in ("'", '"', "|", ">"):
             return text
@@ -404,31 +416,35 @@ class _NodeReader(Builder):
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             place = _place(key_node.start_mark)
-            if not isinstance(key_node, yaml.ScalarNode):
-                self.stop("config-syntax", place, "a key must be a word", "write key: value")
-            key = key_node.value
-            if key == "<<" and not key_node.style:  # plain: None or empty, by loader
-                self.stop(
-                    "config-syntax",
-                    place,
-                    "merge keys (<<) are not supported",
-                    "write the keys out",
-                )
+            key = self._key(key_node)
             here = (*path, key)
             if key in values:
                 self.add_duplicate(here, place)
                 continue
             self.document.places[here] = place
-            key_extent = self._extent(key_node)
-            value_extent = self._extent(value_node)
-            # the value of an alias stands before its key
-            if path in self.document.spans and value_extent >= key_extent:
-                comma = None
-                if node.flow_style:
-                    comma = self._comma_after(value_extent[1])
-                self.document.spans[here] = Span(key_extent, value_extent, comma)
+            self._add_span(node, key_node, value_node, here)
             values[key] = self._value(value_node, here)
         return values
+
+    def _key(self, node: yaml.Node) -> str:
+        place = _place(node.start_mark)
+        if not isinstance(node, yaml.ScalarNode):
+            self.stop("config-syntax", place, "a key must be a word", "write key: value")
+        if node.value == "<<" and not node.style:  # plain: None or empty, by loader
+            reason = "merge keys (<<) are not supported"
+            self.stop("config-syntax", place, reason, "write the keys out")
+        key: str = node.value
+        return key
+
+    def _add_span(
+        self, node: yaml.MappingNode, key_node: yaml.Node, value_node: yaml.Node, path: KeyPath
+    ) -> None:
+        key_extent = self._extent(key_node)
+        value_extent = self._extent(value_node)
+        # the value of an alias stands before its key
+        if path[:-1] in self.document.spans and value_extent >= key_extent:
+            comma = self._comma_after(value_extent[1]) if node.flow_style else None
+            self.document.spans[path] = Span(key_extent, value_extent, comma)
 
     def _comma_after(self, end: int) -> int | None:
         match = _COMMA.match(self.document.text, end)
@@ -449,27 +465,36 @@ def _syntax_error(
 ) -> tuple[tuple[int, int], str, str]:
     """Return place, reason and fix."""
     mark = getattr(error, "problem_mark", None)
-    context_mark = getattr(error, "context_mark", None)
     message = getattr(error, "problem", None)
-    if mark:
-        place = _place(mark)
-    else:
-        place = (0, 0)
+    place = _place(mark) if mark else (0, 0)
     # valid JSON that PyYAML cannot walk, for example a key of more than 1,024 characters
     if is_json:
         reason = f"a layout that cannot be read: {message or 'an odd character'}"
         return place, reason, "lay it out as `python -m json.tool` does"
     message = str(message or getattr(error, "reason", None) or "not YAML")
     reason, fix = _advice(message)
-    if mark is not None:
-        lines = text.split("\n")
-        line = lines[mark.line] if mark.line < len(lines) else ""
-        if "\t" in line[: mark.column + 1]:
-            reason = "a tab stands where only spaces may"
-            fix = "indent with spaces"
-        elif context_mark is not None and context_mark.line != mark.line:
-            reason += f" (in what began in line {context_mark.line + 1})"
+    if mark is None:
+        return place, reason, fix
+    if _has_tab_before(text, mark):
+        return place, "a tab stands where only spaces may", "indent with spaces"
+    context_mark = getattr(error, "context_mark", None)
+    if context_mark is not None and context_mark.line != mark.line:
+        reason += f" (in what began in line {context_mark.line + 1})"
     return place, reason, fix
+
+
+def _has_tab_before(text: str, mark: Any) -> bool:
+    """Check whether a tab stands in the line of a place, up to that place."""
+    lines = text.split("\n")
+    return mark.line < len(lines) and "\t" in lines[mark.line][: mark.column + 1]
+
+
+def _step_of_depth(event: yaml.Event) -> int:
+    if isinstance(event, yaml.CollectionStartEvent):
+        return 1
+    if isinstance(event, yaml.CollectionEndEvent):
+        return -1
+    return 0
 
 
 def _advice(message: str) -> tuple[str, str]:

@@ -104,21 +104,25 @@ def apply_edits(document: Document, edits: Sequence[Edit]) -> str:
         raise EditError("no JSON")
     editor = JsonEditor(document)
     for edit in edits:
-        match edit:
-            case RenameKey(path, name):
-                editor.rename(path, name)
-            case MoveMember(path, to):
-                editor.move(path, to)
-            case RemoveMember(path):
-                editor.remove(path)
-            case ReplaceValue(path, value):
-                editor.replace(path, value)
-            case InsertMember(path, value):
-                editor.insert(path, value)
+        _collect(editor, edit)
     text = spliced(document.text, editor.splices())
     if not _reads_as(document, text, edited_value(document.value, edits)):
         raise EditError(f"{edits} went wrong")
     return text
+
+
+def _collect(editor: JsonEditor, edit: Edit) -> None:
+    match edit:
+        case RenameKey(path, name):
+            editor.rename(path, name)
+        case MoveMember(path, to):
+            editor.move(path, to)
+        case RemoveMember(path):
+            editor.remove(path)
+        case ReplaceValue(path, value):
+            editor.replace(path, value)
+        case InsertMember(path, value):
+            editor.insert(path, value)
 
 
 def is_json(text: str) -> bool:
@@ -232,29 +236,39 @@ def _is_makeable(document: Document, edit: Edit) -> bool:
     made = edit.made
     if made is None:
         return True
-    sections = (made[:depth] for depth in range(len(made) - 1, -1, -1))
-    home = next((section for section in sections if section in document.spans), None)
+    home = _nearest_section(document, made)
     if home is None:  # a file of comments alone has no place for a key
         return False
-    if made in document.spans or (edit.touched is not None and _is_in(made, edit.touched)):
+    if made in document.spans or _is_within(made, edit.touched):
         return False
     return isinstance(at(document.value, home), dict)
+
+
+def _nearest_section(document: Document, path: KeyPath) -> KeyPath | None:
+    """Return the innermost section around a path that is there."""
+    for depth in range(len(path) - 1, -1, -1):
+        if path[:depth] in document.spans:
+            return path[:depth]
+    return None
 
 
 def _disturbs(first: Edit, second: Edit) -> bool:
     """Check whether the first takes away, or names otherwise, what the second is about."""
     if isinstance(first, InsertMember):
         return False
-    if isinstance(first, RenameKey):
-        if isinstance(second, RenameKey):
-            return second.made == first.path
-        return second.made is not None and _is_in(second.made, first.path)
-    touches_it = second.touched is not None and _is_in(second.touched, first.path)
-    return touches_it or (second.made is not None and _is_in(second.made, first.path))
+    if isinstance(first, RenameKey) and isinstance(second, RenameKey):
+        return second.made == first.path
+    if _is_within(second.made, first.path):
+        return True
+    return not isinstance(first, RenameKey) and _is_within(second.touched, first.path)
 
 
 def _overlap(first: KeyPath, second: KeyPath) -> bool:
     return _is_in(first, second) or _is_in(second, first)
+
+
+def _is_within(path: KeyPath | None, outer: KeyPath | None) -> bool:
+    return path is not None and outer is not None and _is_in(path, outer)
 
 
 def _is_in(path: KeyPath, outer: KeyPath) -> bool:

@@ -176,20 +176,19 @@ class _Reader(Builder):
     # ---- values
 
     def _value(self, at: int, path: KeyPath) -> tuple[Any, int]:
-        text = self.text
         self.count(len(path), self._place(at))
-        if text.startswith("{", at):
+        if self.text.startswith("{", at):
             return self._members(at + 1, path, closing="}")
-        if text.startswith("[", at):
+        if self.text.startswith("[", at):
             return self._elements(at + 1, path)
         value, end = self._scalar(at)
-        if (
-            isinstance(value, str)
-            and text[at] not in "\"'"
-            and any(mark in value for mark in _MISLEADING)
-        ):
+        if isinstance(value, str) and self._looks_like_hjson(value, at):
             self._misleading = at
         return value, end
+
+    def _looks_like_hjson(self, value: str, at: int) -> bool:
+        """Check whether a text without quotes holds what looks like the next member."""
+        return self.text[at] not in "\"'" and any(mark in value for mark in _MISLEADING)
 
     def _members(self, at: int, path: KeyPath, *, closing: str) -> tuple[dict[str, Any], int]:
         values: dict[str, Any] = {}
@@ -344,14 +343,13 @@ class _Reader(Builder):
             self._refuse(
                 match.start(), f"a number of {len(written):,} characters", "write a shorter one"
             )
-        if not match[2] and not match[3]:
+        is_whole = not match[2] and not match[3]
+        if is_whole:
             return int(written)
         number = float(written)
         if isinf(number):
             self._refuse(match.start(), "too large for a number", "write a smaller one")
-        if number.is_integer() and abs(number) < 1e10:
-            return int(number)
-        return number
+        return _whole_if_small(number)
 
     def _quoted(self, begin: int) -> tuple[str, int]:
         text = self.text
@@ -367,22 +365,20 @@ class _Reader(Builder):
                 return "".join(parts), at + 1
             if mark == "\\":
                 part, at = self._escape(at)
+                parts.append(part)
             elif mark and mark in "\"'":
-                part = mark
+                parts.append(mark)
                 at += 1
-            elif mark in ("", "\r", "\n"):
-                self._refuse(
-                    begin,
-                    "the quotes that begin here do not end on their line",
-                    f"add the closing {quote}",
-                )
             else:
-                self._refuse(
-                    at,
-                    "a tab or control character inside quotes",
-                    "write it as an escape, for example \\t",
-                )
-            parts.append(part)
+                self._refuse_in_quotes(begin, at)
+
+    def _refuse_in_quotes(self, begin: int, at: int) -> NoReturn:
+        """Refuse what may not stand in the quotes that begin at an offset."""
+        if self.text[at : at + 1] in ("", "\r", "\n"):
+            reason = "the quotes that begin here do not end on their line"
+            self._refuse(begin, reason, f"add the closing {self.text[begin]}")
+        reason = "a tab or control character inside quotes"
+        self._refuse(at, reason, "write it as an escape, for example \\t")
 
     def _escape(self, at: int) -> tuple[str, int]:
         letter = self.text[at + 1 : at + 2]
@@ -391,13 +387,18 @@ class _Reader(Builder):
         if letter != "u":
             self._refuse(at, f"\\{letter} is no escape", "write \\\\ for a backslash")
         code = self._code(at)
-        if 0xD800 <= code < 0xDC00 and self.text.startswith("\\u", at + 6):
-            second = self._code(at + 6)
-            if 0xDC00 <= second < 0xE000:
-                return chr(0x10000 + ((code - 0xD800) << 10 | (second - 0xDC00))), at + 12
         if 0xD800 <= code < 0xE000:
-            self._refuse(at, "half of a UTF-16 pair is no text", "write the character itself")
+            return self._pair(code, at), at + 12
         return chr(code), at + 6
+
+    def _pair(self, first: int, at: int) -> str:
+        """Return the character of a UTF-16 pair, whose first half was read at an offset."""
+        second = 0
+        if first < 0xDC00 and self.text.startswith("\\u", at + 6):
+            second = self._code(at + 6)
+        if not 0xDC00 <= second < 0xE000:
+            self._refuse(at, "half of a UTF-16 pair is no text", "write the character itself")
+        return chr(0x10000 + ((first - 0xD800) << 10 | (second - 0xDC00)))
 
     def _code(self, at: int) -> int:
         match = _HEX.match(self.text, at + 2)
@@ -409,8 +410,7 @@ class _Reader(Builder):
         """Read text between three single quotes; its lines lose as many blanks as stand left of the
         opening quotes.
         """
-        text = self.text
-        end = text.find("'''", at + 3)
+        end = self.text.find("'''", at + 3)
         if end < 0:
             self._refuse(at, "the ''' that begins here does not end", "close it with '''")
         if self._has_lone_return:
@@ -421,14 +421,8 @@ class _Reader(Builder):
             )
         if len(self._line_starts) == 1:
             self._refuse(at, "DeepSpeed cannot read ''' in a file of one line", "use double quotes")
-        indent = self._many_lines_indent(at)
-        written = text[at + 3 : end].replace("\r\n", "\n").lstrip(" \t").split("\n")
-        lines = written[:1]
-        for line in written[1:]:
-            num_blanks = len(line) - len(line.lstrip(" \t"))
-            lines.append(line[min(indent, num_blanks) :])
-        if len(lines) > 1 and not lines[0]:
-            del lines[0]
+        written = self.text[at + 3 : end].replace("\r\n", "\n").lstrip(" \t").split("\n")
+        lines = _outdented(written, self._many_lines_indent(at))
         return "\n".join(lines).removesuffix("\n"), end + 3
 
     def _many_lines_indent(self, at: int) -> int:
@@ -437,6 +431,23 @@ class _Reader(Builder):
         if line == 1:  # there the hjson package counts on from the end of the text
             indent += len(self.text) - self._line_starts[-1]
         return indent
+
+
+def _outdented(written: list[str], indent: int) -> list[str]:
+    """Return lines without the indentation of all but the first, which goes if it is empty."""
+    lines = written[:1]
+    for line in written[1:]:
+        num_blanks = len(line) - len(line.lstrip(" \t"))
+        lines.append(line[min(indent, num_blanks) :])
+    if len(lines) > 1 and not lines[0]:
+        del lines[0]
+    return lines
+
+
+def _whole_if_small(number: float) -> int | float:
+    if number.is_integer() and abs(number) < 1e10:
+        return int(number)
+    return number
 
 
 def _match(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:

@@ -114,18 +114,24 @@ class JsonEditor:
         cuts: list[_Extent] = []
         for path, section in self._sections.items():
             members = [(*path, key) for key in at(self.root, path)]
-            if not members:
-                splices.append(self._fill(path, section.new))
-            elif section.new and members[-1] in section.removed:
-                cuts += self._cuts(section.removed - {members[-1]})
-                splices.append(self._instead(members[-1], section.new))
-            elif section.new:
-                cuts += self._cuts(section.removed)
-                splices.append(self._append(members[-1], section.new))
-            else:
-                cuts += self._cuts(section.removed)
-                cuts += self._last_comma(members, section.removed)
+            cuts += self._removals(members, section)
+            if section.new:
+                splices.append(self._addition(path, members, section))
         return splices + self._deletions(sorted(cuts))
+
+    def _removals(self, members: Sequence[KeyPath], section: _Section) -> list[_Extent]:
+        """Return what is cut out of a section; new members take the place of the last one."""
+        removed = section.removed
+        if section.new:
+            return self._cuts(removed - set(members[-1:]))
+        return self._cuts(removed) + self._last_comma(members, removed)
+
+    def _addition(self, path: KeyPath, members: Sequence[KeyPath], section: _Section) -> Splice:
+        if not members:
+            return self._fill(path, section.new)
+        if members[-1] in section.removed:
+            return self._instead(members[-1], section.new)
+        return self._append(members[-1], section.new)
 
     def _section(self, path: KeyPath) -> _Section:
         return self._sections.setdefault(path, _Section())
@@ -206,15 +212,20 @@ class JsonEditor:
         blanks, is_first = self._line_indent(start)
         behind = self._blanks_end(end)
         is_last = self.text[behind : behind + 1] in ("", "\r", "\n")
-        if is_first and is_last:  # the whole line
-            line_end = _LINE_END.match(self.text, behind)
-            return start - len(blanks), line_end.end() if line_end else behind
+        if is_first and is_last:
+            return start - len(blanks), self._behind_line_end(behind)
         if self.text[start:end] == ",":
             return start, end
         if is_first or not (is_last or self.text[behind] == "}"):
             return start, behind
         blanks_start = len(self.text[:start].rstrip(" \t"))
         return blanks_start, behind if is_last else end
+
+    def _behind_line_end(self, at: int) -> int:
+        line_end = _LINE_END.match(self.text, at)
+        if line_end is None:
+            return at
+        return line_end.end()
 
     # ---- what comes
 
