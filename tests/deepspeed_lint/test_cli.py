@@ -14,7 +14,6 @@ from framework.cli import main as framework_main
 from tests.places import ROOT
 
 BAD = """{
-  // two slips
   "train_batch_size": 32,
   "gradient_clipping": "1.0",
   "zero_optimization": {"stage": 2, "reduce_bucket_sise": 5e8}
@@ -74,9 +73,21 @@ def test_fix_changes_the_file_and_checks_it(bad: Path, capsys: pytest.CaptureFix
     assert '+  "gradient_clipping": 1.0,' in would
     fixed = bad.read_text(encoding="utf-8")
     assert '"reduce_bucket_size": 5e8' in fixed
-    assert "// two slips" in fixed
     assert main(["fix", str(bad)]) == 0
     assert "---" not in capsys.readouterr().out
+
+
+def test_fix_names_the_lines_of_hjson_to_change(
+    bad: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = BAD.replace("{", "{  // two slips", 1)
+    bad.write_text(text, encoding="utf-8")
+    assert main(["fix", str(bad)]) == 2
+    printed = capsys.readouterr()
+    assert "reduce_bucket_size" in printed.out
+    assert printed.out.count("ds.json:") == 2
+    assert "[wrong-type]" in printed.err
+    assert bad.read_text(encoding="utf-8") == text
 
 
 def test_fix_goes_through_a_link_and_keeps_permissions(bad: Path) -> None:
