@@ -62,41 +62,42 @@ class Run(Section):
 class RunConfig(Section):
     """One training run, described."""
 
-    run: Run = Run()
+    # Defaults are not validated, which would compile each section beside the whole.
+    run: Run = Run.model_construct()
     """Name and place of the run."""
     # Validated as what a file holds, so that only a run with a default imports its kind.
     model: ModelSection = cast(Any, {"kind": "lenet"})
     """What is trained."""
     data: DataSection = cast(Any, {"kind": "digits"})
     """What it is trained on."""
-    task: TaskSection = Classification()
+    task: TaskSection = Classification.model_construct()
     """What a batch means: loss and metrics."""
-    batch: Batch = Batch()
+    batch: Batch = Batch.model_construct()
     """How many samples make a step."""
-    precision: PrecisionSection = FP32()
+    precision: PrecisionSection = FP32.model_construct()
     """Number format of weights and computation."""
-    zero: Zero = Zero()
+    zero: Zero = Zero.model_construct()
     """How state is spread over the devices."""
-    parallel: Parallel = Parallel()
+    parallel: Parallel = Parallel.model_construct()
     """How the model itself is spread over the devices."""
-    optimizer: OptimizerSection = AdamW()
+    optimizer: OptimizerSection = AdamW.model_construct()
     """The update rule."""
-    scheduler: SchedulerSection = Constant()
+    scheduler: SchedulerSection = Constant.model_construct()
     """The learning rate over steps."""
-    training: Training = Training()
+    training: Training = Training.model_construct()
     """How long, and how steps are taken."""
-    evaluation: Evaluation = Evaluation()
+    evaluation: Evaluation = Evaluation.model_construct()
     """When evaluation data is measured."""
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: Checkpoint = Checkpoint.model_construct()
     """When state is saved and where it starts from."""
-    monitors: Monitors = Monitors()
+    monitors: Monitors = Monitors.model_construct()
     """Who is told about the metrics."""
     callbacks: list[CallbackSection] = []
     """What happens at the events of the run: early_stopping, reduce_on_plateau, or your own by
     ``target``, any object with some of on_start, on_step, on_log, on_evaluation, on_save, on_end
     (docs/callbacks.md).
     """
-    supervision: Supervision = Supervision()
+    supervision: Supervision = Supervision.model_construct()
     """What happens after a failure."""
     profile: Profile | None = None
     """Which steps are looked at closely; left out: none, at no cost."""
