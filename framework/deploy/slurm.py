@@ -164,11 +164,6 @@ def _values(request: SlurmRequest, made_by: str) -> dict[str, Any]:
     words = [request.python or _python(), "-m", "framework", "launch", "node"]
     words += request.words
     margin = min(_REPORT_SECONDS, request.signal_seconds // 5)
-    spares = ""
-    if request.spares:
-        spares += f" --spares {request.spares}"
-    if request.min_nodes:
-        spares += f" --min_nodes {request.min_nodes}"
     return {
         "made_by": errors.printable(made_by),
         "directives": "\n".join(f"#SBATCH {option}" for option in _directives(request)),
@@ -180,13 +175,23 @@ def _values(request: SlurmRequest, made_by: str) -> dict[str, Any]:
         "command": shlex.join(words),
         "ranks": request.ranks,
         "grace": request.signal_seconds - margin,
-        "spares": spares,
+        "spares": _spares(request),
         "lost": errors.EXIT_PEER_LOST,
         "failed": "|".join(map(str, _FAILED)),
         "requeue": request.requeue,
         "once": not request.requeue,
         "again": "   and come again: --signal=USR1" if request.requeue else "",
     }
+
+
+def _spares(request: SlurmRequest) -> str:
+    """Return the agents' options for nodes beyond those of the job."""
+    spares = ""
+    if request.spares:
+        spares += f" --spares {request.spares}"
+    if request.min_nodes:
+        spares += f" --min_nodes {request.min_nodes}"
+    return spares
 
 
 def _exports(request: SlurmRequest) -> str:
@@ -246,9 +251,9 @@ def _memory(request: SlurmRequest) -> str:
     """Return the value of sbatch's ``--mem``: 0 means all of a whole node; empty: no option."""
     if request.mem:
         return request.mem
-    has_whole_node = (request.gpus or 0) >= _WHOLE_NODE_GPUS or "--exclusive" in request.sbatch
-    has_memory_option = any(word.startswith("--mem") for word in request.sbatch)
-    if has_whole_node and not has_memory_option:
+    if any(word.startswith("--mem") for word in request.sbatch):
+        return ""
+    if (request.gpus or 0) >= _WHOLE_NODE_GPUS or "--exclusive" in request.sbatch:
         return "0"
     return ""
 

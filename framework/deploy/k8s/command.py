@@ -6,18 +6,19 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
 
 from deepspeed_lint.text.document import read_text
+from framework.config.run_config import RunConfig
 from framework.deploy.k8s.lint import lint
 from framework.deploy.k8s.manifests import parse_manifests
 from framework.deploy.k8s.render import manifest
 from framework.deploy.k8s.request import K8sRequest
 from framework.deploy.options import as_service_name, last_setting, parse, resume_setting
-from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, UsageError, printable
+from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, UsageError, printable
 from framework.launch.job import hand_out, refuse_one_start
 from framework.load_run import load_run
 
@@ -70,11 +71,7 @@ def _completed(request: K8sRequest) -> K8sRequest:
     # resumes from it rightly.
     if request.ckpt_pvc and restarts:
         refuse_one_start(config, place="launch k8s --ckpt_pvc", once="with --restarts 0")
-    words = list(request.words)
-    if last_setting(request.overrides, "run.output_dir") is None:
-        words.append(f"run.output_dir={request.ckpt_path}")
-    if request.ckpt_pvc:
-        words += resume_setting(request.overrides, config)
+    words = [*request.words, *_settings(request, config)]
     config_text = ""
     if request.config_map:
         config_text = read_text(Path(request.config), name=request.config)
@@ -87,6 +84,14 @@ def _completed(request: K8sRequest) -> K8sRequest:
         token=token_hex(32),
         config_text=config_text,
     )
+
+
+def _settings(request: K8sRequest, config: RunConfig) -> Iterator[str]:
+    """Yield settings for what the pods' volume decides."""
+    if last_setting(request.overrides, "run.output_dir") is None:
+        yield f"run.output_dir={request.ckpt_path}"
+    if request.ckpt_pvc:
+        yield from resume_setting(request.overrides, config)
 
 
 def _refuse_lone_folders(request: K8sRequest) -> None:
@@ -155,16 +160,20 @@ def _notes(request: K8sRequest) -> list[str]:
     return [note for is_due, note in notes if is_due]
 
 
-def _lint(files: Sequence[str], *, as_json: bool) -> int:
-    if not files:
-        raise UsageError("launch k8s --lint: name the manifests, all files of a job together")
+def _problems_of(files: Sequence[str]) -> list[Problem]:
     manifests = []
     try:
         for file in files:
             manifests += parse_manifests(read_text(Path(file), name=file), name=file)
-        problems = lint(manifests)
+        return lint(manifests)
     except ConfigError as error:
-        problems = list(error.problems)
+        return list(error.problems)
+
+
+def _lint(files: Sequence[str], *, as_json: bool) -> int:
+    if not files:
+        raise UsageError("launch k8s --lint: name the manifests, all files of a job together")
+    problems = _problems_of(files)
     if as_json:
         print(json.dumps({"findings": [problem.to_dict() for problem in problems]}, indent=2))
     else:

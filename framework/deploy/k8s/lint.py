@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -131,11 +132,10 @@ def lint(manifests: Sequence[Manifest]) -> list[Problem]:
         )
         return [problem]
     problems: dict[str, Problem] = {}
-    for work in workloads:
-        for kind in TABLE:
-            for place, reason, fix in broken(kind, work):
-                problem = place.problem(kind, reason, fix)
-                problems[str(problem)] = problem
+    for work, kind in itertools.product(workloads, TABLE):
+        for place, reason, fix in broken(kind, work):
+            problem = place.problem(kind, reason, fix)
+            problems[str(problem)] = problem
     file_order: dict[str, int] = {}
     for number, manifest in enumerate(manifests):
         file_order.setdefault(manifest.file, number)
@@ -232,14 +232,20 @@ def _retries(work: Workload) -> Findings:
         )
 
 
+def _final_reasons(jobset: ManifestPart) -> set[str]:
+    """Return the reasons of failed jobs after which a JobSet does not start again."""
+    reasons: set[str] = set()
+    for failure_rule in jobset.items("failurePolicy", "rules"):
+        if failure_rule.get("action") == "FailJobSet":
+            reasons.update(failure_rule.words("onJobFailureReasons"))
+    return reasons
+
+
 @rule
 def _jobset_policy(work: Workload) -> Findings:
     if not work.jobset:
         return
-    final_reasons = set()
-    for failure_rule in work.jobset.items("failurePolicy", "rules"):
-        if failure_rule.get("action") == "FailJobSet":
-            final_reasons.update(failure_rule.words("onJobFailureReasons"))
+    final_reasons = _final_reasons(work.jobset)
     missing = [name for name in FINAL_REASONS[:2] if name not in final_reasons]
     if missing:
         reason = f"a job that ended with {missing[0]} would start again until maxRestarts"
@@ -273,16 +279,20 @@ def _selector(work: Workload) -> Findings:
         yield service.at("spec", "selector"), reason, f"selector: {{{JOB_NAME_LABEL}: {work.name}}}"
 
 
-@rule
-def _master_addr(work: Workload) -> Findings:
-    address = work.option("master_addr")
+def _hosts_of_master(work: Workload) -> list[str]:
+    """Return the names of node 0: in its own domain, and in those of all services."""
     pod, _, domain = work.master.partition(".")
     domains = [domain]
     domains += [service.manifest.name for service in work.objects("Service")]
-    hosts = [f"{pod}.{domain}" for domain in domains]
+    return [f"{pod}.{domain}" for domain in domains]
+
+
+@rule
+def _master_addr(work: Workload) -> Findings:
+    address = work.option("master_addr")
     # The address may be fully qualified, with the cluster's domain at its end.
-    is_master = any(address == host or address.startswith(f"{host}.") for host in hosts)
-    if work.num_nodes and not is_master:
+    hosts = tuple(f"{host}." for host in _hosts_of_master(work))
+    if work.num_nodes and not f"{address}.".startswith(hosts):
         reason = f"--master_addr {address or 'is missing'}: node rank 0 is {work.master}"
         yield work.program.at("command"), reason, f"--master_addr {work.master}"
 
@@ -294,17 +304,23 @@ def _ports(work: Workload) -> Findings:
         return
     rank_port = int(text)
     agent_port = rank_port + 1
-    places = []
-    if work.headless:
-        places.append((work.headless.at("spec", "ports"), "port"))
-    if work.container.items("ports"):
-        places.append((work.container.at("ports"), "containerPort"))
-    for place, key in places:
+    for place, key in _places_of_ports(work):
         values = [port.get(key) for port in place.items()]
-        numbers = [value for value in values if isinstance(value, int)]
-        if rank_port not in numbers or agent_port not in numbers:
+        if not {rank_port, agent_port}.issubset(filter(_is_whole, values)):
             reason = f"the command uses {rank_port} for ranks and {agent_port} for agents"
             yield place, reason, f"{key}: {rank_port} and {agent_port}"
+
+
+def _places_of_ports(work: Workload) -> Iterator[tuple[ManifestPart, str]]:
+    """Yield the lists of ports, and the key of a number in each."""
+    if work.headless:
+        yield work.headless.at("spec", "ports"), "port"
+    if work.container.items("ports"):
+        yield work.container.at("ports"), "containerPort"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int)
 
 
 @rule
@@ -366,25 +382,30 @@ def _gpu_count(work: Workload) -> Findings:
         return
     limits = work.resources.at("limits")
     gpus = limits.get(GPU_RESOURCE)
-    on_cpu = any(
-        variable.get("name") == "DS_ACCELERATOR" and variable.get("value") == "cpu"
-        for variable in work.variables()
-    )
-    if gpus is None and not on_cpu:
-        reason = f"the command wants {ranks} GPUs and the pod gets none"
-        yield limits, reason, f"{GPU_RESOURCE}: {ranks}, or DS_ACCELERATOR=cpu"
-    elif gpus is not None and str(gpus) != str(ranks):
+    if gpus is None:
+        if not _is_on_cpu(work):
+            reason = f"the command wants {ranks} GPUs and the pod gets none"
+            yield limits, reason, f"{GPU_RESOURCE}: {ranks}, or DS_ACCELERATOR=cpu"
+    elif str(gpus) != str(ranks):
         reason = f"the command starts {ranks} ranks, one to a GPU"
         yield limits.at(GPU_RESOURCE), reason, f"{GPU_RESOURCE}: {ranks}"
 
 
-@rule
-def _grace(work: Workload) -> Findings:
+def _is_on_cpu(work: Workload) -> bool:
+    settings = [(variable.get("name"), variable.get("value")) for variable in work.variables()]
+    return ("DS_ACCELERATOR", "cpu") in settings
+
+
+def _save_seconds(work: Workload) -> int:
     budget = work.template.get("metadata", "annotations", BUDGET_ANNOTATION)
     if isinstance(budget, str) and budget.isdecimal():
-        save_seconds = int(budget)
-    else:
-        save_seconds = 60
+        return int(budget)
+    return 60
+
+
+@rule
+def _grace(work: Workload) -> Findings:
+    save_seconds = _save_seconds(work)
     place = work.pod.at("terminationGracePeriodSeconds")
     pod_seconds = place.get()
     agent_seconds = work.option("grace_seconds")
@@ -399,22 +420,24 @@ def _grace(work: Workload) -> Findings:
         yield work.program.at("command"), reason, "less than terminationGracePeriodSeconds"
 
 
+def _framework_arguments(words: Sequence[str]) -> Sequence[str]:
+    """Return the words behind our command line; none if process 1 is something else."""
+    program, *arguments = [*itertools.dropwhile(_is_of_wrapper, words), ""]
+    name = PurePosixPath(program).name
+    if name == "dsf":
+        return arguments
+    if name in ("python", "python3") and arguments[:2] == ["-m", "framework"]:
+        return arguments[2:]
+    return []
+
+
+def _is_of_wrapper(word: str) -> bool:
+    return word.startswith("-") or PurePosixPath(word).name in _WRAPPERS
+
+
 @rule
 def _command(work: Workload) -> Findings:
-    words = work.command
-    while words and (words[0].startswith("-") or PurePosixPath(words[0]).name in _WRAPPERS):
-        words = words[1:]
-    program = ""
-    if words:
-        program = PurePosixPath(words[0]).name
-    if program == "dsf":
-        arguments = words[1:]
-    elif program in ("python", "python3") and words[1:2] == ["-m"]:
-        arguments = words[2:]
-    else:
-        arguments = []
-    is_agent = arguments[:2] == ["launch", "node"]
-    if not is_agent and arguments[:3] != ["framework", "launch", "node"]:
+    if _framework_arguments(work.command)[:2] != ["launch", "node"]:
         yield (
             work.program.at("command"),
             "process 1 must be our agent: a shell or launcher keeps SIGTERM to itself",
@@ -471,8 +494,8 @@ def _literal_secret(work: Workload) -> Findings:
 
 @rule
 def _token(work: Workload) -> Findings:
-    has_variable = any(variable.get("name") == "DSF_TOKEN" for variable in work.variables())
-    if work.num_nodes < 2 or has_variable:
+    names = [variable.get("name") for variable in work.variables()]
+    if work.num_nodes < 2 or "DSF_TOKEN" in names:
         return
     path = work.option("token_file")
     volume = work.volume(path) if path else None
@@ -486,10 +509,14 @@ def _token(work: Workload) -> Findings:
         return
     for secret in work.objects("Secret"):
         if secret.manifest.name == volume.get("secret", "secretName"):
-            token = _secret_value(secret, PurePosixPath(path).name)
-            if len(token) < _LEAST_TOKEN_BYTES:
-                reason = f"agents take no key of less than {_LEAST_TOKEN_BYTES} bytes from {path}"
-                yield secret.at("metadata", "name"), reason, "32 random bytes: openssl rand -hex 32"
+            yield from _short_token(secret, path)
+
+
+def _short_token(secret: ManifestPart, path: str) -> Findings:
+    token = _secret_value(secret, PurePosixPath(path).name)
+    if len(token) < _LEAST_TOKEN_BYTES:
+        reason = f"agents take no key of less than {_LEAST_TOKEN_BYTES} bytes from {path}"
+        yield secret.at("metadata", "name"), reason, "32 random bytes: openssl rand -hex 32"
 
 
 def _secret_value(secret: ManifestPart, key: str) -> str:
@@ -509,14 +536,18 @@ def _launcher_variable(work: Workload) -> Findings:
             yield variable.at("name"), reason, "remove it; the command says it all"
 
 
+def _affinity_terms(affinity: ManifestPart) -> list[ManifestPart]:
+    terms = affinity.items("requiredDuringSchedulingIgnoredDuringExecution")
+    for weighted_term in affinity.items("preferredDuringSchedulingIgnoredDuringExecution"):
+        terms.append(weighted_term.at("podAffinityTerm"))
+    return terms
+
+
 def _pod_selectors(work: Workload) -> list[ManifestPart]:
     """Return the selectors of pods in the job's affinity and in network policies."""
     selectors = []
     for kind in ("podAntiAffinity", "podAffinity"):
-        affinity = work.pod.at("affinity", kind)
-        terms = affinity.items("requiredDuringSchedulingIgnoredDuringExecution")
-        for weighted_term in affinity.items("preferredDuringSchedulingIgnoredDuringExecution"):
-            terms.append(weighted_term.at("podAffinityTerm"))
+        terms = _affinity_terms(work.pod.at("affinity", kind))
         selectors += [term.at("labelSelector") for term in terms]
     for policy in work.objects("NetworkPolicy"):
         selectors.append(policy.at("spec", "podSelector"))
@@ -585,7 +616,10 @@ def _shared_storage(work: Workload) -> Findings:
             "run.output_dir=PATH in a volume that all pods share",
         )
         return
-    claim_name = volume.get("persistentVolumeClaim", "claimName")
+    yield from _unshared_claims(work, volume.get("persistentVolumeClaim", "claimName"))
+
+
+def _unshared_claims(work: Workload, claim_name: Any) -> Findings:
     for claim in work.objects("PersistentVolumeClaim"):
         modes = claim.at("spec", "accessModes")
         if claim.manifest.name == claim_name and "ReadWriteMany" not in modes.words():
@@ -618,28 +652,34 @@ def _mount(work: Workload) -> Findings:
 
 @rule
 def _config_file(work: Workload) -> Findings:
-    words = work.command
-    if "node" in words[:-1]:
-        config = words[words.index("node") + 1]
-    else:
-        config = ""
+    config = _config_of(work.command)
     volume = work.volume(config) if config.startswith("/") else None
     if volume is None:
         return
     name = volume.get("configMap", "name")
-    config_maps = work.objects("ConfigMap")
-    for data in [item.at("data") for item in config_maps if item.manifest.name == name]:
+    for config_map in work.objects("ConfigMap"):
+        if config_map.manifest.name != name:
+            continue
+        data = config_map.at("data")
+        yield from _odd_keys(data)
         keys = data.mapping()
-        wrong = [key for key in keys if not _is_config_key(key)]
-        if wrong:
-            yield (
-                data,
-                f"no key can be {wrong[0]!r}",
-                "letters, digits, - _ and ., at most 253 of them",
-            )
         if PurePosixPath(config).name not in keys:
             reason = f"{config}: ConfigMap {name} holds {', '.join(map(str, keys)) or 'nothing'}"
             yield work.program.at("command"), reason, "name a file that it holds"
+
+
+def _config_of(words: Sequence[str]) -> str:
+    """Return the run config behind `launch node`; empty without one."""
+    if "node" not in words[:-1]:
+        return ""
+    return words[words.index("node") + 1]
+
+
+def _odd_keys(data: ManifestPart) -> Findings:
+    for key in data.mapping():
+        if not _is_config_key(key):
+            yield data, f"no key can be {key!r}", "letters, digits, - _ and ., at most 253 of them"
+            return
 
 
 def _is_config_key(key: object) -> bool:

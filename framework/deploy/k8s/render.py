@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,17 +70,22 @@ def write_yaml(
     return text + "---\n".join(_with_reasons(document, reasons) for document in documents)
 
 
+def _first_lines(text: str, keys: Collection[str]) -> dict[str, int]:
+    """Return the first line of each key in a YAML text, from 1 on."""
+    first_lines: dict[str, int] = {}
+    for path, number in lines_of(parse_document(text, name="")).items():
+        if path and path[-1] in keys:
+            key = str(path[-1])
+            first_lines[key] = min(number, first_lines.get(key, number))
+    return first_lines
+
+
 def _with_reasons(document: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
     text = yaml.dump(
         dict(document), Dumper=_ManifestDumper, sort_keys=False, width=_LONG, allow_unicode=True
     )
-    first_lines: dict[str, int] = {}
-    for path, number in lines_of(parse_document(text, name="")).items():
-        if path and path[-1] in reasons:
-            key = str(path[-1])
-            first_lines[key] = min(number, first_lines.get(key, number))
     lines = text.splitlines(keepends=True)
-    for key, number in first_lines.items():
+    for key, number in _first_lines(text, reasons).items():
         line = lines[number - 1]
         indent = line[: len(line) - len(line.lstrip(" "))]
         comment = "".join(f"{indent}# {reason}\n" for reason in reasons[key].splitlines())
@@ -139,21 +144,16 @@ def _environment(request: K8sRequest, defaults: Mapping[str, str]) -> list[dict[
 
 def _object_names(request: K8sRequest) -> list[str]:
     """Return the names in ``objects.yaml`` of the objects to print."""
-    names = []
-    if request.config_map:
-        names.append("config_map")
-    if request.makes_token:
-        names.append("secret")
-    if request.ckpt_size:
-        names.append("claim")
-    if not request.no_network_policy and not request.host_network:
-        names.append("network_policy")
-    if request.kind == "job":
-        names.append("service")
-    if request.kind == "trainjob" and not request.runtime:
-        names.append("runtime")
-    names.append(request.kind)
-    return names
+    is_printed = {
+        "config_map": request.config_map,
+        "secret": request.makes_token,
+        "claim": request.ckpt_size,
+        "network_policy": not request.no_network_policy and not request.host_network,
+        "service": request.kind == "job",
+        "runtime": request.kind == "trainjob" and not request.runtime,
+        request.kind: True,
+    }
+    return [name for name, is_due in is_printed.items() if is_due]
 
 
 def _reasons(values: _Values) -> dict[str, str]:
@@ -240,19 +240,20 @@ def _sizes(request: K8sRequest) -> dict[str, str]:
         gibibytes_per_rank = 16
     cpus = request.cpus or str(request.ranks * cores_per_rank)
     memory = request.memory or f"{request.ranks * gibibytes_per_rank}Gi"
-    mebibytes = max(64, int((parse_quantity(memory) or 0) / 4) >> 20)
-    if request.shm:
-        shm_size = request.shm
-    elif mebibytes % 1024:
-        shm_size = f"{mebibytes}Mi"
-    else:
-        shm_size = f"{mebibytes >> 10}Gi"
     return {
         "cpu_request": cpus,
         "threads": str(max(1, int((parse_quantity(cpus) or 0) / request.ranks))),
         "memory_limit": memory,
-        "shm_size": shm_size,
+        "shm_size": request.shm or _quarter_of(memory),
     }
+
+
+def _quarter_of(memory: str) -> str:
+    """Return a quarter of a quantity of memory, at least 64 MiB."""
+    mebibytes = max(64, int((parse_quantity(memory) or 0) / 4) >> 20)
+    if mebibytes % 1024:
+        return f"{mebibytes}Mi"
+    return f"{mebibytes >> 10}Gi"
 
 
 def _labels(request: K8sRequest) -> dict[str, Any]:
@@ -277,13 +278,17 @@ def _labels(request: K8sRequest) -> dict[str, Any]:
     }
 
 
-def _annotations(request: K8sRequest) -> dict[str, Any]:
+def _own_annotations(request: K8sRequest) -> dict[str, str]:
+    """Return the annotations of job and pods alike."""
     annotations: dict[str, str] = {}
     if request.scheduler == "volcano" and request.nodes > 1:
         # Volcano reads there how many pods start together, and takes 1 without it.
         annotations[_VOLCANO_GANG] = str(request.nodes)
-    annotations |= dict(request.annotation)
+    return annotations | dict(request.annotation)
 
+
+def _annotations(request: K8sRequest) -> dict[str, Any]:
+    annotations = _own_annotations(request)
     head_annotations: dict[str, str] = {}
     if request.kind == "jobset" and request.topology and not request.queue:
         head_annotations[_EXCLUSIVE_TOPOLOGY] = request.topology
