@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.records import RESULTS, ROOT, launch, load_average, machine, read_metrics, write
-from framework.data.text_windows import open_corpus
 from framework.data.tokens import Tokens
+from framework.recipes.text.windows import open_corpus
 
 NUM_RANKS = 2
 TIMEOUT_SECONDS = 1800

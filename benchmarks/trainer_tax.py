@@ -34,7 +34,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from framework.config.load import config_from_values
-from framework.data.digits import build
 from framework.engine import random_state
 from framework.engine.distributed import (
     barrier,
@@ -47,6 +46,7 @@ from framework.engine.distributed import (
 from framework.engine.metrics import over_ranks
 from framework.engine.plain_engine import arithmetic_of, build_engine
 from framework.engine.stop_agreement import agreed_stops
+from framework.recipes.image_sets.digits import build
 from framework.setup.assemble import make_monitors, make_schedule
 from framework.setup.components import make_train_loader
 from framework.setup.prepare_run import Prepared, prepare

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import framework
-from framework.data.labelled_text import LabelledText, build
+from framework.recipes.text.labelled_text import LabelledText, build
 
 
 def main(path: str | None = None, output_dir: str = "runs") -> dict[str, str]:

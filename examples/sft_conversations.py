@@ -18,7 +18,7 @@ def tiny_base(folder: Path) -> str:
     """Random weights in the place of a downloaded model, with the byte tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from framework.data.chat import TEMPLATE_OF_BYTES, open_tokenizer
+    from framework.recipes.text.chat import TEMPLATE_OF_BYTES, open_tokenizer
 
     if not (folder / "config.json").exists():
         sizes = {

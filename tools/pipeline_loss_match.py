@@ -14,7 +14,7 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
-from framework.data.prepare import prepare
+from framework.recipes.text.prepare import prepare
 from tests.engine.pipe_oracle import plain_run
 from tests.engine.test_pipeline import FOUR_RANKS, NUM_STEPS, TWO_RANKS, Case, train, values
 from tests.launched import series

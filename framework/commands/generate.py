@@ -23,12 +23,12 @@ from torch.nn.utils.rnn import pad_sequence
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.load import load_config
 from framework.config.run_config import RunConfig
-from framework.data.chat import Answers, open_tokenizer
 from framework.data.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
 from framework.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from framework.errors import EXIT_OK, ConfigError
-from framework.models.gpt import Past
+from framework.recipes.language_models.gpt import Past
 from framework.recipes.language_models.kinds import GPT
+from framework.recipes.text.chat import Answers, open_tokenizer
 from framework.recipes.text.kinds import Conversations, Text, TextPairs
 from framework.setup.trained import find_source, module_to_ask, saved_config
 from framework.system.arguments import CommandParser, whole

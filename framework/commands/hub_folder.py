@@ -15,9 +15,9 @@ from framework.checkpoint.huggingface import CONFIG
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.run_config import RunConfig
 from framework.config.training import CausalLM, Classification, MaskedLM
-from framework.data.chat import open_tokenizer, pad_of
 from framework.data.token_files import KEPT_TOKENIZER, TOKENIZER_FILE
 from framework.errors import ConfigError, counted
+from framework.recipes.text.chat import open_tokenizer, pad_of
 from framework.recipes.text.kinds import Conversations, LabelledText, Text, TextPairs
 from framework.system.files import replace_text
 from framework.system.log import warn

@@ -29,8 +29,6 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.commands.generate import add_sampling, sample, terms_of, tokenizer_of, tokens_of
 from framework.config.run_config import RunConfig
 from framework.config.training import CausalLM, Classification
-from framework.data.chat import Answers, open_tokenizer
-from framework.data.labelled_text import inputs_of
 from framework.data.token_files import KEPT_TOKENIZER
 from framework.data.tokenizer import Tokenizer
 from framework.engine.distributed import from_rank0, gather, process_group, rank
@@ -43,7 +41,9 @@ from framework.errors import (
     in_one_line,
 )
 from framework.recipes.image_sets.kinds import ImageFolder
+from framework.recipes.text.chat import Answers, open_tokenizer
 from framework.recipes.text.kinds import LabelledText
+from framework.recipes.text.labelled_text import inputs_of
 from framework.setup.components import load_task
 from framework.setup.trained import find_source, module_to_ask, saved_config
 from framework.system.arguments import CommandParser, whole
@@ -189,7 +189,10 @@ def read_sample(sample: Any, config: RunConfig) -> Any:
     """Read an image from its path, as the evaluation of the run reads it; other samples pass."""
     if not isinstance(sample, Path):
         return sample
-    from framework.data.image_sets import read_image, transform  # which import torchvision
+    from framework.recipes.image_sets.image_folder import (  # which import torchvision
+        read_image,
+        transform,
+    )
 
     assert isinstance(config.data, ImageFolder)
     to_tensor = transform(config.data.image_size, augment=False)

@@ -118,7 +118,7 @@ BUILT_IN: Final = (
     BuiltIn(
         "prepare",
         "turn text into numbered tokens: prepare INPUT... OUT_DIR",
-        "framework.data.prepare:main",
+        "framework.recipes.text.prepare:main",
         needs_torch=True,
     ),
     BuiltIn(

@@ -17,11 +17,11 @@ import torch
 from framework.cli import main
 from framework.commands.generate import as_text, find_gpt, sample
 from framework.config.load import config_from_values, load_config
-from framework.data.prepare import prepare
 from framework.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from framework.engine.weights import checkpoint_weights
 from framework.errors import FrameworkError, show_value
-from framework.models.gpt import GPT
+from framework.recipes.language_models.gpt import GPT
+from framework.recipes.text.prepare import prepare
 from framework.setup import trained
 from framework.setup.user_code import call_factory
 from tests.launched import ROOT, job_environment, rarely, read_metrics, train_cases

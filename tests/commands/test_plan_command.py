@@ -282,7 +282,7 @@ def test_a_model_of_ones_own_is_looked_at(
     by_name = json.loads(
         plan("ds_configs/quickstart.yaml", "--num_gpus", "2", "--json", capsys=capsys)
     )["memory"]
-    target = "model={target: 'framework.models.small_nets:LeNet'}"
+    target = "model={target: 'framework.recipes.image_models.small_nets:LeNet'}"
     found = json.loads(
         plan("ds_configs/quickstart.yaml", target, "--num_gpus", "2", "--json", capsys=capsys)
     )

@@ -12,7 +12,7 @@ from framework.commands.program import write_program
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError
-from framework.models.small_nets import LeNet
+from framework.recipes.image_models.small_nets import LeNet
 
 
 class Undecided(nn.Module):
@@ -56,7 +56,7 @@ def test_a_model_that_looks_at_its_numbers_is_refused_with_the_reason(tmp_path: 
 @pytest.mark.slow
 def test_a_chat_is_the_example_whether_rows_are_packed_or_not(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers comes with the dev extra")
-    from framework.models.gpt import GPT
+    from framework.recipes.language_models.gpt import GPT
 
     values = {"model": {"kind": "gpt"}, "task": {"kind": "causal_lm"}}
     config = config_from_values({**values, "data": {"kind": "conversations", "packing": True}})

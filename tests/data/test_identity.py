@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.data.prepare import prepare
 from framework.data.splits import tokens_sha256
-from framework.data.text_windows import TextWindows, build
 from framework.data.token_files import SpecialTokens
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError
+from framework.recipes.text.prepare import prepare
+from framework.recipes.text.windows import TextWindows, build
 
 
 def prepared(folder: Path, text: str) -> str:

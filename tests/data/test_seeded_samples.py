@@ -17,8 +17,8 @@ from framework.data.batches import (
     random_state_kept,
     seed_generators,
 )
-from framework.data.image_tensors import ImageTensors
 from framework.data.order import mix
+from framework.recipes.image_sets.image_tensors import ImageTensors
 
 
 class Dice(Dataset[Any]):

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from framework.data.prepare import prepare
 from framework.data.token_files import read_meta
 from framework.data.tokens import open_token_folder, verify_token_folder
 from framework.errors import ConfigError
+from framework.recipes.text.prepare import prepare
 
 FIX = "make it again with python -m framework prepare"
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from framework.data import text_pairs
-from framework.data.prepare import prepare
 from framework.data.token_files import SpecialTokens
 from framework.data.tokenizer import (
     SMALLEST_BPE,
@@ -22,6 +20,8 @@ from framework.data.tokenizer import (
 from framework.data.tokens import open_token_folder
 from framework.errors import ConfigError, show_value
 from framework.recipes.language_models.kinds import BERT, GPT
+from framework.recipes.text import pairs as text_pairs
+from framework.recipes.text.prepare import prepare
 
 tokenizers = pytest.importorskip(
     "tokenizers", reason="the package tokenizers is not installed: pip install -e '.[text]'"

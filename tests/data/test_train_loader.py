@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from framework.data.image_tensors import ImageTensors
 from framework.data.loaders import TrainLoader
 from framework.errors import ConfigError
+from framework.recipes.image_sets.image_tensors import ImageTensors
 from tests.data.loader_of import train_loader
 
 LAYOUT = {"global_size": 8, "micro_size": 2, "accumulation_steps": 2, "rank": 1, "world_size": 2}

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from framework.data.digits import build
 from framework.data.order import epoch_order
-from framework.models.small_nets import LeNet
+from framework.recipes.image_models.small_nets import LeNet
+from framework.recipes.image_sets.digits import build
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -14,8 +14,8 @@ import torch
 from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
 from framework.checkpoint.state.tensor_split import Split
 from framework.checkpoint.state.weight_files import LazyWeights
-from framework.data.prepare import prepare
 from framework.engine.weights import checkpoint_weights, find_weights
+from framework.recipes.text.prepare import prepare
 from tests.engine.test_pipeline import BERT, GPT, LLAMA, RESNET
 from tests.launched import ROOT, run_ranks
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from framework.data.digits import build
-from framework.models.small_nets import LeNet
+from framework.recipes.image_models.small_nets import LeNet
+from framework.recipes.image_sets.digits import build
 from tests.engine.oracle import MuonWithAdam, digit_batches, plain_losses
 from tests.launched import ROOT, fewer, hold_parts, rarely, read_metrics, series, train_cases
 from tests.train.monitors.sinks import check_all_sinks_agree, histograms_of, sinks

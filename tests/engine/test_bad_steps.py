@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from framework.checkpoint.names import STATE_KEY
-from framework.data.digits import build
 from framework.data.order import epoch_order
-from framework.models.small_nets import LeNet
+from framework.recipes.image_models.small_nets import LeNet
+from framework.recipes.image_sets.digits import build
 from tests.engine.oracle import digit_batches
 from tests.engine.test_resume import bits
 from tests.launched import read_metrics, series, train_cases

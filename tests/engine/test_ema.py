@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
-from framework.data.digits import build
 from framework.engine.weights import checkpoint_weights
-from framework.models.small_nets import LeNet
+from framework.recipes.image_models.small_nets import LeNet
+from framework.recipes.image_sets.digits import build
 from tests.engine.oracle import digit_batches
 from tests.engine.test_resume import bits
 from tests.launched import series, train_cases

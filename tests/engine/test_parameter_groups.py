@@ -11,7 +11,7 @@ from torch import nn
 from framework.config.base import Target
 from framework.config.optimizer import AdamW, Group
 from framework.engine.parameter_groups import parameter_groups
-from framework.models.resnet import SmallResNet18
+from framework.recipes.image_models.resnet import SmallResNet18
 
 MATRICES = AdamW(weight_decay=0.1, weight_decay_on="matrices")
 

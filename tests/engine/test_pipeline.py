@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from framework.data.prepare import prepare
+from framework.recipes.text.prepare import prepare
 from tests.engine.pipe_oracle import plain_run
 from tests.launched import fewer, hold_parts, rarely, read_metrics, series, train_cases
 from tests.train.monitors.sinks import check_all_sinks_agree, histograms_of, sinks

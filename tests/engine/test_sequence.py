@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework.data.prepare import prepare
+from framework.recipes.text.prepare import prepare
 from tests.engine.pipe_oracle import plain_run
 from tests.engine.test_resume import bits
 from tests.launched import fewer, rarely, read_metrics, series, train_cases

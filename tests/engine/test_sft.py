@@ -20,14 +20,14 @@ from framework.cli import main
 from framework.commands.export import export
 from framework.commands.generate import main as generate
 from framework.config.load import config_from_values
-from framework.data.conversations import build
 from framework.data.order import epoch_order
-from framework.data.text_rows import DOCUMENTED
 from framework.engine.weights import find_weights, put_weights
+from framework.recipes.text.conversations import build
+from framework.recipes.text.rows import DOCUMENTED
 from framework.setup.user_code import call_factory
-from tests.data.chats import CHATS, MARKED, write_chats, write_tokenizer
 from tests.engine.pipe_oracle import plain_run
 from tests.launched import fewer, series, train_cases
+from tests.recipes.text.chats import CHATS, MARKED, write_chats, write_tokenizer
 
 pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers", reason="transformers comes with the dev extra")

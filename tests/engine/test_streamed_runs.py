@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework.data.digits import build
+from framework.recipes.image_sets.digits import build
 from tests.engine.oracle import Batch, plain_losses
 from tests.launched import read_metrics, series, train_cases
 

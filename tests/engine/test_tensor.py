@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from framework.config.load import config_from_values
-from framework.data.prepare import prepare
+from framework.recipes.text.prepare import prepare
 from framework.setup.user_code import call_factory
 from tests.engine.pipe_oracle import plain_run
 from tests.launched import fewer, rarely, read_metrics, series, train_cases

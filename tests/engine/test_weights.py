@@ -23,9 +23,9 @@ from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.load import config_from_values
 from framework.data.batches import SeededSamples, WholeBatch
 from framework.data.order import epoch_order
-from framework.data.prepare import prepare
 from framework.engine.weights import checkpoint_weights, find_weights, put_weights
 from framework.errors import ConfigError, StorageError, show_value
+from framework.recipes.text.prepare import prepare
 from framework.setup.user_code import call_factory
 from framework.system.files import hash_file
 from framework.tasks.task import as_task

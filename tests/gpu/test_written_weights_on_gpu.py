@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import framework
-from framework.models.small_nets import LeNet
+from framework.recipes.image_models.small_nets import LeNet
 from tests.engine.oracle import digit_batches
 from tests.launched import series, train_cases_on_gpu
 

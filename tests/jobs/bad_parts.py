@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from framework.data.digits import build
+from framework.recipes.image_sets.digits import build
 
 
 class Poisoned(Dataset[tuple[torch.Tensor, int]]):

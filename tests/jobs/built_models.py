@@ -21,8 +21,8 @@ from torch import nn
 from framework.engine.distributed import gather, process_group, rank
 from framework.engine.model_build import build_model
 from framework.errors import ConfigError
-from framework.models.gpt import GPT
-from framework.models.resnet import resnet18
+from framework.recipes.image_models.resnet import resnet18
+from framework.recipes.language_models.gpt import GPT
 
 PLENTY, ONE_AT_A_TIME, TOO_LITTLE = 1 << 40, 2_600_000, 100
 

@@ -22,7 +22,7 @@ def build(image_size: int) -> Splits:
     """Digits. What reads them imports scikit-learn, a second of every process that needs another
     part.
     """
-    from framework.data import digits
+    from framework.recipes.image_sets import digits
 
     return digits.build(image_size)
 

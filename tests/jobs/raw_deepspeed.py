@@ -18,7 +18,7 @@ import torch.distributed
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from framework.engine.extensions import use_own_cache
-from framework.models.small_nets import MLP
+from framework.recipes.image_models.small_nets import MLP
 from tests.jobs.half_on_cpu import allow_fp16
 from tests.jobs.move_cases import KEYS, copies_of
 from tests.jobs.tied_net import TiedNet

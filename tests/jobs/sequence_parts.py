@@ -41,7 +41,7 @@ def window_llama() -> nn.Module:
 
 def tiny_gpt() -> nn.Module:
     """The GPT here, as a model of one's own."""
-    from framework.models.gpt import GPT
+    from framework.recipes.language_models.gpt import GPT
 
     sizes = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "mlp_size": 64}
     return GPT.of(vocab_size=261, max_positions=32, dropout=0.0, **sizes)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from framework.data.digits import build
+from framework.recipes.image_sets.digits import build
 
 
 class DigitStream:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from framework.models.bert import BERT
-from framework.models.gpt import GPT
+from framework.recipes.language_models.bert import BERT
+from framework.recipes.language_models.gpt import GPT
 
 IDS = torch.randint(0, 11, (4, 64), generator=torch.Generator().manual_seed(0))
 

@@ -12,7 +12,7 @@ from framework.config.training import Compile
 from framework.errors import ConfigError
 from framework.models.compilation import compile_model
 from framework.models.recomputation import with_recompute
-from framework.models.resnet import SmallResNet18
+from framework.recipes.image_models.resnet import SmallResNet18
 from tests.models.small_models import gpt, with_dropout
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from framework.config.model import MoE
 from framework.models.added_losses import collected_routings
 from framework.models.experts import MixtureOfExperts
-from framework.models.gpt import GPT
+from framework.recipes.language_models.gpt import GPT
 
 SIZE, TOKENS = 6, 24
 TINY: dict[str, Any] = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from framework.models.formats import channels_last
-from framework.models.resnet import SmallResNet18
+from framework.recipes.image_models.resnet import SmallResNet18
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from framework.models.small_nets import LeNet
+from framework.recipes.image_models.small_nets import LeNet
 
 
 def test_a_slice_shares_the_layers_and_computes_the_part() -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from framework.errors import ConfigError
 from framework.models.layers import Layer, LayeredModel, as_layers, recipes_only
-from framework.models.resnet import SmallResNet18
-from framework.models.small_nets import MLP, LeNet
+from framework.recipes.image_models.resnet import SmallResNet18
+from framework.recipes.image_models.small_nets import MLP, LeNet
 
 
 class Embedding(nn.Embedding):

@@ -6,8 +6,8 @@ from torch import nn
 
 from framework.config.training import Training
 from framework.models.prepare_model import prepare_model
-from framework.models.resnet import SmallResNet18
 from framework.models.sync_batch_norm import SyncBatchNorm
+from framework.recipes.image_models.resnet import SmallResNet18
 
 
 def test_batch_norms_keep_their_weights_and_names() -> None:

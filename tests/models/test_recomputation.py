@@ -13,7 +13,7 @@ from framework.config.training import Training
 from framework.errors import ConfigError
 from framework.models.layers import Layer, LayeredModel
 from framework.models.prepare_model import prepare_model
-from framework.models.resnet import SmallResNet18, resnet18
+from framework.recipes.image_models.resnet import SmallResNet18, resnet18
 from tests.models.small_models import IDS, bert, gpt, with_dropout
 
 MODELS: dict[str, Any] = {

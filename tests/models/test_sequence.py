@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from framework.errors import ConfigError
-from framework.models.bert import BERT
-from framework.models.gpt import GPT
 from framework.models.sequence import SequenceGroup, attend, first_position, share_attention
+from framework.recipes.language_models.bert import BERT
+from framework.recipes.language_models.gpt import GPT
 
 SIZES = {
     "hidden_size": 16,

@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from framework.config.training import positions_of_tile
-from framework.models.bert import BERT
-from framework.models.gpt import GPT
 from framework.models.tiled_loss import (
     TiledLoss,
     _half_precision_gradient,
@@ -23,6 +21,8 @@ from framework.models.tiled_loss import (
     tiled_loss,
     wanting_loss,
 )
+from framework.recipes.language_models.bert import BERT
+from framework.recipes.language_models.gpt import GPT
 
 TOKENS, POSITIONS, TILE = 99, (3, 37), 10
 SCALE = 0.37  # of the loss in a step

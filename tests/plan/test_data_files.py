@@ -11,7 +11,6 @@ import pytest
 
 from framework.cli import main
 from framework.config.run_config import RunConfig
-from framework.data.prepare import prepare
 from framework.errors import ConfigError
 from framework.launch import local
 from framework.launch.hosts.devices import LocalDevices
@@ -20,6 +19,7 @@ from framework.launch.node import check_node
 from framework.launch.options import LaunchOptions
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.recipes.text.prepare import prepare
 from framework.setup.pipeline_stages import describe
 
 CONFIG = """

@@ -185,7 +185,7 @@ def test_a_smaller_micro_batch_keeps_the_global_size() -> None:
 
 
 def test_an_own_model_is_not_guessed() -> None:
-    own = plan(model={"target": "framework.models.small_nets:LeNet"})
+    own = plan(model={"target": "framework.recipes.image_models.small_nets:LeNet"})
     found = explain(of("step-adamw"), own)
     assert (found.memory, found.fixes) == (None, ())
     assert found.unknown

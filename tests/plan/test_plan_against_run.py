@@ -99,7 +99,9 @@ def test_what_is_not_estimated_is_kept_as_measured(file: Path) -> None:
 
 
 def test_the_estimates_of_an_own_model_are_not_guessed() -> None:
-    own = config_from_values(GPT | {"model": {"target": "framework.models.small_nets:LeNet"}})
+    own = config_from_values(
+        GPT | {"model": {"target": "framework.recipes.image_models.small_nets:LeNet"}}
+    )
     assert estimates_here(make_plan(own, Cluster(device="cuda"))) is None
 
 

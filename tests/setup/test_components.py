@@ -19,10 +19,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
-from framework.data.prepare import prepare
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.recipes.text.prepare import prepare
 from framework.setup.components import Parts, gather_parts, make_train_loader
 from framework.setup.user_code import Objects, describe_objects
 from framework.tasks.task import Ratio, Task

@@ -18,9 +18,9 @@ import framework
 import framework.engine.metrics
 import framework.setup.start_point
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.data.prepare import prepare as prepare_text
 from framework.errors import ConfigError
 from framework.models.layers import Layer, LayeredModel
+from framework.recipes.text.prepare import prepare as prepare_text
 from framework.setup.pipeline_stages import cut_as_saved
 from framework.setup.prepare_run import Prepared, prepare
 from framework.setup.user_code import Objects

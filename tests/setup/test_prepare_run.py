@@ -19,10 +19,10 @@ from torch.utils.data import TensorDataset
 import framework
 from framework.checkpoint import resume_point
 from framework.config.load import config_from_values, load_with_source
-from framework.data.text_windows import TextWindows
 from framework.data.token_files import SpecialTokens
 from framework.data.tokens import Tokens
 from framework.errors import FrameworkError
+from framework.recipes.text.windows import TextWindows
 from framework.setup import prepare_run
 from framework.setup.prepare_run import prepare
 from framework.setup.user_code import Objects, config_with_objects

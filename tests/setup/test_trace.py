@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from framework.commands.torch_child import ask_child
 from framework.config.load import config_from_values
-from framework.models.gpt import GPT
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.plan.work import LayerWork, model_work
+from framework.recipes.language_models.gpt import GPT
 from framework.setup.components import Parts
 from framework.setup.trace import trace_work
 from framework.tasks.classification import Classification
@@ -213,7 +213,7 @@ def test_seven_billion_weights_are_not_allocated() -> None:
     config = config_from_values(
         {
             "model": {
-                "target": "framework.models.gpt:GPT.of",
+                "target": "framework.recipes.language_models.gpt:GPT.of",
                 "args": {**args, "bias": False, "tie_embeddings": False},
             },
             "data": {"kind": "text", "sequence_length": 4096},

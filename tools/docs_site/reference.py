@@ -53,6 +53,7 @@ _ROOMS: Final[Mapping[str, str]] = {
     "models": "Models of your own",
     "tasks": "Tasks",
     "data": "Data",
+    "recipes": "Shipped models and data",
     "engine": "Training",
     "train": "Run folder and metrics",
     "checkpoint": "Checkpoints",

@@ -11,7 +11,7 @@ from framework.config.model import Classifier
 class LeNet(Classifier):
     """LeNet-5 (LeCun et al. 1998) with ReLU and max pooling, as used on MNIST and Fashion-MNIST."""
 
-    builds: ClassVar[str] = "framework.models.small_nets:LeNet"
+    builds: ClassVar[str] = "framework.recipes.image_models.small_nets:LeNet"
     work: ClassVar[str] = "framework.recipes.image_models.work:layers_of"
     kind: Literal["lenet"] = "lenet"
     image_size: Literal[28, 32] = 28
@@ -23,7 +23,7 @@ class SmallResNet18(Classifier):
     Fashion-MNIST literature.
     """
 
-    builds: ClassVar[str] = "framework.models.resnet:SmallResNet18"
+    builds: ClassVar[str] = "framework.recipes.image_models.resnet:SmallResNet18"
     work: ClassVar[str] = "framework.recipes.image_models.work:layers_of"
     has_batch_norm: ClassVar[bool] = True
     kind: Literal["small_resnet18"] = "small_resnet18"
@@ -40,7 +40,7 @@ class _TorchvisionResNet(Classifier):
 class ResNet18(_TorchvisionResNet):
     """torchvision's ResNet-18 (7x7 stem), untrained."""
 
-    builds: ClassVar[str] = "framework.models.resnet:resnet18"
+    builds: ClassVar[str] = "framework.recipes.image_models.resnet:resnet18"
     work: ClassVar[str] = "framework.recipes.image_models.work:layers_of"
     kind: Literal["resnet18"] = "resnet18"
 
@@ -48,7 +48,7 @@ class ResNet18(_TorchvisionResNet):
 class ResNet50(_TorchvisionResNet):
     """torchvision's ResNet-50 (7x7 stem), untrained."""
 
-    builds: ClassVar[str] = "framework.models.resnet:resnet50"
+    builds: ClassVar[str] = "framework.recipes.image_models.resnet:resnet50"
     work: ClassVar[str] = "framework.recipes.image_models.work:layers_of"
     kind: Literal["resnet50"] = "resnet50"
 
@@ -56,7 +56,7 @@ class ResNet50(_TorchvisionResNet):
 class MLP(Classifier):
     """Multi-layer perceptron on flattened images: linear, ReLU, dropout, repeated."""
 
-    builds: ClassVar[str] = "framework.models.small_nets:MLP"
+    builds: ClassVar[str] = "framework.recipes.image_models.small_nets:MLP"
     work: ClassVar[str] = "framework.recipes.image_models.work:layers_of"
     has_convolutions: ClassVar[bool] = False
     kind: Literal["mlp"] = "mlp"

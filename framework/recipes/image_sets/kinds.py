@@ -20,7 +20,7 @@ class Digits(_Images):
     download.
     """
 
-    builds: ClassVar[str] = "framework.data.digits:build"
+    builds: ClassVar[str] = "framework.recipes.image_sets.digits:build"
     kind: Literal["digits"] = "digits"
     image_size: Literal[8, 28, 32] = 28
     """Height and width in pixels that the 8x8 originals are enlarged to."""
@@ -37,7 +37,7 @@ class FashionMNIST(_Images):
     torchvision.
     """
 
-    builds: ClassVar[str] = "framework.data.torchvision_sets:fashion_mnist"
+    builds: ClassVar[str] = "framework.recipes.image_sets.torchvision_sets:fashion_mnist"
     kind: Literal["fashion_mnist"] = "fashion_mnist"
     root: str = "data"
     """Folder that holds (or will hold) torchvision's ``FashionMNIST/raw``."""
@@ -58,7 +58,7 @@ class CIFAR10(_Images):
     torchvision.
     """
 
-    builds: ClassVar[str] = "framework.data.torchvision_sets:cifar10"
+    builds: ClassVar[str] = "framework.recipes.image_sets.torchvision_sets:cifar10"
     kind: Literal["cifar10"] = "cifar10"
     root: str = "data"
     """Folder that holds (or will hold) torchvision's ``cifar-10-batches-py``."""
@@ -79,7 +79,7 @@ class ImageFolder(_Images):
     ``<root>/val/<class>/*``.
     """
 
-    builds: ClassVar[str] = "framework.data.image_sets:build"
+    builds: ClassVar[str] = "framework.recipes.image_sets.image_folder:build"
     looks_at_files: ClassVar[str] = "framework.recipes.image_sets.files:look_at_folders"
     kind: Literal["image_folder"] = "image_folder"
     root: str
@@ -104,7 +104,7 @@ class SyntheticImages(_Images):
     learning.
     """
 
-    builds: ClassVar[str] = "framework.data.synthetic:build"
+    builds: ClassVar[str] = "framework.recipes.image_sets.synthetic:build"
     kind: Literal["synthetic_images"] = "synthetic_images"
     num_samples: PositiveCount = 10_000
     """Training samples."""

@@ -109,7 +109,7 @@ class GPT(LanguageModel):
     al. 2023).
     """
 
-    builds: ClassVar[str] = "framework.models.gpt:GPT.of"
+    builds: ClassVar[str] = "framework.recipes.language_models.gpt:GPT.of"
     work: ClassVar[str] = "framework.recipes.language_models.work:gpt"
     reads_packed_rows: ClassVar[bool] = True
     sizes: ClassVar[Mapping[str, Size]] = GPT_SIZES
@@ -159,7 +159,7 @@ class BERT(LanguageModel):
     sentence; or for classes.
     """
 
-    builds: ClassVar[str] = "framework.models.bert:BERT.of"
+    builds: ClassVar[str] = "framework.recipes.language_models.bert:BERT.of"
     work: ClassVar[str] = "framework.recipes.language_models.work:bert"
     sizes: ClassVar[Mapping[str, Size]] = BERT_SIZES
     kind: Literal["bert"] = "bert"

@@ -32,7 +32,7 @@ class Text(_Text):
     end token.
     """
 
-    builds: ClassVar[str] = "framework.data.text_windows:build"
+    builds: ClassVar[str] = "framework.recipes.text.windows:build"
     kind: Literal["text"] = "text"
     sequence_length: PositiveCount = 256
     """Tokens per sample."""
@@ -46,7 +46,7 @@ class TextPairs(_Text):
     hidden tokens to guess.
     """
 
-    builds: ClassVar[str] = "framework.data.text_pairs:build"
+    builds: ClassVar[str] = "framework.recipes.text.pairs:build"
     kind: Literal["text_pairs"] = "text_pairs"
     sequence_length: CountFromEight = 128
     """Tokens per sample, the three special ones included."""
@@ -88,7 +88,7 @@ class Conversations(_Labelled):
     fine-tuning.
     """
 
-    builds: ClassVar[str] = "framework.data.conversations:build"
+    builds: ClassVar[str] = "framework.recipes.text.conversations:build"
     kind: Literal["conversations"] = "conversations"
     path: str | None = None
     """JSON lines of ``messages`` ({role, content}), of ``prompt`` and ``completion``, or of
@@ -114,7 +114,7 @@ class LabelledText(_Labelled):
     ``input_ids``.
     """
 
-    builds: ClassVar[str] = "framework.data.labelled_text:build"
+    builds: ClassVar[str] = "framework.recipes.text.labelled_text:build"
     kind: Literal["labelled_text"] = "labelled_text"
     path: str | None = None
     """Rows of ``.jsonl`` or ``.csv``; left out: sentences of the documentation of Python's own

@@ -44,7 +44,7 @@ def missing(target: str, section: str = "model", **more: Any) -> list[str]:
         "pydantic.fields",
         "torch.nn",
         "torchvision.models",
-        "framework.models.small_nets",
+        "framework.recipes.image_models.small_nets",
         "train",
     ],
 )

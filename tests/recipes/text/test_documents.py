@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from framework.data import documents
-from framework.data.documents import (
+from framework.errors import ConfigError
+from framework.recipes.text import documents
+from framework.recipes.text.documents import (
     ReadOptions,
     TextPiece,
     carriage_returns,
     input_size,
     read_documents,
 )
-from framework.errors import ConfigError
 
 BYTES, UTF8 = ReadOptions(utf8=False), ReadOptions(utf8=True)
 

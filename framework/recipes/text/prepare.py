@@ -16,18 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Final, TextIO
 
-from framework.data.documents import (
-    Format,
-    ReadOptions,
-    TextPiece,
-    carriage_returns,
-    files_in_folders,
-    input_size,
-    is_json_lines,
-    read_documents,
-)
 from framework.data.token_files import PART_WORDS, Meta
-from framework.data.token_writer import FolderWriter, made_aside
 from framework.data.tokenizer import (
     SMALLEST_BPE,
     ByteTokenizer,
@@ -37,6 +26,17 @@ from framework.data.tokenizer import (
 )
 from framework.data.tokens import verify_token_folder
 from framework.errors import EXIT_OK, ConfigError, StorageError
+from framework.recipes.text.documents import (
+    Format,
+    ReadOptions,
+    TextPiece,
+    carriage_returns,
+    files_in_folders,
+    input_size,
+    is_json_lines,
+    read_documents,
+)
+from framework.recipes.text.token_writer import FolderWriter, made_aside
 from framework.system.arguments import CommandParser
 from framework.system.stopping import ending_in_good_order
 

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
 
-from framework.data.image_sets import build
 from framework.errors import ConfigError, TrainingError
+from framework.recipes.image_sets.image_folder import build
 from tests.data.loader_of import train_loader
 from tests.ranks_of_host import on_ranks
 

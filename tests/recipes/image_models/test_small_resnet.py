@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from framework.models.resnet import BasicBlock, SmallResNet18
+from framework.recipes.image_models.resnet import BasicBlock, SmallResNet18
 
 
 @pytest.mark.parametrize(("in_channels", "expected"), [(3, 11_173_962), (1, 11_172_810)])

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from framework.data.text_rows import questions
 from framework.data.tokenizer import train_bpe
+from framework.recipes.text.rows import questions
 
 _HEAD = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
 _TAIL = (

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from framework.data.chat import (
+from framework.data.splits import Splits
+from framework.data.tokens import Tokens
+from framework.errors import ConfigError, counted
+from framework.recipes.text.chat import (
     TEMPLATE_OF_BYTES,
     Message,
     open_tokenizer,
@@ -21,10 +24,7 @@ from framework.data.chat import (
     tokenized,
     vocab_size_of,
 )
-from framework.data.splits import Splits
-from framework.data.text_rows import Row, dealt, questions
-from framework.data.tokens import Tokens
-from framework.errors import ConfigError, counted
+from framework.recipes.text.rows import Row, dealt, questions
 from framework.system.host_value import HostValue, made_once_on_host
 
 NO_TARGET: Final = -100

@@ -9,13 +9,13 @@ import torch
 
 from framework.data.batches import DrawsFromSeeds, SeededSamples, WholeBatch
 from framework.data.loaders import EvalLoader
-from framework.data.prepare import prepare
-from framework.data.text_pairs import TextPairs, build
 from framework.data.token_files import SpecialTokens
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError, show_value
+from framework.recipes.text.pairs import TextPairs, build
+from framework.recipes.text.prepare import prepare
 from tests.data.loader_of import train_loader
-from tests.data.text_samples import SPECIAL, VOCAB_SIZE, many_documents, tokens_of
+from tests.recipes.text.text_samples import SPECIAL, VOCAB_SIZE, many_documents, tokens_of
 
 LENGTH = 32
 DOCUMENTS = many_documents(40, longest=400)

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 from framework.cli import main
-from framework.data import documents
-from framework.data.documents import TextPiece
-from framework.data.prepare import Progress, prepare
 from framework.data.tokens import Corpus, Tokens, open_token_folder, verify_token_folder
 from framework.errors import ConfigError, StorageError
-from tests.data.text_samples import many_documents
+from framework.recipes.text import documents
+from framework.recipes.text.documents import TextPiece
+from framework.recipes.text.prepare import Progress, prepare
 from tests.places import ROOT
+from tests.recipes.text.text_samples import many_documents
 
 
 def texts_of(part: Tokens | None, end: int = 256) -> list[bytes]:
@@ -322,7 +322,7 @@ def test_a_folder_that_was_filled_meanwhile_stays(
     (tmp_path / "a.txt").write_bytes(b"text")
     prepare([str(tmp_path / "a.txt")], str(tmp_path / "out"))
     before = (tmp_path / "out/meta.json").stat()
-    monkeypatch.setattr("framework.data.prepare._refuse_used_folder", lambda out: None)
+    monkeypatch.setattr("framework.recipes.text.prepare._refuse_used_folder", lambda out: None)
     with pytest.raises(
         StorageError, match=r"cannot be written \(.*not empty\) \[text-not-written\]"
     ):

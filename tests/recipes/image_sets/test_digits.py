@@ -5,8 +5,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from framework.data.digits import build
-from framework.data.image_tensors import ImageTensors
+from framework.recipes.image_sets.digits import build
+from framework.recipes.image_sets.image_tensors import ImageTensors
 from framework.recipes.image_sets.kinds import Digits
 
 

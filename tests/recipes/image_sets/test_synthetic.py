@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from framework.data.image_tensors import ImageTensors
-from framework.data.synthetic import SyntheticImages, build
+from framework.recipes.image_sets.image_tensors import ImageTensors
+from framework.recipes.image_sets.synthetic import SyntheticImages, build
 
 SMALL = {"image_size": 5, "channels": 2, "num_classes": 3}
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.data.labelled_text import LabelledText, build
 from framework.errors import ConfigError
-from tests.data.chats import PLAIN, write_tokenizer
+from framework.recipes.text.labelled_text import LabelledText, build
+from tests.recipes.text.chats import PLAIN, write_tokenizer
 
 pytest.importorskip("transformers", reason="transformers comes with the dev extra")
 

@@ -16,9 +16,9 @@ from filelock import FileLock
 from torch import Tensor
 from torchvision.datasets import CIFAR10, FashionMNIST  # type: ignore[import-untyped]
 
-from framework.data.image_tensors import ImageTensors
 from framework.data.splits import Splits
 from framework.errors import ConfigError, in_one_line
+from framework.recipes.image_sets.image_tensors import ImageTensors
 
 _NUM_CLASSES: Final = 10
 _SILENT_SERVER_SECONDS: Final = 60.0

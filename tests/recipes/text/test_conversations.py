@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from framework.data.conversations import Conversations, best_fit, build
 from framework.errors import ConfigError
-from framework.models.gpt import GPT
+from framework.recipes.language_models.gpt import GPT
+from framework.recipes.text.conversations import Conversations, best_fit, build
 from framework.tasks.causal_lm import CausalLM
-from tests.data.chats import CHATS, FORGETS, MARKED, PLAIN, write_chats, write_tokenizer
 from tests.launched import job_environment
+from tests.recipes.text.chats import CHATS, FORGETS, MARKED, PLAIN, write_chats, write_tokenizer
 
 ANSWERS = [
     [message["content"] for message in chat if message["role"] == "assistant"] for chat in CHATS
@@ -268,7 +268,7 @@ def test_the_documentation_of_python_makes_conversations() -> None:
 @pytest.mark.slow
 def test_the_documentation_is_the_same_in_every_process() -> None:
     """Or no rank would have the samples of another, and no run could go on."""
-    program = "import sys; from framework.data.text_rows import *; print(list(questions()), list(sentences()))"
+    program = "import sys; from framework.recipes.text.rows import *; print(list(questions()), list(sentences()))"
     printed = [
         subprocess.run(
             [sys.executable, "-c", program],

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from framework.models.small_nets import MLP
+from framework.recipes.image_models.small_nets import MLP
 
 
 def test_has_one_linear_layer_per_hidden_size_and_one_for_the_classes() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.models.gpt import GPT, GPTShape, rotate
 from framework.models.layers import LayeredModel, as_layers, recipes_only
+from framework.recipes.language_models.gpt import GPT, GPTShape, rotate
 
 GPT2_LIKE: dict[str, Any] = {
     "vocab_size": 11,

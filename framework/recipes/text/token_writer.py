@@ -13,10 +13,10 @@ from typing import Final, Literal
 
 import numpy as np
 
-from framework.data.documents import TextPiece
 from framework.data.token_files import META_FILE, FileFacts, Meta, PartFacts, PartName
 from framework.data.tokenizer import Tokenizer
 from framework.data.tokens import EvaluationShare, MappedFrom, Numbers, map_tokens
+from framework.recipes.text.documents import TextPiece
 from framework.system.files import hash_file, write_new
 
 _BLOCK: Final = 1 << 20

@@ -8,7 +8,7 @@ import torchvision
 from torch import nn
 
 from framework.models.layers import LayeredModel, as_layers
-from framework.models.resnet import resnet18, resnet50
+from framework.recipes.image_models.resnet import resnet18, resnet50
 
 
 def num_parameters(model: torch.nn.Module) -> int:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from framework.models.small_nets import LeNet
+from framework.recipes.image_models.small_nets import LeNet
 
 
 def num_parameters(model: torch.nn.Module) -> int:

@@ -15,7 +15,6 @@ import torch
 from framework.data.batches import WholeBatch
 from framework.data.order import Seeds, mix
 from framework.data.splits import Splits
-from framework.data.text_windows import TextSamples, open_corpus, text_splits
 from framework.data.token_files import (
     PART_WORDS,
     PREPARE,
@@ -26,6 +25,7 @@ from framework.data.token_files import (
 )
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError, Problem
+from framework.recipes.text.windows import TextSamples, open_corpus, text_splits
 
 Ints = npt.NDArray[np.int64]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from framework.data.image_tensors import ImageTensors
 from framework.data.order import mix
+from framework.recipes.image_sets.image_tensors import ImageTensors
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from framework.data.chat import open_tokenizer, vocab_size_of
 from framework.data.splits import Splits
-from framework.data.text_rows import Row, dealt, sentences
 from framework.errors import ConfigError
+from framework.recipes.text.chat import open_tokenizer, vocab_size_of
+from framework.recipes.text.rows import Row, dealt, sentences
 
 _INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 

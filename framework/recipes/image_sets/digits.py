@@ -14,8 +14,8 @@ from sklearn.model_selection import train_test_split  # type: ignore[import-unty
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from framework.data.image_tensors import ImageTensors
 from framework.data.splits import Splits
+from framework.recipes.image_sets.image_tensors import ImageTensors
 
 NUM_EVALUATION: Final = 360
 _SPLIT_SEED: Final = 0

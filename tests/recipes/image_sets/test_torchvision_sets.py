@@ -17,10 +17,10 @@ import pytest
 import torch
 from torchvision.datasets import CIFAR10, FashionMNIST
 
-from framework.data.image_tensors import ImageTensors
 from framework.data.splits import Splits
-from framework.data.torchvision_sets import cifar10, fashion_mnist
 from framework.errors import ConfigError, show_value
+from framework.recipes.image_sets.image_tensors import ImageTensors
+from framework.recipes.image_sets.torchvision_sets import cifar10, fashion_mnist
 
 RAW = Path("FashionMNIST") / "raw"
 FILES = [

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from framework.data.prepare import prepare
-from framework.data.text_windows import TextWindows, build
 from framework.errors import ConfigError
+from framework.recipes.text.prepare import prepare
+from framework.recipes.text.windows import TextWindows, build
 from tests.data.loader_of import train_loader
-from tests.data.text_samples import SPECIAL, VOCAB_SIZE, many_documents, tokens_of
+from tests.recipes.text.text_samples import SPECIAL, VOCAB_SIZE, many_documents, tokens_of
 
 
 def windows_of(*documents: bytes, length: int) -> TextWindows:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.models.bert import BERT
 from framework.models.layers import as_layers, recipes_only
+from framework.recipes.language_models.bert import BERT
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 13,
