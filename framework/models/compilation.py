@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,10 +61,10 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules with siblings of their class; torch's own classes do not
     count.
     """
-    classes = [type(child) for child in model.children()]
-    block_classes = [cls for cls in classes if not cls.__module__.startswith("torch.nn.")]
+    counts = Counter(map(type, model.children()))
     for child in model.children():
-        if block_classes.count(type(child)) > 1:
+        is_torchs = type(child).__module__.startswith("torch.nn.")
+        if counts[type(child)] > 1 and not is_torchs:
             yield child
         else:
             yield from _blocks(child)

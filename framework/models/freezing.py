@@ -43,4 +43,8 @@ def frozen_names(names: Iterable[str], entries: Sequence[FreezeEntry]) -> set[st
     names = list(names)
     refuse_bad_freeze(names, entries)
     patterns = always_frozen(entries)
-    return {name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns)}
+    frozen = set()
+    for name in names:
+        if any(re.fullmatch(pattern, name) for pattern in patterns):
+            frozen.add(name)
+    return frozen

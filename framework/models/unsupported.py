@@ -5,7 +5,7 @@ does not name them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Final
 
 import torch
@@ -39,8 +39,10 @@ def refuse_unsupported(model: nn.Module, config: RunConfig, *, prefix: str = "")
 
 
 def _lazy_weights(model: nn.Module, prefix: str) -> Iterator[Problem]:
-    names = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    names += [name for name, buffer in model.named_buffers() if is_lazy(buffer)]
+    names = []
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            names.append(name)
     if names:
         yield Problem(
             "lazy-weight",

@@ -398,7 +398,9 @@ def test_the_command_without_numpy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)
-    for name in [name for name in sys.modules if name.startswith("framework.data.")]:
+    for name in [
+        name for name in sys.modules if name.startswith(("framework.data.", "framework.recipes."))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     assert run("a.txt", "out") == 78
     line = (
