@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final
 
-from framework.errors import FrameworkError, explaining, printable
+from framework.errors import FrameworkError, Problem, explaining
 
 _WORKER: Final = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\)"
 _END: Final = r"(is killed by signal: ([\w ]+)|exited unexpectedly)"
@@ -28,17 +28,16 @@ _NO_WAY_OUT_KNOWN: Final = (
 _FROM_WORKER: Final = re.compile(r"Caught \w+ in ")
 
 
-def death_of_worker(error: BaseException) -> str:
-    """Return one line with a way out, if torch's error reports the end of a worker; empty
-    otherwise.
+def death_of_worker(error: BaseException) -> Problem | None:
+    """Return the failure with a way out, if torch's error reports the end of a worker, else
+    None.
     """
     dead = _dead_worker(error)
     if not dead:
-        return ""
+        return None
     way_out = _WAYS_OUT.get((dead[2] or "").strip(), _NO_WAY_OUT_KNOWN)
-    return (
-        f"a worker that reads the data {printable(dead[1].strip())}: {way_out} [data-worker-ended]"
-    )
+    reason = f"a worker that reads the data {dead[1].strip()}: {way_out}"
+    return Problem("data-worker-ended", reason)
 
 
 def _dead_worker(error: BaseException) -> re.Match[str] | None:

@@ -27,6 +27,7 @@ from framework.engine.spread_weights import written_while_spread
 from framework.errors import (
     ConfigError,
     FrameworkError,
+    Problem,
     TrainingError,
     in_one_line,
     printable,
@@ -82,18 +83,18 @@ def explain(error: Exception, *, logs: Path, plan: Plan | None) -> FrameworkErro
 
 
 def _known_error(error: Exception, *, plan: Plan | None) -> TrainingError | None:
-    line = known_failure(error, plan)
-    if not line:
+    problem = known_failure(error, plan)
+    if problem is None:
         return None
-    is_of_one_rank = claims_error_report(line.rpartition("[")[2])
+    is_of_one_rank = claims_error_report(problem.kind)
     return TrainingError(
-        f"rank {os.environ.get('RANK', '0')}: {line}", is_of_one_rank=is_of_one_rank
+        f"rank {os.environ.get('RANK', '0')}: {problem}", is_of_one_rank=is_of_one_rank
     )
 
 
-def known_failure(error: BaseException, plan: Plan | None = None) -> str:
-    """Return one line with the event, the fix and the kind of a known failure; empty for other
-    errors. A plan adds the largest parts of the memory in use.
+def known_failure(error: BaseException, plan: Plan | None = None) -> Problem | None:
+    """Return the event, the fix and the kind of a known failure; None for other errors. A plan adds
+    the largest parts of the memory in use.
     """
     lack = _lack_of_memory(error)
     if lack == "device":
@@ -101,27 +102,25 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> str:
         if _is_from_evaluation(error):
             fix = _SMALLER_EVALUATION
         shortage = _described_shortage(lack, error, plan)
-        return f"the device has no memory left{shortage}; {fix} [out-of-memory]"
+        return Problem("out-of-memory", f"the device has no memory left{shortage}", fix)
     refusal = failure_of_compiler(error) or failure_of_torch_compile(error)
     refusal = refusal or weight_made_late(error)
     if refusal is not None:
-        return str(refusal)
+        return refusal.problems[0]
     written = written_while_spread(error, place=_place(error))
-    if written:
+    if written is not None:
         return written
     if isinstance(error, RuntimeError):
-        line = _torch_failure(str(error))
-        if line:
-            return line
+        failure = _torch_failure(str(error))
+        if failure is not None:
+            return failure
     if lack == "host":
         shortage = _described_shortage(lack, error, plan)
-        return (
-            f"the host has no memory left for this process{shortage}; {_SMALLER_ON_HOST} "
-            "[out-of-host-memory]"
-        )
+        reason = f"the host has no memory left for this process{shortage}"
+        return Problem("out-of-host-memory", reason, _SMALLER_ON_HOST)
     if isinstance(error, RuntimeError):
         return death_of_worker(error)
-    return ""
+    return None
 
 
 def _lack_of_memory(error: BaseException) -> str:
@@ -141,25 +140,25 @@ def _lack_of_memory(error: BaseException) -> str:
     return ""
 
 
-def _torch_failure(message: str) -> str:
-    """Explain the message of a RuntimeError of torch; empty for other messages."""
+def _torch_failure(message: str) -> Problem | None:
+    """Explain the message of a RuntimeError of torch; None for other messages."""
     operation = _NOT_DETERMINISTIC.search(message)
     if operation:
-        return (
-            f"{printable(operation[1])} gives other bits in every run on this device; set "
-            "training.deterministic: false, or use another operation [not-deterministic]"
-        )
+        reason = f"{operation[1]} gives other bits in every run on this device"
+        fix = "set training.deterministic: false, or use another operation"
+        return Problem("not-deterministic", reason, fix)
     operation = _ANOMALY.search(message)
     if operation:
+        reason = f"the gradient of {operation[1]} is NaN"
         place = "the warning above has the line of the forward pass, the last one that is yours"
-        return f"the gradient of {operation[1]} is NaN; {place} [gradient-not-finite]"
+        return Problem("gradient-not-finite", reason, place)
     if _SPARSE.search(message):
-        return (
-            "a gradient is sparse, which DeepSpeed takes at zero.stage 0 alone; build the "
-            "embedding, or call embedding(), with sparse=False (the numbers are the same) "
-            "[sparse-gradient]"
+        reason = "a gradient is sparse, which DeepSpeed takes at zero.stage 0 alone"
+        fix = (
+            "build the embedding, or call embedding(), with sparse=False (the numbers are the same)"
         )
-    return ""
+        return Problem("sparse-gradient", reason, fix)
+    return None
 
 
 def weight_made_late(error: BaseException) -> ConfigError | None:

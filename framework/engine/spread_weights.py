@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from framework.checkpoint.state.weight_names import Names
 from framework.engine.weight_sums import bit_sum, differing_positions
+from framework.errors import Problem
 
 # Torch leaves these before it looks at memory, where a tensor has no elements
 # (aten/src/ATen/native/Distributions.cpp), and on GPUs those for lists of tensors
@@ -293,16 +294,16 @@ def _unwatch_silent_writes() -> None:
             setattr(owner, name, write)
 
 
-def written_while_spread(error: BaseException, *, place: str = "") -> str:
-    """Explain an error of code that writes into a weight which stage 3 has spread; empty for other
+def written_while_spread(error: BaseException, *, place: str = "") -> Problem | None:
+    """Explain an error of code that writes into a weight which stage 3 has spread; None for other
     errors. `place` is the line of that code.
     """
     message = str(error)
     if not isinstance(error, RuntimeError) or not _spread_names:
-        return ""
+        return None
     loaded = _LOADED.search(message)
     if not loaded and _UNREACHABLE not in message:
-        return ""
+        return None
     names = list[str]()
     if loaded:
         names.append(loaded[1])
@@ -314,12 +315,15 @@ def written_while_spread(error: BaseException, *, place: str = "") -> str:
         weight = f"weight {' or '.join(unique[:2])}"
     else:
         weight = "a weight"
-    return (
+    reason = (
         f"{weight} is written, or read by its address,{place} while ZeRO stage 3 has spread it "
-        "over the ranks; do it within state.gathered() of a callback or engine.gathered() of a "
-        "loop of your own, keep what forward moves in a buffer, or set zero.stage: 2 "
-        "[weight-written]"
+        "over the ranks"
     )
+    fix = (
+        "do it within state.gathered() of a callback or engine.gathered() of a loop of your own, "
+        "keep what forward moves in a buffer, or set zero.stage: 2"
+    )
+    return Problem("weight-written", reason, fix)
 
 
 def _names_in(value: Any) -> list[str]:

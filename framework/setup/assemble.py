@@ -229,7 +229,10 @@ def _explained_write(error: Exception) -> str:
     """Explain an error of a callback that writes into a weight which stage 3 has spread."""
     from framework.engine.spread_weights import written_while_spread
 
-    return written_while_spread(error)
+    problem = written_while_spread(error)
+    if problem is None:
+        return ""
+    return str(problem)
 
 
 def make_callbacks(engine: Engine, prepared: Prepared) -> Callbacks:

@@ -114,7 +114,7 @@ def test_other_errors_stay_as_they_are() -> None:
 def test_torch_says_that_the_host_is_full_as_it_is_known() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**52, dtype=torch.uint8)
-    assert known_failure(caught.value).endswith("[out-of-host-memory]")
+    assert str(known_failure(caught.value)).endswith("[out-of-host-memory]")
 
 
 @pytest.mark.slow

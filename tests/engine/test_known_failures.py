@@ -100,7 +100,7 @@ def test_what_is_known_has_a_way_out(error: Exception, stated: str) -> None:
 def test_the_signal_is_named_also_where_torch_has_forgotten_it() -> None:
     error = RuntimeError("DataLoader worker (pid(s) 17) exited unexpectedly")
     error.__cause__ = RuntimeError(f"{DEAD}Killed. ")
-    assert "killed by signal: Killed" in known_failure(error)
+    assert "killed by signal: Killed" in str(known_failure(error))
 
 
 def test_a_weight_that_zero_does_not_know_is_named() -> None:
@@ -124,7 +124,7 @@ def test_an_evaluation_has_a_batch_size_of_its_own() -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised:
         scope["evaluate"]()  # type: ignore[operator]
     assert (
-        known_failure(raised.value)
+        str(known_failure(raised.value))
         == "the device has no memory left; set a smaller evaluation.batch_size [out-of-memory]"
     )
 

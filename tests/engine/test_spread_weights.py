@@ -6,5 +6,5 @@ from framework.engine.spread_weights import written_while_spread
 
 
 def test_errors_that_are_not_of_spread_weights_are_not_explained() -> None:
-    assert written_while_spread(RuntimeError("Cannot access data pointer of Tensor")) == ""
-    assert written_while_spread(ValueError("size mismatch for a")) == ""
+    assert written_while_spread(RuntimeError("Cannot access data pointer of Tensor")) is None
+    assert written_while_spread(ValueError("size mismatch for a")) is None
