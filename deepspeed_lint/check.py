@@ -59,7 +59,8 @@ def check_document(
         document_as_read, release=target.release, topology=target.topology, reader=reader
     )
     problems = without_placeholders(problems, file=document.name)
-    all_notes = [*release_note(document.name, target.release), *notes]
+    all_notes = list(release_note(document.name, target.release))
+    all_notes += notes
     if assumed_reader is not None:
         all_notes.append(assumed_reader)
     if reader == "deepspeed":

@@ -268,7 +268,7 @@ class ConfigError(FrameworkError):
         line: int = 0,
         column: int = 0,
     ) -> ConfigError:
-        """Make the error of one problem; the arguments are those of `Problem`."""
+        """Make the error of one problem; the arguments are `Problem`'s."""
         return cls(Problem(kind, reason, fix, key, value, file, line, column))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...] | str]]:

@@ -97,7 +97,9 @@ def _find_keys(table: KeyTable, word: str) -> Iterator[Key]:
     """Yield the key of a path; of a path that this release does not read, as the last release that
     did; or the keys with this name in any section.
     """
-    for candidate in (table, *map(load_table, reversed(known_releases()))):
+    candidates = [table]
+    candidates += map(load_table, reversed(known_releases()))
+    for candidate in candidates:
         key = candidate.get(word)
         if key is not None:
             yield key
@@ -177,7 +179,9 @@ def _type(key: Key) -> str:
         choices = list(key.types)
     if key.nullable:
         choices.append("null")
-    return ", ".join([" or ".join(choices), *_limits(key)])
+    parts = [" or ".join(choices)]
+    parts += _limits(key)
+    return ", ".join(parts)
 
 
 def _limits(key: Key) -> Iterator[str]:
@@ -189,7 +193,7 @@ def _limits(key: Key) -> Iterator[str]:
 
 @cache
 def _kinds() -> dict[str, dict[str, str]]:
-    """Return what is known of each kind: those by hand, and those of the rows of rules."""
+    """Return what is known of each kind, by hand or from the row of a rule."""
     sources = {rule.__name__.replace("_", "-"): rule.__doc__ for rule in ALL}
     kinds: dict[str, dict[str, str]] = {}
     by_hand = json.loads((TABLES / "kinds.json").read_text(encoding="utf-8"))
@@ -204,7 +208,7 @@ def _kinds() -> dict[str, dict[str, str]]:
 
 
 def _of_row(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return severity, meaning and fix of a row of rules, whose cases may differ in each."""
+    """Return severity, meaning and fix of a row of rules; its cases may differ in each."""
     cases = [{**row, **case} for case in row.get("cases", [{}])]
     severities = dict.fromkeys(case.get("severity", "error") for case in cases)
     meanings = dict.fromkeys(f"{case['key']}: {case['reason']}" for case in cases)

@@ -118,7 +118,7 @@ class Key:
     @property
     def knows_auto(self) -> bool:
         """Check whether "auto" is a value of DeepSpeed's own."""
-        return "auto" in (self.default, *self.enum, *self.examples)
+        return self.default == "auto" or "auto" in self.enum + self.examples
 
 
 class KeyTable:
@@ -215,8 +215,12 @@ class KeyTable:
         return places[0] if places else None
 
     def _step_down(self, places: list[str], name: str) -> list[str]:
-        children = [self._child(place, name) for place in places]
-        return [child for child in children if child is not None]
+        children = []
+        for place in places:
+            child = self._child(place, name)
+            if child is not None:
+                children.append(child)
+        return children
 
     def _child(self, place: str, name: str) -> str | None:
         names = self._children.get(place, {})
@@ -340,7 +344,7 @@ class KeyTable:
         guesses = [(near + 0.2, path) for near, path in close]
         guesses += self._ranked([(0.9, path) for path in _likely_homes(homes, section)])
         if not close and not homes:
-            guesses += self._misspelt_elsewhere(name, section, [*tables, *peers])
+            guesses += self._misspelt_elsewhere(name, section, tables + list(peers))
         return guesses
 
     def _homes(self, name: str, section: str | None, peers: tuple[str, ...]) -> list[str]:

@@ -186,9 +186,10 @@ class _KeyChecker:
         Parameters of a type are looked for once the type is known.
         """
         section = self._key(path)
-        if section is None or section.status == "refused" or self._is_untabled((*path, "*")):
+        inside = (*path, "*")
+        if section is None or section.status == "refused" or self._is_untabled(inside):
             return
-        variant = self._variant((*path, "*"))
+        variant = self._variant(inside)
         subject = variant if path[-1] == "params" and variant else path[-1]
         for name in self._required(dotted(path), variant):
             waits_for_type = name == "params" and "type" not in values
@@ -247,7 +248,7 @@ class _KeyChecker:
 
     def _key(self, path: KeyPath) -> Key | None:
         if path:
-            return self.table.get([str(part) for part in path], self._variant(path))
+            return self.table.get(list(map(str, path)), self._variant(path))
         return None
 
     def _variant(self, path: KeyPath) -> str | None:
@@ -307,7 +308,7 @@ class _KeyChecker:
         return Fault("unknown-key", refused, self._fix_of_unknown(path, value))
 
     def _fix_of_unknown(self, path: KeyPath, value: Any) -> str:
-        guesses = self.table.nearest([str(part) for part in path], self._variant(path))
+        guesses = self.table.nearest(list(map(str, path)), self._variant(path))
         if guesses:
             return f"did you mean {' or '.join(guesses)}?"
         if isinstance(value, Mapping) and value and self._are_top_level(value):

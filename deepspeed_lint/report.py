@@ -39,7 +39,9 @@ def report(results: Sequence[CheckResult], format_: Format, *, on_stdout: bool =
         format_: who reads the output.
         on_stdout: whether to print the summaries of files without errors, as text.
     """
-    problems = [problem for result in results for problem in result.problems]
+    problems: list[Problem] = []
+    for result in results:
+        problems += result.problems
     fine_files = [result for result in results if result.is_fine]
     if format_ == "json":
         print(json.dumps([problem.to_dict() for problem in problems], indent=2))

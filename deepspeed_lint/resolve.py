@@ -170,7 +170,7 @@ def check_resolved(
         parse_hjson(resolved.text, name=name),
         replace(target, topology=topology, reader="deepspeed"),
     )
-    return resolved.text, replace(result, problems=(*resolved.notes, *result.problems))
+    return resolved.text, replace(result, problems=resolved.notes + result.problems)
 
 
 def is_of_another_origin(path: Path, document: Document) -> bool:
@@ -181,7 +181,7 @@ def is_of_another_origin(path: Path, document: Document) -> bool:
         if not path.is_file():
             return False
         text = path.read_text(encoding="utf-8")
-    except OSError:  # whatever writes the file meets it again
+    except OSError:  # its writer meets it again
         return False
     except ValueError:
         return True

@@ -83,8 +83,12 @@ def _exclusive(keys: list[Key]) -> Iterator[Schema]:
 
 
 def _named_keys(table: KeyTable, section: str) -> list[Key]:
-    keys = [table.exact(path) for path in table.children(section)]
-    return [key for key in keys if key is not None and key.name != "*"]
+    named = []
+    for path in table.children(section):
+        key = table.exact(path)
+        if key is not None and key.name != "*":
+            named.append(key)
+    return named
 
 
 def _schema(table: KeyTable, key: Key) -> Schema:

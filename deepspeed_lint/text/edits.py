@@ -126,7 +126,7 @@ def _collect(editor: JsonEditor, edit: Edit) -> None:
 
 
 def is_json(text: str) -> bool:
-    """Check whether a text is JSON without comments and whatever else Hjson has."""
+    """Check whether a text is JSON, without comments and the like of Hjson."""
     try:
         json.loads(text.removeprefix(BYTE_ORDER_MARK))
     except (ValueError, RecursionError):

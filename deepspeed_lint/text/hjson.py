@@ -392,7 +392,7 @@ class _Reader(Builder):
         return chr(code), at + 6
 
     def _pair(self, first: int, at: int) -> str:
-        """Return the character of a UTF-16 pair, whose first half was read at an offset."""
+        """Return the character of a UTF-16 pair; its first half was read at an offset."""
         second = 0
         if first < 0xDC00 and self.text.startswith("\\u", at + 6):
             second = self._code(at + 6)
