@@ -269,7 +269,7 @@ def shown() -> str:
         [one, *(str(found.by_ways.get((one, two), "")) for two in names[1:])] for one in names[:-1]
     ]
     return (
-        "Numbers of ranks on which fp32 steps are those of plain PyTorch, by ZeRO stage (4 to 20 steps, with\n"
+        "Numbers of ranks on which fp32 steps are those of plain PyTorch, by ZeRO stage (3 to 20 steps, with\n"
         "`pytest --exhaustive`, which alone tries some of them, always 20); or the kind of the problem with which\n"
         "`check` refuses it:\n\n"
         + _rows(["", *(f"ZeRO {stage}" for stage in STAGES)], stages)
