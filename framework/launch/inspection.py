@@ -10,7 +10,6 @@ a minute and a half.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import secrets
@@ -25,6 +24,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
+from pydantic import ValidationError
+
 from framework.doctor.node.bandwidth import judge
 from framework.doctor.node.findings import Check, Node
 from framework.doctor.node.requirements import Requirements
@@ -35,6 +36,7 @@ from framework.launch.hosts.devices import visible_variable
 from framework.launch.hosts.hostfile import ChosenHost, Host
 from framework.launch.inspection_agent import ANSWER, Answer, Bench, Examine, InspectionJob, Meet
 from framework.launch.ssh import address_of, passed_on, ssh_command
+from framework.system.json_lines import BadLineError, decode
 from framework.system.ports import free_port
 
 _CONNECT_SECONDS: Final = 10
@@ -147,7 +149,10 @@ class HostAgent:
             self._stderr.seek(0)
             last = self._stderr.read().strip().rpartition("\n")[2].strip() or "it said nothing"
             raise HostFailed(f"ssh ended with {code}: {last}")
-        return Answer.model_validate_json(line)
+        try:
+            return Answer.model_validate_json(line)
+        except ValidationError:
+            raise HostFailed("its answer is of another release of the framework") from None
 
     def close(self) -> None:
         """Let the agent clean up, and kill its `ssh` if that takes too long."""
@@ -167,7 +172,8 @@ class HostAgent:
             if line.startswith(ANSWER):
                 self._answers.put(line.removeprefix(ANSWER))
             elif line.startswith(_RESULT):
-                self.results.append(json.loads(line.removeprefix(_RESULT)))
+                with suppress(BadLineError):
+                    self.results.append(decode(line.removeprefix(_RESULT).encode()))
         self._answers.put(None)
 
 
@@ -244,8 +250,7 @@ def _examined(agent: HostAgent, options: DoctorOptions, requirements: Requiremen
         check = Check("ssh", "cannot be looked at", [problem])
         return Node(agent.name, [check], time.perf_counter() - started)
     agent.mark = answer.mark
-    checks = [Check.from_dict(values) for values in answer.checks]
-    return Node(agent.name, checks, answer.seconds)
+    return Node(agent.name, answer.checks, answer.seconds)
 
 
 def _job_of(agents: Sequence[HostAgent], *, master_port: int) -> InspectionJob:
@@ -280,8 +285,7 @@ def _between(
     problems: list[Problem] = []
     num_connections = 0
     for answer in _each_of(agents, ask):
-        for values in answer.checks:
-            check = Check.from_dict(values)
+        for check in answer.checks:
             if check.name == "network":
                 problems += check.problems
                 num_connections += check.facts.get("connections", 0)

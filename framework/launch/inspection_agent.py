@@ -16,7 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+)
 
 import framework
 from framework.doctor.node.findings import Check
@@ -40,6 +47,18 @@ ANSWER: Final = "@inspection "
 # After node 0 has waited for all nodes.
 _CALL_SECONDS: Final = 15.0
 _SAVE_SECONDS: Final = 1.0
+
+
+def _read_check(value: Any) -> Check:
+    if isinstance(value, Check):
+        return value
+    try:
+        return Check.from_dict(value)
+    except (KeyError, TypeError) as error:
+        raise ValueError("this is no check") from error
+
+
+_Check = Annotated[Check, PlainValidator(_read_check), PlainSerializer(Check.to_dict)]
 
 
 class _Message(BaseModel):
@@ -97,13 +116,13 @@ class Answer(_Message):
     """Answer to an order.
 
     Attributes:
-        checks: of this host, or of what is between hosts; `Check.from_dict` reads them.
+        checks: of this host, or of what is between hosts.
         seconds: how long the examination took.
         mark: path of this host's mark in the run folder; empty if there is none.
         reason: why ranks have failed; empty if they have not.
     """
 
-    checks: list[dict[str, Any]] = []
+    checks: list[_Check] = []
     seconds: float = 0.0
     mark: str = ""
     reason: str = ""
@@ -181,8 +200,7 @@ class InspectionAgent:
         if requirements.checkpoints is not None:
             mark = self._stack.enter_context(left_mark(requirements, order.number))
         errors = [check for check in before if check.status == "error"]
-        checks = list(map(Check.to_dict, [*errors, *node.checks]))
-        return Answer(checks=checks, seconds=node.seconds, mark=mark)
+        return Answer(checks=[*errors, *node.checks], seconds=node.seconds, mark=mark)
 
     def _meet(self, order: Meet) -> Answer:
         from framework.launch.node import hello_of
@@ -200,7 +218,7 @@ class InspectionAgent:
             deadline_seconds=MEET_SECONDS + _CALL_SECONDS,
         )
         checks = asyncio.run(inspect(session, order.job.names, order.marks))
-        return Answer(checks=list(map(Check.to_dict, checks)))
+        return Answer(checks=checks)
 
     def _bench(self, order: Bench) -> Answer:
         from framework.launch.node import run_node
