@@ -6,6 +6,7 @@
     |- TrainingError               70   training started and failed
     |  `- PeerLostError            76   another rank or node has ended or cannot be reached
     |- StorageError                74   the run folder or a checkpoint cannot be read or written
+    |  `- RunFolderLostError       74   the run folder is no longer this run's
     `- RunStopped                  75   the run was asked to stop, and stopped in good order
 
 A `Problem` is one line: place, key, value, reason, fix, and a stable kind in brackets. Exit codes
@@ -53,6 +54,7 @@ __all__ = [
     "FrameworkError",
     "PeerLostError",
     "Problem",
+    "RunFolderLostError",
     "RunStopped",
     "Severity",
     "StorageError",
@@ -116,6 +118,10 @@ class StorageError(FrameworkError):
     """A run folder or a checkpoint cannot be read or written."""
 
     exit_code = EXIT_STORAGE
+
+
+class RunFolderLostError(StorageError):
+    """The run folder was removed, renamed or taken by another run while this run wrote to it."""
 
 
 class PeerLostError(TrainingError):

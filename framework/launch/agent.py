@@ -32,8 +32,9 @@ from framework.launch.hosts.hostfile import first_few
 from framework.launch.job import print_line
 from framework.launch.options import KILL_SECONDS
 from framework.launch.ranks import OomKills, RankEnd, Ranks
-from framework.launch.rendezvous.peers import Failure, Peers
+from framework.launch.rendezvous.peers import Failure, FailureKind, Peers
 from framework.launch.stop_requests import StopRequests
+from framework.launch.supervision import JobEnd
 
 _LOOK_SECONDS: Final = 0.1
 # With a silent peer (15 s) before it everything is over within 20 s.
@@ -62,7 +63,7 @@ _LESS_MEMORY: Final = (
 
 async def run_attempt(
     ranks: Ranks, peers: Peers, requests: StopRequests, *, grace_seconds: float
-) -> tuple[int, str, int]:
+) -> tuple[int, JobEnd]:
     """Start the ranks, and watch them until they have ended.
 
     No process of theirs is left afterwards, except those in `Ranks.not_killed`. With such a process
@@ -75,8 +76,7 @@ async def run_attempt(
         grace_seconds: to save in after a request to stop.
 
     Returns:
-        This node's exit code, a line that describes the end, and the exit code of its cause, which
-        may be another node's.
+        This node's exit code, and the end of the job, whose cause may be another node's.
     """
     attempt = _NodeAttempt(ranks, peers, requests, grace_seconds)
     try:
@@ -136,7 +136,7 @@ class _NodeAttempt:
             self._ask()
             self._take_request()
 
-    async def conclude(self) -> tuple[int, str, int]:
+    async def conclude(self) -> tuple[int, JobEnd]:
         """Report this node's end, and wait for the ends of the others; see `run_attempt`."""
         code = self._own_code()
         self.peers.send("ended", code=code)
@@ -176,7 +176,8 @@ class _NodeAttempt:
         how = how_ended(code, lacked_memory=lacked_memory)
         if end.reason:
             how += f": {end.reason}"
-        self._fail(f" rank {end.rank}: {how}", code)
+        kind = FailureKind.FOLDER_LOST if end.is_folder_lost else FailureKind.RANK
+        self._fail(f" rank {end.rank}: {how}", code, kind)
         self._end_ranks()
 
     def _note_asked(self) -> None:
@@ -186,8 +187,8 @@ class _NodeAttempt:
             if not self.stopping and self.ending_since == math.inf:
                 self.peers.send("asked", why=self.ranks.asked)
 
-    def _fail(self, what: str, code: int) -> None:
-        self.peers.send_failure(f"{self.peers.own_name}{what}", code=code)
+    def _fail(self, what: str, code: int, kind: FailureKind = FailureKind.RANK) -> None:
+        self.peers.send_failure(f"{self.peers.own_name}{what}", code=code, kind=kind)
 
     def _ask(self) -> None:
         """Pass on requests to stop that came to this agent."""
@@ -255,7 +256,7 @@ class _NodeAttempt:
         order = {EXIT_STOPPED: 1, EXIT_OK: 2}
         return min(self.codes, key=lambda code: order.get(code, 0), default=EXIT_OK)
 
-    def result(self, code: int, stopped: str) -> tuple[int, str, int]:
+    def result(self, code: int, stopped: str) -> tuple[int, JobEnd]:
         """Return the end of the job, as far as it is known here, as `run_attempt` does.
 
         Args:
@@ -270,16 +271,18 @@ class _NodeAttempt:
             # Two nodes may meet the same error by themselves: each ends with its own code.
             own_failure = self.peers.own_failure
             own_code = own_failure.code if own_failure else EXIT_PEER_LOST
-            return own_code, line, failure.code
+            is_folder_lost = failure.kind is FailureKind.FOLDER_LOST
+            end = JobEnd(failure.code, line, cause=failure.what, is_folder_lost=is_folder_lost)
+            return own_code, end
         if code == EXIT_OK and not any(self.peers.ended.values()):
             line = f"finished: {counted(len(self.peers.ended), 'node')}, every rank ended with 0"
-            return EXIT_OK, line, EXIT_OK
+            return EXIT_OK, JobEnd(EXIT_OK, line)
         saved = "what was saved, if anything, the ranks said above"
         why = self.peers.stop or self.peers.cut or "a rank"
         line = f"stopped on request ({why}): {stopped}; {saved}"
         if self.peers.cut and not self.peers.any_stop:
-            return EXIT_STOPPED, line, EXIT_PEER_LOST
-        return EXIT_STOPPED, line, EXIT_STOPPED
+            return EXIT_STOPPED, JobEnd(EXIT_PEER_LOST, line)
+        return EXIT_STOPPED, JobEnd(EXIT_STOPPED, line)
 
 
 def first_failure(failures: list[Failure]) -> Failure | None:
@@ -291,7 +294,7 @@ def first_failure(failures: list[Failure]) -> Failure | None:
     def distance_from_cause(failure: Failure) -> int:
         if failure.code != EXIT_PEER_LOST:
             return 0
-        if failure.is_lost:
+        if failure.kind is FailureKind.NODE_LOST:
             return 1
         return 2
 

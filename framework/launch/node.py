@@ -448,18 +448,18 @@ async def _run(
                     return JobEnd(over.code, str(over))
                 await asyncio.to_thread(stack.close)  # removes the mark of the preflight
                 ranks = make_ranks(start)
-                code, line, cause = await run_attempt(
+                code, end = await run_attempt(
                     ranks, start.peers, session.requests, grace_seconds=grace_seconds
                 )
-                print_line(line)
-                write_termination_log(line)
+                print_line(end.line)
+                write_termination_log(end.line)
                 # no rank may start beside one that runs; the others find this node lost
                 if ranks.not_killed:
-                    return JobEnd(code, line, has_left=True)
-                decision = await job.decide_restart(JobEnd(cause, line))
+                    return JobEnd(code, end.line, has_left=True)
+                decision = await job.decide_restart(end)
                 if not decision.is_again:
                     gave_up = decision.code == EXIT_NO_PROGRESS
-                    return JobEnd(decision.code if gave_up else code, line)
+                    return JobEnd(decision.code if gave_up else code, end.line)
         finally:
             await job.close()
 

@@ -39,6 +39,7 @@ class RankReport(BaseModel):
 
     Attributes:
         reason: of its end.
+        is_folder_lost: the run has lost its folder.
         asked: signal that requested it to stop.
     """
 
@@ -46,6 +47,7 @@ class RankReport(BaseModel):
 
     rank: int
     reason: str = ""
+    is_folder_lost: bool = False
     asked: str = ""
 
 
@@ -57,11 +59,13 @@ class RankEnd:
         rank: its number in the job.
         code: exit code, as a shell counts: 128 + N after signal N.
         reason: line that the rank reported about its end; empty if it did not.
+        is_folder_lost: the rank reported that the run has lost its folder.
     """
 
     rank: int
     code: int
     reason: str = ""
+    is_folder_lost: bool = False
 
 
 class Ranks:
@@ -87,7 +91,7 @@ class Ranks:
         numbers = range(topology.slots) if devices is None else sorted(devices)[: topology.slots]
         # A pipe takes a line at once: every rank writes its own there, and none waits for the
         # agent to read.
-        self._reasons: dict[int, str] = {}
+        self._end_reports: dict[int, RankReport] = {}
         self.asked = ""
         self._read_end, self._write_end = os.pipe()
         self._reports = MessageReader(self._read_end, largest=_LARGEST_REPORT_BYTES)
@@ -131,7 +135,9 @@ class Ranks:
         for rank, code in codes.items():
             if code is not None:
                 shell_code = 128 - code if code < 0 else code
-                ended.append(RankEnd(rank, shell_code, self._reasons.get(rank, "")))
+                report = self._end_reports.get(rank, RankReport(rank=rank))
+                reason = visible(report.reason)
+                ended.append(RankEnd(rank, shell_code, reason, report.is_folder_lost))
                 del self._running[rank]
         return ended
 
@@ -147,7 +153,7 @@ class Ranks:
             if report.asked:
                 self.asked = self.asked or visible(f"{report.asked} to rank {report.rank}")
             elif report.reason:
-                self._reasons.setdefault(report.rank, visible(report.reason))
+                self._end_reports.setdefault(report.rank, report)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every rank that runs."""

@@ -45,7 +45,6 @@ from framework.system.files import open_own
 HOST_LOST: Final = 255
 """Exit code of an agent that leaves a job which may go on without its host, and of `ssh` itself
 where it does not reach a host, or loses it."""
-_LOST: Final = "[run-folder-lost]"
 _LOOK_SECONDS: Final = 5.0
 _FINAL: Final = (EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_USAGE, EXIT_NO_PROGRESS)
 _OWN_ERRORS: Final = (EXIT_TRAINING, EXIT_STORAGE)
@@ -55,7 +54,7 @@ _MOST_COUNTED: Final = 1 << 20  # of starts that another node may report
 _LONGEST_LAST: Final = 1000  # of a fingerprint: it travels on the line of GO
 _RESUME: Final = "checkpoint.resume=auto"
 _LONGEST_WAIT_SECONDS: Final = 300.0
-_VARIABLE: Final = re.compile(r"0x[0-9a-f]+|(?<!step )(?<![\d,.:])\d[\d,.:]*|; .* stopped.*$")
+_VARIABLE: Final = re.compile(r"0x[0-9a-f]+|(?<!step )(?<![\d,.:])\d[\d,.:]*")
 
 
 @dataclass(frozen=True)
@@ -65,20 +64,24 @@ class JobEnd:
     Attributes:
         code: exit code of the job.
         line: describes the end.
+        cause: the part of the line about the first failure.
+        is_folder_lost: the run has lost its folder.
         has_left: this node leaves the job, which may go on without it.
     """
 
     code: int
     line: str = ""
+    cause: str = ""
+    is_folder_lost: bool = False
     has_left: bool = False
 
     @property
     def fingerprint(self) -> str:
-        """The line without its times, addresses and counts, but with the step.
+        """The cause without its times, addresses and counts, but with the step.
 
         Two ends of one cause have the same fingerprint.
         """
-        return _VARIABLE.sub("#", self.line)[:_LONGEST_LAST]
+        return _VARIABLE.sub("#", self.cause)[:_LONGEST_LAST]
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ class Restarts:
             return None
         self._folder.stop_watching()
         newest = self._note_saved()
-        if _LOST in end.line:
+        if end.is_folder_lost:
             self._folder.note_lost()
         gone = self._folder.gone
         if gone:

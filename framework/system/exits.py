@@ -28,6 +28,7 @@ from framework.errors import (
     EXIT_TRAINING,
     EXIT_USAGE,
     FrameworkError,
+    RunFolderLostError,
     TrainingError,
     in_one_line,
     printable,
@@ -109,7 +110,7 @@ def report(
 
     Mostly every rank has the same error, and one on each host prints it; the others call `wait`.
     """
-    report_end(str(error))
+    report_end(str(error), is_folder_lost=isinstance(error, RunFolderLostError))
     if os.environ.get("LOCAL_RANK", "0") == "0" or error.is_of_one_rank:
         write(sys.stderr, f"{error}\n")
     else:

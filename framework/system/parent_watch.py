@@ -136,12 +136,15 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def report_end(line: str) -> None:
+def report_end(line: str, *, is_folder_lost: bool = False) -> None:
     """Send the line that explains this rank's end to its agent, which shows it in its last line.
+
+    `is_folder_lost`: the run has lost its folder, and a start from the beginning would train again.
 
     A process that a rank has started itself sends nothing: it has the variable, but not the pipe.
     """
-    _report(reason=" ".join(line.split())[:_LONGEST_REPORT])
+    reason = " ".join(line.split())[:_LONGEST_REPORT]
+    _report(reason=reason, is_folder_lost=is_folder_lost)
 
 
 def report_asked(name: str) -> None:
@@ -152,7 +155,7 @@ def report_asked(name: str) -> None:
     _report(asked=name)
 
 
-def _report(**content: str) -> None:
+def _report(**content: str | bool) -> None:
     number = os.environ.get(REPORT_VARIABLE, "")
     if not number.isdecimal():
         return

@@ -19,7 +19,7 @@ import yaml
 
 from deepspeed_lint.text.document import parse_scalar
 from framework.checkpoint.names import CHECKPOINTS
-from framework.errors import ConfigError, Problem, StorageError
+from framework.errors import ConfigError, Problem, RunFolderLostError, StorageError
 from framework.system.files import make_own_folder, open_own, replace_text
 from framework.system.log import warn
 from framework.system.waiting import waiting
@@ -226,11 +226,11 @@ class RunFolder:
         Storage that does not answer for a moment is no reason to end a run.
 
         Raises:
-            StorageError: it was removed, renamed or taken by another run; kind ``run-folder-lost``.
+            RunFolderLostError: it was removed, renamed or taken by another run.
         """
         reason = self._why_lost()
         if reason:
-            error = StorageError(
+            error = RunFolderLostError(
                 f"{self.path}: the run folder was lost while the run was writing to it ({reason}); "
                 "what it held goes on with checkpoint.resume once it is back under its name "
                 "[run-folder-lost]"

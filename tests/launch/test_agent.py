@@ -17,7 +17,7 @@ import pytest
 from framework.launch.agent import first_failure, how_ended
 from framework.launch.job import write_termination_log
 from framework.launch.ranks import OomKills
-from framework.launch.rendezvous.peers import Failure
+from framework.launch.rendezvous.peers import Failure, FailureKind
 from framework.launch.rendezvous.session import RUNNING_BEAT_SECONDS, SILENCE_SECONDS
 from tests.launch.rendezvous.members import ROOT, Members, ended, gone
 
@@ -324,7 +324,7 @@ def test_a_node_that_only_finished_is_no_success_for_the_job(members: Members) -
 
 def test_the_cause_is_not_who_only_lost_somebody() -> None:
     lost_a_rank = Failure(0, "node 0 (a) rank 0: ended with 76 (it lost another rank)", 76, "1")
-    lost_node = Failure(1, "node 1 (b): lost: closed", 76, "2", is_lost=True)
+    lost_node = Failure(1, "node 1 (b): lost: closed", 76, "2", FailureKind.NODE_LOST)
     killed = Failure(1, "node 1 (b) rank 1: killed by SIGKILL", 137, "3")
     failed = Failure(2, "node 2 (c) rank 2: ended with 70", 70, "4")
     assert first_failure([lost_a_rank, lost_node, killed, failed]) is killed

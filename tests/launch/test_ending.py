@@ -28,7 +28,7 @@ from framework.launch.node import run_node
 from framework.launch.ranks import Ranks
 from framework.launch.rendezvous.peers import Peers
 from framework.launch.stop_requests import StopRequests
-from framework.launch.supervision import Restarts
+from framework.launch.supervision import JobEnd, Restarts
 from tests.dead_disk import dead_disk, why_no_dead_disk
 from tests.launch.rendezvous.members import (
     ROOT,
@@ -241,26 +241,40 @@ def test_a_request_during_the_check_starts_nothing(
 
 def attempt(
     script: Path, *arguments: str, environment: dict[str, str] | None = None
-) -> tuple[int, str]:
+) -> tuple[int, JobEnd]:
     """One node's attempt with one rank, in this process."""
     ranks = Ranks(
         [str(script), *arguments],
         HostTopology(1, 1, 0, "127.0.0.1", 29500),
         {**os.environ, **(environment or {})},
     )
-    return asyncio.run(run_alone(ranks, StopRequests(), grace_seconds=1))[:2]
+    return asyncio.run(run_alone(ranks, StopRequests(), grace_seconds=1))
 
 
 async def run_alone(
     ranks: Ranks, requests: StopRequests, *, grace_seconds: float
-) -> tuple[int, str, int]:
+) -> tuple[int, JobEnd]:
     return await run_attempt(ranks, Peers(0, {0: "here"}), requests, grace_seconds=grace_seconds)
 
 
 def test_a_rank_that_cannot_be_started_is_told_in_a_line(tmp_path: Path) -> None:
-    code, line = attempt(tmp_path / "none.py", environment={"TOO_LARGE": "x" * (1 << 22)})
+    code, end = attempt(tmp_path / "none.py", environment={"TOO_LARGE": "x" * (1 << 22)})
     assert code == EXIT_TRAINING
-    assert "node 0 (here): a rank could not be started (Argument list too long) at" in line
+    assert end.cause == "node 0 (here): a rank could not be started (Argument list too long)"
+    assert f"{end.cause} at" in end.line
+
+
+def test_a_rank_that_has_lost_its_run_folder_reports_that_as_a_kind(tmp_path: Path) -> None:
+    script = tmp_path / "lost.py"
+    report = "report_end('the folder is gone', is_folder_lost={})"
+    program = (
+        f"import sys; from framework.system.parent_watch import report_end; {report}; sys.exit(74)"
+    )
+    for is_lost in (False, True):
+        script.write_text(program.format(is_lost))
+        code, end = attempt(script, environment={"PYTHONPATH": str(ROOT)})
+        assert (code, end.is_folder_lost) == (74, is_lost)
+        assert end.cause.endswith("ended with 74 (storage failed): the folder is gone")
 
 
 STUBBORN = """

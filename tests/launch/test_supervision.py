@@ -29,7 +29,7 @@ from tests.places import ROOT
 from tests.warm_ranks import WarmRanks
 
 LOST, ERROR = (
-    JobEnd(137, "rank 1: killed by SIGKILL at 12:00:01; 1 node stopped in 0.1 s"),
+    JobEnd(137, cause="rank 1: killed by SIGKILL"),
     "rank 0: ended with 70: ",
 )
 
@@ -95,7 +95,7 @@ def test_the_same_error_at_the_same_step_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends = [
-        (JobEnd(70, ERROR + f"step 12: nan at 12:00:0{n}; 1 node stopped in 0.{n} s"), 10)
+        (JobEnd(70, cause=ERROR + f"step 12: nan after 12.{n} s at 12:00:0{n}"), 10)
         for n in range(2)
     ]
     assert run(tmp_path, Starts(tmp_path, ends[0], (ends[1][0], 0), (ends[1][0], 0))) == 77
@@ -107,7 +107,7 @@ def test_the_same_error_at_the_same_step_twice(
 
 def test_other_errors_get_three_starts_without_progress(tmp_path: Path) -> None:
     starts = Starts(
-        tmp_path, *((JobEnd(70, f"{ERROR}{cause}"), 0) for cause in ("a", "b", "c", "d"))
+        tmp_path, *((JobEnd(70, cause=f"{ERROR}{cause}"), 0) for cause in ("a", "b", "c", "d"))
     )
     assert run(tmp_path, starts) == 77
     assert len(starts.words) == 3
@@ -151,7 +151,7 @@ def test_checkpoints_that_are_gone_are_the_end(
     end = LOST
     if is_seen == "by its line":
         monkeypatch.setattr(supervision, "_LOOK_SECONDS", 60.0)
-        end = JobEnd(74, "rank 0: ended with 74: the run folder was lost [run-folder-lost]")
+        end = JobEnd(74, cause="rank 0: ended with 74", is_folder_lost=True)
     starts = Starts(
         tmp_path, (LOST, 10 if is_first else 0), (end, 0 if is_first else 10), (JobEnd(0), 0)
     )
@@ -188,7 +188,7 @@ def test_checkpoints_that_only_the_events_know_of_are_the_end(tmp_path: Path) ->
 
 
 def test_a_folder_that_is_back_is_gone_on_with(tmp_path: Path) -> None:
-    end = JobEnd(74, "rank 0: ended with 74: the run folder was lost [run-folder-lost]")
+    end = JobEnd(74, cause="rank 0: ended with 74", is_folder_lost=True)
     starts = Starts(tmp_path, (end, 10), (JobEnd(0), 0))
     assert run(tmp_path, starts) == 0
     assert starts.words == [(), AUTO]

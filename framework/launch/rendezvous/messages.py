@@ -97,6 +97,7 @@ FailedCall = Annotated[
     tuple[Annotated[int, Field(ge=0)], CalledAddress, str],
     Strict(False),
 ]
+FailureName = Literal["rank", "node-lost", "folder-lost"]  # `peers.FailureKind`
 ShortText = Annotated[str, BeforeValidator(_shorten)]
 
 
@@ -189,6 +190,7 @@ class Report(_Message):
     what: str = ""
     code: int = 0
     at: ShortText = ""
+    failure_kind: FailureName = "rank"
 
 
 class FailureRecord(_Message):
@@ -200,7 +202,7 @@ class FailureRecord(_Message):
     what: str
     code: int
     at: str
-    is_lost: bool
+    kind: FailureName
 
 
 class News(_Message):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from typing import Any, Final
 
 from framework.errors import EXIT_PEER_LOST
@@ -27,6 +28,14 @@ _LONGEST_TEXT: Final = 500
 _LONGEST_JSON: Final = 700
 
 
+class FailureKind(Enum):
+    """What has failed: a rank, a node that the others do not reach, or the run's folder."""
+
+    RANK = "rank"
+    NODE_LOST = "node-lost"
+    FOLDER_LOST = "folder-lost"
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why the job ends before its end.
@@ -36,14 +45,17 @@ class Failure:
             memory?)``.
         code: exit code of that node.
         at: time of day on that node.
-        is_lost: another node has found this one lost.
     """
 
     node: int
     what: str
     code: int
     at: str
-    is_lost: bool = False
+    kind: FailureKind = FailureKind.RANK
+
+    def as_record(self) -> dict[str, Any]:
+        """Return plain values for a message."""
+        return asdict(self) | {"kind": self.kind.value}
 
 
 class Peers:
@@ -102,11 +114,11 @@ class Peers:
         """The request to stop, of an agent or of a rank; empty before."""
         return self.stop or self.asked
 
-    def send_failure(self, what: str, *, code: int) -> None:
+    def send_failure(self, what: str, *, code: int, kind: FailureKind = FailureKind.RANK) -> None:
         """Report that this node has failed; the others end."""
-        failure = Failure(self._node, what, code, time.strftime("%H:%M:%S"))
+        failure = Failure(self._node, what, code, time.strftime("%H:%M:%S"), kind)
         self.own_failure = self.own_failure or failure
-        self.send("failure", what=what, code=code, at=failure.at)
+        self.send("failure", what=what, code=code, at=failure.at, failure_kind=kind.value)
 
     def send(self, kind: str, **content: Any) -> None:
         """Report something to all nodes.
@@ -148,7 +160,8 @@ class Peers:
             self.killed = True
             is_news = True
         elif kind == "failure":
-            is_news = self._add_failure(Failure(node, why, code, report.at[:20]))
+            kind_of_failure = FailureKind(report.failure_kind)
+            is_news = self._add_failure(Failure(node, why, code, report.at[:20], kind_of_failure))
         elif kind == "ended" and node not in self.ended:
             self.ended[node] = code
             is_news = True
@@ -159,7 +172,7 @@ class Peers:
     def _add_failure(self, failure: Failure) -> bool:
         # A thousand nodes may only have lost another one, before the cause is reported: half of
         # the room is for causes.
-        is_cause = failure.code != EXIT_PEER_LOST or failure.is_lost
+        is_cause = failure.code != EXIT_PEER_LOST or failure.kind is FailureKind.NODE_LOST
         most = MOST_FAILURES if is_cause else MOST_FAILURES // 2
         if len(self.failures) >= most:
             return False
@@ -172,7 +185,7 @@ class Peers:
     def _apply_lost(self, node: int, how: ConnectionLost) -> None:
         what = f"{self.name(node)}: lost: {how}"[:_LONGEST_TEXT]
         now = time.strftime("%H:%M:%S")
-        self._add_failure(Failure(node, what, EXIT_PEER_LOST, now, is_lost=True))
+        self._add_failure(Failure(node, what, EXIT_PEER_LOST, now, FailureKind.NODE_LOST))
         self._apply(node, "ended", {"code": EXIT_PEER_LOST})
         self._changed.set()
 
@@ -220,7 +233,7 @@ class LeadPeers(Peers):
         self._num_passed_on = len(self.failures)
         content: dict[str, Any] = {"stop": self.stop, "asked": self.asked, "cut": self.cut}
         content["kill"] = self.killed
-        content["failures"] = [asdict(failure) for failure in failures]
+        content["failures"] = [failure.as_record() for failure in failures]
         is_more = True
         while is_more:
             nodes = self._ends[:_MOST_ENDED]
@@ -292,4 +305,5 @@ class MemberPeers(Peers):
         if record.node not in self._hosts:
             raise foreign()
         what = record.what[:_LONGEST_TEXT]
-        return Failure(record.node, what, record.code, record.at, record.is_lost)
+        kind = FailureKind(record.kind)
+        return Failure(record.node, what, record.code, record.at, kind)

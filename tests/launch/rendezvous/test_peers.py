@@ -192,7 +192,7 @@ def test_what_no_agent_says_loses_who_says_it(content: dict[str, object]) -> Non
     run(case())
 
 
-FAILURE = {"node": 0, "what": "x", "code": 1, "at": "t", "is_lost": False}
+FAILURE = {"node": 0, "what": "x", "code": 1, "at": "t", "kind": "rank"}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ FAILURE = {"node": 0, "what": "x", "code": 1, "at": "t", "is_lost": False}
                 [{}],
                 [{**FAILURE, "node": []}],
                 [{**FAILURE, "code": "1"}],
-                [{**FAILURE, "is_lost": "no"}],
+                [{**FAILURE, "kind": "other"}],
             )
         ),
     ],
