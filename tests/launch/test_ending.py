@@ -122,9 +122,9 @@ def test_a_request_is_told_before_it_is_heeded(
         HostTopology(1, 2, 0, "127.0.0.1", 29500),
         {**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    code, line, _ = asyncio.run(run_alone(ranks, requests, grace_seconds=30))
+    code, end = asyncio.run(run_alone(ranks, requests, grace_seconds=30))
     assert code == EXIT_STOPPED
-    assert line.startswith("stopped on request (SIGTERM at node 0 (here))")
+    assert end.line.startswith("stopped on request (SIGTERM at node 0 (here))")
 
 
 def test_who_kills_a_rank_by_hand_has_not_asked_to_stop(alone: Members) -> None:
