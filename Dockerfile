@@ -20,9 +20,9 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_P
 WORKDIR /workspace
 # What changes seldom comes first: five gigabytes of packages, in the versions that the tests ran with.
 COPY pyproject.toml constraints.txt ./
-COPY framework/launch/environment.py framework/launch/
+COPY framework/hosts/environment.py framework/hosts/
 # No pipe: its end would be that of its last command, and an image without torch would be built.
-RUN python framework/launch/environment.py requirements train text > requirements.txt \
+RUN python framework/hosts/environment.py requirements train text > requirements.txt \
     && pip install --constraint constraints.txt --requirement requirements.txt \
     && rm requirements.txt
 

@@ -153,7 +153,7 @@ torch_backend() {
 
 has_gpu() { command -v nvidia-smi >/dev/null; }
 
-facts() { "$PY" "$ROOT/framework/launch/environment.py" "$@"; }
+facts() { "$PY" "$ROOT/framework/hosts/environment.py" "$@"; }
 
 # Adds to an active environment what it lacks, under constraints that forbid to change what it has.
 complete_active() {

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import RESULTS, load_average, machine, write
-from framework.launch.hosts.topology import HostTopology
+from framework.hosts.topology import HostTopology
 from framework.launch.rendezvous.channel import PROTOCOL
 from framework.launch.rendezvous.join import Job, join
 from framework.launch.rendezvous.session import Session, Start

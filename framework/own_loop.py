@@ -15,7 +15,7 @@ from framework.engine import workarounds  # noqa: F401  # before all that import
 from framework.engine.backward_passes import BackwardPasses
 from framework.engine.distributed import rank
 from framework.engine.plain_engine import PlainEngine
-from framework.engine.protocol import EVALUATING, SAVING, StepResult, evaluate_sets
+from framework.engine_protocol import EVALUATING, SAVING, StepResult, evaluate_sets
 from framework.errors import (
     ConfigError,
     FrameworkError,

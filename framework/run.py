@@ -22,9 +22,9 @@ from framework.engine.distributed import (
 from framework.engine.failures import explaining_failures
 from framework.engine.hang_watch import HangWatch, Watched, watching
 from framework.engine.plain_engine import arithmetic_of
-from framework.engine.protocol import LOADING, SAVING
 from framework.engine.random_state import seed_ranks
 from framework.engine.stop_agreement import agreed_stops
+from framework.engine_protocol import LOADING, SAVING
 from framework.errors import RunStopped
 from framework.report.summary import RunResult, describe_stop
 from framework.setup import start_point

@@ -55,7 +55,7 @@ def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
         run.print_notes()
     cluster = Cluster.from_environment(os.environ)
     if run.config.auto:
-        from framework.launch.hosts.devices import find_devices
+        from framework.hosts.devices import find_devices
 
         run = run.started(replace(cluster, device=find_devices(os.environ).kind))
     plan = run.plan(cluster)  # before the seconds that torch takes to import

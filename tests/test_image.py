@@ -17,7 +17,7 @@ import pytest
 
 from framework.deploy.k8s.request import K8sRequest
 from framework.deploy.options import what_is_wrong_with_image
-from framework.launch.environment import requirements
+from framework.hosts.environment import requirements
 from tests.places import ROOT
 
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -134,8 +134,8 @@ def test_every_copied_file_is_there() -> None:
 
 def first_layer(folder: Path) -> str:
     """Only what is copied before the step that installs; returns the step."""
-    (step,) = (rest for rest in of("RUN") if "framework/launch/environment.py" in rest)
-    before = TEXT[: TEXT.index("RUN python framework/launch/environment.py")]
+    (step,) = (rest for rest in of("RUN") if "framework/hosts/environment.py" in rest)
+    before = TEXT[: TEXT.index("RUN python framework/hosts/environment.py")]
     for rest in re.findall(r"^COPY (.*)$", before, re.MULTILINE):
         *sources, target = rest.split()
         (folder / target).mkdir(parents=True, exist_ok=True)

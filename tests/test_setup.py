@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from framework.commands.table import BUILT_IN
-from framework.launch.environment import requirements
+from framework.hosts.environment import requirements
 from tests.places import ROOT
 
 SCRIPTS = ["launch.sh", ".ci/run"]
@@ -86,7 +86,7 @@ class Machine:
             *SCRIPTS,
             "pyproject.toml",
             "constraints.txt",
-            "framework/launch/environment.py",
+            "framework/hosts/environment.py",
         ]:
             (self.checkout / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, self.checkout / file)

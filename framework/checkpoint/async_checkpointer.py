@@ -21,7 +21,7 @@ from framework.checkpoint.checkpointer import Checkpointer, Retention, first_fai
 from framework.checkpoint.names import SAVING, tag_of
 from framework.checkpoint.save_stream import StagedFiles
 from framework.checkpoint.writer import ALL_WRITTEN, GIVE_UP, WriterProcess
-from framework.engine.protocol import Engine, Gather
+from framework.engine_protocol import Engine, Gather
 from framework.errors import StorageError
 from framework.system.files import FileRecord
 from framework.system.log import warn

@@ -38,7 +38,7 @@ from framework.checkpoint.names import (
     named_folders,
     tag_of,
 )
-from framework.engine.protocol import Engine, Gather
+from framework.engine_protocol import Engine, Gather
 from framework.errors import StorageError
 from framework.system.files import (
     FileRecord,

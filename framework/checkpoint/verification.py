@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from framework.engine.protocol import Gather
+from framework.engine_protocol import Gather
 from framework.system.files import FileRecord, hash_file
 
 if TYPE_CHECKING:

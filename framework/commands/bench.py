@@ -32,8 +32,8 @@ from framework.errors import (
     UsageError,
     counted,
 )
-from framework.launch.hosts.devices import find_devices
-from framework.launch.hosts.hostfile import cluster_of, read_hostfile
+from framework.hosts.devices import find_devices
+from framework.hosts.hostfile import cluster_of, read_hostfile
 from framework.launch.local import check
 from framework.launch.options import LaunchOptions
 from framework.load_run import load_run

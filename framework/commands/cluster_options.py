@@ -69,6 +69,6 @@ def find_cluster(arguments: argparse.Namespace) -> Cluster | None:
         raise UsageError("--nodes: how many devices does each host have? give --num_gpus as well")
     if arguments.hostfile is None:
         return None
-    from framework.launch.hosts.hostfile import cluster_of, read_hostfile
+    from framework.hosts.hostfile import cluster_of, read_hostfile
 
     return cluster_of(read_hostfile(arguments.hostfile), path=arguments.hostfile)

@@ -28,8 +28,8 @@ from framework.config.run_config import RunConfig
 from framework.engine.distributed import process_group, rank, refuse_different_ranks
 from framework.engine.failures import explaining_failures
 from framework.engine.plain_engine import arithmetic_of
-from framework.engine.protocol import evaluate_sets
 from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
+from framework.engine_protocol import evaluate_sets
 from framework.errors import EXIT_OK, ConfigError
 from framework.setup.assemble import assemble_engine, make_eval_loaders
 from framework.setup.prepare_run import prepare

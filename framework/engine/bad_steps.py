@@ -25,8 +25,8 @@ from framework.checkpoint.names import BAD_STEPS
 from framework.config.training import BadSteps
 from framework.engine import random_state
 from framework.engine.distributed import gather
-from framework.engine.protocol import BadStep
 from framework.engine.workarounds.grad_norm import KeptNorm
+from framework.engine_protocol import BadStep
 
 _FEWEST: Final = 20  # good steps, before spikes are looked for
 _ROUNDING: Final = 1e-6  # of equal values, which have no other deviation

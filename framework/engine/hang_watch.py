@@ -31,7 +31,6 @@ from typing import IO, Any, Final
 import torch.distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from framework.engine.protocol import EVALUATING, SAVING, STARTING, STEPS
 from framework.engine.rank_states import (
     COMPILE_SECONDS,
     HANG,
@@ -47,6 +46,7 @@ from framework.engine.rank_states import (
     place_of,
     sentence,
 )
+from framework.engine_protocol import EVALUATING, SAVING, STARTING, STEPS
 from framework.errors import EXIT_NO_PROGRESS, EXIT_TRAINING
 from framework.system.debugger import is_at_prompt as is_at_prompt_of
 from framework.system.frames import current_frames

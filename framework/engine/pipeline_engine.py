@@ -1,4 +1,4 @@
-"""`PipelineEngine`: DeepSpeed's pipeline engine behind `engine.protocol.Engine`.
+"""`PipelineEngine`: DeepSpeed's pipeline engine behind `engine_protocol.Engine`.
 
 The layers of a model become the layers of DeepSpeed's `PipelineModule`, cut where the plan cuts
 them. Every rank builds the layers of its own stage only, each under its own seed, so that the first

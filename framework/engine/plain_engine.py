@@ -1,4 +1,4 @@
-"""`PlainEngine`: DeepSpeed's data-parallel engine (ZeRO 0-3) behind `engine.protocol.Engine`."""
+"""`PlainEngine`: DeepSpeed's data-parallel engine (ZeRO 0-3) behind `engine_protocol.Engine`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from framework.engine.protocol import EVALUATING, STEPS
+from framework.engine_protocol import EVALUATING, STEPS
 from framework.errors import counted
 from framework.system.frames import current_frames
 

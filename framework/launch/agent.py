@@ -28,7 +28,7 @@ from framework.errors import (
     EXIT_TRAINING,
     counted,
 )
-from framework.launch.hosts.hostfile import first_few
+from framework.hosts.hostfile import first_few
 from framework.launch.job import print_line
 from framework.launch.options import KILL_SECONDS
 from framework.launch.ranks import OomKills, RankEnd, Ranks

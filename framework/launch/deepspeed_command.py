@@ -14,9 +14,8 @@ from typing import Final
 
 import framework
 from framework.errors import ConfigError
-from framework.launch.hosts.devices import usable_cores
-from framework.launch.hosts.hostfile import ChosenHost, read_hostfile
-from framework.launch.hosts.topology import HostTopology
+from framework.hosts.hostfile import ChosenHost, read_hostfile
+from framework.hosts.topology import HostTopology
 from framework.launch.options import LaunchOptions
 from framework.system.ports import free_port
 
@@ -183,30 +182,6 @@ def _needs_plain_hostfile(options: LaunchOptions, chosen: Sequence[ChosenHost]) 
         return False
     hosts = read_hostfile(options.hostfile or "")
     return any("@" in host.name or ":" in host.name for host in hosts)
-
-
-def added_environment(
-    environment: Mapping[str, str], *, device: str, num_ranks: int
-) -> dict[str, str]:
-    """Return the variables that the run needs and the user has not set."""
-    added: dict[str, str] = {}
-    programs = str(Path(sys.executable).parent)
-    if programs not in environment.get("PATH", "").split(os.pathsep):
-        # An environment that is not activated: torch calls `ninja` by name to compile DeepSpeed's
-        # optimizers.
-        added["PATH"] = os.pathsep.join(filter(None, [programs, environment.get("PATH", "")]))
-    if device == "cpu" and not environment.get("DS_ACCELERATOR"):
-        added["DS_ACCELERATOR"] = "cpu"
-    if not environment.get("OMP_NUM_THREADS"):
-        # Every rank would take every core, and they would wait for each other: with GPUs, in
-        # offloaded optimizers.
-        added["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_ranks))
-    allocator = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF"))
-    if device == "cuda" and not allocator:
-        # Batches of evaluation have other sizes than batches of training: fixed segments would
-        # become fragmented.
-        added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    return added
 
 
 def as_shell_line(command: Sequence[str], added: Mapping[str, str], *, before: str = "") -> str:

@@ -31,9 +31,9 @@ from framework.doctor.node.findings import Check, Node
 from framework.doctor.node.requirements import Requirements
 from framework.doctor.node.start import compare
 from framework.errors import Problem, counted
-from framework.launch.environment import ROOT
-from framework.launch.hosts.devices import visible_variable
-from framework.launch.hosts.hostfile import ChosenHost, Host
+from framework.hosts.devices import visible_variable
+from framework.hosts.environment import ROOT
+from framework.hosts.hostfile import ChosenHost, Host
 from framework.launch.inspection_agent import ANSWER, Answer, Bench, Examine, InspectionJob, Meet
 from framework.launch.ssh import address_of, passed_on, ssh_command
 from framework.system.json_lines import BadLineError, decode

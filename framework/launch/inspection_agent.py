@@ -35,9 +35,9 @@ from framework.doctor.node.requirements import (
 )
 from framework.doctor.node.start import left_mark, reported_facts
 from framework.errors import ConfigError, FrameworkError
-from framework.launch.deepspeed_command import added_environment
-from framework.launch.hosts.devices import find_devices
-from framework.launch.hosts.topology import HostTopology
+from framework.hosts.devices import find_devices
+from framework.hosts.rank_environment import added_environment
+from framework.hosts.topology import HostTopology
 from framework.launch.stop_requests import StopRequests
 from framework.load_run import load_run
 from framework.plan.cluster import Cluster, Device

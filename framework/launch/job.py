@@ -9,8 +9,8 @@ from pathlib import Path
 
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, Problem, StorageError, UsageError, counted
-from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.topology import HostTopology
+from framework.hosts.devices import LocalDevices
+from framework.hosts.topology import HostTopology
 from framework.load_run import LoadedRun
 from framework.system.files import refuse_foreign, replace_text
 from framework.system.output import write

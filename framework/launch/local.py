@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from framework.errors import EXIT_OK, ConfigError, UsageError
+from framework.hosts.devices import LocalDevices, find_devices, unused_gpus
+from framework.hosts.hostfile import ChosenHost, is_this_machine
+from framework.hosts.rank_environment import added_environment
+from framework.hosts.topology import HostTopology, Setting, described, slots_here
 from framework.launch.deepspeed_command import (
-    added_environment,
     as_shell_line,
     find_train_script,
     local_command,
     usable_port,
 )
-from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus
-from framework.launch.hosts.hostfile import ChosenHost, is_this_machine
-from framework.launch.hosts.topology import HostTopology, Setting, described, slots_here
 from framework.launch.job import refuse_too_few, show_settings
 from framework.launch.node import grace_seconds, read_token, require_deepspeed, run_node
 from framework.launch.node import main as be_a_node

@@ -30,15 +30,15 @@ from framework.errors import (
     counted,
     missing_package,
 )
+from framework.hosts.devices import LocalDevices, find_devices, unused_gpus, visible_variable
+from framework.hosts.hostfile import Host, is_loopback_name, read_hostfile
+from framework.hosts.rank_environment import added_environment
+from framework.hosts.topology import HostTopology, resolve_topology, slots_here
 from framework.launch.deepspeed_command import (
-    added_environment,
     find_train_script,
     node_command,
     usable_port,
 )
-from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus, visible_variable
-from framework.launch.hosts.hostfile import Host, is_loopback_name, read_hostfile
-from framework.launch.hosts.topology import HostTopology, resolve_topology, slots_here
 from framework.launch.job import print_line, refuse_too_few, show_settings, write_termination_log
 from framework.launch.options import (
     GRACE_SECONDS,

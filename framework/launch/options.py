@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from framework.errors import UsageError
-from framework.launch.hosts.hostfile import ChosenHost, bare, choose_hosts, is_host
+from framework.hosts.hostfile import ChosenHost, bare, choose_hosts, is_host
 from framework.system.arguments import (
     CommandParser,
     add_log_level,
@@ -155,7 +155,7 @@ class LaunchOptions(SharedOptions):
     verbose: bool = option("print the command of every host, not of the first three")
 
     def choose_hosts(self) -> tuple[ChosenHost, ...]:
-        """Choose hosts and devices of the hostfile, see `framework.launch.hosts.hostfile`."""
+        """Choose hosts and devices of the hostfile, see `framework.hosts.hostfile`."""
         return choose_hosts(
             self.hostfile or "",
             include=self.include,

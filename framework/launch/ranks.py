@@ -21,8 +21,8 @@ from typing import Final
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from framework.launch.hosts.devices import visible_variable
-from framework.launch.hosts.topology import HostTopology
+from framework.hosts.devices import visible_variable
+from framework.hosts.topology import HostTopology
 from framework.launch.options import KILL_SECONDS
 from framework.system.json_lines import MessageReader
 from framework.system.limits import memory_groups

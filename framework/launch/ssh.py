@@ -27,9 +27,8 @@ from typing import IO, Final, TextIO
 
 import framework
 from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, Problem, UsageError
-from framework.launch.deepspeed_command import find_train_script, hosts_command
-from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.hostfile import (
+from framework.hosts.devices import LocalDevices
+from framework.hosts.hostfile import (
     ChosenHost,
     Host,
     first_few,
@@ -37,7 +36,8 @@ from framework.launch.hosts.hostfile import (
     is_loopback_name,
     one_spelling,
 )
-from framework.launch.hosts.topology import DEFAULT_PORT, HostTopology
+from framework.hosts.topology import DEFAULT_PORT, HostTopology
+from framework.launch.deepspeed_command import find_train_script, hosts_command
 from framework.launch.job import print_line, show_settings
 from framework.launch.node import check_node, grace_seconds, read_token, refuse_idle_restarts
 from framework.launch.options import GRACE_SECONDS, KILL_SECONDS, WAIT_SECONDS, LaunchOptions

@@ -22,8 +22,8 @@ from framework.engine.collective_timeout import gather_from_disks
 from framework.engine.distributed import claims_error_report, device, from_rank0, gather, rank
 from framework.engine.model_build import build_model, partition
 from framework.engine.plain_engine import PlainEngine, build_engine
-from framework.engine.protocol import Engine
 from framework.engine.step_batches import HALF
+from framework.engine_protocol import Engine
 from framework.errors import ConfigError, in_one_line
 from framework.models.formats import as_fp32
 from framework.models.prepare_model import prepare_model

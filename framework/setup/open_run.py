@@ -12,7 +12,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.tensor_split import whole_shape
 from framework.engine.distributed import claims_error_report, from_rank0, rank
 from framework.engine.hang_watch import Watched
-from framework.engine.protocol import Engine
+from framework.engine_protocol import Engine
 from framework.plan.cluster import GPU_VARIABLE
 from framework.plan.plan import Plan
 from framework.plan.plan_against_run import PlanAgainstRun

@@ -17,7 +17,7 @@ from framework.checkpoint.verification import SharedVerification
 from framework.config.run_config import RunConfig
 from framework.engine.distributed import describe_environment, from_rank0, gather, rank
 from framework.engine.process_group_errors import is_lost_peer
-from framework.engine.protocol import Engine
+from framework.engine_protocol import Engine
 from framework.errors import FrameworkError, StorageError, TrainingError, in_one_line
 from framework.plan.plan import Plan
 from framework.setup.prepare_run import Prepared

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from framework.engine.protocol import BadStep, BadStepWatch, StepResult
+from framework.engine_protocol import BadStep, BadStepWatch, StepResult
 from framework.errors import TrainingError
 from framework.system.files import open_own
 

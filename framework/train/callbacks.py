@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from framework.checkpoint.names import CALLBACKS
-from framework.engine.protocol import Gather
+from framework.engine_protocol import Gather
 from framework.errors import TrainingError, counted, in_one_line
 
 EVENTS: Final = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")

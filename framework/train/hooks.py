@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from framework.engine.protocol import StepProfile
+from framework.engine_protocol import StepProfile
 from framework.system.stopping import GO_ON, Decision
 from framework.system.waiting import waiting
 from framework.train.bad_steps import BadStepPolicy

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from framework.checkpoint.names import CHECKPOINTS, tag_of
-from framework.engine.protocol import (
+from framework.engine_protocol import (
     EVALUATING,
     SAVING,
     STEPS,

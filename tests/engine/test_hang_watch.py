@@ -14,8 +14,8 @@ import pytest
 
 from framework.engine import hang_watch
 from framework.engine.hang_watch import Gaps, HangWatch, Watched
-from framework.engine.protocol import EVALUATING, SAVING, STEPS
 from framework.engine.rank_states import compiles, place_of, sentence
+from framework.engine_protocol import EVALUATING, SAVING, STEPS
 from tests.launched import ROOT
 from tests.warm_ranks import WarmRanks
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from framework.engine import hang_watch
 from framework.engine.hang_watch import Watched, watching
-from framework.engine.protocol import SAVING, STEPS
+from framework.engine_protocol import SAVING, STEPS
 
 SECONDS, SAVE_SECONDS, END_SECONDS = 4.0, 5.0, 6.0
 

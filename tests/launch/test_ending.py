@@ -19,11 +19,11 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.errors import EXIT_STOPPED, EXIT_TRAINING, RunStopped
+from framework.hosts.devices import LocalDevices
+from framework.hosts.topology import HostTopology
 from framework.launch import agent, local, node
 from framework.launch import ranks as ranks_module
 from framework.launch.agent import run_attempt
-from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.topology import HostTopology
 from framework.launch.node import run_node
 from framework.launch.ranks import Ranks
 from framework.launch.rendezvous.peers import Peers

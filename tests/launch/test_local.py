@@ -17,17 +17,18 @@ import pytest
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError
+from framework.hosts.devices import LocalDevices
+from framework.hosts.hostfile import bare, is_loopback_name
+from framework.hosts import rank_environment
+from framework.hosts.rank_environment import added_environment
+from framework.hosts.topology import HostTopology
 from framework.launch import deepspeed_command as plain
 from framework.launch import local
 from framework.launch.deepspeed_command import (
-    added_environment,
     as_shell_line,
     local_command,
     usable_port,
 )
-from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.hostfile import bare, is_loopback_name
-from framework.launch.hosts.topology import HostTopology
 from framework.launch.local import check
 from framework.launch.options import LaunchOptions, parse
 from framework.launch.supervision import JobEnd
@@ -354,7 +355,7 @@ def test_a_hostfile_of_the_machine_is_not_read(
 
 
 def test_variables_that_are_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "usable_cores", lambda: 5)
+    monkeypatch.setattr(rank_environment, "usable_cores", lambda: 5)
     here = {"PATH": str(Path(sys.executable).parent)}
     assert added_environment(here, device="cpu", num_ranks=2) == {
         "DS_ACCELERATOR": "cpu",

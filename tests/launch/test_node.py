@@ -19,9 +19,9 @@ import pytest
 
 from framework.doctor.node import start as start_module
 from framework.errors import ConfigError, UsageError
+from framework.hosts.devices import LocalDevices
+from framework.hosts.topology import HostTopology
 from framework.launch import node
-from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.topology import HostTopology
 from framework.launch.local import launch
 from framework.launch.node import main
 from framework.load_run import load_run
@@ -290,7 +290,7 @@ def test_a_node_alone_takes_a_free_port_and_leaves_a_given_one_to_its_ranks(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr("framework.launch.hosts.topology.DEFAULT_PORT", port)
+        monkeypatch.setattr("framework.hosts.topology.DEFAULT_PORT", port)
         assert main([config, "--nnodes", "1", "--dry_run"]) == 0
         (stated,) = re.findall(r"master_port (\d+) \(a free one\)", capsys.readouterr().out)
         assert int(stated) != port

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from framework.errors import ConfigError, UsageError
-from framework.launch.hosts.hostfile import ChosenHost, Host
-from framework.launch.hosts.topology import HostTopology
+from framework.hosts.hostfile import ChosenHost, Host
+from framework.hosts.topology import HostTopology
 from framework.launch.inspection import inspection_command
 from framework.launch.local import launch
 from framework.launch.options import LaunchOptions, parse_node
@@ -53,7 +53,7 @@ exec sh -c "$*"
 """
 PROGRAM = """
 import sys
-from framework.launch.hosts.hostfile import Host
+from framework.hosts.hostfile import Host
 from framework.launch.ssh import ssh_command
 from framework.launch.ssh import Agents
 from framework.launch.stop_requests import StopRequests

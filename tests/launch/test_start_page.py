@@ -10,8 +10,8 @@ import pytest
 
 from framework.cli import main
 from framework.config.load import load_config
+from framework.hosts.devices import LocalDevices
 from framework.launch import local, node
-from framework.launch.hosts.devices import LocalDevices
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from tests.places import ROOT

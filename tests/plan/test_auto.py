@@ -16,8 +16,8 @@ from framework.checkpoint.resume_point import ResumeLookup
 from framework.cli import main
 from framework.config.load import config_from_values, load_with_source
 from framework.errors import ConfigError
-from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.topology import HostTopology
+from framework.hosts.devices import LocalDevices
+from framework.hosts.topology import HostTopology
 from framework.launch.node import check_node
 from framework.launch.options import LaunchOptions
 from framework.load_run import load_run

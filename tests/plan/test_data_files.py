@@ -12,9 +12,9 @@ import pytest
 from framework.cli import main
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError
+from framework.hosts.devices import LocalDevices
+from framework.hosts.topology import HostTopology
 from framework.launch import local
-from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.topology import HostTopology
 from framework.launch.node import check_node
 from framework.launch.options import LaunchOptions
 from framework.plan.cluster import Cluster

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from framework.engine.protocol import BadStep
+from framework.engine_protocol import BadStep
 from framework.errors import TrainingError
 from framework.train.bad_steps import BadStepPolicy, LeftOut, RolledBack, noted_windows
 

@@ -71,7 +71,7 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
         "nodes differ in it; give every host the same number and kind of devices",
     ),
     "export-exists": ("commands", "it is there already; choose another OUT, or give --force"),
-    "host-choice": ("launch", "the hostfile has no such host; name one that it has"),
+    "host-choice": ("hosts", "the hostfile has no such host; name one that it has"),
     "freeze-needs-groups": (
         "engine",
         "the optimizer makes groups of its own; return an optimizer over the groups that it is given",

@@ -57,6 +57,7 @@ _ROOMS: Final[Mapping[str, str]] = {
     "engine": "Training",
     "train": "Run folder and metrics",
     "checkpoint": "Checkpoints",
+    "hosts": "Hosts and devices",
     "launch": "Starting on hosts",
     "doctor": "Doctor and preflight",
     "deploy": "Kubernetes and Slurm",

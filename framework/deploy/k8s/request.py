@@ -11,7 +11,7 @@ from typing import Final
 
 from framework.deploy import options
 from framework.deploy.options import JobRequest
-from framework.launch.hosts.topology import DEFAULT_PORT
+from framework.hosts.topology import DEFAULT_PORT
 from framework.system.arguments import option
 
 # Time that the kubelet gives a pod beyond one step and one save: to deliver the signal, to write

@@ -12,7 +12,7 @@ from typing import Any, Final
 from framework.doctor.node.findings import GIB, MIB, Check, size_text, warning
 from framework.doctor.node.requirements import Requirements
 from framework.errors import ConfigError, Problem, counted
-from framework.launch.hosts.devices import LocalDevices, find_devices, torch_text, unused_gpus
+from framework.hosts.devices import LocalDevices, find_devices, torch_text, unused_gpus
 
 _SECONDS: Final = 10
 _PER_GPU: Final = (

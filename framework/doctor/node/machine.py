@@ -27,8 +27,8 @@ from framework.doctor.node.storage import (
     check_temporary,
 )
 from framework.errors import Problem, Severity, counted
-from framework.launch.deepspeed_command import added_environment
-from framework.launch.hosts.devices import usable_cores
+from framework.hosts.devices import usable_cores
+from framework.hosts.rank_environment import added_environment
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 RDMA_DEVICES: Final = Path("/dev/infiniband")

@@ -28,9 +28,9 @@ from framework.doctor.node.findings import Check, warning
 from framework.doctor.node.requirements import Requirements
 from framework.doctor.node.storage import file_system, is_remote
 from framework.errors import Problem
-from framework.launch.environment import ROOT, missing
-from framework.launch.environment import requirements as pip_requirements
-from framework.launch.hosts.devices import package_folder, torch_text
+from framework.hosts.devices import package_folder, torch_text
+from framework.hosts.environment import ROOT, missing
+from framework.hosts.environment import requirements as pip_requirements
 from framework.plan.compiled_ops import (
     Op,
     extensions_folder,

@@ -22,7 +22,7 @@ from framework.doctor.node.links import absent, existing, mark, mark_path
 from framework.doctor.node.machine import examine
 from framework.doctor.node.requirements import Requirements, requirements_of
 from framework.errors import Problem, Severity
-from framework.launch.hosts.hostfile import most_common, node_names
+from framework.hosts.hostfile import most_common, node_names
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.system.log import print_problem

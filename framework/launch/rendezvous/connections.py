@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from typing import Any, Final
 
-from framework.launch.hosts.hostfile import first_few
+from framework.hosts.hostfile import first_few
 from framework.launch.job import print_line
 from framework.launch.rendezvous.channel import Channel, ConnectionLost, new_nonce
 from framework.launch.rendezvous.handshake import name_of

@@ -22,7 +22,7 @@ import psutil
 
 from framework.doctor.node.links import AT_ONCE, CallResult, call_all, connect, neighbours
 from framework.errors import Problem
-from framework.launch.hosts.hostfile import first_few, node_names
+from framework.hosts.hostfile import first_few, node_names
 from framework.launch.rendezvous.channel import Message, NoAgent, foreign
 from framework.launch.rendezvous.messages import Reach, Reached, is_address, read_message
 

@@ -24,7 +24,7 @@ from framework.doctor.node.start import (
     python_release,
 )
 from framework.errors import Problem
-from framework.launch.hosts.hostfile import first_few, node_names
+from framework.hosts.hostfile import first_few, node_names
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _ONE_HOSTFILE: Final = "copy one hostfile to every node"

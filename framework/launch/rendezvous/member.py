@@ -25,7 +25,7 @@ from framework.errors import (
     Problem,
     RunStopped,
 )
-from framework.launch.hosts.hostfile import is_host
+from framework.hosts.hostfile import is_host
 from framework.launch.job import print_line
 from framework.launch.rendezvous.channel import (
     Channel,

@@ -27,7 +27,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from framework.doctor.node.start import Look
-from framework.launch.hosts.hostfile import is_host
+from framework.hosts.hostfile import is_host
 from framework.launch.rendezvous.channel import foreign
 from framework.launch.supervision import is_state
 

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 from framework.doctor.node.links import Echo
 from framework.errors import EXIT_OK, PeerLostError, Problem, RunStopped
-from framework.launch.hosts.topology import HostTopology
+from framework.hosts.topology import HostTopology
 from framework.launch.job import print_line
 from framework.launch.rendezvous.peers import Peers
 from framework.launch.stop_requests import StopRequests

@@ -15,7 +15,7 @@ import torch
 from framework.config.training import Compile
 from framework.doctor.node.requirements import Requirements
 from framework.doctor.node.software import check_ops
-from framework.launch.hosts.devices import package_folder, torch_text
+from framework.hosts.devices import package_folder, torch_text
 from framework.plan.cluster import Cluster, Device
 from framework.plan.compiled_ops import Op, extensions_folder, needed_ops
 from framework.setup.prepare_run import _compile_problems

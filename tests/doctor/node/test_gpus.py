@@ -9,7 +9,7 @@ import pytest
 
 from framework.doctor.node.gpus import check_devices
 from framework.doctor.node.requirements import Requirements
-from framework.launch.hosts import devices
+from framework.hosts import devices
 from framework.plan.cluster import Cluster
 from tests.doctor.node.broken import programs
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from framework.doctor.node.start import EMPTY_LOOK
 from framework.errors import FrameworkError
-from framework.launch.hosts.topology import HostTopology
+from framework.hosts.topology import HostTopology
 from framework.launch.rendezvous.channel import PROTOCOL, Channel, Message, proof
 from framework.launch.rendezvous.coordinator import Coordinator
 from framework.launch.rendezvous.join import join

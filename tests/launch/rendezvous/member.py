@@ -7,8 +7,8 @@ import os
 import sys
 
 from framework.errors import FrameworkError
-from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.topology import HostTopology
+from framework.hosts.devices import LocalDevices
+from framework.hosts.topology import HostTopology
 from framework.launch.node import run_node
 from framework.launch.rendezvous import coordinator, member
 from framework.launch.stop_requests import StopRequests

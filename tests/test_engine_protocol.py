@@ -12,7 +12,7 @@ import pytest
 
 from framework.engine.pipeline_engine import PipelineEngine
 from framework.engine.plain_engine import PlainEngine
-from framework.engine.protocol import Engine
+from framework.engine_protocol import Engine
 from tests.places import ROOT
 
 

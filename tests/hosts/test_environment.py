@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.launch import environment
+from framework.hosts import environment
 from tests.places import ROOT
 
 
@@ -76,7 +76,7 @@ def test_runs_alone_and_lists_what_is_installed(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-S",
-        str(ROOT / "framework/launch/environment.py"),
+        str(ROOT / "framework/hosts/environment.py"),
         "missing",
         "train",
     ]

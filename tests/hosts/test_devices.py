@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from framework.errors import ConfigError
-from framework.launch.hosts import devices
-from framework.launch.hosts.devices import (
+from framework.hosts import devices
+from framework.hosts.devices import (
     LocalDevices,
     count_gpus,
     find_devices,

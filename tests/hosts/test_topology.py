@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from framework.errors import ConfigError, UsageError
-from framework.launch.hosts.hostfile import Host
-from framework.launch.hosts.topology import HostTopology, Setting, described, resolve_topology
+from framework.hosts.hostfile import Host
+from framework.hosts.topology import HostTopology, Setting, described, resolve_topology
 from framework.system.launcher_rank import first_of_nodelist
 
 OWN = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from framework.errors import ConfigError
-from framework.launch.hosts.hostfile import choose_hosts
+from framework.hosts.hostfile import choose_hosts
 
 CASES = [
     {},

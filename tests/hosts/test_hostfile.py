@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.errors import ConfigError
-from framework.launch.hosts.hostfile import Host, cluster_of, read_hostfile
+from framework.hosts.hostfile import Host, cluster_of, read_hostfile
 from framework.plan.cluster import Cluster
 from tests.places import ROOT
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from framework.errors import ConfigError, Problem, UsageError
-from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.hostfile import Host, bare, cluster_of, is_host
+from framework.hosts.devices import LocalDevices
+from framework.hosts.hostfile import Host, bare, cluster_of, is_host
 from framework.plan.cluster import RANKS_ON_CPU
 from framework.system.launcher_rank import first_of_nodelist
 

@@ -1,0 +1,34 @@
+"""Environment of the ranks: what a run needs and the user has not set."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from framework.hosts.devices import usable_cores
+
+
+def added_environment(
+    environment: Mapping[str, str], *, device: str, num_ranks: int
+) -> dict[str, str]:
+    """Return the variables that the run needs and the user has not set."""
+    added: dict[str, str] = {}
+    programs = str(Path(sys.executable).parent)
+    if programs not in environment.get("PATH", "").split(os.pathsep):
+        # An environment that is not activated: torch calls `ninja` by name to compile DeepSpeed's
+        # optimizers.
+        added["PATH"] = os.pathsep.join(filter(None, [programs, environment.get("PATH", "")]))
+    if device == "cpu" and not environment.get("DS_ACCELERATOR"):
+        added["DS_ACCELERATOR"] = "cpu"
+    if not environment.get("OMP_NUM_THREADS"):
+        # Every rank would take every core, and they would wait for each other: with GPUs, in
+        # offloaded optimizers.
+        added["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_ranks))
+    allocator = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF"))
+    if device == "cuda" and not allocator:
+        # Batches of evaluation have other sizes than batches of training: fixed segments would
+        # become fragmented.
+        added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return added
