@@ -15,7 +15,7 @@ from framework.data.streams import StreamEvalLoader
 from framework.errors import ConfigError
 from tests.data.loader_of import stream_loader, train_loader
 
-_LINE = "data = 3: a broken sample; mend the file [sample-broken]"
+_LINE = "data = 3: a broken sample; mend the file [samples-differ]"
 
 
 _OF_A_WORKER = (

@@ -17,9 +17,9 @@ import pytest
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError
+from framework.hosts import rank_environment
 from framework.hosts.devices import LocalDevices
 from framework.hosts.hostfile import bare, is_loopback_name
-from framework.hosts import rank_environment
 from framework.hosts.rank_environment import added_environment
 from framework.hosts.topology import HostTopology
 from framework.launch import deepspeed_command as plain

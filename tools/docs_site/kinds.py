@@ -122,7 +122,7 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
         "it reads tokens, and lenet, the model, reads images; set task.kind or model.kind",
     ),
     "topology-unknown": (
-        "launch",
+        "hosts",
         "nobody says how many nodes there are; give --nnodes, or set NNODES",
     ),
     "warmup-decay-peak": (
