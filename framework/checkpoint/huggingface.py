@@ -1,6 +1,9 @@
-"""Models of Hugging Face's transformers that compute what ours do: their config.json and the names
-of their weights, read by `checkpoint.init_weights` and written by `export --hf`. Both follow one
-table, `huggingface.json`:
+"""Models of Hugging Face's transformers that compute what shipped ones do: their config.json and
+the names of their weights, read by `checkpoint.init_weights` and written by `export --hf`. Both
+follow one table, which the kind of a model names (`ModelKind.transformers_table`), by
+``model_type``:
+
+- kind: the kind of our model;
 
 - needs: fields that our model must have;
 - values: our field -> their keys (``a|b``: the first of these that is set);
@@ -19,10 +22,13 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
+from framework.config.base import ModelKind
+from framework.config.model import ModelSection
 from framework.config.run_config import RunConfig
 from framework.errors import Problem, show_value
 
@@ -30,9 +36,6 @@ CONFIG: Final = "config.json"
 _KEY: Final = "checkpoint.init_weights"
 _WEIGHTS: Final = "model.safetensors"
 _AS_IT_IS: Final = "train it as it is: model.target: transformers:AutoModel....from_pretrained"
-_TABLE: Final[dict[str, Any]] = json.loads(
-    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
-)
 _LONGEST_HEADER: Final = 100_000_000  # the format's
 
 
@@ -227,10 +230,20 @@ def _first_of(names: list[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more"
 
 
-def form_of(model: Any) -> Form | None:
+@cache
+def _table(place: str) -> Mapping[str, Any]:
+    """Read a table, named as ``package:file``."""
+    package, _, name = place.partition(":")
+    table: dict[str, Any] = json.loads(files(package).joinpath(name).read_text(encoding="utf-8"))
+    return table
+
+
+def form_of(model: ModelSection) -> Form | None:
     """Return the architecture that our model section has in transformers, or None."""
-    for name, table in _TABLE.items():
-        if table["kind"] != getattr(model, "kind", None):
+    if not isinstance(model, ModelKind) or not model.transformers_table:
+        return None
+    for name, table in _table(model.transformers_table).items():
+        if table["kind"] != model.kind:
             continue
         if all(getattr(model, field) == value for field, value in table["needs"].items()):
             return _form(name, table, model)
@@ -248,8 +261,8 @@ def published_problems(config: RunConfig) -> list[Problem]:
     as far as its config.json and the header of its safetensors show them.
     """
     path = config.checkpoint.init_weights
-    kind = getattr(config.model, "kind", None)
-    if path is None or kind not in ("gpt", "bert"):
+    model = config.model
+    if path is None or not isinstance(model, ModelKind) or not model.transformers_table:
         return []
     weights_file = Path(path)
     if os.path.isdir(path):  # noqa: PTH112 - pathlib raises if the name is too long
@@ -259,15 +272,15 @@ def published_problems(config: RunConfig) -> list[Problem]:
     type_ = described.get("model_type")
     if not isinstance(type_, str):
         return []
-    table = _TABLE.get(type_, {})
-    if table.get("kind") != kind:
+    table = _table(model.transformers_table).get(type_, {})
+    if table.get("kind") != model.kind:
         if table:
             fix = f"set model.kind: {table['kind']}"
         else:
             fix = _AS_IT_IS
-        reason = f"{file} is of a {show_value(type_)}, which no model.kind {kind} is"
+        reason = f"{file} is of a {show_value(type_)}, which no model.kind {model.kind} is"
         return [Problem("weights-differ", reason, fix, _KEY, path)]
-    form = _form(type_, table, config.model)
+    form = _form(type_, table, model)
     problems = list(form.misfits(described, file))
     names = _tensors_in(weights_file)
     has_errors = any(problem.severity == "error" for problem in problems)

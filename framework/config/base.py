@@ -452,6 +452,8 @@ class ModelKind(Kind):
     # Function that lists the layers on a tape (`framework.plan.layers`), so that work and memory are
     # known without torch; empty: the model is traced.
     work: ClassVar[str] = ""
+    # Table of transformers' names for it (`framework.checkpoint.huggingface`), as package:file.
+    transformers_table: ClassVar[str] = ""
     has_batch_norm: ClassVar[bool] = False
     has_convolutions: ClassVar[bool] = False
 

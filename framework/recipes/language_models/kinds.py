@@ -10,6 +10,8 @@ from framework.config.base import Positive, PositiveCount
 from framework.config.data import BYTE_VOCAB_SIZE
 from framework.config.model import LanguageModel, MoE, Size
 
+_TRANSFORMERS: Final = "framework.recipes.language_models:transformers.json"
+
 _GPT2: Final[Size] = {
     "vocab_size": 50257,
     "max_positions": 1024,
@@ -111,6 +113,7 @@ class GPT(LanguageModel):
 
     builds: ClassVar[str] = "framework.recipes.language_models.gpt:GPT.of"
     work: ClassVar[str] = "framework.recipes.language_models.work:gpt"
+    transformers_table: ClassVar[str] = _TRANSFORMERS
     reads_packed_rows: ClassVar[bool] = True
     sizes: ClassVar[Mapping[str, Size]] = GPT_SIZES
     kind: Literal["gpt"] = "gpt"
@@ -161,6 +164,7 @@ class BERT(LanguageModel):
 
     builds: ClassVar[str] = "framework.recipes.language_models.bert:BERT.of"
     work: ClassVar[str] = "framework.recipes.language_models.work:bert"
+    transformers_table: ClassVar[str] = _TRANSFORMERS
     sizes: ClassVar[Mapping[str, Size]] = BERT_SIZES
     kind: Literal["bert"] = "bert"
     size: Literal["tiny", "mini", "small", "medium", "base", "large"] = "tiny"
