@@ -7,7 +7,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from framework.config import forms
 from framework.config.base import Kind, Section
 from framework.config.data import Dataset
 from framework.config.model import Classifier, LanguageModel, ModelSection
@@ -64,6 +63,8 @@ def parts_speak_of_the_same(config: RunConfig, cluster: Cluster) -> Found:
     first = next(iter(known), "")
     for part, form in known.items():
         if form != known[first]:
+            from framework.config import forms
+
             kind = getattr(config, part).kind
             first_kind = getattr(config, first).kind
             verb = "has" if first == "data" else "reads"
