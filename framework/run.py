@@ -29,9 +29,8 @@ from framework.errors import RunStopped
 from framework.report.summary import RunResult, describe_stop
 from framework.setup import start_point
 from framework.setup.assemble import assemble_engine, make_callbacks, make_checkpointer
-from framework.setup.open_run import OpenRun
+from framework.setup.open_run import OpenRun, build_trainer
 from framework.setup.prepare_run import Prepared, order_of
-from framework.setup.roll_back import train
 from framework.system.exits import end_in_one_line
 from framework.system.log import noting_errors
 from framework.system.stopping import Action, StopRequest
@@ -48,7 +47,12 @@ if TYPE_CHECKING:
 def run_prepared(prepared: Prepared, request: StopRequest) -> RunResult:
     """Train a prepared run to its end, or until the request stops it."""
     with opened(prepared, request) as run:
-        run.outcome = train(run)
+        if prepared.plan.config.training.bad_steps is None:
+            run.outcome = build_trainer(run).fit()
+        else:
+            from framework.setup.roll_back import train
+
+            run.outcome = train(run)
     return run.result
 
 

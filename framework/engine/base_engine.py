@@ -20,6 +20,7 @@ from framework.engine.distributed import device, gather
 from framework.engine.held_weights import further_names, is_frozen, state_of
 from framework.engine.modes import Modes
 from framework.engine.phases import phases_of
+from framework.engine.plain_weights import PlainWeights
 from framework.engine.schedules import LR_RATIO
 from framework.engine.step import PassedStep
 from framework.engine.step_batches import HALF, DeviceBatches, place
@@ -29,7 +30,6 @@ from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import may_have_been_skipped
 from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.module_buffers import share_buffers
-from framework.engine.written_weights import WrittenWeights
 from framework.plan.plan import Plan
 from framework.system.files import FileRecord, NewFile
 from framework.tasks.task import Positions, Task
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from framework.engine.ema import WeightAverage
     from framework.engine.freezing import StepwiseFreezing
     from framework.engine.tensor_check import GradientCheck
+    from framework.engine.written_weights import WrittenWeights
 
 
 class BaseEngine:
@@ -84,7 +85,11 @@ class BaseEngine:
 
             self._freezing = StepwiseFreezing(engine, training.freeze, names())
         self._leaves_out_frozen = training.lora is not None
-        self.written = WrittenWeights(engine, names, log_every=training.log_every)
+        self.written: WrittenWeights | PlainWeights = PlainWeights(engine.module)
+        if half is not None or plan.config.zero.stage > 0:
+            from framework.engine.written_weights import WrittenWeights
+
+            self.written = WrittenWeights(engine, names, log_every=training.log_every)
         self._average: WeightAverage | None = None
         if training.ema is not None:
             from framework.engine.ema import WeightAverage

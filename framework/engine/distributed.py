@@ -50,7 +50,6 @@ from framework.system.arguments import LOG_LEVEL
 from framework.system.files import make_own_folder
 from framework.system.kept_file import KeptFile
 from framework.system.log import write_to
-from framework.system.ports import free_port
 from framework.system.waiting import waiting
 
 # Rank 0 mostly holds the store: if it ended at once, other ranks could not find out that it reports
@@ -206,6 +205,8 @@ def process_group(backend: str | None) -> Iterator[None]:
             yield
         return
     if "RANK" not in os.environ:  # no launcher started this process: it is rank 0 of 1
+        from framework.system.ports import free_port
+
         single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(single, MASTER_PORT=str(free_port()))
     check_environment(os.environ)

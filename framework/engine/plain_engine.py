@@ -14,7 +14,6 @@ import torch
 
 from framework.checkpoint.state.weight_names import names_of
 from framework.config.training import FAST_ROWS, slow_rows
-from framework.engine.backward_passes import BackwardPasses
 from framework.engine.base_engine import BaseEngine
 from framework.engine.distributed import device, device_name
 from framework.engine.gradient_sums import sum_gradients
@@ -33,6 +32,7 @@ from framework.tasks.loss_checks import refuse_without_graph
 from framework.tasks.task import Task
 
 if TYPE_CHECKING:
+    from framework.engine.backward_passes import BackwardPasses
     from framework.engine.rank_groups import RankGroups
     from framework.engine.shared_positions import PositionCheck
 
@@ -151,6 +151,8 @@ class PlainEngine(BaseEngine):
 
     def backward_passes(self) -> BackwardPasses:
         """Return the backward passes of a loop of the user's own, and the steps after them."""
+        from framework.engine.backward_passes import BackwardPasses
+
         return BackwardPasses(self.engine)
 
     def close(self) -> None:

@@ -12,18 +12,20 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from framework.config.freezing import always_frozen
 from framework.config.model import MoE
 from framework.config.training import Parallel
 from framework.errors import Problem
 from framework.plan.activations import Passes, passes_over
-from framework.plan.balance import Bounds, LayerFacts, cut, needs_same_groups
 from framework.plan.optimizer_memory import state_of
 from framework.plan.plan import Plan
 from framework.plan.rank_memory import EXPERTS, Bytes, PipelineStage, RankMemory, positive
 from framework.plan.work import LayerWork, ModelWork, weights_alone, work_of, work_of_rank
+
+if TYPE_CHECKING:
+    from framework.plan.balance import Bounds, LayerFacts
 
 # Keys of `deepspeed` with modelled memory.
 _MODELLED: Final = frozenset(
@@ -182,6 +184,8 @@ def _memory(
 
 def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
     """Estimate the memory of a rank of each pipeline stage; errors as of `estimate`."""
+    from framework.plan.balance import needs_same_groups
+
     config = plan.config
     parallel = config.parallel
     is_cut_by_name = parallel.partition.startswith("type:") and parallel.stages is None
@@ -230,6 +234,8 @@ def _bounds(
 ) -> Bounds | Problem:
     stage_list = None if stages is None else list(stages)
     parallel = Parallel(pipe=pipe, partition=partition, stages=stage_list)
+    from framework.plan.balance import cut
+
     table = cut(facts, parallel, same_groups=same_groups)
     if isinstance(table, Problem):
         return table

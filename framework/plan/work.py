@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import chain
 from math import ceil, prod
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from framework.config.freezing import always_frozen
 from framework.config.groups import LORA, is_inside_saved
@@ -18,10 +18,12 @@ from framework.config.model import ModelSection
 from framework.config.precision import BF16, FP16, Autocast
 from framework.config.run_config import RunConfig
 from framework.config.training import LoRA
-from framework.plan.balance import LayerFacts
 from framework.plan.layers import UNDIVIDED, Layers, RankShare, Run, forward_of
 from framework.plan.operations import Shape, Tape, Value
 from framework.plan.plan import Plan, loss_tile
+
+if TYPE_CHECKING:
+    from framework.plan.balance import LayerFacts
 
 Device = Literal["cpu", "cuda"]
 Arithmetic = Literal["fp32", "half", "autocast"]
@@ -156,6 +158,8 @@ class ModelWork:
     @cached_property
     def facts(self) -> tuple[LayerFacts, ...]:
         """Facts about each layer, without the loss, as a cut into stages takes them."""
+        from framework.plan.balance import LayerFacts
+
         facts = []
         for layer in list(self.layers())[:-1]:
             groups = set()

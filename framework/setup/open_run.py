@@ -15,7 +15,6 @@ from framework.engine.hang_watch import Watched
 from framework.engine_protocol import Engine
 from framework.plan.cluster import GPU_VARIABLE
 from framework.plan.plan import Plan
-from framework.plan.plan_against_run import PlanAgainstRun
 from framework.report.summary import (
     RunResult,
     describe_goodput,
@@ -155,6 +154,8 @@ class OpenRun:
                     held=held,
                 )
             )
+            from framework.plan.plan_against_run import PlanAgainstRun
+
             monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
             monitors.append(events[0])
             return events[0].restarts, _flops_per_step(plan)
