@@ -14,7 +14,7 @@ from benchmarks.export_memory import measure, write_checkpoint
 from tests.warm_ranks import WarmRanks
 
 # Stage 3 holds some tensors of 16 MiB more, however large the model is.
-SIZES = {2: 192 << 20, 3: 384 << 20}
+SIZES = {2: 128 << 20, 3: 256 << 20}
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ FURTHER: dict[str, dict[str, Any]] = {
 # --exhaustive.
 RUNS = (
     *((family, 3) for family in FAMILIES),
-    *((family, 1) for family in ("resnet", "mixtral", "t5")),
+    *((family, 1) for family in ("resnet", "t5")),
     ("vit-tensor", 3),
 )
 RARE = tuple((family, 1) for family in FAMILIES if (family, 1) not in RUNS)
