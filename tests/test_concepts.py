@@ -23,13 +23,8 @@ OPTIONS = 211
 PUBLIC_NAMES = 16
 # Before the first step of a run of LeNet on two ranks. Rank 0 prints an estimate of the memory and
 # writes the metrics.
-<<<<<<< HEAD
-MODULES = {0: 170, 1: 152}
-BYTES_OF_SOURCE = {0: 1_210_000, 1: 1_030_000}
-=======
 MODULES = {0: 165, 1: 147}
 BYTES_OF_SOURCE = {0: 1_171_000, 1: 1_001_500}
->>>>>>> c6f8c3a (The counts of loaded modules and the tables of what goes with what are today's)
 
 
 def options() -> set[tuple[str, str]]:
