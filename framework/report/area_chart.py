@@ -29,14 +29,8 @@ def area_chart(
     """
     if not parts or len(parts[0][1].steps) < 2:
         return None
-    names = []
-    all_series = []
-    lines = []
-    for name, series in parts:
-        names.append(name)
-        all_series.append(series)
-        lines.append(Line(name, series))
-    columns = list(_area_columns(all_series, 180))
+    names = [name for name, _ in parts]
+    columns = list(_area_columns([series for _, series in parts], 180))
     most = max(sum(column.values) for column in columns)
     if not most > 0:
         return None
@@ -55,8 +49,17 @@ def area_chart(
         most * 1.04,
     )
     drawn = [legend, draw_axes(frame, heights, unit, top)]
+    drawn += _areas(frame, columns, list(style_of.values()))
+    described = f"{unit} by part over optimizer steps, stacked: {', '.join(names)}."
+    headings, rows, note = series_table([Line(name, series) for name, series in parts])
+    svg = svg_element(slug, title, described, size, drawn)
+    return Chart(slug, title, svg, headings, rows, "", note)
+
+
+def _areas(frame: Frame, columns: Sequence[_AreaColumn], styles: Sequence[int]) -> Iterator[str]:
+    """Draw the parts, each on those before it."""
     below = [0.0 for _ in columns]
-    for index, style in enumerate(style_of.values()):
+    for index, style in enumerate(styles):
         upper = []
         lower = []
         for place, column in enumerate(columns):
@@ -66,11 +69,7 @@ def area_chart(
                 lower.append(f"{frame.x(step):.1f} {frame.y(below[place]):.1f}")
             below[place] = above
         outline = "L".join(upper + lower[::-1])
-        drawn.append(f'<path class="a p{style}" d="M{outline}z"/>')
-    described = f"{unit} by part over optimizer steps, stacked: {', '.join(names)}."
-    headings, rows, note = series_table(lines)
-    svg = svg_element(slug, title, described, size, drawn)
-    return Chart(slug, title, svg, headings, rows, "", note)
+        yield f'<path class="a p{style}" d="M{outline}z"/>'
 
 
 @dataclass(frozen=True)

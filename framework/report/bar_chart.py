@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from framework.report.chart import (
@@ -23,6 +24,10 @@ Bar = tuple[str, Sequence[tuple[str, float]]]
 """Label, and parts with their values."""
 
 
+Span = tuple[float, float, Sequence[float]]
+"""Ends of the middle half of a bar's measurements, and all of them."""
+
+
 def bar_chart(
     slug: str,
     title: str,
@@ -31,7 +36,7 @@ def bar_chart(
     *,
     show: Callable[[float], str] = number,
     shown_unit: float = 1.0,
-    spans: Sequence[tuple[float, float, Sequence[float]]] = (),
+    spans: Sequence[Span] = (),
     limit: tuple[str, float] | None = None,
 ) -> Chart | None:
     """Draw horizontal bars of parts; None if there is nothing to draw.
@@ -45,79 +50,103 @@ def bar_chart(
         spans: for each bar the ends of the middle half of its measurements, and all of them.
         limit: a value to stay below, and its name.
     """
-    names: dict[str, None] = {}
-    labels = []
-    sums = []
-    descriptions = []
-    for label, values in bars:
-        labels.append(label)
-        descriptions.append(bar_text(label, values, show))
-        total = 0.0
-        for name, value in values:
-            names[name] = None
-            total += value
-        sums.append(total)
+    names = list(dict.fromkeys(name for _, parts in bars for name, _ in parts))
+    sums = [sum((value for _, value in parts), 0.0) for _, parts in bars]
+    most = _largest(sums, spans, limit)
+    if not most > 0:
+        return None
+    drawing = _BarDrawing(
+        unit, bars, sums, most, part_styles(names), show, shown_unit, spans, limit
+    )
+    height, parts = drawing.parts()
+    described = "; ".join(bar_text(label, values, show) for label, values in bars[:8])
+    svg = svg_element(slug, title, described, (400, height), parts)
+    rows = [_shares(name, bars, sums, show) for name in names]
+    labels = [label for label, _ in bars]
+    return Chart(slug, title, svg, ["part", *labels], rows)
+
+
+def _largest(
+    sums: Sequence[float], spans: Sequence[Span], limit: tuple[str, float] | None
+) -> float:
+    """Return the largest value of a chart."""
     most = max([0.0, *sums])
     for _, high, points in spans:
         most = max(most, high, *points)
     if limit:
         most = max(most, limit[1])
-    if not most > 0:
-        return None
-    style_of = part_styles(list(names))
-    single = dict(bars[0][1]) if len(bars) == 1 and not spans else {}
-    entries = []
-    for name, style in style_of.items():
-        label = name
-        if name in single:
-            label = f"{name} {show(single[name])} ({single[name] / most:.0%})"
-        entries.append((label, swatch(style)))
-    if spans:
-        entries.append(("middle half", _whisker(0, 18, 0)))
-        entries.append(("one measurement", _POINT.format(9, 0)))
-    if limit:
-        entries.append((limit[0], REFERENCE))
-    legend, top = make_legend(entries, 400)
-    height = top + 34 * len(bars) + 40
-    frame = Frame(14, top, 386, height - 36, 0, most / shown_unit, 0, 1)
-    parts = [legend]
-    parts += upright_lines(frame)
-    parts.append(f'<text x="200" y="{height - 5:.1f}" text-anchor="middle">{text(unit)}</text>')
-    for row, (label, values) in enumerate(bars):
-        y = top + 34 * row + 14
-        heading = f"{text(shortened(label, 44))}: {text(show(sums[row]))}"
-        parts.append(f'<text x="14" y="{y - 3:.1f}">{heading}</text>')
-        parts += _bar(frame, y, values, most, style_of, show)
-        if spans:
-            parts += _span(frame, y, spans[row], shown_unit)
-    if limit:
-        x = frame.x(limit[1] / shown_unit)
-        parts.append(f'<path class="r" d="M{x:.1f} {frame.top:.1f}V{frame.bottom:.1f}"/>')
-    svg = svg_element(slug, title, "; ".join(descriptions[:8]), (400, height), parts)
-    rows = [_shares(name, bars, sums, show) for name in names]
-    return Chart(slug, title, svg, ["part", *labels], rows)
+    return most
 
 
-def _bar(
-    frame: Frame,
-    y: float,
-    values: Sequence[tuple[str, float]],
-    most: float,
-    style_of: Mapping[str, int],
-    show: Callable[[float], str],
-) -> Iterator[str]:
-    x = frame.left
-    for name, value in values:
-        width = value / most * (frame.right - frame.left)
-        shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="14"'
-        about = f"<title>{text(name)}: {text(show(value))}</title>"
-        yield f'<rect class="a p{style_of[name]}" {shape}>{about}</rect>'
-        x += width
+@dataclass(frozen=True)
+class _BarDrawing:
+    """What a chart of bars shows; see `bar_chart`.
+
+    Attributes:
+        sums: of the parts of each bar.
+        most: the largest value.
+        style_of: number of a part's colour.
+    """
+
+    unit: str
+    bars: Sequence[Bar]
+    sums: Sequence[float]
+    most: float
+    style_of: Mapping[str, int]
+    show: Callable[[float], str]
+    shown_unit: float
+    spans: Sequence[Span]
+    limit: tuple[str, float] | None
+
+    def parts(self) -> tuple[float, list[str]]:
+        """Return the height of the drawing, and its elements."""
+        legend, top = make_legend(self._legend_entries(), 400)
+        height = top + 34 * len(self.bars) + 40
+        frame = Frame(14, top, 386, height - 36, 0, self.most / self.shown_unit, 0, 1)
+        parts = [legend]
+        parts += upright_lines(frame)
+        unit = text(self.unit)
+        parts.append(f'<text x="200" y="{height - 5:.1f}" text-anchor="middle">{unit}</text>')
+        for row in range(len(self.bars)):
+            parts += self._row(frame, row)
+        if self.limit:
+            x = frame.x(self.limit[1] / self.shown_unit)
+            parts.append(f'<path class="r" d="M{x:.1f} {frame.top:.1f}V{frame.bottom:.1f}"/>')
+        return height, parts
+
+    def _legend_entries(self) -> list[tuple[str, str]]:
+        entries = [(self._part_label(name), swatch(style)) for name, style in self.style_of.items()]
+        if self.spans:
+            entries.append(("middle half", _whisker(0, 18, 0)))
+            entries.append(("one measurement", _POINT.format(9, 0)))
+        if self.limit:
+            entries.append((self.limit[0], REFERENCE))
+        return entries
+
+    def _part_label(self, name: str) -> str:
+        """Return a part's name in the legend, with its value if there is a single bar."""
+        if len(self.bars) > 1 or self.spans:
+            return name
+        value = dict(self.bars[0][1])[name]
+        return f"{name} {self.show(value)} ({value / self.most:.0%})"
+
+    def _row(self, frame: Frame, row: int) -> Iterator[str]:
+        label, values = self.bars[row]
+        y = frame.top + 34 * row + 14
+        heading = f"{text(shortened(label, 44))}: {text(self.show(self.sums[row]))}"
+        yield f'<text x="14" y="{y - 3:.1f}">{heading}</text>'
+        x = frame.left
+        for name, value in values:
+            width = value / self.most * (frame.right - frame.left)
+            shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="14"'
+            about = f"<title>{text(name)}: {text(self.show(value))}</title>"
+            yield f'<rect class="a p{self.style_of[name]}" {shape}>{about}</rect>'
+            x += width
+        if self.spans:
+            yield from _span(frame, y, self.spans[row], self.shown_unit)
 
 
-def _span(
-    frame: Frame, y: float, span: tuple[float, float, Sequence[float]], shown_unit: float
-) -> Iterator[str]:
+def _span(frame: Frame, y: float, span: Span, shown_unit: float) -> Iterator[str]:
     low, high, points = span
     yield _whisker(frame.x(low / shown_unit), frame.x(high / shown_unit), y + 7)
     for value in points:

@@ -87,11 +87,6 @@ def bench_page(
         notes: how that was found.
         environment: versions and devices.
     """
-    verdict = ""
-    for sentence in sentences:
-        verdict += f"<p><strong>{text(sentence)}.</strong></p>"
-    for note in notes:
-        verdict += f"<p>{text(note)}.</p>"
     splits = []
     settings = []
     for variant in variants:
@@ -107,5 +102,11 @@ def bench_page(
         ("Variants", table(("", "settings", "devices", "samples"), settings, label="Variants")),
         ("Environment", table(("", "value"), facts, label="Environment")),
     ]
-    top = f'<div class="verdict" style="border-left-color:var(--l0)">{verdict}</div>'
-    return document(title, sections, about="Bench", top=top)
+    return document(title, sections, about="Bench", top=_verdict(sentences, notes))
+
+
+def _verdict(sentences: Sequence[str], notes: Sequence[str]) -> str:
+    paragraphs = [f"<p><strong>{text(sentence)}.</strong></p>" for sentence in sentences]
+    paragraphs += [f"<p>{text(note)}.</p>" for note in notes]
+    style = "border-left-color:var(--l0)"
+    return f'<div class="verdict" style="{style}">{"".join(paragraphs)}</div>'

@@ -73,7 +73,6 @@ def _extremes(series: Series, columns: int) -> Series:
     without a number one point, which is a gap.
     """
     steps = series.steps
-    values = series.values
     kept = Series()
     begin = 0
     for column in range(columns):
@@ -81,22 +80,27 @@ def _extremes(series: Series, columns: int) -> Series:
         end = len(steps)
         if column + 1 < columns:
             end = bisect_left(steps, bound, begin)
-        finite = [index for index in range(begin, end) if math.isfinite(values[index])]
-        chosen = set[int]()
-        if finite:
-            chosen.add(min(finite, key=values.__getitem__))
-            chosen.add(max(finite, key=values.__getitem__))
-            if column == 0:
-                chosen.add(begin)
-            elif end == len(steps):
-                chosen.add(end - 1)
-        elif begin < end:
-            chosen.add(begin)
-        for index in sorted(chosen):
+        for index in _extremes_of_column(series, begin, end):
             kept.steps.append(steps[index])
-            kept.values.append(values[index])
+            kept.values.append(series.values[index])
         begin = end
     return kept
+
+
+def _extremes_of_column(series: Series, begin: int, end: int) -> list[int]:
+    """Return the indices of the points to keep among those from `begin` to before `end`."""
+    values = series.values
+    if begin == end:
+        return []
+    finite = [index for index in range(begin, end) if math.isfinite(values[index])]
+    if not finite:
+        return [begin]
+    chosen = {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+    if begin == 0:
+        chosen.add(begin)
+    elif end == len(values):
+        chosen.add(end - 1)
+    return sorted(chosen)
 
 
 def line_chart(
@@ -126,29 +130,17 @@ def line_chart(
         from_zero: the axis begins at 0.
         across: the axis below.
     """
-    shown = []
-    values = []
-    for line in lines:
-        if line.series.finite:
-            shown.append(line)
-            values += line.series.finite_values
-    if not values:
+    shown = [line for line in lines if line.series.finite]
+    if not shown:
         return None
-    low = min(values)
-    high = max(values)
-    if reference:
-        low = min(low, reference[1])
-        high = max(high, reference[1])
+    low, high = _range(shown, reference)
     if is_log is None:
         is_log = low > 0 and high > 30 * low
     if from_zero and not is_log:
         low = min(0.0, low)
     axis = f"{unit} (log scale)" if is_log else unit
-    ends = []
-    for line in shown[:8]:
-        ends.append(f"{line.label}: {number(line.series.finite[-1][1])} at the end")
     described = (
-        f"{axis} over {across[0]}s; from {number(low)} to {number(high)}. {', '.join(ends)}."
+        f"{axis} over {across[0]}s; from {number(low)} to {number(high)}. {_ends(shown[:8])}."
     )
     drawing = _LineDrawing(
         slug, title, axis, described, shown, low, high, is_log, marks, reference, across
@@ -156,6 +148,22 @@ def line_chart(
     columns, rows, note = series_table(shown)
     wide = drawing.svg(980, 340) if has_wide else ""
     return Chart(slug, title, drawing.svg(400, 250), columns, rows, wide, note)
+
+
+def _range(lines: Sequence[Line], reference: tuple[str, float] | None) -> tuple[float, float]:
+    """Return the least and the largest value of lines and reference."""
+    values: list[float] = []
+    for line in lines:
+        values += line.series.finite_values
+    if reference:
+        values.append(reference[1])
+    return min(values), max(values)
+
+
+def _ends(lines: Sequence[Line]) -> str:
+    """Return the last value of each line, in words."""
+    ends = [f"{line.label}: {number(line.series.finite[-1][1])} at the end" for line in lines]
+    return ", ".join(ends)
 
 
 @dataclass(frozen=True)
@@ -200,10 +208,7 @@ class _LineDrawing:
     def _legend_entries(self) -> list[tuple[str, str]]:
         entries = []
         if len(self.lines) > 1 or self.marks or self.reference:
-            for line in self.lines:
-                dot = _dot(10, 0, line) if line.shows_points else ""
-                stroke = f'<path class="l l{line.style % STYLES}" d="M0 0h20"/>'
-                entries.append((line.label, stroke + dot))
+            entries += [(line.label, _sample(line)) for line in self.lines]
         for kind in self._kinds:
             name, shape = _MARKS[kind]
             down = 4 if kind == "save" else -4
@@ -228,15 +233,16 @@ class _LineDrawing:
 
     def _drawn_marks(self, frame: Frame) -> Iterator[str]:
         for kind in self._kinds:
-            steps = set()
-            for mark in self.marks:
-                if mark.kind == kind and frame.first <= mark.step <= frame.last:
-                    steps.add(mark.step)
-            stride = -(-len(steps) // _MOST_MARKS) or 1
             y = frame.bottom if kind == "save" else frame.top
-            for step in sorted(steps)[::stride]:
+            for step in self._marked_steps(kind, frame):
                 place = f"translate({frame.x(step):.1f},{y:.1f})"
                 yield f'<path {_MARKS[kind][1]} transform="{place}"/>'
+
+    def _marked_steps(self, kind: str, frame: Frame) -> Sequence[int]:
+        """Return the steps of a kind of marks, of very many some at even distances."""
+        steps = {mark.step for mark in self.marks if mark.kind == kind}
+        inside = sorted(step for step in steps if frame.first <= step <= frame.last)
+        return inside[:: -(-len(inside) // _MOST_MARKS) or 1]
 
 
 # Marks: name in the legend, and attributes of a path around its place on the upper or lower edge of
@@ -271,6 +277,12 @@ def _curve(line: Line, frame: Frame, columns: int) -> str:
     if not line.shows_points or len(dots) > 60:
         dots = []
     return f'<path class="l l{line.style % STYLES}" d="{"".join(strokes)}"/>{"".join(dots)}'
+
+
+def _sample(line: Line) -> str:
+    """Return a line as the legend shows it."""
+    dot = _dot(10, 0, line) if line.shows_points else ""
+    return f'<path class="l l{line.style % STYLES}" d="M0 0h20"/>' + dot
 
 
 def _dot(x: float, y: float, line: Line) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from deepspeed_lint.text.document import is_setting
 from framework.checkpoint.names import CHECKPOINTS, tag_of
@@ -23,6 +23,8 @@ from framework.train.best import Best
 from framework.train.trainer import Outcome
 
 if TYPE_CHECKING:
+    from framework.config.run_config import RunConfig
+    from framework.config.training import Monitors
     from framework.plan.balance import StageTable
 
 # From launch.sh, which puts its environment's programs in front of the PATH: the PATH of the
@@ -67,6 +69,17 @@ class RunResult:
         return cls(folder=folder, start_step=start_step, best=best, **reached)
 
 
+def _other_size(plan: Plan) -> Iterator[str]:
+    """Note training data of another size than the config expects."""
+    expected = plan.config.data.num_train_samples()
+    num_found = plan.length.num_train_samples
+    if None not in (expected, num_found) and expected != num_found:
+        yield (
+            f"note: {num_found:,} training samples found ({expected:,} expected); "
+            "steps and schedule follow what was found"
+        )
+
+
 def print_start(
     plan: Plan,
     folder: Path,
@@ -89,21 +102,14 @@ def print_start(
         num_params: size of the model.
         num_trained: how many of them are trained; None: all.
     """
-    for finding in plan.findings:
-        print_line(f"{finding.severity}: {finding}")
-    expected = plan.config.data.num_train_samples()
-    num_found = plan.length.num_train_samples
-    if None not in (expected, num_found) and expected != num_found:
-        print_line(
-            f"note: {num_found:,} training samples found ({expected:,} expected); "
-            "steps and schedule follow what was found"
-        )
+    lines = [f"{finding.severity}: {finding}" for finding in plan.findings]
+    lines += _other_size(plan)
     if not evaluates:
-        for line in _without_evaluation_data(plan):
-            print_line(line)
+        lines += _without_evaluation_data(plan)
     if stages:
-        for line in stages.lines():
-            print_line(line)
+        lines += stages.lines()
+    for line in lines:
+        print_line(line)
     begin = f"from step {start_step} " if start_step else ""
     steps = counted(plan.length.total_steps or 0, "step")
     print_line(
@@ -118,11 +124,7 @@ def print_start(
 
 def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str, str]]:
     config = plan.config
-    tags = [tag for tag in ("kind", "target", "object") if hasattr(config.model, tag)]
-    model = f"{getattr(config.model, tags[0])}, {num_params:,} parameters"
-    if num_trained < num_params:
-        model += f", {num_trained:,} of them trained ({num_trained / num_params:.2%})"
-    yield "model", model
+    yield "model", _model_text(config.model, num_params, num_trained)
     compiled = config.training.compile
     if compiled is not None:
         yield (
@@ -140,12 +142,25 @@ def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str,
             f"{_size(memory.total(memory.peak))} of {where} per rank, without activations",
         )
     yield "checkpoints", ", ".join(_saves(config.checkpoint)) or "none"
-    metrics = ["metrics.jsonl"]
-    if config.monitors.csv:
-        metrics.append("metrics.csv")
-    metrics += config.monitors.sinks()
-    metrics += [other.factory().path for other in config.monitors.others]
-    yield "metrics", ", ".join(metrics)
+    yield "metrics", ", ".join(_sinks(config.monitors))
+
+
+def _model_text(model: Any, num_params: int, num_trained: int) -> str:
+    tags = [tag for tag in ("kind", "target", "object") if hasattr(model, tag)]
+    text = f"{getattr(model, tags[0])}, {num_params:,} parameters"
+    if num_trained < num_params:
+        text += f", {num_trained:,} of them trained ({num_trained / num_params:.2%})"
+    return text
+
+
+def _sinks(monitors: Monitors) -> Iterator[str]:
+    """Yield what metrics are written to."""
+    yield "metrics.jsonl"
+    if monitors.csv:
+        yield "metrics.csv"
+    yield from monitors.sinks()
+    for other in monitors.others:
+        yield other.factory().path
 
 
 def _saves(checkpoint: Checkpoint) -> Iterator[str]:
@@ -234,6 +249,23 @@ def describe_goodput(folder: Path) -> str:
     return ""
 
 
+def _ended(result: RunResult, plan: Plan) -> str:
+    if result.step == result.start_step:
+        return f"nothing left to do, step {result.step} was reached before"
+    text = f"finished after {counted(result.step, 'step')}"
+    if result.ended_early:
+        text += f" of {plan.length.total_steps}: {result.ended_early}"
+    return text
+
+
+def _throughput(result: RunResult) -> Iterator[tuple[str, str]]:
+    if result.samples_per_sec:
+        text = f"{result.samples_per_sec:,.0f} samples/s"
+        if result.tokens_per_sec:
+            text += f" = {result.tokens_per_sec:,.0f} tokens/s"
+        yield "throughput", text
+
+
 def print_end(
     result: RunResult,
     plan: Plan,
@@ -252,20 +284,9 @@ def print_end(
         goodput: line about its goodput.
     """
     print_line()
-    name = plan.config.run.name
-    if result.step == result.start_step:
-        print_line(f"{name}: nothing left to do, step {result.step} was reached before")
-    else:
-        text = f"{name}: finished after {counted(result.step, 'step')}"
-        if result.ended_early:
-            text += f" of {plan.length.total_steps}: {result.ended_early}"
-        print_line(text)
+    print_line(f"{plan.config.run.name}: {_ended(result, plan)}")
     rows = _losses(result)
-    if result.samples_per_sec:
-        throughput = f"{result.samples_per_sec:,.0f} samples/s"
-        if result.tokens_per_sec:
-            throughput += f" = {result.tokens_per_sec:,.0f} tokens/s"
-        rows.append(("throughput", throughput))
+    rows += _throughput(result)
     rows += _bounded_by(result.metrics)
     if goodput:
         rows.append(("goodput", goodput))
@@ -291,26 +312,27 @@ def _losses(result: RunResult) -> list[tuple[str, str]]:
     return rows
 
 
+def _shares_of_phases(metrics: Mapping[str, float], step: float) -> list[tuple[float, str]]:
+    """Return each timed phase of a step of some milliseconds with its share, the largest first."""
+    times = [(metrics.get(time_of(name)), name) for name in PHASES]
+    return sorted(
+        ((time / step, name) for time, name in times if step and time is not None), reverse=True
+    )
+
+
 def _bounded_by(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield the parts of the last interval's steps, the largest first, and the peak memory: they
     show why a run is slow.
     """
     step = metrics.get("time/step_ms", 0.0)
-    values = []
-    sizable = []
-    # Without a device's clock only the wait for data is known, and the rest is computing.
-    for name in PHASES:
-        value = metrics.get(time_of(name))
-        if step and value is not None:
-            values.append(value)
-            if value >= step / 100:
-                sizable.append((value / step, name))
-    if values:
-        shares = [f"{name} {share:.0%}" for share, name in sorted(sizable, reverse=True)]
-        rest = 1 - sum(values) / step
+    shares = _shares_of_phases(metrics, step)
+    if shares:
+        # Without a device's clock only the wait for data is known, and the rest is computing.
+        texts = [f"{name} {share:.0%}" for share, name in shares if share >= 0.01]
+        rest = 1 - sum(share for share, _ in shares)
         if rest >= 0.01:
-            shares.append(f"computing {rest:.0%}")
-        yield "step", f"{step:,.1f} ms: {', '.join(shares)}"
+            texts.append(f"computing {rest:.0%}")
+        yield "step", f"{step:,.1f} ms: {', '.join(texts)}"
     peak = metrics.get("memory/device_peak_bytes")
     if peak is not None:
         yield "peak memory", f"{_size(peak)} on this rank's device"
@@ -324,33 +346,42 @@ def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, st
         words: its config and its settings, as they were given.
         environment: the process's own.
     """
-    config = plan.config
-    changed = [f"run.seed={config.run.seed + 1}"]
-    if config.precision.dtype == "fp32" and config.precision.model_fields_set <= {"dtype"}:
-        changed = ["precision.dtype=autocast"]
-    name = "second" if config.run.name != "second" else "third"
-    changed.append(f"run.name={name}")
-    replaced = {setting.partition("=")[0] for setting in changed}
-    replaced.add("checkpoint.resume")  # the new run has nothing to resume
-    command = []
-    for word in words:
-        if not (is_setting(word) and word.partition("=")[0] in replaced):
-            command.append(word)
+    changed = _next_settings(plan.config)
     if plan.cluster.num_hosts > 1:  # how several hosts are started is not known here
         print_line(f"try next: the same command with {' '.join(changed)}")
         return
-    python = _program(Path(sys.executable).name, environment)
+    replaced = {setting.partition("=")[0] for setting in changed}
+    replaced.add("checkpoint.resume")  # the new run has nothing to resume
+    command = [word for word in words if not _sets(word, replaced)]
     if DOOR in environment:
         door = f"{environment[DOOR]} train"
     else:
-        door = f"{python} -m framework launch"
-    implied_ranks = config.run.world_size
+        door = f"{_program(Path(sys.executable).name, environment)} -m framework launch"
+    command += _rank_options(plan)
+    print_line(f"try next: {door} {shlex.join(command + changed)}")
+
+
+def _next_settings(config: RunConfig) -> list[str]:
+    """Return the settings of a run that is worth a try after this one."""
+    changed = f"run.seed={config.run.seed + 1}"
+    if config.precision.dtype == "fp32" and config.precision.model_fields_set <= {"dtype"}:
+        changed = "precision.dtype=autocast"
+    name = "second" if config.run.name != "second" else "third"
+    return [changed, f"run.name={name}"]
+
+
+def _sets(word: str, keys: Collection[str]) -> bool:
+    return is_setting(word) and word.partition("=")[0] in keys
+
+
+def _rank_options(plan: Plan) -> list[str]:
+    """Return the option for the number of ranks, if a launch here would choose another one."""
+    implied_ranks = plan.config.run.world_size
     if not implied_ranks and plan.cluster.device == "cpu":
         implied_ranks = RANKS_ON_CPU
-    ranks = plan.cluster.world_size
-    if ranks != implied_ranks:
-        command += ["--num_gpus", str(ranks)]
-    print_line(f"try next: {door} {shlex.join(command + changed)}")
+    if plan.cluster.world_size == implied_ranks:
+        return []
+    return ["--num_gpus", str(plan.cluster.world_size)]
 
 
 def _tensorboard(environment: Mapping[str, str]) -> str:
