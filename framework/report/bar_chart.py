@@ -50,19 +50,26 @@ def bar_chart(
         spans: for each bar the ends of the middle half of its measurements, and all of them.
         limit: a value to stay below, and its name.
     """
-    names = list(dict.fromkeys(name for _, parts in bars for name, _ in parts))
-    sums = [sum((value for _, value in parts), 0.0) for _, parts in bars]
+    names: dict[str, None] = {}
+    labels = []
+    sums = []
+    descriptions = []
+    for label, values in bars:
+        labels.append(label)
+        descriptions.append(bar_text(label, values, show))
+        total = 0.0
+        for name, value in values:
+            names[name] = None
+            total += value
+        sums.append(total)
     most = _largest(sums, spans, limit)
     if not most > 0:
         return None
-    drawing = _BarDrawing(
-        unit, bars, sums, most, part_styles(names), show, shown_unit, spans, limit
-    )
+    style_of = part_styles(list(names))
+    drawing = _BarDrawing(unit, bars, sums, most, style_of, show, shown_unit, spans, limit)
     height, parts = drawing.parts()
-    described = "; ".join(bar_text(label, values, show) for label, values in bars[:8])
-    svg = svg_element(slug, title, described, (400, height), parts)
+    svg = svg_element(slug, title, "; ".join(descriptions[:8]), (400, height), parts)
     rows = [_shares(name, bars, sums, show) for name in names]
-    labels = [label for label, _ in bars]
     return Chart(slug, title, svg, ["part", *labels], rows)
 
 

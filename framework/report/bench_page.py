@@ -46,7 +46,7 @@ def speed_chart(variants: Sequence[Variant]) -> Chart | None:
 
 def rows_of(variants: Sequence[Variant]) -> list[list[str]]:
     """Return the rows of a table with `COLUMNS`, one for each variant."""
-    return [_row(variant) for variant in variants]
+    return list(map(_row, variants))
 
 
 def _row(variant: Variant) -> list[str]:
@@ -66,7 +66,7 @@ def _row(variant: Variant) -> list[str]:
         number(tokens) if tokens else "",
         f"{number(mean['time/step_ms'])} ms",
         size(memory),
-        " + ".join(str(len(start)) for start in variant.rounds),
+        " + ".join(map(str, map(len, variant.rounds))),
         busy,
     ]
 
@@ -94,7 +94,7 @@ def bench_page(
         settings.append([variant.name, variant.settings, str(plan.cluster), str(plan.layout)])
         if variant.windows:
             splits.append((variant.name, time_split(variant.means())))
-    charts = [chart for chart in (speed_chart(variants), step_bars(splits)) if chart]
+    charts = list(filter(None, (speed_chart(variants), step_bars(splits))))
     facts = [[key, show_value(value)] for key, value in flat(environment).items()]
     sections = [
         ("Speed", figures(charts)),
@@ -106,7 +106,9 @@ def bench_page(
 
 
 def _verdict(sentences: Sequence[str], notes: Sequence[str]) -> str:
-    paragraphs = [f"<p><strong>{text(sentence)}.</strong></p>" for sentence in sentences]
-    paragraphs += [f"<p>{text(note)}.</p>" for note in notes]
-    style = "border-left-color:var(--l0)"
-    return f'<div class="verdict" style="{style}">{"".join(paragraphs)}</div>'
+    paragraphs = ""
+    for sentence in sentences:
+        paragraphs += f"<p><strong>{text(sentence)}.</strong></p>"
+    for note in notes:
+        paragraphs += f"<p>{text(note)}.</p>"
+    return f'<div class="verdict" style="border-left-color:var(--l0)">{paragraphs}</div>'

@@ -150,7 +150,7 @@ REFERENCE: Final = '<path class="r" d="M0 0h20"/>'
 
 def left_of_ticks(heights: Sequence[float]) -> float:
     """Return the left edge of a frame: room for the ticks of its upright axis."""
-    return 14 + CHARACTER_WIDTH * max(len(tick(value)) for value in heights)
+    return 14 + CHARACTER_WIDTH * max(map(len, map(tick, heights)))
 
 
 def draw_axes(

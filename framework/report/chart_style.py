@@ -56,7 +56,7 @@ STYLE: Final = (
     ".l{fill:none;stroke-width:1.6;stroke-linejoin:round}.chart "
     ".a{stroke:var(--paper);stroke-width:.7}.chart .w,.chart "
     ".r{stroke:var(--ink);fill:none}.chart .r{stroke-dasharray:3 3}"
-    + "".join(_class_styles(number) for number in range(STYLES))
+    + "".join(map(_class_styles, range(STYLES)))
 )
 # A part has the same colour in every chart; parts that are not listed take the next one.
 _STYLE_OF_PART: Final = {

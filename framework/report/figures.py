@@ -198,11 +198,7 @@ def headline(run: RunRecords) -> list[tuple[str, str]]:
 
 def _progress(run: RunRecords) -> list[tuple[str, str]]:
     """Return how far the run has come, and its losses and best evaluations."""
-    steps = f"{run.last_step:,}"
-    planned = total_steps(run)
-    if planned > run.last_step:
-        steps += f" of {planned:,}"
-    rows = [("steps", steps)]
+    rows = [("steps", _steps_text(run))]
     if run.epochs.finite:
         rows.append(("epochs", f"{run.epochs.finite[-1][1]:.4g}"))
     spent = seconds(run)
@@ -211,11 +207,26 @@ def _progress(run: RunRecords) -> list[tuple[str, str]]:
     loss = run.metrics.get("train/loss", Series()).finite
     if loss:
         rows.append(("last train/loss", number(loss[-1][1])))
+    for name, series in eval_metrics(run).items():
+        step, value = best(name, series)
+        rows.append((f"best {name}", f"{number(value)} at step {step:,}"))
+    return rows
+
+
+def _steps_text(run: RunRecords) -> str:
+    planned = total_steps(run)
+    if planned > run.last_step:
+        return f"{run.last_step:,} of {planned:,}"
+    return f"{run.last_step:,}"
+
+
+def eval_metrics(run: RunRecords) -> dict[str, Series]:
+    """Return the metrics of evaluations that have a finite value, by name."""
+    metrics = {}
     for name, series in sorted(run.metrics.items()):
         if name.startswith("eval/") and series.finite:
-            step, value = best(name, series)
-            rows.append((f"best {name}", f"{number(value)} at step {step:,}"))
-    return rows
+            metrics[name] = series
+    return metrics
 
 
 def _speed(run: RunRecords) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from statistics import median
 from typing import Any, Final
 
@@ -113,6 +113,14 @@ class _Attempt:
         self.points = [(step, stamp + seconds) for step, stamp in self.points]
         self.events = [event | {"time_seconds": _stamp(event) + seconds} for event in self.events]
 
+    def has_evaluated(self, step: int, stamp: float) -> bool:
+        """Check whether it evaluated at a step about that time."""
+        for event in self.happened("evaluate"):
+            is_near = abs(_stamp(event) - stamp) <= _seconds(event) + _LOOK_SECONDS
+            if is_near and event.get("step") == step:
+                return True
+        return False
+
     def hang(self) -> dict[str, Any] | None:
         """Return the hang in which it ended, or None; a hang after which it went on is part of a
         slow step.
@@ -121,15 +129,20 @@ class _Attempt:
         if not hangs:
             return None
         noted = _stamp(hangs[-1]) - _LOOK_SECONDS
-        later = []
-        for event in self.events:
-            if event["kind"] not in _NOT_REACHED and _stamp(event) >= noted:
-                later.append(event)
-        if later and later[0]["kind"] == "stop":  # requested while it stood still
+        later = self._kinds_since(noted)
+        if later[:1] == ["stop"]:  # requested while it stood still
             return hangs[-1]
         if later or any(stamp >= noted for _, stamp in self.points):
             return None
         return hangs[-1]
+
+    def _kinds_since(self, stamp: float) -> list[str]:
+        """Return the kinds of the events from a time on that a rank has reached."""
+        kinds = []
+        for event in self.events:
+            if event["kind"] not in _NOT_REACHED and _stamp(event) >= stamp:
+                kinds.append(event["kind"])
+        return kinds
 
 
 def goodput(run: RunRecords) -> Goodput | None:
@@ -140,24 +153,20 @@ def goodput(run: RunRecords) -> Goodput | None:
         return None
     parts: dict[str, float] = {}
     restarts = 0
-    for number, attempt in enumerate(attempts):
-        later = attempts[number + 1] if number + 1 < len(attempts) else None
+    for attempt, later in zip_longest(attempts, attempts[1:]):
         last = attempt.last()
         kept = last
+        end = max([last, *map(_stamp, attempt.events)])
+        category = _after(attempt)
         if later is not None:
             kept = min(last, attempt.kept_until(later.events[0].get("step", 0)))
+            end = later.begin
+            restarts += category == "between restarts"
         loop_begin = attempt.loop_begin()
         _add(parts, _of_start(attempt, loop_begin))
         _add(parts, _of_loop(attempt, loop_begin, kept, times))
         _add(parts, _lost(attempt, kept, last))
-        if later is not None:
-            end = later.begin
-        else:
-            end = max([last, *map(_stamp, attempt.events)])
-        category = _after(attempt)
         _add(parts, {category: end - last})
-        if later is not None and category == "between restarts":
-            restarts += 1
     return Goodput({name: value for name, value in parts.items() if value > 0}, restarts)
 
 
@@ -331,8 +340,8 @@ def _scaled(parts: Mapping[str, float], *, most: float) -> dict[str, float]:
     return {name: value * most / total for name, value in parts.items()}
 
 
-def _attempts(run: RunRecords) -> list[_Attempt]:
-    """Return the starts of a run, in order; one without events if there are only points."""
+def _started(run: RunRecords) -> list[_Attempt]:
+    """Return the starts of a run with their events."""
     attempts: list[_Attempt] = []
     for event in run.events:
         if "time_seconds" not in event:
@@ -343,6 +352,12 @@ def _attempts(run: RunRecords) -> list[_Attempt]:
         if not attempts:  # the line of the start was lost
             attempts.append(_Attempt(_stamp(event)))
         attempts[-1].events.append(event)
+    return attempts
+
+
+def _attempts(run: RunRecords) -> list[_Attempt]:
+    """Return the starts of a run, in order; one without events if there are only points."""
+    attempts = _started(run)
     points = run.clock.finite
     if points:
         _add_begin(run, attempts, points[0])
@@ -382,11 +397,8 @@ def _owner(attempts: Sequence[_Attempt], step: int, stamp: float) -> _Attempt:
     for attempt in reversed(attempts):
         if attempt.from_step < step:
             return attempt
-        if attempt.from_step == step:
-            for event in attempt.happened("evaluate"):
-                is_there = event.get("step") == step
-                if is_there and abs(_stamp(event) - stamp) <= _seconds(event) + _LOOK_SECONDS:
-                    return attempt
+        if attempt.from_step == step and attempt.has_evaluated(step, stamp):
+            return attempt
     return attempts[0]
 
 

@@ -162,7 +162,9 @@ def _range(lines: Sequence[Line], reference: tuple[str, float] | None) -> tuple[
 
 def _ends(lines: Sequence[Line]) -> str:
     """Return the last value of each line, in words."""
-    ends = [f"{line.label}: {number(line.series.finite[-1][1])} at the end" for line in lines]
+    ends = []
+    for line in lines:
+        ends.append(f"{line.label}: {number(line.series.finite[-1][1])} at the end")
     return ", ".join(ends)
 
 
@@ -240,9 +242,11 @@ class _LineDrawing:
 
     def _marked_steps(self, kind: str, frame: Frame) -> Sequence[int]:
         """Return the steps of a kind of marks, of very many some at even distances."""
-        steps = {mark.step for mark in self.marks if mark.kind == kind}
-        inside = sorted(step for step in steps if frame.first <= step <= frame.last)
-        return inside[:: -(-len(inside) // _MOST_MARKS) or 1]
+        steps = set()
+        for mark in self.marks:
+            if mark.kind == kind and frame.first <= mark.step <= frame.last:
+                steps.add(mark.step)
+        return sorted(steps)[:: -(-len(steps) // _MOST_MARKS) or 1]
 
 
 # Marks: name in the legend, and attributes of a path around its place on the upper or lower edge of

@@ -11,7 +11,7 @@ import framework
 from framework.errors import show_value
 from framework.report.chart import Chart, text
 from framework.report.chart_style import STYLE
-from framework.report.figures import best, headline, moment, number, state, verdict_of
+from framework.report.figures import best, eval_metrics, headline, moment, number, state, verdict_of
 from framework.report.profile import tables_of
 from framework.report.records import RunRecords, flat, read_run
 from framework.report.run_charts import charts_of, marks_of
@@ -262,7 +262,7 @@ def _tiles(figures: Sequence[tuple[str, str]]) -> str:
 
 def figures(charts: Sequence[Chart]) -> str:
     """Return charts side by side, each with its data as a table."""
-    content = "".join(_figure(chart) for chart in charts)
+    content = "".join(map(_figure, charts))
     return f'<div class="charts">{content}</div>'
 
 
@@ -286,7 +286,7 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[tuple[str, str]]:
     yield "Profile", _for_each(runs, _profile)
     yield "Evaluation", _for_each(runs, _evaluation)
     yield "Events", _for_each(runs, _events)
-    configs = "".join(_config(run) for run in runs)
+    configs = "".join(map(_config, runs))
     if len(runs) > 1:
         configs = _differences(runs) + configs
     yield "Config", configs
@@ -330,10 +330,7 @@ def _evaluation(run: RunRecords) -> str:
     """Return a row for each evaluation, the best of every metric marked; of very many evaluations,
     rows at even distances.
     """
-    metrics = {}
-    for name, series in sorted(run.metrics.items()):
-        if name.startswith("eval/") and series.finite:
-            metrics[name] = series
+    metrics = eval_metrics(run)
     if not metrics:
         return ""
     all_steps = set[int]()
@@ -363,23 +360,28 @@ def _marked(value: float | None, *, is_best: bool) -> str:
     return number(value)
 
 
-def _events(run: RunRecords) -> str:
-    """Return the events in their order, or what metrics and folder show of them, and the
-    warnings.
-    """
-    rows = [_event_row(event) for event in run.events] or _rows_of_marks(run)
-    notes = []
-    if len(rows) > _MOST_ROWS:
-        notes.append(f"{len(rows) - _MOST_ROWS:,} events in between are left out")
-        rows = rows[: _MOST_ROWS // 2] + rows[-_MOST_ROWS // 2 :]
+def _warnings(run: RunRecords) -> list[str]:
+    """Return the warnings that no event has, the first ones."""
     known = set()
     for event in run.happened("warning", "straggler"):
         known.add(str(event.get("text", event.get("message", ""))))
     warnings = [warning for warning in run.warnings if warning not in known]
-    for warning in warnings[:_MOST_WARNINGS]:
-        notes.append(f"warning: {_shortened(warning)}")
+    notes = [f"warning: {_shortened(warning)}" for warning in warnings[:_MOST_WARNINGS]]
     if len(warnings) > _MOST_WARNINGS:
         notes.append(f"{len(warnings) - _MOST_WARNINGS} more warnings")
+    return notes
+
+
+def _events(run: RunRecords) -> str:
+    """Return the events in their order, or what metrics and folder show of them, and the
+    warnings.
+    """
+    rows = list(map(_event_row, run.events)) or _rows_of_marks(run)
+    notes = []
+    if len(rows) > _MOST_ROWS:
+        notes.append(f"{len(rows) - _MOST_ROWS:,} events in between are left out")
+        rows = rows[: _MOST_ROWS // 2] + rows[-_MOST_ROWS // 2 :]
+    notes += _warnings(run)
     content = ""
     if rows:
         columns = ["time (UTC)", "step", "event", "duration", "details"]
@@ -439,7 +441,7 @@ def _config(run: RunRecords) -> str:
     words = content.decode("utf-8", "replace")
     if len(content) > _LONGEST_CONFIG:
         words = words[:_LONGEST_CONFIG] + "\n... (cut off)"
-    lines = "\n".join(text(line) for line in words.splitlines())
+    lines = "\n".join(map(text, words.splitlines()))
     place = _scroll(f"<pre>{lines}</pre>", f"config.yaml of {run.name}", is_tall=True)
     return (
         f"<details><summary>config.yaml of {text(run.name)}, with every "

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from deepspeed_lint.text.document import parse_document
 from framework.checkpoint.names import CHECKPOINTS, TAG
@@ -135,6 +135,24 @@ class RunRecords:
         return [event for event in self.events if event["kind"] in kinds]
 
 
+def _names_in(folder: Path) -> set[str]:
+    """Return the names in a run folder.
+
+    Raises:
+        ConfigError: see `read_run`.
+    """
+    try:
+        names = {entry.name for entry in folder.iterdir()}
+    except OSError as error:
+        reason = f"the run folder cannot be read ({error.strerror or error})"
+        raise ConfigError.of("run-not-found", reason, "check the path", file=str(folder)) from None
+    if not names.intersection(_OF_A_RUN):
+        reason = f"it is no run folder: it has none of {', '.join(_OF_A_RUN)}"
+        fix = "name <run.output_dir>/<run.name>, for example runs/quickstart"
+        raise ConfigError.of("not-a-run", reason, fix, file=str(folder))
+    return names
+
+
 def read_run(
     folder: Path, *, most_points: int | None = None, before: RunRecords | None = None
 ) -> RunRecords:
@@ -152,15 +170,7 @@ def read_run(
             run, kind ``not-a-run``.
     """
     run = RunRecords(folder)
-    try:
-        names = {entry.name for entry in folder.iterdir()}
-    except OSError as error:
-        reason = f"the run folder cannot be read ({error.strerror or error})"
-        raise ConfigError.of("run-not-found", reason, "check the path", file=str(folder)) from None
-    if not names.intersection(_OF_A_RUN):
-        reason = f"it is no run folder: it has none of {', '.join(_OF_A_RUN)}"
-        fix = "name <run.output_dir>/<run.name>, for example runs/quickstart"
-        raise ConfigError.of("not-a-run", reason, fix, file=str(folder))
+    names = _names_in(folder)
     if before is not None:
         _take_over(run, before)
     _read_metrics(run, most_points)
@@ -314,6 +324,20 @@ def _read_events(run: RunRecords) -> None:
         run.notes.append(f"events.jsonl: {place.num_broken} damaged lines are left out")
 
 
+def _whole_line(line: bytes, stream: IO[bytes]) -> tuple[bytes, int]:
+    """Read a line to its end; returns it, or what is no JSON for one that is too long, and its
+    bytes. Empty for one without an end.
+    """
+    num_bytes = len(line)
+    while not line.endswith(b"\n"):
+        rest = stream.readline(_LONGEST_LINE)
+        if not rest:
+            return b"", num_bytes
+        num_bytes += len(rest)
+        line = b"\0" + rest
+    return line, num_bytes
+
+
 def _lines(
     run: RunRecords, name: str, place: ReadPosition, *, is_expected: bool = True
 ) -> Iterator[bytes]:
@@ -327,14 +351,10 @@ def _lines(
             place.number = os.fstat(stream.fileno()).st_ino
             stream.seek(place.num_bytes)
             while line := stream.readline(_LONGEST_LINE):
-                num_bytes = len(line)
-                while not line.endswith(b"\n"):
-                    rest = stream.readline(_LONGEST_LINE)
-                    if not rest:
-                        run.notes.append(f"{name}: its last line was cut off and is left out")
-                        return
-                    num_bytes += len(rest)
-                    line = b"\0" + rest  # which is no JSON
+                line, num_bytes = _whole_line(line, stream)
+                if not line:
+                    run.notes.append(f"{name}: its last line was cut off and is left out")
+                    return
                 place.num_bytes += num_bytes
                 if line != b"\n":
                     place.end = line.removeprefix(b"\0")[-_END_BYTES:]
@@ -393,6 +413,15 @@ def _saved_steps(folder: Path) -> Iterator[int]:
         return
 
 
+def _logged(path: Path) -> list[tuple[str, str]]:
+    """Return level and text of the warnings and errors in a log; none if it cannot be read."""
+    try:
+        content = read_regular(path, num_bytes=_LARGEST_TEXT) or b""
+    except OSError:
+        return []
+    return _LOGGED.findall(content.decode("utf-8", "replace"))
+
+
 def _read_logs(run: RunRecords) -> None:
     """Gather the warnings and errors that ranks logged, in the first bytes of a large log."""
     try:
@@ -402,11 +431,7 @@ def _read_logs(run: RunRecords) -> None:
     logs.sort(key=lambda path: (len(path.name), path.name))
     warnings: dict[str, None] = {}
     for path in logs[:_MOST_LOGS]:
-        try:
-            content = read_regular(path, num_bytes=_LARGEST_TEXT) or b""
-        except OSError:
-            continue
-        for level, text in _LOGGED.findall(content.decode("utf-8", "replace")):
+        for level, text in _logged(path):
             if level == "WARNING":
                 warnings[text] = None
             elif path.name == "rank0.log":

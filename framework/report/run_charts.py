@@ -47,7 +47,7 @@ def charts_of(runs: Sequence[RunRecords]) -> dict[str, list[Chart]]:
     }
     sections = {}
     for name, charts in charts_by_section.items():
-        drawn = [chart for chart in charts if chart is not None]
+        drawn = list(filter(None, charts))
         if drawn:
             sections[name] = drawn
     return sections

@@ -312,12 +312,25 @@ def _losses(result: RunResult) -> list[tuple[str, str]]:
     return rows
 
 
-def _shares_of_phases(metrics: Mapping[str, float], step: float) -> list[tuple[float, str]]:
-    """Return each timed phase of a step of some milliseconds with its share, the largest first."""
-    times = [(metrics.get(time_of(name)), name) for name in PHASES]
-    return sorted(
-        ((time / step, name) for time, name in times if step and time is not None), reverse=True
-    )
+def _phases(metrics: Mapping[str, float], step: float) -> list[str]:
+    """Return each timed phase of a step of some milliseconds with its share, the largest first.
+
+    Without a device's clock only the wait for data is known, and the rest is computing.
+    """
+    shares = []
+    for name in PHASES:
+        time = metrics.get(time_of(name))
+        if step and time is not None:
+            shares.append((time / step, name))
+    texts = []
+    rest = 1.0
+    for share, name in sorted(shares, reverse=True):
+        rest -= share
+        if share >= 0.01:
+            texts.append(f"{name} {share:.0%}")
+    if shares and rest >= 0.01:
+        texts.append(f"computing {rest:.0%}")
+    return texts
 
 
 def _bounded_by(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -325,13 +338,8 @@ def _bounded_by(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     show why a run is slow.
     """
     step = metrics.get("time/step_ms", 0.0)
-    shares = _shares_of_phases(metrics, step)
-    if shares:
-        # Without a device's clock only the wait for data is known, and the rest is computing.
-        texts = [f"{name} {share:.0%}" for share, name in shares if share >= 0.01]
-        rest = 1 - sum(share for share, _ in shares)
-        if rest >= 0.01:
-            texts.append(f"computing {rest:.0%}")
+    texts = _phases(metrics, step)
+    if texts:
         yield "step", f"{step:,.1f} ms: {', '.join(texts)}"
     peak = metrics.get("memory/device_peak_bytes")
     if peak is not None:
@@ -350,8 +358,9 @@ def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, st
     if plan.cluster.num_hosts > 1:  # how several hosts are started is not known here
         print_line(f"try next: the same command with {' '.join(changed)}")
         return
-    replaced = {setting.partition("=")[0] for setting in changed}
-    replaced.add("checkpoint.resume")  # the new run has nothing to resume
+    replaced = {"checkpoint.resume"}  # the new run has nothing to resume
+    for setting in changed:
+        replaced.add(setting.partition("=")[0])
     command = [word for word in words if not _sets(word, replaced)]
     if DOOR in environment:
         door = f"{environment[DOOR]} train"

@@ -79,6 +79,16 @@ class Verdict:
     share: float | None = None
 
 
+def _shares(metrics: Mapping[str, float], step: float) -> dict[str, float]:
+    """Return the shares of the timed phases of a step of some milliseconds."""
+    shares = {}
+    for phase in PHASES:
+        milliseconds = metrics.get(time_of(phase), math.nan)
+        if math.isfinite(milliseconds):
+            shares[phase] = max(0.0, milliseconds) / step
+    return shares
+
+
 def judge(
     metrics: Mapping[str, float],
     *,
@@ -109,11 +119,7 @@ def judge(
     if not (math.isfinite(step) and step > 0):
         advice = "log more often (training.log_every), so that there is an interval to measure"
         return Verdict("unknown", "unknown: no time of a step was measured", advice)
-    shares = {}
-    for phase in PHASES:
-        milliseconds = metrics.get(time_of(phase), math.nan)
-        if math.isfinite(milliseconds):
-            shares[phase] = max(0.0, milliseconds) / step
+    shares = _shares(metrics, step)
     factor = metrics.get("ranks/slowest_factor", 1.0)
     if pipe_size > 1:
         factor = 1.0  # stages differ
@@ -218,19 +224,15 @@ def _of_the_device(
     shares: Mapping[str, float], metrics: Mapping[str, float], device_bytes: float | None
 ) -> Verdict:
     """Judge a run that waits for nothing: by its memory, and by how busy its device is."""
-    mfu = metrics.get("throughput/mfu")
-    peak = metrics.get("memory/device_peak_bytes")
-    full = peak / device_bytes if peak and device_bytes else 0.0
-    if full >= MEMORY_SHARE and not (mfu is not None and mfu >= GOOD_MFU):
+    mfu = metrics.get("throughput/mfu", math.nan)
+    full = (metrics.get("memory/device_peak_bytes") or 0.0) / (device_bytes or math.inf)
+    if full >= MEMORY_SHARE and not mfu >= GOOD_MFU:
         text = (
             f"memory-bound: {full:.0%} of a device's memory is in use at the peak, so no "
             "larger micro-batch fits"
         )
         return Verdict("memory-bound", text, _LESS_MEMORY, full)
-    utilization = ""
-    if mfu is not None:
-        utilization = f", at {mfu:.0%} of the device's peak (MFU)"
-    if mfu is not None and mfu < IDLE_MFU:
+    if mfu < IDLE_MFU:
         text = (
             f"host-bound: the device reaches {mfu:.1%} of its peak (MFU) and waits for nothing "
             "that was measured"
@@ -240,21 +242,31 @@ def _of_the_device(
         )
     compute = shares.get("forward", 0.0) + shares.get("backward", 0.0)
     if compute >= COMPUTE_SHARE:
-        advice = "lower precision (precision.dtype: bf16), compiled kernels, or more devices"
-        text = f"compute-bound: forward and backward take {compute:.0%} of a step{utilization}"
-        return Verdict("compute-bound", text, advice, compute)
+        text = f"compute-bound: forward and backward take {compute:.0%} of a step"
+        return Verdict("compute-bound", text + _utilization(mfu), _FASTER_DEVICE, compute)
     if {"forward", "backward"} <= shares.keys():
-        largest = sorted(shares, key=lambda phase: -shares[phase])[:2]
-        parts = " and ".join(f"{phase} {shares[phase]:.0%}" for phase in largest)
-        advice = "nothing stands out: look at the split of a step below"
-        return Verdict(
-            "mixed", f"mixed: no part of a step bounds the run; its largest are {parts}", advice
-        )
-    if mfu is not None:
-        advice = "lower precision (precision.dtype: bf16), compiled kernels, or more devices"
-        return Verdict(
-            "compute-bound", f"compute-bound: the run waits for no data{utilization}", advice, mfu
-        )
+        return _mixed(shares)
+    if not math.isnan(mfu):
+        text = "compute-bound: the run waits for no data"
+        return Verdict("compute-bound", text + _utilization(mfu), _FASTER_DEVICE, mfu)
+    return _unknown(shares)
+
+
+def _utilization(mfu: float) -> str:
+    if math.isnan(mfu):
+        return ""
+    return f", at {mfu:.0%} of the device's peak (MFU)"
+
+
+def _mixed(shares: Mapping[str, float]) -> Verdict:
+    largest = sorted(shares, key=lambda phase: -shares[phase])[:2]
+    parts = " and ".join(f"{phase} {shares[phase]:.0%}" for phase in largest)
+    advice = "nothing stands out: look at the split of a step below"
+    text = f"mixed: no part of a step bounds the run; its largest are {parts}"
+    return Verdict("mixed", text, advice)
+
+
+def _unknown(shares: Mapping[str, float]) -> Verdict:
     text = "unknown: no part was timed"
     if "data" in shares:
         waits = f"waiting for data takes {_percent(shares['data'])} of a step"
@@ -266,6 +278,7 @@ def _of_the_device(
     )
 
 
+_FASTER_DEVICE: Final = "lower precision (precision.dtype: bf16), compiled kernels, or more devices"
 _LESS_MEMORY: Final = (
     "recompute activations (training.recompute_every), raise zero.stage, offload the optimizer, "
     "or lower batch.micro_size and accumulate more"

@@ -71,7 +71,8 @@ def _completed(request: K8sRequest) -> K8sRequest:
     # resumes from it rightly.
     if request.ckpt_pvc and restarts:
         refuse_one_start(config, place="launch k8s --ckpt_pvc", once="with --restarts 0")
-    words = [*request.words, *_settings(request, config)]
+    words = list(request.words)
+    words += _settings(request, config)
     config_text = ""
     if request.config_map:
         config_text = read_text(Path(request.config), name=request.config)

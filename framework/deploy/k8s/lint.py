@@ -422,8 +422,11 @@ def _grace(work: Workload) -> Findings:
 
 def _framework_arguments(words: Sequence[str]) -> Sequence[str]:
     """Return the words behind our command line; none if process 1 is something else."""
-    program, *arguments = [*itertools.dropwhile(_is_of_wrapper, words), ""]
-    name = PurePosixPath(program).name
+    own_words = list(itertools.dropwhile(_is_of_wrapper, words))
+    if not own_words:
+        return []
+    name = PurePosixPath(own_words[0]).name
+    arguments = own_words[1:]
     if name == "dsf":
         return arguments
     if name in ("python", "python3") and arguments[:2] == ["-m", "framework"]:
