@@ -1,4 +1,4 @@
-"""The table of all commands of `python -m framework`: built-in ones, and those of installed
+"""The table of all commands of `python -m framework`: built-in ones, and commands of installed
 packages, which are entry points of the group `dsf.commands`.
 
 A command's module is imported when the command is called. `framework.registry` looks for installed
@@ -201,7 +201,7 @@ def find_command(words: Sequence[str]) -> tuple[AnyCommand, Sequence[str]]:
 
 
 def list_commands() -> tuple[list[AnyCommand], list[Problem]]:
-    """Return all commands, and what is wrong with those of other packages."""
+    """Return all commands, and what is wrong with other packages' commands."""
     commands: list[AnyCommand] = list(BUILT_IN)
     problems: list[Problem] = []
     for name, installed in sorted(registry.installed(GROUP).items()):

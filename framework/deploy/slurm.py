@@ -185,7 +185,7 @@ def _values(request: SlurmRequest, made_by: str) -> dict[str, Any]:
 
 
 def _spares(request: SlurmRequest) -> str:
-    """Return the agents' options for nodes beyond those of the job."""
+    """Return the agents' options for spare nodes, and for fewer nodes than the job has."""
     spares = ""
     if request.spares:
         spares += f" --spares {request.spares}"

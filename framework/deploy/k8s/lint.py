@@ -280,7 +280,7 @@ def _selector(work: Workload) -> Findings:
 
 
 def _hosts_of_master(work: Workload) -> list[str]:
-    """Return the names of node 0: in its own domain, and in those of all services."""
+    """Return the names of node 0: in its own domain, and in the domain of each service."""
     pod, _, domain = work.master.partition(".")
     domains = [domain]
     domains += [service.manifest.name for service in work.objects("Service")]
