@@ -28,7 +28,7 @@ settings.register_profile(
 )
 settings.load_profile("dsf-trainer")
 
-# A signal that the caller ignores, as whatever a script starts with `&` does, would be ignored by
+# A signal that the caller ignores, as a script's command with `&` does, would be ignored by
 # every process of every test.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) is signal.SIG_IGN:
@@ -154,9 +154,7 @@ def warm() -> warm_ranks.WarmRanks:
 
 @pytest.fixture(autouse=True)
 def _draws_the_same_numbers() -> None:
-    """Whatever has drawn from the global generators before: which tests share a process differs
-    from run to run.
-    """
+    """Seed the global generators: which tests share a process differs from run to run."""
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)

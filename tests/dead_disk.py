@@ -1,5 +1,5 @@
-"""A file system whose server no longer answers, as that of a dead network mount: who looks at it
-sleeps in the kernel (state D), and not even SIGKILL ends it before the server answers or is gone.
+"""A file system whose server no longer answers, as that of a dead network mount: a process that
+looks at it sleeps in the kernel (state D), and not even SIGKILL ends it before the server answers or is gone.
 """
 
 from __future__ import annotations

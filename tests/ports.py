@@ -1,7 +1,7 @@
-"""Ports for tests that need a number before somebody listens there.
+"""Ports for tests that need a number before a server listens there.
 
 A port that the kernel gave and got back is soon given to another: lanes of tests ask for hundreds
-in a minute. So these are below the range that Linux gives from where nobody has changed it, each
+in a minute. So these are below the range that Linux gives by default, each
 lane has its own, and no number comes twice soon.
 """
 
@@ -22,7 +22,7 @@ _turns = itertools.count(os.getpid() % _NUM_PORTS)
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row at which nobody listens."""
+    """Return the first of `count` free ports in a row."""
     lane = _FIRST + _NUM_PORTS * ((lanes.number() or 0) % 3)
     for _ in range(_NUM_PORTS):
         ports = [lane + next(_turns) % _NUM_PORTS for _ in range(count)]

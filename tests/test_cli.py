@@ -17,7 +17,7 @@ from framework.cli import main
 from tests.places import ROOT
 
 QUICKSTART = str(ROOT / "ds_configs/quickstart.yaml")
-# Imported by Python at start-up: whoever asks for one of these gets an error that no one catches.
+# Imported by Python at start-up: an import of one of these raises an error that is not caught.
 BLOCKER = """
 import sys
 

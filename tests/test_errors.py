@@ -1,4 +1,4 @@
-"""Problems are one line each, whatever they hold; exit codes stay."""
+"""Problems are one line each, with any content; exit codes stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says when it is resumed."""
+"""What a run prints when it is resumed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_a_missing_package_is_one_line_and_no_reason_to_try_again(tmp_path: Path
     )
 
 
-# What all ranks meet, on one that leaves it to another to say so.
+# What all ranks meet, on one that leaves it to another to report it.
 REFUSED = """
 from framework import script
 from framework.errors import ConfigError, Problem

@@ -1,5 +1,5 @@
-"""Real runs that are asked to stop: they save together, say 75, and end, after all, as the run that
-nobody asked.
+"""Real runs that are asked to stop: they save together, exit with 75, and end, after all, as the
+undisturbed run.
 """
 
 from __future__ import annotations

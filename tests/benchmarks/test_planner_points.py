@@ -178,7 +178,7 @@ def test_buckets_of_zero_2_are_those_of_the_issue() -> None:
 
 
 def test_the_split_follows_its_rule() -> None:
-    """A hash of the origin decides: nobody chose, and a source that is added moves no other."""
+    """A hash of the origin decides, no person, and a source that is added moves no other."""
     for name, source in FILE["sources"].items():
         origin = "/".join(source["address"].split()[0].split("/")[:2])
         first = hashlib.sha256(origin.encode()).hexdigest()[0]

@@ -35,7 +35,7 @@ class Case:
         what: in words, for the table.
         codes: allowed exit codes of the command on each host.
         culprit: regular expression that what was printed must match.
-        in_logs: it may also stand in the ranks' logs, because nobody reads what is printed any
+        in_logs: it may also stand in the ranks' logs, because no one reads what is printed any
             more.
         act: starts the run and does it; calls `Stage.fault` when it happens.
         stage: arguments of `Stage`.
@@ -174,7 +174,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def hang(stage: Stage) -> None:
-    """Rank 1 takes no further step, and answers nobody."""
+    """Rank 1 takes no further step, and gives no answer."""
     os.kill(stage.rank(1), signal.SIGSTOP)
 
 
@@ -212,7 +212,7 @@ def stuck_rank(stage: Stage) -> None:
 
 
 def stop_at_a_rank(stage: Stage) -> None:
-    """Nobody else is asked, and the other one is killed before both have stopped."""
+    """No other rank is asked, and the other one is killed before both have stopped."""
     os.kill(stage.rank(1), signal.SIGTERM)
     time.sleep(1)
     kill_rank_0(stage)
@@ -259,7 +259,7 @@ def connection_ends(stage: Stage) -> None:
 
 
 def power_off(name: str) -> Callable[[Stage], None]:
-    """Nobody is told: no connection is closed, there is silence."""
+    """There is silence: no connection is closed."""
 
     def do(stage: Stage) -> None:
         stage.network.cut(stage.hosts[name])
@@ -461,7 +461,7 @@ def disturbed(do: Callable[[Stage], None]) -> Callable[[Stage], None]:
 _REVERSED = ("node-1 slots=1", "node-0 slots=1")
 _NODE_1 = r"node 1 \(node-1\)"
 _NODE_0 = r"node 0 \(node-0\)"
-# Whoever meets it first ends the other.
+# The first one to meet it ends the other.
 _FULL = {name: {EXIT_STORAGE, EXIT_PEER_LOST} for name in ("node-0", "node-1")}
 _SMALL: dict[str, Any] = {"shared_bytes": 48 << 20}
 CASES = (

@@ -58,7 +58,7 @@ class Seen:
         codes: exit code of each started command by its host; of a host that was killed there is
             none.
         seconds: from the fault until nothing of the job ran anywhere.
-        said: everything that was printed.
+        said: all printed text.
         orphans: command lines that still ran when the time was up.
     """
 
@@ -200,7 +200,7 @@ class Stage:
         return self.commands[host]
 
     def add_bystander(self, host: str, command: Sequence[str], *, says: str) -> None:
-        """Start a program that is no part of the job, and wait until it says something."""
+        """Start a program that is no part of the job, and wait for its first output."""
         started = self.hosts[host].start(command, cwd=ROOT)
         while says not in started.stated():
             assert started.poll() is None, started.stated()
@@ -293,7 +293,7 @@ class Stage:
         self.fault_at = time.monotonic()
 
     def see(self, *, limit: float = END_SECONDS) -> Seen:
-        """Wait until nothing of the job runs, and tell."""
+        """Wait until nothing of the job runs, and return whether that came."""
         began = self.fault_at or time.monotonic()
         deadline = time.monotonic() + limit
         while self._left() and time.monotonic() < deadline:
@@ -357,7 +357,7 @@ def last_logged(run: Path) -> int:
 
 
 def unbroken_run(folder: Path) -> Path:
-    """The run that nobody disturbs; a copy of its folder."""
+    """Return a copy of the folder of the undisturbed run."""
     with Stage(folder / "unbroken") as stage:
         stage.nodes()
         seen = stage.see(limit=START_SECONDS)

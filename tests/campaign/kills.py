@@ -9,7 +9,7 @@ the dead left on the disk says where it hit. `--launcher torchrun` starts every 
 torchrun, which ends the ranks that are left; otherwise ranks are forked, which is five times as
 fast. After every kill the newest checkpoint must be sound and no older than the last save that had
 returned; at the end the files of the last checkpoint (weights, optimizer, schedule, random states),
-bit for bit, and the metrics of all steps must be those of a run that nobody touched.
+bit for bit, and the metrics of all steps must equal the undisturbed run's.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Campaign:
 
     def case(self, case: str, *, num_kills: int, others_from: Starter | None = None) -> None:
         """Kill runs of a case `num_kills` times; each run goes on until it ends, and is compared
-        with an unbroken one. Another starter may start those that nobody kills.
+        with an unbroken one. Another starter may start the undisturbed ones.
         """
         unbroken = self._run_to_end(case, self._folder / f"{case}-unbroken", others_from)
         self._num_done, number = 0, 0

@@ -4,7 +4,7 @@ tests.campaign.launch_faults --out docs/launch-faults.md
 Each node is a host made of namespaces (tests/hosts). Of every fault it is asked: is the exit code
 the published one, has every process of the job ended within 20 s, does a line name the culprit, is
 no process left, and does a start afterwards with checkpoint.resume=auto end with the checkpoint of
-a run that nobody disturbed, bit for bit. Needs root.
+an undisturbed run, bit for bit. Needs root.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Kill what a supervised job consists of again and again: python -m tests.campaign.restarts --kills
 20 [--nodes 3]
 
-With `supervision.max_restarts` nobody has to start it again. One `launch` of two ranks; or with
+With `supervision.max_restarts` it starts again by itself. One `launch` of two ranks; or with
 `--nodes` as many `launch node`, each an agent with a rank, which meet with a token. A kill
 (SIGKILL) of a rank, of all ranks, of a process that a rank started (its data worker, its writer of
 checkpoints), of an agent (node 0's as well) or of an agent and its rank comes at a random instant:
 some time after the last checkpoint of a start, or, every fifth at most, while a start still
 imports. An agent that was killed is started again a moment later, as Kubernetes and systemd do, and
 is all that anybody does. The job must end with 0, and with the losses and the last checkpoint's
-bits of a run that nobody touched.
+bits of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def campaign(
     others_from: WarmRanks,
 ) -> dict[str, Any]:
     """Run it; returns what was counted and measured. `kinds`: in this order, instead of at random.
-    `others_from` starts the run that nobody touches.
+    `others_from` starts the undisturbed run.
     """
     draw, run, steps = random.Random(seed), folder / "killed", STEPS_PER_KILL * (kills + 1)
 

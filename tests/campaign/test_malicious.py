@@ -1,4 +1,4 @@
-"""A checkpoint that somebody changed who can write the folder and seal the manifest anew: it is
+"""A checkpoint changed by an attacker who can write the folder and seal the manifest anew: it is
 refused, and nothing in it runs.
 
 Every file of real checkpoints is replaced by one that would write a file if it were unpickled as

@@ -189,7 +189,7 @@ def records(folder: Path, *, rank: int) -> list[Path]:
 
 
 def orders_of(checkpointer: AsyncCheckpointer) -> list[Mapping[str, Any]]:
-    """What its writer is told to do from here on."""
+    """What its writer has to do from here on."""
     orders, begin = [], checkpointer._begin
 
     def note(order: dict[str, Any]) -> None:

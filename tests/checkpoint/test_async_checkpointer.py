@@ -162,7 +162,7 @@ class TestFailing:
         checkpointer._engine.num_bytes = 600_000
         assert checkpointer.save(2)
         stated = await_warning(capfd)  # though the ranks have not met again
-        checkpointer._await_answer(SECONDS)  # it is told to people first
+        checkpointer._await_answer(SECONDS)  # people read of it first
         assert checkpointer._state == "failed"
         assert (
             f"{tmp_path}/global_step2: the checkpoint cannot be written (File too large)" in stated
@@ -194,7 +194,7 @@ class TestFailing:
         assert stated.count("[checkpoint-not-written]") == 1
         checkpointer.finish()
         assert steps(tmp_path) == [1, 3]
-        # while it has nothing to do: nobody need know
+        # while it has nothing to do: no reason for a message
         os.kill(writer(checkpointer), signal.SIGKILL)
         until(lambda: is_dead(writer(checkpointer)))
         checkpointer.save(4)

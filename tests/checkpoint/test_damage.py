@@ -329,7 +329,7 @@ def test_the_damage_is_named(sound: Path, tmp_path: Path) -> None:
 def test_nobody_waits_for_a_pipe(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pipe that nobody writes to keeps `open` waiting for ever; a link leads to one."""
+    """A pipe without a writer keeps `open` waiting for ever; a link leads to one."""
     shutil.copytree(sound, tmp_path / "run")
     for name in ("global_step20/manifest.json", "latest"):
         (tmp_path / "run" / name).unlink()

@@ -1,4 +1,4 @@
-"""Whatever a save does to the disk may fail, or be the last thing the process does: a checkpoint to
+"""Each call of a save to the disk may fail, or be the last thing the process does: a checkpoint to
 go on from is always there.
 
 The operating system's calls that change a file system are counted. Then the save is repeated once
@@ -170,7 +170,7 @@ class WriterHere:
 
 
 def save_in_background(folder: Path, step: int) -> bool:
-    """As a run does whose only save this is."""
+    """As a run with this save alone does."""
     checkpointer = AsyncCheckpointer(TwoFileEngine(), folder, rank=0, world_size=1, **OPTIONS)
     try:
         written = checkpointer.save(step)

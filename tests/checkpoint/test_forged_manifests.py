@@ -1,4 +1,4 @@
-"""A manifest written by somebody who can compute its hash: whatever it holds, it is refused without
+"""A manifest forged together with its hash: with any content, it is refused without
 a traceback.
 """
 

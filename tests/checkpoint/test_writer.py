@@ -100,7 +100,7 @@ class TestRanks:
     def test_a_slow_disk_keeps_no_rank_in_a_collective(
         self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
     ) -> None:
-        """However long it takes: a collective that nobody comes to ends the run after ten
+        """However long it takes: a collective without its other ranks ends the run after ten
         minutes.
         """
         monkeypatch.setattr(async_checkpointer, "_BEAT_SECONDS", 0.05)
@@ -316,7 +316,7 @@ def test_the_memory_is_free_when_a_save_has_failed(
         )
     assert caught.value.errno == 28
     del caught
-    memory.release()  # a BufferError while somebody still reads it
+    memory.release()  # a BufferError while a reader still has it
 
 
 PARENT = """

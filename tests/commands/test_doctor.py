@@ -117,7 +117,7 @@ def test_it_looks_at_the_hosts_that_a_start_would_take(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     arguments = command._parser().parse_intermixed_args(["-H", str(tmp_path / "hosts"), *words])
     asked = command._options(arguments)
-    # nobody here knows what is there
+    # what is there is not known here
     by_kind = {"CUDA_VISIBLE_DEVICES": visible, "ASCEND_RT_VISIBLE_DEVICES": visible}
     assert asked.own_variables == ({"b": by_kind} if visible else {})
     assert asked.addresses == (["127.0.0.1", "b"] if "--master_addr" in words else names)

@@ -442,7 +442,7 @@ def test_a_name_that_no_file_can_have_is_one_line(tmp_path: Path) -> None:
 
 
 class TestForeignFiles:
-    """safetensors as others write them, and as nobody should."""
+    """safetensors as others write them, and malformed ones."""
 
     def test_files_and_folders_of_the_library(self, tmp_path: Path) -> None:
         weights = {"a.weight": torch.randn(3, 2), "a.bias": torch.randn(3).bfloat16()}

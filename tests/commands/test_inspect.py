@@ -1,4 +1,4 @@
-"""What `inspect` says of sound, damaged and missing checkpoints."""
+"""What `inspect` reports of sound, damaged and missing checkpoints."""
 
 from __future__ import annotations
 

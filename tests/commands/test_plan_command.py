@@ -42,7 +42,7 @@ training: {max_steps: 10}
 
 @pytest.fixture(autouse=True)
 def no_measured_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates that somebody measured on this machine would change every answer."""
+    """Rates measured on this machine would change every answer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

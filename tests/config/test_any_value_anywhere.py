@@ -1,4 +1,4 @@
-"""Whatever stands wherever in a config: a run, or problems in whole sentences."""
+"""Any value at any place of a config: a run, or problems in whole sentences."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ SECTIONS = st.dictionaries(
 @example(values={"model": "lenet"}, is_json=False)
 @example(values={"runn": {"kind": 1}}, is_json=False)
 def test_any_config_keeps_what_it_says(values: dict[str, Any], is_json: bool) -> None:
-    """Whatever is changed can be read, keeps the comment, and settles once and for all."""
+    """Every changed text can be read, keeps the comment, and settles once and for all."""
     lines = [
         f"{name}: {json.dumps(section)}  # <{number}>"
         for number, (name, section) in enumerate(values.items())

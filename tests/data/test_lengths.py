@@ -28,7 +28,7 @@ class Lengths(TensorDataset):
 
 
 def lengths(count: int, *, ranks: int = 1, start: int = 0, **options: Any) -> list[list[int]]:
-    """The lengths of so many steps of eight samples."""
+    """Return the lengths of some steps of eight samples."""
     data, found = Lengths(), [list[int]() for _ in range(count)]
     for rank in range(ranks):
         sizes = {

@@ -31,7 +31,7 @@ SMALL, LARGE = TensorDataset(torch.arange(1000, 1010)), TensorDataset(torch.aran
 def taken(
     dataset: Any, count: int, *, ranks: int = 1, start: int = 0, **options: Any
 ) -> list[list[int]]:
-    """The samples of so many steps, all ranks' together."""
+    """Return the samples of some steps, all ranks' together."""
     found: list[list[int]] = [[] for _ in range(count)]
     for rank in range(ranks):
         share = Share(GLOBAL, 2, GLOBAL // ranks // 2, rank, ranks)

@@ -112,7 +112,7 @@ def plain(batch: Any) -> Any:
 def steps(
     dataset: Any, count: int, *, start: int = 0, ranks: int = 1, micro: int = 2, **options: Any
 ) -> list[Any]:
-    """The samples of so many steps, all ranks' together, sample by sample."""
+    """Return the samples of some steps, all ranks' together, sample by sample."""
     found: list[Any] = [[] for _ in range(count)]
     for rank in range(ranks):
         stream = loader(dataset, ranks=ranks, rank=rank, micro=micro, **options).stream(start)

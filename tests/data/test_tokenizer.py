@@ -237,7 +237,7 @@ def test_a_file_that_is_no_tokenizer(content: bytes, tmp_path: Path) -> None:
 
 
 def test_numbers_with_gaps(tmp_path: Path) -> None:
-    """The library numbers a new token by how many there are, whatever has that number."""
+    """The library numbers a new token by how many there are, even if that number is taken."""
     model = tokenizers.models.WordLevel({"x": 0, "y": 2}, unk_token="x")
     tokenizers.Tokenizer(model).save(str(tmp_path / "gaps.json"))
     with pytest.raises(ConfigError, match=r"its numbers have gaps, .*\[tokenizer-unreadable\]"):

@@ -11,7 +11,7 @@ import pytest
 from tests.places import ROOT
 
 # A worker whose rank has been killed between the fork and its first line: what is its parent by
-# then is somebody else.
+# then is another process.
 LATE = """
 import sys
 from torch.utils.data import _utils

@@ -95,7 +95,7 @@ def plain_losses(
 ) -> list[float]:
     """Loss of every step: the dozen lines that anyone would write.
 
-    `num_parts`: gradients are added up from so many parts of a batch, as ranks do.
+    `num_parts`: gradients are added up from this many parts of a batch, as ranks do.
     """
     torch.manual_seed(seed)
     model = LeNet(num_classes=10, in_channels=1, image_size=28)

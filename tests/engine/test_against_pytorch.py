@@ -60,7 +60,7 @@ SPREAD = [
     (1, 2, 1),
     (1, 3, 2),
 ]
-# With --exhaustive: alone a rank has nobody to wait for before it sums.
+# With --exhaustive: a rank alone waits for no other before it sums.
 RARE_SPREAD = [(1, 0, 2), (1, 1, 1), (1, 2, 2), (1, 3, 1)]
 
 

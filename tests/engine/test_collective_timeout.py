@@ -56,7 +56,7 @@ def test_all_groups_wait_longer_and_only_there(
 def test_both_halves_of_a_save_are_given_the_time(
     groups: list[torch.distributed.ProcessGroup], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What DeepSpeed waits for, and what the ranks say to each other when they have written."""
+    """What DeepSpeed waits for, and what the ranks exchange when they have written."""
     seen: list[list[timedelta]] = []
     monkeypatch.setattr(
         base_engine, "save_bytes", lambda *arguments, **options: seen.append(limits(groups))

@@ -1,4 +1,4 @@
-"""Whatever may be asked together was held against plain PyTorch, or `check` refuses it."""
+"""Every allowed combination was held against plain PyTorch, or `check` refuses it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""This rank's device, before the ranks meet and when they have; and who tells what several of them
-meet.
+"""This rank's device, before the ranks meet and when they have; and which rank reports
+what several of them meet.
 """
 
 from __future__ import annotations

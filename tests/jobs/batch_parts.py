@@ -26,7 +26,7 @@ def far_targets() -> tuple[TensorDataset, TensorDataset]:
 
 
 class Zero(nn.Linear):
-    """Whatever it is given."""
+    """Return the argument."""
 
     def forward(self, value: Tensor) -> Tensor:
         return super().forward(value)[:, 0] * 0.0

@@ -60,7 +60,7 @@ class Disk:
         self._mounted, self._fill = mounted, mounted / "fill"
 
     def leave(self, num_bytes: int | None) -> None:
-        """Fill the disk until so many bytes are left."""
+        """Fill the disk until this many bytes are left."""
         self._fill.unlink(missing_ok=True)
         if num_bytes is not None:
             facts = os.statvfs(self._mounted)

@@ -13,7 +13,7 @@ import framework
 class Dies:
     """Ends rank `rank` after step `step`: by SIGKILL, or by an error; with `once`, a file, only
     where that is not there. Beside that file it writes when the first process of rank 0 began, as
-    the kernel knows it. With `asks` the other ranks, and nobody else, are asked to stop a second
+    the kernel knows it. With `asks` the other ranks alone are asked to stop a second
     before.
     """
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from framework.errors import ConfigError, Problem, TrainingError
 
-# As an 80 GB device says it.
+# The message of an 80 GB device.
 NO_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.06 GiB is "
     "free. Including "

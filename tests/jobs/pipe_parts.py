@@ -129,7 +129,7 @@ class Halves(nn.Linear):
 
 
 class Whole(nn.Linear):
-    """float32 out whatever comes in."""
+    """float32 out for any input."""
 
     def forward(self, value: Tensor) -> Tensor:
         return super().forward(value.float())

@@ -105,7 +105,7 @@ def make(kind: str) -> nn.Module:
 
 
 def plain(kind: str, optimizer: str, accumulation: int, world: int) -> dict[str, torch.Tensor]:
-    """Plain PyTorch on the batches of all ranks; a weight that nobody used has a gradient of zero,
+    """Plain PyTorch on the batches of all ranks; a weight that no rank used has a gradient of zero,
     as with ZeRO.
     """
     model = make(kind)

@@ -159,7 +159,7 @@ class OwnLoss(CausalLM):
 
 
 def long_text(length: int) -> TensorDataset:
-    """One sample of so many tokens, each of which the one before it decides."""
+    """One sample of this many tokens, each of which the one before it decides."""
     ids = torch.arange(length + 1).square() % 61
     return TensorDataset(ids[None, :-1], ids[None, 1:])
 

@@ -20,7 +20,7 @@ class TiedNet(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def hf_names(self) -> dict[str, str]:
-        """As if somebody had such an architecture there; there are names of it that no export
+        """As of a published architecture; there are names of it that no export
         holds.
         """
         ours = ["stem", "norm", "here", "there", "head"]

@@ -264,7 +264,7 @@ class PodSelector(Known):
 
 
 class Ingress(Known):
-    """Every pod has a network of its own here, on which nobody else is."""
+    """Every pod has a network of its own here, with no other pod on it."""
 
     from_: list[PodSelector] = Field(alias="from", min_length=1, max_length=1)
 

@@ -224,7 +224,7 @@ def test_a_job_ends_at_its_deadline(network: Network, tmp_path: Path) -> None:
     assert {pod.exit_code for pod in job.pods} == {137}
 
 
-# Away from the pods of another job: of its own nothing would be said.
+# Away from the pods of another job: of its own there would be no event.
 _OTHER = {
     "labelSelector": {"matchLabels": {"batch.kubernetes.io/job-name": "other"}},
     "topologyKey": "kubernetes.io/hostname",

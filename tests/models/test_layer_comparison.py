@@ -1,4 +1,4 @@
-"""What a module tells as its layers is held against its forward(), on copies."""
+"""What a module gives as its layers is held against its forward(), on copies."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from framework.recipes.language_models.gpt import GPT
 
 TOKENS, POSITIONS, TILE = 99, (3, 37), 10
 SCALE = 0.37  # of the loss in a step
-# Largest error relative to the largest number: of a sum of so many roundings.
+# Largest error relative to the largest number: of a sum of many roundings.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 
 

@@ -74,7 +74,7 @@ def test_a_section_that_cannot_be_read_is_held_against_nobody() -> None:
     [
         {"modell": {"kind": "gpt"}, "data": {"kind": "text"}},  # the model is not the default one
         {"run": {"momentum": 0.9}, "optimizer": {"kind": "sgd", "nesterov": True}},
-        # on how many devices, nobody knows
+        # on how many devices is not known
         {"run": {"world_size": 3}, "batch": {"global": 6, "micro_size": 2}},
         # indented too deep
         {"model": {"kind": "gpt"}, "training": {"max_steps": 5, "data": {"kind": "text"}}},

@@ -1,4 +1,4 @@
-"""The page as a document: its structure, what it escapes, its size, and that it asks nobody for
+"""The page as a document: its structure, what it escapes, its size, and that it asks no server for
 anything.
 """
 

@@ -1,4 +1,4 @@
-"""Charts as PNG: size, colours, words, and what is said where they cannot be drawn."""
+"""Charts as PNG: size, colours, words, and the message where they cannot be drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says before and after, word for word."""
+"""What a run prints before and after, word for word."""
 
 from __future__ import annotations
 

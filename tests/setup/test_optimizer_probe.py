@@ -22,7 +22,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Own(optim.Optimizer):
-    """Takes the step that a function says."""
+    """Takes the step that a function computes."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], step: Step, lr: float = 0.1) -> None:
         self._step = step

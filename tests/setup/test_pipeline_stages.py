@@ -80,7 +80,7 @@ class Returns(nn.Module):
 
 
 class Takes(nn.Linear):
-    """A classifier of whatever holds a tensor."""
+    """A classifier of anything that holds a tensor."""
 
     def forward(self, value: Any) -> Tensor:
         while not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a user's module is one problem: key, value, reason, fix, and the line of
+"""Every mistake in a user's module is one problem: key, value, reason, fix, and the line of
 code.
 """
 

@@ -1,4 +1,4 @@
-"""Old content or new content, whatever fails on the way, and nothing left beside it."""
+"""Old content or new content, after a failure at any point, and nothing left beside it."""
 
 from __future__ import annotations
 

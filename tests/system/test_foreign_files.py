@@ -1,4 +1,4 @@
-"""Files that commands write where they are told to: those of others are left alone."""
+"""Files that commands write at a given path: other people's files are left alone."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_version_1(tmp_path: Path) -> None:
 def test_a_save_for_which_there_is_no_room_gives_back_what_it_took(
     kept_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever touches memory that is not there is killed, and the run with it."""
+    """A process that touches memory that is not there is killed, and the run with it."""
     staged = StagedFiles()
     if kept_bytes:
         staged.open(Path("first")).write(bytes(kept_bytes))

@@ -1,5 +1,5 @@
-"""One value for the ranks of a host: made once, whoever comes first, and nobody waits for a rank
-that is gone.
+"""One value for the ranks of a host: made once, by the first one to come, and none
+waits for a rank that is gone.
 """
 
 from __future__ import annotations

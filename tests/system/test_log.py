@@ -1,4 +1,4 @@
-"""A rank's own log: what is said goes there, too, and why it ended."""
+"""A rank's own log: messages go there, too, and why it ended."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_warning_of_all_ranks_is_said_by_one_and_noted_by_all(
 def test_why_it_ended_is_in_the_log_and_goes_on_its_way(
     log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also on ranks that leave it to another one to tell it."""
+    """Also on ranks that leave it to another one to report it."""
     with pytest.raises(ZeroDivisionError), rank_log.noting_errors():
         _ = 1 / 0
     text = log.read_text()

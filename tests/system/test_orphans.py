@@ -37,7 +37,7 @@ def test_a_child_is_killed_with_its_parent() -> None:
         assert parent.stdout.readline() == "up\n"
         began = time.monotonic()
         os.kill(parent.pid, signal.SIGKILL)
-        assert parent.stdout.read() == ""  # ends when nobody holds the other end any more
+        assert parent.stdout.read() == ""  # ends when no process holds the other end any more
         assert time.monotonic() - began < 30, "the child has ended by itself"
 
 

@@ -1,4 +1,4 @@
-"""Scripts of users, as processes: how they end when nobody catches an error."""
+"""Scripts of users, as processes: how they end when an error is not caught."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_second_process_is_refused_and_changes_nothing(tmp_path: Path) -> None
                 match=r"run\.name = run: another run is writing to .*\[run-folder-busy\]",
             ) as no:
                 RunFolder(path).open(fresh=fresh)
-            assert no.value.exit_code == 74  # 78 would tell a scheduler never to try again
+            assert no.value.exit_code == 74  # 78 would keep a scheduler from trying again
         assert (names(tmp_path), names(path)) == (["run"], before)
 
 
@@ -136,7 +136,7 @@ def test_another_host_waits_until_it_sees_the_new_folder(
         assert 0.5 < time.monotonic() - begin < 20
         seen.wait_until_visible("another word", wait_seconds=0.1)
         assert capsys.readouterr().err.count("[run-folder-not-shared]") == 1
-        # on one host nobody waits
+        # on one host no rank waits
         monkeypatch.setattr("framework.train.run_folder._POLL_SECONDS", 3600.0)
         RunFolder(folder.path).wait_until_visible(folder.generation)
 

@@ -63,7 +63,7 @@ def test_a_short_run_that_took_no_step_at_all_does_not_end_well() -> None:
 
 def test_what_was_skipped_before_a_resume_is_not_counted_again() -> None:
     run("x" * 8, start_step=50, before=50, last=True)
-    run("-" * 20, start_step=50, before=7)  # the first point only says how many there were
+    run("-" * 20, start_step=50, before=7)  # the first point only has how many there were
     with pytest.raises(TrainingError, match="each of the last 20 steps"):
         run("-" * 21, start_step=50, before=7)
 

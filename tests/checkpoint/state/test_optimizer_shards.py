@@ -1,4 +1,4 @@
-"""Where the step counters of an optimizer are put when it is told how far a moved run has come."""
+"""Where the step counters of an optimizer are put when a moved run has come some way."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ HUGE = 10**15
 
 
 def raw(folder: Path, *, ranks: int = 0, **counters: int) -> Path:
-    """Stage 0, or stage 1 with the files of so many ranks."""
+    """Stage 0, or stage 1 with the files of several ranks."""
     folder.mkdir()
     content: dict[str, Any] = {
         "global_steps": 3,

@@ -21,7 +21,7 @@ from framework.errors import ConfigError
 from tests.places import ROOT
 
 MIB = 1 << 20
-# Runs `check` and tells the largest memory that it took.
+# Runs `check` and prints the largest memory that it took.
 MEASURED = """
 import sys
 from framework.cli import main

@@ -82,7 +82,7 @@ def add_host_path(documents: Documents) -> None:
 
 
 def rename(documents: Documents, name: str) -> None:
-    """As somebody would who keeps everything else right."""
+    """Change one thing, and keep the rest right."""
     documents["Job"]["metadata"]["name"] = name
     label = {"batch.kubernetes.io/job-name": name}
     documents["Service"]["spec"]["selector"] = label
@@ -116,7 +116,7 @@ def runtime_job(documents: Documents) -> Any:
 
 
 Mutation = Callable[[Documents], object]
-# kind of finding -> (golden file, what somebody does to it). What is reached by several ways stands
+# kind of finding -> (golden file, the change to it). What is reached by several ways stands
 # several times.
 MUTATIONS: list[tuple[str, str, Mutation]] = [
     ("counts", "job.yaml", lambda d: job(d).update(completions=3)),
@@ -365,7 +365,7 @@ def test_one_mistake_is_found_by_one_rule(kind: str, file: str, mutate: Mutation
     )
 
 
-# What somebody may write as well.
+# Other valid spellings.
 ALSO_RIGHT: list[tuple[str, Mutation]] = [
     ("job.yaml", lambda d: failing(d, 64, 77, 78, 139)),
     ("job.yaml", lambda d: job(d).pop("podReplacementPolicy")),

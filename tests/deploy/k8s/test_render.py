@@ -89,7 +89,7 @@ def test_the_command_that_watches_follows_every_pod(
 
 
 def test_the_schemas_see_an_unknown_key_and_a_wrong_type() -> None:
-    """Else the test above would pass whatever is printed."""
+    """Else the test above would pass for any output."""
     validator = pytest.importorskip("kubernetes_validate", reason="needs the dev extra")
     job = next(each for each in objects(GOLDEN / "job.yaml") if each["kind"] == "Job")
     for change in ({"completion": 1}, {"completions": "two"}):

@@ -35,7 +35,7 @@ def found(
             "eval/perplexity",
             GPT | {"checkpoint": {"keep_best": "eval/perplexity", "best_is": "min"}},
         ),
-        # nobody knows what a task of one's own measures
+        # what a task of one's own measures is not known
         ("eval/whatever", {"task": {"target": "a:b"}}),
         *[(name, {}) for name in BY_NAME if not name.endswith("loss")],
     ],

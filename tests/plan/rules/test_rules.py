@@ -42,7 +42,7 @@ def test_a_rule_sees_its_own_problem_and_nothing_else(
 
 
 def written_rules() -> Iterator[rules.Rule]:
-    """Whatever in the modules of the package takes a config and a cluster."""
+    """Find every function of the package's modules that takes a config and a cluster."""
     for module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
         for _, function in inspect.getmembers(
             importlib.import_module(module.name), inspect.isfunction

@@ -1,4 +1,4 @@
-"""Points as the Trainer tells them."""
+"""Points as the Trainer writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One whole row per step, whatever is logged when and wherever a run was killed."""
+"""One whole row per step, for any order of points and any moment of a kill."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_file_that_somebody_saved_meanwhile_is_not_damaged(path: Path) -> None
 
 
 def test_a_file_that_somebody_put_in_its_place_goes_on(path: Path) -> None:
-    """Of the same size: the rows would go where nobody reads them."""
+    """Of the same size: the rows would go to a file that is never read."""
     monitor = CsvFile(path, from_step=0)
     monitor.write(point(1, train_loss=1.0))
     other = path.with_name("other.csv")
