@@ -24,7 +24,7 @@ _FOLDERS = (
 FORMER = "ds" + "framework"
 # Marks in files that were written under the former name, which stay readable, and what tests that.
 READ_STILL = {
-    "framework/checkpoint/state/shard_map.py",
+    "framework/checkpoint/names.py",
     "framework/checkpoint/state/weight_files.py",
     "framework/data/token_files.py",
     "framework/checkpoint/manifest.py",
