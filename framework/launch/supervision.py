@@ -21,11 +21,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from framework.checkpoint.names import CHECKPOINTS, MANIFEST, named_folders
 from framework.config.run_config import RunConfig
@@ -49,7 +51,6 @@ _LOOK_SECONDS: Final = 5.0
 _FINAL: Final = (EXIT_OK, EXIT_STOPPED, EXIT_CONFIG, EXIT_USAGE, EXIT_NO_PROGRESS)
 _OWN_ERRORS: Final = (EXIT_TRAINING, EXIT_STORAGE)
 _MOST_IDLE: Final = 3
-_STATE: Final[Mapping[str, type]] = {"number": int, "idle": int, "last": str, "resumes": bool}
 _MOST_COUNTED: Final = 1 << 20  # of starts that another node may report
 _LONGEST_LAST: Final = 1000  # of a fingerprint: it travels on the line of GO
 _RESUME: Final = "checkpoint.resume=auto"
@@ -92,6 +93,26 @@ class NextStart:
     why: str
 
 
+def _check_fingerprint(text: str) -> str:
+    if len(text) > _LONGEST_LAST:
+        raise ValueError("the fingerprint is too long")
+    return text
+
+
+_Count = Annotated[int, Field(ge=0, le=_MOST_COUNTED)]
+
+
+class RestartState(BaseModel):
+    """What another machine needs to know of the restarts, as `Restarts.state` has it."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    number: _Count
+    idle: _Count
+    last: Annotated[str, AfterValidator(_check_fingerprint)]
+    resumes: bool
+
+
 class Restarts:
     """Decision after every start of a job whether there is another one.
 
@@ -125,13 +146,15 @@ class Restarts:
 
     def restore(self, state: object) -> None:
         """Take the state that a node kept while node 0 was replaced, if it is ahead of this one."""
-        if not isinstance(state, dict) or not state or not is_state(state):
+        try:
+            known = RestartState.model_validate(state)
+        except ValidationError:  # or the state is empty: that node has no restarts
             return
-        if state["number"] > self._number:
-            self._number = state["number"]
-            self._idle = state["idle"]
-            self._last = state["last"]
-            self.resumes = state["resumes"]
+        if known.number > self._number:
+            self._number = known.number
+            self._idle = known.idle
+            self._last = known.last
+            self.resumes = known.resumes
 
     def state_after_losses(self, count: int) -> dict[str, Any]:
         """Return the state for the agent of a host that was lost `count` times.
@@ -239,18 +262,6 @@ class Restarts:
 def further_settings(*, resumes: bool) -> tuple[str, ...]:
     """Return the settings that a later start of a job adds; another node can cause no others."""
     return (_RESUME,) if resumes else ()
-
-
-def is_state(state: Mapping[str, Any]) -> bool:
-    """Check whether `Restarts.state` can have returned this; it is empty without restarts."""
-    if not state:
-        return True
-    if state.keys() != _STATE.keys():
-        return False
-    if any(type(state[name]) is not kind for name, kind in _STATE.items()):
-        return False
-    is_counted = all(0 <= state[name] <= _MOST_COUNTED for name in ("number", "idle"))
-    return is_counted and len(state["last"]) <= _LONGEST_LAST
 
 
 def is_final(code: int) -> bool:

@@ -29,7 +29,7 @@ from typing_extensions import TypedDict
 from framework.doctor.node.start import Look
 from framework.hosts.hostfile import is_host
 from framework.launch.rendezvous.channel import foreign
-from framework.launch.supervision import is_state
+from framework.launch.supervision import RestartState
 
 _LEAST_PORT: Final = 1024
 _PORT_LIMIT: Final = 1 << 16
@@ -71,8 +71,9 @@ def _check_host(name: str) -> str:
 
 
 def _check_state(state: dict[str, Any]) -> dict[str, Any]:
-    if not is_state(state):
-        raise ValueError("this is no state of restarts")
+    """Check the state of restarts, which is empty in a job without them."""
+    if state:
+        RestartState.model_validate(state)
     return state
 
 
