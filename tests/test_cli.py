@@ -181,7 +181,7 @@ def test_without_a_reader_an_unfit_machine_stays_one() -> None:
     ],
     ids=["command", "script"],
 )
-def test_another_python_than_the_environments_is_told_in_one_line(
+def test_another_python_than_the_environments_is_reported_in_one_line(
     command: list[str], stated: str
 ) -> None:
     """-S: a Python that has no packages, as the system's own."""
@@ -192,7 +192,7 @@ def test_another_python_than_the_environments_is_told_in_one_line(
     assert stated in done.stderr
 
 
-def test_a_run_whose_end_nobody_saw_is_no_success() -> None:
+def test_a_run_without_a_recorded_end_is_no_success() -> None:
     code = """
 import sys
 from framework import cli
@@ -274,7 +274,7 @@ def test_no_command_lists_the_commands(capsys: Capture) -> None:
     assert {"check", "plan", "render", "schema", "import", "launch"} <= set(err.split())
 
 
-def test_check_of_several_files_says_all(tmp_path: Path, capsys: Capture) -> None:
+def test_check_of_several_files_reports_all(tmp_path: Path, capsys: Capture) -> None:
     bad = write(tmp_path / "bad.yaml", "run: {seed: -1}\nzero: {stage: 9}\n")
     missing = str(tmp_path / "missing.yaml")
     assert call("check", QUICKSTART, bad, missing, "--num_gpus", "8") == 2
@@ -289,7 +289,7 @@ def test_check_of_several_files_says_all(tmp_path: Path, capsys: Capture) -> Non
     ]
 
 
-def test_warnings_are_told_and_pass(tmp_path: Path, capsys: Capture) -> None:
+def test_warnings_are_reported_and_pass(tmp_path: Path, capsys: Capture) -> None:
     path = write(tmp_path / "x.yaml", "zero: {stage: 1, sub_group_size: 5}\n")
     assert call("check", path) == 0
     assert capsys.readouterr().err == (
@@ -369,7 +369,9 @@ def test_what_cannot_run_ends_with_78(command: str, tmp_path: Path, capsys: Capt
     ]
 
 
-def test_a_schedule_without_an_end_is_told_with_its_place(tmp_path: Path, capsys: Capture) -> None:
+def test_a_schedule_without_an_end_is_reported_with_its_place(
+    tmp_path: Path, capsys: Capture
+) -> None:
     path = write(
         tmp_path / "x.yaml",
         "data: {target: 'a:b'}\nscheduler: {kind: warmup_decay, warmup_steps: 2}\n",
@@ -401,7 +403,7 @@ def test_a_target_that_is_nowhere_is_a_warning_everywhere(
         assert json.loads(out)["train_micro_batch_size_per_gpu"] == 4
 
 
-def test_hostfiles_say_where(tmp_path: Path, capsys: Capture) -> None:
+def test_hostfiles_state_where(tmp_path: Path, capsys: Capture) -> None:
     hostfile = write(tmp_path / "hosts", "a slots=4\nb slots=4\n")
     assert call("check", QUICKSTART, "-H", hostfile) == 0
     assert "fine on 2 hosts x 4 devices" in capsys.readouterr().out

@@ -97,7 +97,7 @@ def test_the_tables_of_stages_are_what_is_printed() -> None:
     assert "\n".join(lines_for(f"parallel.stages={setting}")) in PAGE
 
 
-def test_the_commands_of_the_page_print_what_it_says(
+def test_the_commands_of_the_page_print_what_it_states(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Typed in the checkout: the file of the page is one that is shipped."""
@@ -109,7 +109,7 @@ def test_the_commands_of_the_page_print_what_it_says(
         assert capsys.readouterr().err.splitlines() == [line]
 
 
-def test_every_kind_of_the_page_is_one_that_the_code_tells() -> None:
+def test_every_kind_of_the_page_is_one_that_the_code_reports() -> None:
     table = PAGE.partition("| kind | why |")[2].partition("## ")[0]
     kinds = re.findall(r"`([a-z]+(?:-[a-z0-9]+)+)`", table)
     files = [

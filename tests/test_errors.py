@@ -91,7 +91,7 @@ def test_a_list_that_holds_itself_is_shown() -> None:
 
 @pytest.mark.slow
 @given(reason=st.text(), key=st.text(), file=st.text(), value=ANYTHING)
-def test_a_problem_is_one_line_and_json_whatever_it_holds(
+def test_a_problem_with_any_content_is_one_line_and_json(
     reason: str, key: str, file: str, value: Any
 ) -> None:
     problem = Problem(kind="k", reason=reason, fix=reason, key=key, file=file, value=value)
@@ -189,7 +189,7 @@ def test_a_config_error_prints_every_problem() -> None:
         ("data.eos_token", "<eos>", "data.eos_token = <eos>: "),
     ],
 )
-def test_what_looks_like_a_secret_is_shown_to_nobody(key: str, value: Any, shown: str) -> None:
+def test_what_looks_like_a_secret_is_never_shown(key: str, value: Any, shown: str) -> None:
     """Logs and annotations of a pull request are read by more people than the file is."""
     problem = Problem("wrong-type", "not text", key=key, value=value)
     assert str(problem).startswith(shown)

@@ -22,7 +22,7 @@ class LookedError(Exception):
     """Somebody has looked for checkpoints."""
 
 
-def test_whatever_fails_on_rank0_is_an_answer_for_the_others(
+def test_any_failure_on_rank0_is_an_answer_for_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They wait for one. It travels between processes, and is one line; the place in the code is
@@ -93,5 +93,7 @@ def test_a_schedule_that_ends_with_the_run_is_not_stretched_silently(kind: str) 
         ({"kind": "warmup"}, 20),
     ],
 )
-def test_nothing_is_said_where_nothing_changes(scheduler: dict[str, Any], total_steps: int) -> None:
+def test_nothing_is_reported_where_nothing_changes(
+    scheduler: dict[str, Any], total_steps: int
+) -> None:
     assert list(_changed_schedule(start(total_steps), plan(**scheduler))) == []

@@ -146,7 +146,7 @@ def torch_environment(machine: Machine) -> str:
 # ---------------------------------------------------------------------------------------------------- the words
 
 
-def test_shellcheck_has_nothing_to_say() -> None:
+def test_shellcheck_finds_nothing() -> None:
     program = shutil.which("shellcheck") or Path(sys.executable).with_name("shellcheck")
     if not Path(program).exists():
         pytest.skip("shellcheck is not installed: pip install -e '.[dev]'")
@@ -348,7 +348,7 @@ def test_a_change_of_the_requirements_is_installed(machine: Machine, file: str) 
 
 
 @pytest.mark.slow
-def test_a_failed_installation_says_why_and_is_repeated(machine: Machine) -> None:
+def test_a_failed_installation_gives_the_reason_and_is_repeated(machine: Machine) -> None:
     done = machine.run("setup", STUB_FAIL="1", STUB_CODE="1")
     assert done.returncode == 74
     assert "no network" in done.stderr
@@ -419,7 +419,7 @@ def test_what_does_not_compile_is_named_in_one_line(machine: Machine) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be somebody else")
-def test_a_clone_of_somebody_else_is_left_alone() -> None:
+def test_a_clone_of_another_user_is_left_alone() -> None:
     with tempfile.TemporaryDirectory() as folder:  # pytest's own nobody else can look into
         Path(folder).chmod(0o755)
         check_clone_of_somebody_else(Machine(Path(folder)))

@@ -25,7 +25,7 @@ def test_a_step_of_the_ideal_length_has_the_ratio_one() -> None:
     assert found["added_ms_per_micro_batch"] == 0.0
 
 
-def test_what_a_step_takes_longer_is_idle_and_is_told_per_micro_batch() -> None:
+def test_what_a_step_takes_longer_is_idle_and_is_reported_per_micro_batch() -> None:
     rows = [
         {"step_seconds": 5 * 0.03 + extra, "slept_seconds": 4 * 0.03} for extra in (0.0, 0.01, 0.05)
     ]
@@ -35,7 +35,7 @@ def test_what_a_step_takes_longer_is_idle_and_is_told_per_micro_batch() -> None:
     assert found["added_ms_per_micro_batch"] == pytest.approx(10 / 5)
 
 
-def test_a_sleeping_layer_has_the_gradients_of_a_product_and_says_how_long_it_slept() -> None:
+def test_a_sleeping_layer_has_the_gradients_of_a_product_and_states_how_long_it_slept() -> None:
     layer = Sleeper(seconds=0.001)
     value = torch.randn(3, 8, requires_grad=True)
     before = Sleeper.slept_seconds

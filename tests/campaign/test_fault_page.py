@@ -49,5 +49,5 @@ def test_what_shows_a_type_of_failure_exists() -> None:
             assert case in BY_NAME or is_test, f"{name}: {case}"
 
 
-def test_every_case_can_fail_on_what_is_said() -> None:
+def test_every_case_can_fail_on_what_is_reported() -> None:
     assert [case.name for case in CASES if not case.culprit] == []

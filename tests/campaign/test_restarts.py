@@ -19,7 +19,7 @@ from tests.warm_ranks import WarmRanks
 pytestmark = [pytest.mark.slow, pytest.mark.timing, pytest.mark.exhaustive]
 
 
-def test_agents_start_their_ranks_again_whoever_was_killed(warm: WarmRanks, tmp_path: Path) -> None:
+def test_agents_start_their_ranks_again_after_any_kill(warm: WarmRanks, tmp_path: Path) -> None:
     """A rank, and node 0: its agent with its rank. The others call it until it is back."""
     found = campaign(tmp_path, 2, seed=0, nodes=2, kinds=("rank", "node:0"), others_from=warm)
     assert (found["kills"], found["codes"], found["equal"]) == (2, [0, 0], True)

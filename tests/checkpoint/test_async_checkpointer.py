@@ -67,7 +67,7 @@ class TestWriting:
         os.kill(writer(checkpointer), signal.SIGCONT)
         until(lambda: steps(tmp_path) == [1])  # published without another word from the ranks
 
-    def test_the_next_save_waits_for_the_one_before_and_says_so_once(
+    def test_the_next_save_waits_for_the_one_before_and_reports_it_once(
         self, make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         checkpointer = make()
@@ -152,7 +152,7 @@ class TestWriting:
 
 
 class TestFailing:
-    def test_a_disk_that_refuses_is_told_at_once_and_once(
+    def test_a_disk_that_refuses_is_reported_at_once_and_once(
         self, make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         checkpointer = make()
@@ -234,7 +234,7 @@ class TestFailing:
         with pytest.raises(StorageError, match="checkpoint-not-written"):
             checkpointer.finish(is_final=True)
 
-    def test_a_folder_that_cannot_be_made_is_told_before_anything_is_copied(
+    def test_a_folder_that_cannot_be_made_is_reported_before_anything_is_copied(
         self, make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "file").touch()
@@ -242,7 +242,7 @@ class TestFailing:
         assert checkpointer.save(1) is False
         assert "cannot be written (Not a directory)" in capfd.readouterr().err
 
-    def test_files_that_somebody_took_away(
+    def test_files_that_were_taken_away(
         self, make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         checkpointer = make()

@@ -29,7 +29,7 @@ from tests.checkpoint.small_checkpoints import (
 
 
 class TestWriting:
-    def test_the_manifest_says_what_it_is_and_latest_names_it(self, tmp_path: Path) -> None:
+    def test_the_manifest_states_what_it_is_and_latest_names_it(self, tmp_path: Path) -> None:
         (checkpoint,) = write(tmp_path, 10)
         assert names(tmp_path) == ["global_step10", "latest"]
         assert (tmp_path / "latest").read_text(encoding="utf-8") == "global_step10"
@@ -134,7 +134,7 @@ class TestWriting:
         ):
             checkpointer.save(2)
 
-    def test_another_ranks_failure_is_everybodys(
+    def test_another_ranks_failure_is_every_ranks(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         write(tmp_path, 1)
@@ -226,7 +226,7 @@ class TestManyRanks:
         assert sorted(read) == [f"global_step{step}" for step in range(1, 6)]
         assert steps(tmp_path) == list(range(5, 12))
 
-    def test_one_that_somebody_deletes_meanwhile_is_forgotten(self, tmp_path: Path) -> None:
+    def test_one_deleted_meanwhile_is_forgotten(self, tmp_path: Path) -> None:
         checkpointer = make_checkpointer(tmp_path, keep_last=2)
         for step in (1, 2):
             checkpointer.save(step)

@@ -240,7 +240,9 @@ def test_a_folder_that_does_not_answer_is_not_an_empty_one(
             find("auto", run_checkpoints=run)
 
 
-def test_a_lost_manifest_is_told_in_the_words_of_the_command(sound: Path, tmp_path: Path) -> None:
+def test_a_lost_manifest_is_reported_in_the_words_of_the_command(
+    sound: Path, tmp_path: Path
+) -> None:
     run = shutil.copytree(sound, tmp_path / "run")
     newest = run / "global_step20"
     (newest / "weights.pt").rename(newest / "mp_rank_00_model_states.pt")
@@ -303,7 +305,7 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_set_aside_with_the_later_ones
     assert find_sound_checkpoint("auto", run_checkpoints=tmp_path / "run")[1] == []
 
 
-def test_there_are_as_many_changes_as_the_page_says() -> None:
+def test_there_are_as_many_changes_as_the_page_states() -> None:
     (stated,) = re.findall(
         r"of (\d+) changes to the bytes", (ROOT / "docs/promises.md").read_text(encoding="utf-8")
     )
@@ -326,7 +328,7 @@ def test_the_damage_is_named(sound: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_nobody_waits_for_a_pipe(
+def test_a_pipe_is_not_waited_for(
     sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A pipe without a writer keeps `open` waiting for ever; a link leads to one."""

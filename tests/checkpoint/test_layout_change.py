@@ -84,7 +84,7 @@ class TestMoving:
         assert needs_resharding(before, description=now) is bool(stated)
         assert describe_resharding(before, description=now) == stated
 
-    def test_what_is_different_is_told(self) -> None:
+    def test_what_is_different_is_reported(self) -> None:
         now = {
             "layout": LAYOUT | {"world_size": 4},
             "config": full(zero={"stage": 2}, precision={"dtype": "bf16"}),

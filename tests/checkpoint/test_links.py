@@ -67,7 +67,7 @@ def test_a_planted_link_is_refused_and_named(name: str, dangling: bool, tmp_path
         assert victim.read_text() == "mine\n"
 
 
-def test_a_planted_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_planted_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     for mode in ("a", "r", "wb"):
         with pytest.raises(OSError, match="no regular file"):

@@ -27,7 +27,7 @@ from framework.checkpoint.names import (
 
 
 @pytest.mark.parametrize("step", [0, 7, 10**18 - 1])
-def test_a_tag_says_its_step(step: int) -> None:
+def test_a_tag_has_its_step(step: int) -> None:
     found = TAG.match(tag_of(step))
     assert found is not None
     assert int(found["step"]) == step

@@ -176,5 +176,5 @@ VALUES = st.recursive(
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(args=st.dictionaries(st.text("ab", min_size=1, max_size=2), VALUES, max_size=3))
-def test_whatever_is_saved_equals_itself_when_it_is_read_back(args: dict[str, Any]) -> None:
+def test_any_saved_value_equals_itself_when_it_is_read_back(args: dict[str, Any]) -> None:
     assert differences({"model": {"args": args}}, {"model": {"args": args}}) == []

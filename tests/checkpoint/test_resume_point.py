@@ -107,7 +107,7 @@ class TestFinding:
         assert find(".", tmp_path) == 4
 
     @pytest.mark.parametrize("name", ["auto", "never"])
-    def test_a_path_is_a_path_for_whoever_asks_for_the_newest_at_it(
+    def test_a_path_is_a_path_where_the_newest_at_it_is_asked_for(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
         monkeypatch.chdir(tmp_path)

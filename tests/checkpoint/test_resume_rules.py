@@ -88,7 +88,7 @@ def test_every_rule_is_of_a_key_that_exists() -> None:
     ] == []
 
 
-def test_what_nobody_knows_is_refused() -> None:
+def test_what_is_unknown_is_refused() -> None:
     assert (
         rule_of("nonsense")
         == rule_of("run.nonsense")
@@ -289,7 +289,7 @@ def test_an_older_release_did_not_note_them() -> None:
         ),
     ],
 )
-def test_what_is_applied_is_said(
+def test_what_is_applied_is_reported(
     before: dict[str, Any], now: dict[str, Any], stated: list[str]
 ) -> None:
     assert describe_changes(checkpoint(**before), config=config(**now)) == stated

@@ -34,9 +34,7 @@ STEPS = [saved(step) for step in (10, 20, 30, 40, 50)]
         (Retention(1, every_steps=7), 50, [10, 20, 30, 40]),
     ],
 )
-def test_the_newest_and_every_so_many_steps(
-    retention: Retention, newest: int, gone: list[int]
-) -> None:
+def test_the_newest_and_every_nth_step(retention: Retention, newest: int, gone: list[int]) -> None:
     assert deleted(retention, STEPS, newest=newest) == gone
 
 
@@ -62,7 +60,7 @@ def test_the_best_is_kept_the_newest_of_equals(best: str, best_is: Any, gone: li
     assert deleted(Retention(1, best=best, best_is=best_is), MEASURED, newest=6) == gone
 
 
-def test_a_metric_that_was_not_measured_is_told_once_with_those_that_were() -> None:
+def test_a_metric_that_was_not_measured_is_reported_once_with_those_that_were() -> None:
     retention = Retention(3, best="eval/acc")
     reported = retention.describe_absence([saved(10, loss=0.5, accuracy=0.2), saved(20)], newest=10)
     assert reported.startswith(
@@ -73,7 +71,7 @@ def test_a_metric_that_was_not_measured_is_told_once_with_those_that_were() -> N
     assert Retention(3).describe_absence([saved(10)], newest=10) == ""
 
 
-def test_a_value_that_is_no_number_is_nobodys_best() -> None:
+def test_a_value_that_is_no_number_is_never_the_best() -> None:
     assert (
         Retention(1, best="eval/loss").best_of(
             [saved(1, loss=float("nan")), saved(2, loss="nan"), saved(3)]

@@ -94,7 +94,7 @@ def test_shares_are_whole_and_even(count: int) -> None:
     ("per_host", "on_every_host", "times"),
     [(4, False, 1), (2, False, 1), (2, True, 2), (1, True, 4)],
 )
-def test_every_file_is_read_once_and_damage_told_to_all(
+def test_every_file_is_read_once_and_damage_reported_to_all(
     per_host: int, on_every_host: bool, times: int, newest: SavedCheckpoint, reads: Counter[str]
 ) -> None:
     data = bytearray((newest.path / "weights.pt").read_bytes())

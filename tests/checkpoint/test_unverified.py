@@ -43,7 +43,7 @@ def raw(folder: Path, names: set[str] | None = None) -> Path:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_names_tell_stage_and_ranks(stage: str, tmp_path: Path) -> None:
+def test_names_hold_stage_and_ranks(stage: str, tmp_path: Path) -> None:
     names, stages, ranks = STAGES[stage]
     found = read_names(raw(tmp_path / "global_step12", names))
     assert (found.stages, found.ranks, found.step) == (stages, ranks, 12)

@@ -130,7 +130,7 @@ class TestRanks:
         assert met[0] > 10, "they have come and gone while the disk did not answer"
         assert max(ranks.waits) < async_checkpointer._BEAT_SECONDS + 4
 
-    def test_another_ranks_failure_is_everybodys_and_told_at_once(
+    def test_another_ranks_failure_is_every_ranks_and_reported_at_once(
         self, make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         ranks = Ranks(make)
@@ -195,7 +195,7 @@ class TestRanks:
         assert names(tmp_path) == []
 
 
-def test_what_a_disk_refuses_in_the_words_of_a_connection_is_told(
+def test_what_a_disk_refuses_in_the_words_of_a_connection_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python has one name for both: some network file systems say ESHUTDOWN when they have lost

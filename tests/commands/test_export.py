@@ -133,7 +133,7 @@ class TestRealCheckpoints:
             }
             assert same(read_weights(str(tmp_path / name)), rounded)
 
-    def test_the_file_says_where_it_comes_from(self, tied: Path, tmp_path: Path) -> None:
+    def test_the_file_states_where_it_comes_from(self, tied: Path, tmp_path: Path) -> None:
         export(str(tied), tmp_path / "out", dtype="bf16")
         with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as opened:
             stated = opened.metadata()
@@ -360,7 +360,7 @@ def until_it_writes(out: Path, is_over: Callable[[], object]) -> None:
 
 
 @pytest.mark.slow
-def test_an_export_that_is_told_to_end_leaves_nothing(large: Path, tmp_path: Path) -> None:
+def test_an_export_that_is_asked_to_end_leaves_nothing(large: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [
         sys.executable,

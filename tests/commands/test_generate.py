@@ -305,7 +305,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*LAYOUTS, *rarely(MORE_LAYOUTS)])
-def test_what_is_printed_is_what_the_plain_module_says(
+def test_what_is_printed_is_what_the_plain_module_computes(
     name: str, runs: Path, capsys: Capture
 ) -> None:
     checkpoint = find_gpt(str(runs / name))

@@ -93,7 +93,7 @@ def test_metrics_that_are_not_finite_are_no_damage(
     assert (code, f"  {expected}  sound\n" in stated) == (0, True)
 
 
-def test_when_it_was_saved_is_told_by_the_manifest(
+def test_when_it_was_saved_is_reported_by_the_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (checkpoint,) = write(tmp_path, 10)
@@ -241,7 +241,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     assert "every file is as it was written" in done.stdout
 
 
-def test_one_that_was_set_aside_is_read_and_says_how_to_get_it_back(
+def test_one_that_was_set_aside_is_read_and_states_how_to_get_it_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = write(tmp_path, 10, 20)[0]

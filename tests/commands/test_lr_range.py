@@ -60,7 +60,7 @@ class TestSuggestions:
         assert "the loss falls at no rate" in line
         assert len(result.write(tmp_path)) == 2
 
-    def test_of_one_that_still_falls_it_is_said(self) -> None:
+    def test_one_that_still_falls_is_reported(self) -> None:
         assert "still falls: go on beyond it with --to" in found(FALLING[:13]).sentences()[0]
 
     def test_a_loss_below_zero_explodes_too(self) -> None:

@@ -122,7 +122,7 @@ def test_search_chooses_the_batch_as_well(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_losers_say_why(capsys: Capture) -> None:
+def test_losers_give_the_reason(capsys: Capture) -> None:
     out = plan(*GPT, "--gpu", "a100-40gb", "--search", "--top", "1", capsys=capsys)
     others = out[out.index("\nothers ") :]
     assert re.search(r"slower: \w+ [\d.]+ s of [\d.]+ s|as fast, and sends or takes more", others)
@@ -144,7 +144,7 @@ def test_what_no_tensor_holds_is_named(capsys: Capture) -> None:
     assert "beside tensors" not in plan(*GPT, capsys=capsys)
 
 
-def test_without_a_device_the_order_says_so(capsys: Capture) -> None:
+def test_without_a_device_the_order_reports_it(capsys: Capture) -> None:
     assert "least traffic first, speed unknown: no device named (--gpu)" in plan(
         *GPT, capsys=capsys
     )
@@ -152,7 +152,7 @@ def test_without_a_device_the_order_says_so(capsys: Capture) -> None:
     assert "speed unknown: not all rates of t4-16gb are listed" in out or "the fastest first" in out
 
 
-def test_what_does_not_fit_is_told_with_what_would(capsys: Capture) -> None:
+def test_what_does_not_fit_is_reported_with_what_would(capsys: Capture) -> None:
     out = plan(*GPT, "zero.stage=0", "--gpu", "a100-40gb", capsys=capsys)
     warning = out[out.index("warning: ") :]
     assert "and a100-40gb has 36.87 GiB usable; set zero.stage: " in warning

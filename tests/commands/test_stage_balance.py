@@ -161,7 +161,7 @@ def test_a_child_that_gives_no_answer_is_a_note(
     assert words in unknown(plan(), longest_seconds=seconds)
 
 
-def test_without_torch_the_start_of_the_run_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_the_start_of_the_run_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "torch" else real(name)

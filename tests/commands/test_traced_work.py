@@ -95,7 +95,9 @@ def test_it_is_found_once(
 
 
 @pytest.mark.usefixtures("here")
-def test_what_has_no_work_is_not_estimated_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_work_is_not_estimated_and_gives_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     reason = str(planned(capsys, "model.target=own:Asks")["unknown"])
     assert "it does not run without numbers: DataDependentOutputException" in reason
     assert "own:Missing" in str(planned(capsys, "model.target=own:Missing")["unknown"])

@@ -30,7 +30,7 @@ def test_every_device_of_an_offload_has_its_keys_and_its_stage() -> None:
         assert NEEDED_STAGE[name].keys() == devices.keys()
 
 
-def test_keys_of_stage_3_say_so() -> None:
+def test_keys_of_stage_3_name_it() -> None:
     """The word in their sentence is what a reader of the schema sees."""
     fields = Zero.model_json_schema()["properties"]
     assert set(STAGE3_KEYS) == {

@@ -112,7 +112,7 @@ def test_everything_else_stays_as_it_stood() -> None:
     assert fixed(before) == before.replace("stge:   2   #", "stage:   2  #")  # in its column
 
 
-def test_what_cannot_be_read_is_told() -> None:
+def test_what_cannot_be_read_is_reported() -> None:
     with pytest.raises(ConfigError, match="config-syntax"):
         fixed_run_config("run: {", YAML, name="x")
 
@@ -155,7 +155,7 @@ SECTIONS = st.dictionaries(
 @given(SECTIONS, st.booleans())
 @example(values={"model": "lenet"}, is_json=False)
 @example(values={"runn": {"kind": 1}}, is_json=False)
-def test_any_config_keeps_what_it_says(values: dict[str, Any], is_json: bool) -> None:
+def test_any_config_keeps_its_meaning(values: dict[str, Any], is_json: bool) -> None:
     """Every changed text can be read, keeps the comment, and settles once and for all."""
     lines = [
         f"{name}: {json.dumps(section)}  # <{number}>"

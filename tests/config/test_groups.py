@@ -173,7 +173,7 @@ def test_muon_has_the_matrices_inside_blocks_and_adam_the_rest() -> None:
     assert in_order(found.values())[0].by_muon
 
 
-def test_patterns_say_what_muon_has() -> None:
+def test_patterns_state_what_muon_has() -> None:
     found = group_values(IN_BLOCKS, section(kind="muon", matrices=[r"layers\..*", "embed.weight"]))
     assert [name for name, each in found.items() if each.by_muon] == [
         "layers.0.weight",

@@ -103,7 +103,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
             parse_document(text, name="x", is_json=is_json)
 
 
-def test_the_slow_loader_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slow_loader_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyYAML without libyaml reads the same values and refuses the same texts."""
     monkeypatch.setattr(document, "_LOADER", yaml.SafeLoader)
     assert yaml_value("1e-3") == 1e-3
@@ -232,7 +232,7 @@ def test_an_override_under_an_empty_section_is_kept(tmp_path: Path) -> None:
         ("data.root=a/b", True),
     ],
 )
-def test_settings_and_paths_are_told_apart(word: str, setting: bool) -> None:
+def test_settings_and_paths_are_distinguished(word: str, setting: bool) -> None:
     assert is_setting(word) is setting
 
 

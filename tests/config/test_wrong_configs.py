@@ -90,7 +90,9 @@ def test_a_rule_points_at_the_line_of_the_section_that_was_changed(tmp_path: Pat
     ]
 
 
-def test_a_key_of_the_kind_that_the_command_line_changed_is_told_as_that(tmp_path: Path) -> None:
+def test_a_key_of_the_kind_that_the_command_line_changed_is_reported_as_that(
+    tmp_path: Path,
+) -> None:
     """The file is fine and so is the setting; only the whole section can be meant."""
     path = tmp_path / "x.yaml"
     path.write_text(

@@ -110,7 +110,7 @@ def test_a_dataset_s_own_collate_fn_makes_the_batches() -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "world_size"), [(3, 1), (2, 3), (4, 2)])
-def test_the_first_samples_whatever_the_layout(batch_size: int, world_size: int) -> None:
+def test_the_first_samples_for_any_layout(batch_size: int, world_size: int) -> None:
     def seen(max_samples: int) -> list[int]:
         loaders = [
             EvalLoader(

@@ -109,7 +109,7 @@ class TestTaken:
         assert found == {"num_workers": 0} | taken
         assert dataset is NUMBERS
 
-    def test_sections_that_say_nothing_take_its_sizes(self) -> None:
+    def test_sections_that_state_nothing_take_its_sizes(self) -> None:
         handed = Objects(
             train_data=DataLoader(NUMBERS, 4, shuffle=True, num_workers=2),
             eval_data=DataLoader(NUMBERS, 10),
@@ -203,9 +203,7 @@ class TestSamplers:
         ],
         ids=["weighted", "weighted-own-generator", "subset", "replacement", "set-epoch"],
     )
-    def test_an_epoch_is_its_order_whatever_the_ranks_and_wherever_it_begins(
-        self, sampler: Any
-    ) -> None:
+    def test_an_epoch_is_its_order_for_any_ranks_and_any_beginning(self, sampler: Any) -> None:
         dataset, _ = taken_over(DataLoader(NUMBERS, 4, sampler=sampler), key="", trains=True)
         whole = steps(dataset, 10)
         assert steps(dataset, 10, ranks=2) == whole == steps(dataset, 10, micro=1, ranks=4)

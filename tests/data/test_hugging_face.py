@@ -166,7 +166,7 @@ class TestShards:
             [0, 1, 0, 1],
         )
 
-    def test_a_lane_begins_where_its_state_says(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_lane_begins_at_its_state(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("framework.data.streams._TIME_OF_STATES", 0)
         source = build("s*.tar", columns=["cls", "png"], streaming=True).train
         lane = Lane(source, index=1, num_lanes=2, seed=0)

@@ -102,7 +102,7 @@ def test_accepts_any_object_with_length_and_items() -> None:
         (Splits(TRAIN, "eval"), "the evaluation set is a str, not a dataset"),
     ],
 )
-def test_refuses_everything_else_and_says_what_is_needed(result: Any, reason: str) -> None:
+def test_refuses_everything_else_and_states_what_is_needed(result: Any, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         as_splits(result)
     (problem,) = caught.value.problems

@@ -97,7 +97,7 @@ def test_an_epoch_draws_other_random_samples_than_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("prefetch_batches", [1, 3])
-def test_augmented_images_are_the_same_whatever_the_number_of_workers(
+def test_augmented_images_are_the_same_for_any_number_of_workers(
     prefetch_batches: int,
 ) -> None:
     images = torch.randint(0, 256, (29, 1, 8, 8), generator=torch.Generator().manual_seed(0)).byte()

@@ -59,7 +59,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ],
     ],
 )
-def test_shellcheck_has_nothing_to_say(
+def test_shellcheck_finds_nothing(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = Path(sys.executable).with_name("shellcheck")
@@ -108,7 +108,7 @@ def test_the_directives_are_those_of_one_agent_to_a_node(
     ]
 
 
-def test_the_head_says_how_to_stop_it_for_good(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_head_states_how_to_stop_it_for_good(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         printed(capsys, "--gpus", "1")
         .splitlines()[2]
@@ -227,7 +227,7 @@ def test_all_memory_of_a_node_that_is_the_jobs_own(capsys: pytest.CaptureFixture
         ) == expected, words
 
 
-def test_nodes_have_logs_of_their_own_where_the_name_says_so(
+def test_nodes_have_logs_of_their_own_where_the_name_asks_for_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = printed(capsys, "--gpus", "1", "--log", "logs/%x-%j-%N.log")
@@ -360,7 +360,7 @@ def test_without_requeue_nothing_comes_again(tmp_path: Path, batch: dict[str, st
     assert not (tmp_path / "requeued").exists()
 
 
-def test_each_start_has_a_secret_of_its_own_that_nobody_else_reads(
+def test_each_start_has_a_secret_of_its_own_that_others_cannot_read(
     tmp_path: Path, batch: dict[str, str]
 ) -> None:
     (tmp_path / ".dsf-4511.killed").mkdir()  # of a life that did not end by itself

@@ -110,7 +110,7 @@ def test_every_link_leads_somewhere_and_nothing_comes_from_the_network(site: Pat
 
 @pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed")
-def test_the_search_works_from_files_and_asks_nobody(site: Path, tmp_path: Path) -> None:
+def test_the_search_works_from_files_without_a_server(site: Path, tmp_path: Path) -> None:
     with browser(tmp_path) as tab:
         for page, width in (("index.html", 1300), ("reference/config.html", 390)):
             tab.open(site / page, width=width)
@@ -183,7 +183,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 
 
 @pytest.mark.slow
-def test_every_kind_that_anybody_names_is_described() -> None:
+def test_every_named_kind_is_described() -> None:
     """Kinds in brackets in tests and pages are seen where problems are reported; the page finds
     them in the source.
     """

@@ -187,7 +187,7 @@ def test_weights_have_the_models_own_names(trained: Path, tmp_path: Path) -> Non
         torch.testing.assert_close(*exported, atol=1e-5, rtol=1e-4)
 
 
-def test_the_start_says_that_the_model_is_compiled(trained: Path) -> None:
+def test_the_start_states_that_the_model_is_compiled(trained: Path) -> None:
     log, plain = (trained / name / "logs" / "rank0.log" for name in ("own-z2-inductor", "own"))
     assert "compiled     per model by inductor" in log.read_text(encoding="utf-8")
     assert "compiled  " not in plain.read_text(encoding="utf-8")

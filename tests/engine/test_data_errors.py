@@ -100,7 +100,7 @@ def test_it_is_one_line(failing: dict[str, tuple[Job, Path]], name: str) -> None
     assert behind in log
 
 
-def test_what_all_ranks_meet_is_told_once(tmp_path: Path, warm: WarmRanks) -> None:
+def test_what_all_ranks_meet_is_one_line(tmp_path: Path, warm: WarmRanks) -> None:
     (tmp_path / "fails.yaml").write_text(CONFIG, encoding="utf-8")
     arguments = ["--config", "fails.yaml", data("unreadable", rank="all"), WORKERS]
     job = warm.start(arguments, num_ranks=2, folder=tmp_path)

@@ -56,7 +56,7 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("local_rank", "tells"), [("4", True), ("6", False)])
-def test_a_rank_without_a_device_is_refused_and_told_once_on_its_host(
+def test_a_rank_without_a_device_is_refused_and_reported_once_on_its_host(
     host: Accelerator, local_rank: str, tells: bool
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -135,18 +135,18 @@ class TestWhoTells:
         return found
 
     @pytest.mark.slow
-    def test_rank_0_tells_what_all_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rank_0_reports_what_all_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.tells(monkeypatch, 2, 1, 0, wait_seconds=30.0) == {0}
 
     @pytest.mark.slow
-    def test_one_of_the_others_tells_what_rank_0_does_not_meet(
+    def test_one_of_the_others_reports_what_rank_0_does_not_meet(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert len(self.tells(monkeypatch, 1, 2, 3)) == 1
         assert self.tells(monkeypatch, 3) == {3}
 
 
-def test_before_the_ranks_have_met_every_one_tells() -> None:
+def test_before_the_ranks_have_met_every_one_reports() -> None:
     assert "RANK" not in os.environ
     assert claims_error_report("it is torn")
 

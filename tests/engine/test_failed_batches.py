@@ -111,14 +111,14 @@ def test_other_errors_stay_as_they_are() -> None:
     assert explain_failed_batch(caught.value) == ""
 
 
-def test_torch_says_that_the_host_is_full_as_it_is_known() -> None:
+def test_torch_states_that_the_host_is_full_as_it_is_known() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**52, dtype=torch.uint8)
     assert str(known_failure(caught.value)).endswith("[out-of-host-memory]")
 
 
 @pytest.mark.slow
-def test_ranks_of_a_real_job_say_it_once(tmp_path: Path, warm: WarmRanks) -> None:
+def test_ranks_of_a_real_job_report_it_once(tmp_path: Path, warm: WarmRanks) -> None:
     (tmp_path / "fails.yaml").write_text("""
 run: {name: fails}
 model: {target: "torch.nn:Linear", args: {in_features: 5, out_features: 2}}

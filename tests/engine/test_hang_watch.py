@@ -64,7 +64,7 @@ def test_ranks_in_different_collectives() -> None:
     )
 
 
-def test_nobody_waits_for_anybody() -> None:
+def test_no_rank_waits_for_another() -> None:
     alone = state(40, "data.py:3 in read", call="all_reduce", number=5, waits=False)
     assert (
         sentence({0: alone}, world_size=1)
@@ -246,7 +246,7 @@ def test_a_stop_in_a_slow_save_waits_for_it_and_in_a_callback_for_a_minute(
         assert stalled.codes == [77], "it was asked long ago"
 
 
-def test_whoever_is_in_a_debugger_is_left_alone(
+def test_a_process_in_a_debugger_is_left_alone(
     stalled: Stalled, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stalled.at_prompt = True

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow  # imports torch
 
 
 @pytest.mark.parametrize("count", range(2, 10))
-def test_every_pair_once_and_nobody_twice_at_a_time(count: int) -> None:
+def test_every_pair_once_and_no_rank_twice_at_a_time(count: int) -> None:
     from framework.engine.link_bench import rounds
 
     played = list(rounds(count))

@@ -92,7 +92,7 @@ def test_connections_of_others_are_no_ranks(error: Exception) -> None:
 @pytest.mark.parametrize(
     "telling", [partial(explaining, lost_peer), explaining_rendezvous], ids=["later", "at-first"]
 )
-def test_what_nccl_refuses_here_is_told_in_its_last_words(
+def test_what_nccl_refuses_here_is_reported_in_its_last_words(
     monkeypatch: pytest.MonkeyPatch, rank: str, telling: object
 ) -> None:
     """It would be the same at the next start: no 76, after which schedulers try again."""

@@ -46,7 +46,7 @@ def test_a_metric_is_total_over_count_not_a_mean_of_means() -> None:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("first", [True, False])
-def test_padding_does_not_count_whatever_it_holds(poison: float, first: bool) -> None:
+def test_padding_of_any_value_does_not_count(poison: float, first: bool) -> None:
     sums = EvalSums(CPU)
     for counts in (False, True) if first else (True, False):
         sums.add({"loss": ratio(3.0 if counts else poison, 4)}, counts=counts)
@@ -227,7 +227,7 @@ class Derives(Task):
         lambda loss: torch.tensor([loss]).sqrt(),
     ],
 )
-def test_a_derived_metric_is_a_plain_number_whatever_a_task_makes_of_it(of_loss: Any) -> None:
+def test_a_derived_metric_is_a_plain_number_for_any_task(of_loss: Any) -> None:
     sums = EvalSums(CPU)
     sums.add({"loss": ratio(8.0, 2)}, counts=True)
     metrics = sums.metrics(Derives(of_loss))

@@ -126,7 +126,7 @@ def groups(model: torch.nn.Module, *names: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("names", [("others",), ("others", "matrices"), ("matrices",)])
-def test_groups_are_told_by_their_weights(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_groups_are_matched_by_their_weights(names: tuple[str, ...], tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.AdamW(groups(model, "matrices", "others"), lr=0.1)
     schedule = SCHEDULES["warmup"](optimizer)
@@ -186,7 +186,7 @@ def test_state_that_differs_between_weights_moves_bit_for_bit(make: Any, tmp_pat
     )
 
 
-def test_what_a_function_gave_the_optimizer_and_the_checkpoint_overrides_is_told(
+def test_what_a_function_gave_the_optimizer_and_the_checkpoint_overrides_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It stands in no config that could be compared."""

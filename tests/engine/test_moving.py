@@ -138,7 +138,7 @@ def run_jobs(cases: dict[Layout, dict[str, Any]], folder: Path) -> None:
                 run_ranks(ROOT / "tests/jobs/move_cases.py", str(file), num_ranks=ranks, cwd=folder)
 
 
-def test_contributing_says_how_many_moves_there_are() -> None:
+def test_contributing_states_how_many_moves_there_are() -> None:
     every, some = (
         sum(meet(source, target, exhaustive=exhaustive) for source in LAYOUTS for target in LAYOUTS)
         for exhaustive in (True, False)

@@ -252,7 +252,7 @@ def test_four_ranks_train_like_plain_pytorch(case: Case, four_ranks: Path, text:
     hold(case, four_ranks / case.name, text)
 
 
-def test_the_run_folder_says_where_the_model_was_cut(two_ranks: Path) -> None:
+def test_the_run_folder_states_where_the_model_was_cut(two_ranks: Path) -> None:
     plan = json.loads((two_ranks / "lenet-stages" / "plan.json").read_text())
     assert plan["pipeline"]["bounds"] == [0, 3, 12]
     assert plan["pipeline"]["layers"][:2] == ["conv1", "relu1"]

@@ -123,7 +123,7 @@ def started(warm: WarmRanks, arguments: list[str], folder: Path) -> tuple[set[in
     ("name", "launcher"),
     [*((name, "warm") for name in HARMS), *LAUNCHED],
 )
-def test_the_whole_job_ends_and_says_why(
+def test_the_whole_job_ends_and_gives_the_reason(
     tmp_path: Path, warm: WarmRanks, name: str, launcher: str
 ) -> None:
     (tmp_path / "fails.yaml").write_text(CONFIG, encoding="utf-8")

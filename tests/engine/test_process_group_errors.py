@@ -56,7 +56,7 @@ def test_no_rank_0_is_there(monkeypatch: pytest.MonkeyPatch, free_port: int) -> 
     assert line.endswith("[rendezvous-unreachable]")
 
 
-def test_a_name_that_nobody_has(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+def test_a_name_of_no_host(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
     line = meet(monkeypatch, rank=1, host="nobody.invalid", port=free_port)
     assert f"no rank 0 answers at nobody.invalid:{free_port}" in line
 

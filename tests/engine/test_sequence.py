@@ -370,7 +370,7 @@ def test_a_move_to_whole_sequences_goes_on(two_ranks: Path, name: str) -> None:
         ("tiled-own-loss", "loss-not-tiled"),
     ],
 )
-def test_what_nobody_can_share_is_refused(two_ranks: Path, name: str, kind: str) -> None:
+def test_what_cannot_be_shared_is_refused(two_ranks: Path, name: str, kind: str) -> None:
     assert f"[{kind}]" in (two_ranks / f"{name}.error").read_text(encoding="utf-8")
 
 

@@ -159,7 +159,7 @@ def test_a_request_ends_a_run_whose_clock_asks_all_the_time() -> None:
 
 
 @pytest.mark.slow
-def test_a_clock_at_any_instant_around_the_end_leaves_nobody_waiting() -> None:
+def test_a_clock_at_any_instant_around_the_end_leaves_no_rank_waiting() -> None:
     for seed in range(25):
         draw = random.Random(seed)
         ranks = job(steps=40, due=lambda draw=draw: EVALUATE if draw.random() < 0.7 else GO_ON)
@@ -170,7 +170,7 @@ def test_a_clock_at_any_instant_around_the_end_leaves_nobody_waiting() -> None:
 
 
 @pytest.mark.slow
-def test_requests_at_any_instant_around_the_end_leave_nobody_waiting() -> None:
+def test_requests_at_any_instant_around_the_end_leave_no_rank_waiting() -> None:
     draw = random.Random(3)
     for _ in range(25):
         ranks = job(steps=40)
@@ -185,7 +185,7 @@ def test_requests_at_any_instant_around_the_end_leave_nobody_waiting() -> None:
         assert all(rank.error is None for rank in ranks)
 
 
-def test_a_rank_that_is_gone_is_told_of_by_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_gone_is_reported_by_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(stop_agreement.os, "_exit", ended.append)
     first, second, _ = ranks = job(patience=0.6)
@@ -220,7 +220,7 @@ def test_one_that_was_asked_and_waits_in_a_collective_ends(
     assert capfd.readouterr().err.count("[peer-lost]") == 1
 
 
-def test_a_store_that_is_gone_does_not_disturb_until_somebody_asks(
+def test_a_store_that_is_gone_does_not_disturb_until_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[int] = []

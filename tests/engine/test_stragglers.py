@@ -83,7 +83,7 @@ def heard() -> Iterator[list[dict[str, Any]]]:
     listen_to_events(None)
 
 
-def test_it_is_said_once_and_again_where_it_has_changed(
+def test_it_is_reported_once_and_again_where_it_has_changed(
     heard: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     looks, even = Stragglers("abcd", sees_forward=True), parts([1] * 4, [10] * 4, [20] * 4, [1] * 4)

@@ -155,7 +155,7 @@ def test_a_container_counts_what_it_was_given(amd) -> None:
     assert find_devices({}) == LocalDevices("cuda", 1)
 
 
-def test_gpus_that_torch_is_not_built_for_are_told(amd) -> None:
+def test_gpus_that_torch_is_not_built_for_are_reported(amd) -> None:
     amd(128, 129, torch="cuda")
     assert find_devices({}) == LocalDevices("cpu", 0)
     problem = unused_gpus(LocalDevices("cpu", 0), {})
@@ -167,7 +167,7 @@ def test_gpus_that_torch_is_not_built_for_are_told(amd) -> None:
     assert unused_gpus(LocalDevices("cuda", 1), {}) is None
 
 
-def test_accelerators_that_nobody_counts_need_a_number(
+def test_accelerators_that_cannot_be_counted_need_a_number(
     amd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """DeepSpeed would take them; two ranks on processors would be a silent surprise."""

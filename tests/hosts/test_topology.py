@@ -113,7 +113,7 @@ def test_a_pytorchjob_of_todays_operator_counts_ranks_in_world_size(
     ],
     ids=lambda value: str(value) if len(value) == 1 else "",
 )
-def test_the_variable_that_gave_a_value_is_told(
+def test_the_variable_that_gave_a_value_is_reported(
     environment: dict[str, str], source: dict[str, str]
 ) -> None:
     got = resolve(environment)
@@ -121,7 +121,7 @@ def test_the_variable_that_gave_a_value_is_told(
     assert got.sources.items() >= source.items()
 
 
-def test_a_flag_wins_and_sources_are_told() -> None:
+def test_a_flag_wins_and_sources_are_reported() -> None:
     got = resolve(OWN, node_rank="0", slots=2)
     assert (got.node_rank, got.slots, got.world_size) == (0, 2, 4)
     assert got.sources == {

@@ -399,7 +399,7 @@ def test_torchs_own_optimizers_become_targets() -> None:
     assert found["optimizer"]["target"] == "torch.optim:SGD"
 
 
-def test_torchs_adamw_decays_where_nothing_is_said() -> None:
+def test_torchs_adamw_decays_by_default() -> None:
     found = imported({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}).values[
         "optimizer"
     ]
@@ -547,7 +547,7 @@ def test_keys_without_effect_are_named() -> None:
     ],
     ids=json.dumps,
 )
-def test_what_cannot_be_said_is_a_problem(values: dict[str, Any], key: str) -> None:
+def test_what_cannot_be_expressed_is_a_problem(values: dict[str, Any], key: str) -> None:
     assert (key, "not-expressible") in kinds(values)
 
 
@@ -642,7 +642,7 @@ def test_a_key_of_a_newer_release_stops_an_import_unless_it_is_off() -> None:
     assert by(False).left_out
 
 
-def test_what_only_a_run_config_refuses_is_told_at_the_key_and_line_of_the_file() -> None:
+def test_what_only_a_run_config_refuses_is_reported_at_the_key_and_line_of_the_file() -> None:
     text = """{"train_batch_size": 8,
       "optimizer": {"type": "AdamW", "params": {"lr": 0.001,
         "eps": 0}},
@@ -717,7 +717,7 @@ def test_a_null_that_means_something_is_refused_and_not_dropped() -> None:
     )
 
 
-def test_a_rate_that_the_file_does_not_tell_is_commented() -> None:
+def test_a_rate_that_the_file_does_not_have_is_commented() -> None:
     found = imported(optimizer_section := {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})
     assert found.values["scheduler"] == {"kind": "constant"}
     assert "our cosine" in found.comments["scheduler"]

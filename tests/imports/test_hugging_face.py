@@ -72,7 +72,7 @@ def test_the_trainers_arguments_one_by_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_file_that_transformers_writes_says_only_what_was_set(tmp_path: Path) -> None:
+def test_a_file_that_transformers_writes_states_only_what_was_set(tmp_path: Path) -> None:
     transformers = pytest.importorskip(
         "transformers", reason="transformers comes with the dev extra"
     )

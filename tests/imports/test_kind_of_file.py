@@ -12,7 +12,7 @@ from framework.config.run_config import RunConfig
 from framework.imports.kind_of_file import IN_BOTH, OURS, assumption, foreign_problem, is_run_config
 
 
-def test_the_sections_that_tell_a_run_config_are_all_of_its_own() -> None:
+def test_the_sections_that_mark_a_run_config_are_all_of_its_own() -> None:
     """They are written out there, so that a check of DeepSpeed JSON need not build the models."""
     assert set(RunConfig.model_fields) - IN_BOTH == OURS
     assert not OURS & set(load_table().children())
@@ -39,7 +39,7 @@ def test_what_is_a_run_config(values: Any, expected: bool) -> None:
     assert is_run_config(values) is expected
 
 
-def test_what_a_file_was_taken_for_is_said_where_it_has_keys_of_both_kinds() -> None:
+def test_what_a_file_was_taken_for_is_reported_where_it_has_keys_of_both_kinds() -> None:
     (note,) = assumption(
         Document("x.json", {"train_batch_size": 8, "gradient_clipping": 1.0, "data": {}}),
         as_run_config=False,
@@ -63,7 +63,7 @@ def test_what_a_file_was_taken_for_is_said_where_it_has_keys_of_both_kinds() -> 
     )
 
 
-def test_configs_of_other_trainers_are_told_as_that() -> None:
+def test_configs_of_other_trainers_are_reported_as_that() -> None:
     def kind_of(values: dict[str, Any]) -> str | None:
         found = foreign_problem(Document("a.yaml", values))
         assert found is None or "`import`" in found.fix

@@ -38,7 +38,7 @@ def merged(tmp_path: Path, run: str, ds: dict[str, Any] | None = None) -> RunCon
     return with_deepspeed_config(config, tmp_path / "ds.json", source=source)
 
 
-def test_each_says_what_the_other_leaves_open(tmp_path: Path) -> None:
+def test_each_states_what_the_other_leaves_open(tmp_path: Path) -> None:
     config = merged(
         tmp_path,
         "run: {name: x}\noptimizer: {kind: adamw, lr: 0.5}\nzero: {reduce_bucket_size: 10}\n",
@@ -112,7 +112,7 @@ def test_a_removed_section_that_is_on_is_no_run_without_it(tmp_path: Path) -> No
     ]
 
 
-def test_what_is_left_out_of_the_run_is_told(
+def test_what_is_left_out_of_the_run_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.yaml").write_text("{}\n")
@@ -157,7 +157,7 @@ def test_train_py_takes_deepspeeds_own_options(tmp_path: Path) -> None:
     ("environment", "is_reported"),
     [({}, True), ({"RANK": "1"}, False), ({"DSF_AGENT": identity(os.getpid())}, False)],
 )
-def test_a_start_without_our_launcher_tells_once_what_is_left_out(
+def test_a_start_without_our_launcher_reports_once_what_is_left_out(
     tmp_path: Path, environment: dict[str, str], is_reported: bool
 ) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 60, "amp": {"enabled": false}}')

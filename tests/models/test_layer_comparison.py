@@ -98,7 +98,7 @@ def test_another_model_is_refused(first: type[nn.Module], last: Any) -> None:
         refuse_untrue_layers(Told(first(), last=lambda value: value[:1]), torch.randn(4, 6), seed=0)
 
 
-def test_nobody_waits_for_a_very_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_very_large_model_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Told(nn.Identity(), between=torch.relu)
     monkeypatch.setattr(told_layers, "_MOST_WEIGHTS", 13)
     refuse_untrue_layers(model, torch.randn(4, 6), seed=0)

@@ -134,7 +134,7 @@ class Told(nn.Module):
         )
 
 
-def test_a_module_may_tell_its_layers() -> None:
+def test_a_module_may_give_its_layers() -> None:
     assert [layer.name for layer in as_layers(Told())] == ["stem", "relu", "head"]
 
 

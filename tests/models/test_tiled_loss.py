@@ -134,7 +134,9 @@ def test_no_tensor_has_more_than_the_logits_of_a_tile() -> None:
         ("auto", 10, 2**27, 1),
     ],
 )
-def test_auto_is_what_the_setting_says(asked: Any, positions: int, tokens: int, tile: int) -> None:
+def test_auto_is_what_the_setting_states(
+    asked: Any, positions: int, tokens: int, tile: int
+) -> None:
     assert positions_of_tile(asked, positions, tokens, is_half=False) == tile
 
 

@@ -173,7 +173,7 @@ def test_folders_of_images_are_looked_for_as_well(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("name", ["local", "node"])
-def test_launch_reads_what_the_folder_says_before_a_rank_starts(name: str) -> None:
+def test_launch_reads_what_the_folder_states_before_a_rank_starts(name: str) -> None:
     def check(*settings: str) -> None:
         if name == "local":
             local.check(LaunchOptions("gpt.yaml", settings, num_gpus=2), LocalDevices("cpu", 0))
@@ -191,7 +191,7 @@ def test_launch_reads_what_the_folder_says_before_a_rank_starts(name: str) -> No
         assert [problem.kind for problem in caught.value.problems] == [kind]
 
 
-def test_the_child_of_plan_tells_what_is_wrong_from_what_is_missing() -> None:
+def test_the_child_of_plan_distinguishes_what_is_wrong_from_what_is_missing() -> None:
     config = RunConfig.model_validate(
         {
             "model": {"kind": "gpt"},

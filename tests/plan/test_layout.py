@@ -42,7 +42,7 @@ def holds(layout: Layout, batch: Batch, world_size: int) -> None:
 
 
 @given(batch=BATCHES, world_size=FEW)
-def test_a_layout_holds_or_the_problem_says_what_does(batch: Batch, world_size: int) -> None:
+def test_a_layout_holds_or_the_problem_states_what_does(batch: Batch, world_size: int) -> None:
     found = make_layout(batch, world_size=world_size)
     if isinstance(found, Layout):
         holds(found, batch, world_size)

@@ -85,7 +85,7 @@ def test_where_a_device_hides_it_only_the_fixed_part_counts() -> None:
     assert machine.overhead_seconds(3, sizes=[1] * 99, micro_batches=9, persistent=0) == 2e-3
 
 
-def test_what_was_measured_is_used_on_processors_and_says_when_and_under_which_load() -> None:
+def test_what_was_measured_is_used_on_processors_and_states_when_and_under_which_load() -> None:
     cluster = Cluster(devices_per_host=2, device="cpu")
     assert target_at_hand(cluster, {}).machine is None
     stages = {"step_overhead_by_stage": {str(stage): STAGE_3 for stage in range(4)}}
@@ -109,7 +109,7 @@ def test_what_was_measured_is_used_on_processors_and_says_when_and_under_which_l
     )
 
 
-def test_rates_of_a_machine_that_did_something_else_say_so() -> None:
+def test_rates_of_a_machine_that_did_something_else_report_it() -> None:
     keep(RATES | {"time_seconds": time.time() - 9 * 86_400, "load_average": 6.0, "spread": 0.6}, 1)
     target = measured_target(Cluster(device="cpu"))
     assert target is not None

@@ -97,7 +97,7 @@ def test_the_sizes_are_the_messages(name: str, sizes: dict[str, float]) -> None:
     assert {key: size / GIB for key, size in found.sizes.items()} == pytest.approx(sizes, abs=0.011)
 
 
-def test_pieces_and_other_processes_are_told() -> None:
+def test_pieces_and_other_processes_are_reported() -> None:
     (pieces,) = advice(of("fragmented"))
     assert pieces.startswith(
         "torch holds 40.69 GiB in unused pieces, more than was asked for: set PYTORCH_CUDA_ALLOC"

@@ -57,7 +57,7 @@ def test_a_section_that_no_rule_reads_hides_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_section_that_cannot_be_read_is_held_against_nobody() -> None:
+def test_a_section_that_cannot_be_read_causes_no_other_problem() -> None:
     """Whatever may have been meant in it: what is told without it is told with it."""
     for values, cluster in EVERY_CASE:
         with_all = told_of_all(values, cluster)
@@ -90,7 +90,7 @@ def test_what_may_have_been_meant_otherwise_is_not_judged(values: dict[str, Any]
     assert told_of(values, None) == set()
 
 
-def test_check_tells_both_with_their_places(
+def test_check_reports_both_with_their_places(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.yaml"

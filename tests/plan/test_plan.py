@@ -99,7 +99,7 @@ def test_a_warm_up_longer_than_the_run_is_a_warning() -> None:
         ({"decay": 0.9, "start_step": 220}, "ema-never-starts"),
     ],
 )
-def test_an_average_that_tells_of_the_first_weights_is_a_warning(
+def test_an_average_of_the_first_weights_is_a_warning(
     ema: dict[str, Any], kind: str | None
 ) -> None:
     length = {"batch": {"global_size": 120}}

@@ -100,7 +100,7 @@ def test_the_fastest_comes_first_and_ties_go_to_the_plainest() -> None:
 
 
 @pytest.mark.slow
-def test_what_deepspeed_refuses_is_not_proposed_and_says_why() -> None:
+def test_what_deepspeed_refuses_is_not_proposed_and_gives_the_reason() -> None:
     found = searched()
     assert all(each.choice[STAGE] < 2 for each in found.ranked if each.choice[PIPE] > 1)
     assert all(each.choice[STAGE] > 0 for each in found.ranked if each.choice[OFFLOAD] == "cpu")

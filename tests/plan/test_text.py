@@ -35,7 +35,7 @@ def test_fractions_of_epochs_have_two_digits(steps: int, stated: str) -> None:
     assert one_line(plan).endswith(f"data-parallel, {stated}, 96 samples left out of each")
 
 
-def test_a_length_that_is_not_known_yet_is_said_once() -> None:
+def test_a_length_that_is_not_known_yet_is_reported_once() -> None:
     plan = plan_of({"data": {"target": "a:b"}})
     assert rows(plan)["length"] == "known when the data is read"
     assert one_line(plan).endswith("data-parallel, length known when the data is read")

@@ -182,7 +182,7 @@ def test_flops_are_what_torch_counts(name: str) -> None:
     assert work.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-def test_a_block_keeps_what_the_literature_says() -> None:
+def test_a_block_keeps_what_the_literature_states() -> None:
     """Korthikanti et al. 2022 (arXiv 2205.05198), table 2: s b h (34 + 5 a s / h) bytes, of which
     fused attention keeps none of the last, and s b h (10 + 24 / t) with tensor parallelism of t.
     """

@@ -172,7 +172,7 @@ def test_values_over_orders_of_magnitude_have_a_logarithmic_axis() -> None:
     assert "(log scale)" not in chart(Line("a", Series([1, 2], [1.0, 20.0]))).svg
 
 
-def test_a_table_of_many_steps_is_thinned_and_says_so() -> None:
+def test_a_table_of_many_steps_is_thinned_and_reports_it() -> None:
     found = chart(Line("a", Series(list(range(10_000)), [1.0] * 10_000)))
     assert len(found.rows) <= 42
     assert (found.rows[0][0], found.rows[-1][0]) == ("0", "9,999")

@@ -62,7 +62,7 @@ def test_goodput_of_a_run_that_was_killed_and_went_on(tmp_path: Path) -> None:
     )
 
 
-def test_all_that_events_tell_of(tmp_path: Path) -> None:
+def test_all_that_events_hold(tmp_path: Path) -> None:
     """A process of 2 s begins, evaluates, compiles, saves, calls back and ends; what was slow is no
     hang.
     """

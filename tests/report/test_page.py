@@ -121,7 +121,7 @@ def test_every_chart_has_its_text_and_ids_stand_once(tmp_path: Path) -> None:
         assert links <= set(ids)
 
 
-def test_the_page_asks_nobody_for_anything(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_from_a_server(tmp_path: Path) -> None:
     text = page([read_run(write_run(tmp_path / "run"))])
     found = Structure(text)
     assert not {"script", "img", "iframe", "object", "form", "base"} & {
@@ -165,7 +165,7 @@ def test_several_runs_stand_over_each_other_with_what_differs(tmp_path: Path) ->
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e\ud800{{}}</style></title>--><!--"
 
 
-def test_whatever_a_run_holds_is_shown_and_never_read(tmp_path: Path) -> None:
+def test_anything_in_a_run_is_shown_and_never_read(tmp_path: Path) -> None:
     lines = [
         point(step, train__loss=1.0)
         | {HOSTILE: 1.0, f"eval/{HOSTILE}": 0.5, f"memory/{HOSTILE}": 2.0}

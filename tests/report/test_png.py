@@ -41,7 +41,7 @@ def test_styles_without_variables_and_with_queries_go_too() -> None:
     )
 
 
-def test_without_the_package_or_a_font_it_is_said_what_to_install(
+def test_without_the_package_or_a_font_it_is_reported_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:

@@ -69,7 +69,7 @@ def test_the_first_screen_has_the_sizes(capsys: pytest.CaptureFixture[str]) -> N
     ]
 
 
-def test_the_end_says_what_the_time_went_into(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_states_what_the_time_went_into(capsys: pytest.CaptureFixture[str]) -> None:
     times = {
         "time/step_ms": 20.0,
         "time/data_ms": 12.0,
@@ -88,7 +88,7 @@ def test_the_end_says_what_the_time_went_into(capsys: pytest.CaptureFixture[str]
     assert "  step         20.0 ms: data 25%, computing 75%" in capsys.readouterr().out.splitlines()
 
 
-def test_a_resumed_start_says_from_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_start_states_from_where(capsys: pytest.CaptureFixture[str]) -> None:
     print_start(plan(training={"max_steps": 1}), Path("runs/night"), start_step=1)
     assert "training night from step 1 on 2 devices: 1 step, " in capsys.readouterr().out
 
@@ -126,7 +126,7 @@ def test_warnings_and_another_size_of_the_data_come_first(
         ),
     ],
 )
-def test_what_needs_evaluation_data_that_is_not_there_is_told(
+def test_what_needs_evaluation_data_that_is_not_there_is_reported(
     sections: dict[str, Any], lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     print_start(plan(**sections), Path("runs/night"), start_step=0, evaluates=False)
@@ -149,7 +149,7 @@ def test_the_end_shows_results_and_place(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-def test_the_best_so_far_is_told_with_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_so_far_is_reported_with_its_step(capsys: pytest.CaptureFixture[str]) -> None:
     print_end(result(best=Best("eval/accuracy", 0.99, 77)), plan(), environment=HERE)
     assert "  best eval/accuracy   0.9900 at step 77\n" in capsys.readouterr().out
 
@@ -251,7 +251,7 @@ def test_tensorboard_is_named_as_the_shell_finds_it(
     )
 
 
-def test_a_run_that_was_over_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_over_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
     print_end(
         result(step=9, start_step=9, metrics={}, samples_per_sec=0.0),
         plan(monitors={"tensorboard": False}),
@@ -264,7 +264,9 @@ def test_a_run_that_was_over_says_so(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
-def test_the_throughput_of_text_is_told_in_tokens_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_throughput_of_text_is_reported_in_tokens_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_end(result(tokens_per_sec=3160493.8), plan(), environment=HERE)
     assert (
         "  throughput           12,346 samples/s = 3,160,494 tokens/s\n" in capsys.readouterr().out
@@ -276,7 +278,7 @@ def test_the_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tensorboard --logdir 'my runs'\n" in capsys.readouterr().out
 
 
-def test_nobody_listens_any_more() -> None:
+def test_output_is_closed() -> None:
     """As after `| head`: the reader is gone, and neither a line nor the flush at exit may fail the
     run.
     """

@@ -300,7 +300,7 @@ class TestOptimizer:
             (lambda parameters: torch.optim.SGD(parameters, lr=0.1), None),
         ],
     )
-    def test_an_object_tells_its_rate_where_it_says_one(
+    def test_an_object_gives_its_rate_where_it_has_one(
         self, optimizer: Any, lr: float | None
     ) -> None:
         described = describe_objects(config(), Objects(optimizer=optimizer))
@@ -322,7 +322,7 @@ class TestOptimizer:
             (torch.optim.SGD, {}),
         ],  # type: ignore[arg-type]
     )
-    def test_an_object_tells_its_plain_keywords(self, optimizer: Any, args: dict[str, Any]) -> None:
+    def test_an_object_gives_its_plain_keywords(self, optimizer: Any, args: dict[str, Any]) -> None:
         described = describe_objects(config(), Objects(optimizer=optimizer))
         assert described.optimizer.args == args  # type: ignore[union-attr]
         assert config_from_values(described.to_dict()) == described

@@ -56,7 +56,7 @@ def test_it_is_refused_in_one_line(given: dict[str, Any], stated: str) -> None:
     assert str(caught.value).count("\n") == 0
 
 
-def test_what_does_not_say_what_it_is_is_refused() -> None:
+def test_what_does_not_state_what_it_is_is_refused() -> None:
     with pytest.raises(
         ConfigError,
         match=r"^fit = Linear, list: only the config is taken by its place.*\[unknown-argument\]$",

@@ -75,7 +75,7 @@ def test_numbers_of_numpy_become_plain_and_come_back_out_of_a_checkpoint(
 @pytest.mark.parametrize(
     "value", [None, True, 3, 0.5, "text", [1, (2.0, None)], {"a": 1}, torch.tensor(0.1)]
 )
-def test_whatever_comes_back_is_left_as_it_is(value: Any) -> None:
+def test_any_return_value_is_left_as_it_is(value: Any) -> None:
     assert savable(with_option(value), key="optimizer", value="x").param_groups[0][
         "rule"
     ] is value or value == [

@@ -163,7 +163,7 @@ def test_ranks_compare_a_text_that_was_handed_over() -> None:
     assert {name for name in one if one[name] != other[name]} == {"checksum of the training text"}
 
 
-def test_ranks_tell_what_they_have_found_of_first_weights(
+def test_ranks_report_what_they_have_found_of_first_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that sees a checkpoint already, which the others do not see yet, needs none; what all of

@@ -51,7 +51,7 @@ def test_one_that_sees_other_files_ends_all_with_a_code_that_is_tried_again(
     assert caught.value.exit_code == 74
 
 
-def test_a_resumed_run_reads_none_whatever_a_rank_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_reads_none_that_a_rank_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         agreed(
             monkeypatch, "2 tensors are found there", "no weights are read", start="global_step7"

@@ -177,7 +177,7 @@ class TestSections:
         )
         assert isinstance(taken({"data": {"kind": "digits"}}, model=nn.Linear(3, 2)).data, Digits)
 
-    def test_the_rate_of_an_optimizer_that_does_not_tell_it(self) -> None:
+    def test_the_rate_of_an_optimizer_that_does_not_give_it(self) -> None:
         by_hand: Callable[..., Any] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
         assert taken({"optimizer": {"lr": 0.1}}, optimizer=by_hand).optimizer.lr == 0.1  # type: ignore[union-attr]
         reported = partial(torch.optim.SGD, lr=0.1)
@@ -242,7 +242,7 @@ def test_losses_are_taken(task: Any) -> None:
     assert isinstance(gather_parts(config_with_objects({}, objects), objects).task, Task)
 
 
-def test_a_loss_that_is_no_scalar_is_told_under_its_own_name() -> None:
+def test_a_loss_that_is_no_scalar_is_reported_under_its_own_name() -> None:
     objects = Objects(model=nn.Linear(3, 2), train_data=DATA, task=nn.MSELoss(reduction="none"))
     task = gather_parts(config_with_objects({}, objects), objects).task
     with pytest.raises(ConfigError, match=r"^task: the loss function returned a tensor of shape"):

@@ -67,7 +67,7 @@ def test_text_that_cannot_be_encoded_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_parent_that_is_a_file_says_so(tmp_path: Path) -> None:
+def test_a_parent_that_is_a_file_reports_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         replace_text(tmp_path / "file" / "note.txt", "text")

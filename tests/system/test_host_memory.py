@@ -46,7 +46,7 @@ def test_the_host_has_less_than_it_seems_to(tmp_path: Path) -> None:
     assert found.limit == "this host's memory"
 
 
-def test_nobody_tells(tmp_path: Path) -> None:
+def test_without_a_source(tmp_path: Path) -> None:
     assert room(system=tmp_path) is None
     assert room(system=system(tmp_path, meminfo="nothing here")) is None
 

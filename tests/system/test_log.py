@@ -30,7 +30,7 @@ def lines(log: Path) -> list[str]:
     return [line.split(" ", 2)[2] for line in log.read_text().splitlines()]
 
 
-def test_what_is_said_and_warned_of_is_also_in_the_log(
+def test_what_is_reported_and_warned_of_is_also_in_the_log(
     log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rank_log.print_line("training night")
@@ -48,7 +48,7 @@ def test_what_is_said_and_warned_of_is_also_in_the_log(
 
 
 @pytest.mark.parametrize(("rank", "stated"), [("0", "warning: all of us [x]\n"), ("3", "")])
-def test_a_warning_of_all_ranks_is_said_by_one_and_noted_by_all(
+def test_a_warning_of_all_ranks_is_reported_by_one_and_noted_by_all(
     log: Path,
     rank: str,
     stated: str,

@@ -53,7 +53,7 @@ def start_launcher(*words: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_rank_whose_launcher_is_killed_says_so_and_ends() -> None:
+def test_a_rank_whose_launcher_is_killed_reports_it_and_ends() -> None:
     launcher, rank = start_rank(LOCAL_RANK="1", RANK="1")
     launcher.kill()
     rank.wait(GONE_SECONDS)
@@ -80,7 +80,7 @@ def test_a_rank_that_is_stopping_gets_some_seconds_and_one_that_has_saved_does_n
     saved.communicate()
 
 
-def test_nobody_is_watched_where_no_launcher_started_the_process() -> None:
+def test_no_parent_is_watched_without_a_launcher() -> None:
     launcher, rank = start_rank()
     launcher.kill()
     time.sleep(1.5)
@@ -108,7 +108,7 @@ def test_another_process_with_the_same_number_is_another() -> None:
     assert launcher.returncode == 76
 
 
-def test_nobody_has_a_number_that_is_free() -> None:
+def test_a_free_number_has_no_process() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     with pytest.raises(ProcessLookupError):

@@ -53,7 +53,7 @@ def policy(word: str, left_out: LeftOut | None = None) -> BadStepPolicy:
         ),
     ],
 )
-def test_a_bad_step_says_what_was_wrong(step: BadStep, text: str) -> None:
+def test_a_bad_step_states_what_was_wrong(step: BadStep, text: str) -> None:
     assert str(step) == text
 
 

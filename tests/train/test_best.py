@@ -34,7 +34,7 @@ def test_it_is_the_best_number_and_its_step(
     assert best_in(best.state()) == best.found
 
 
-def test_without_a_metric_there_is_nothing_to_say() -> None:
+def test_without_a_metric_nothing_is_reported() -> None:
     best = follow(BestSoFar(None, best_is="max"), 1.0)
     assert (best.found, best.state()) == (None, {})
 

@@ -15,7 +15,7 @@ def due(cadence: Every, *, total_steps: int) -> list[int]:
     ]
 
 
-def test_every_so_many_steps_counted_from_one() -> None:
+def test_every_nth_step_counted_from_one() -> None:
     assert due(Every(3), total_steps=10) == [3, 6, 9]
     assert due(Every(1), total_steps=3) == [1, 2, 3]
 

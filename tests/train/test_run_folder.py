@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_held_is_one_line(
         RunFolder(tmp_path / "run").lock_if_exists()
 
 
-def test_somebodys_own_folder_is_neither_renamed_nor_written_to(tmp_path: Path) -> None:
+def test_a_users_own_folder_is_neither_renamed_nor_written_to(tmp_path: Path) -> None:
     path = tmp_path / "src"
     path.mkdir()
     (path / "thesis.tex").touch()

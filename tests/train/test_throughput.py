@@ -85,7 +85,7 @@ def test_the_mean_leaves_the_first_interval_out(clock: Clock) -> None:
     assert watch.samples_per_second() == pytest.approx(10 * 4 / 8)
 
 
-def test_nothing_is_said_of_no_time_or_no_steps(clock: Clock) -> None:
+def test_nothing_is_reported_of_no_time_or_no_steps(clock: Clock) -> None:
     watch = Stopwatch(clock, samples_per_step=1)
     assert watch.read() == {}
     watch.step()

@@ -211,7 +211,7 @@ def test_metrics_are_read_then_evaluated_then_saved_and_only_when_due() -> None:
     assert run.data.closed == 1
 
 
-def test_each_point_is_told_once_to_everyone_with_step_and_epoch() -> None:
+def test_each_point_is_reported_once_to_everyone_with_step_and_epoch() -> None:
     first, second = Memory(), Memory()
     make_run(monitors=[first, second]).fit()
     assert first.points == second.points
@@ -258,7 +258,7 @@ def test_without_evaluation_data_or_saving_nothing_is_read_for_them() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_ends_the_run_after_it_was_told(loss: float) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_after_it_was_reported(loss: float) -> None:
     monitor = Memory()
     run = make_run(engine=RecordingEngine(losses={3: loss}), monitors=[monitor])
     with pytest.raises(
@@ -519,7 +519,7 @@ def test_a_step_that_was_skipped_leaves_weights_to_be_saved() -> None:
     assert "save 3" in engine.events
 
 
-def test_between_two_saves_a_norm_that_is_not_finite_is_told_and_no_error() -> None:
+def test_between_two_saves_a_norm_that_is_not_finite_is_reported_and_no_error() -> None:
     assert (
         make_run(engine=RecordingEngine(norms={2: {"train/grad_norm": math.inf}})).fit().step == 6
     )

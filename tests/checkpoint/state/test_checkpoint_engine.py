@@ -99,7 +99,7 @@ def test_a_save_without_memory_fails_as_one_without_disk(
     assert failed.value.errno == errno.ENOMEM
 
 
-def test_other_failures_are_nobodys_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_failures_are_not_the_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving(monkeypatch, lambda: 1 / 0)
     files = AtomicCheckpointEngine()
     files.begin(tmp_path)

@@ -188,7 +188,7 @@ def test_what_cannot_be_right_is_refused(name: str, stated: str, gone_on: Path) 
     assert "\n" not in error
 
 
-def test_what_all_ranks_meet_is_said_once(warm: WarmRanks, raw: Path, tmp_path: Path) -> None:
+def test_what_all_ranks_meet_is_reported_once(warm: WarmRanks, raw: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     resumed = {"resume": str(raw / "z1-sgd"), "allow_unverified": True}
     file.write_text(
@@ -220,7 +220,7 @@ def test_commands_ask_for_the_flag(
     assert "give --config FILE" in capsys.readouterr().err
 
 
-def test_inspect_tells_what_the_names_say(raw: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_reports_what_the_names_hold(raw: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["inspect", str(raw / "z2" / f"global_step{STEPS}"), "--allow-unverified"]) == 0
     stated = capsys.readouterr().out
     assert "layout     2 ranks, ZeRO stage 1 or 2\n" in stated
@@ -274,7 +274,7 @@ def add_a_layer(folder: Path) -> Path:
         (add_a_layer, "it is a pipeline's, whose layers DeepSpeed only numbers"),
     ],
 )
-def test_damage_that_can_be_told_is_told(
+def test_damage_that_can_be_found_is_reported(
     damage: Callable[[Path], Path], stated: str, raw: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(raw / "z2", tmp_path / "copy")

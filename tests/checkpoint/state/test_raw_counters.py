@@ -56,7 +56,7 @@ def described(folder: Path) -> SavedCheckpoint:
         (2, ""),
     ],
 )
-def test_ranks_are_not_counted_up_to_what_a_file_says(
+def test_ranks_are_not_counted_up_to_what_a_file_states(
     written: int, stated: str, tmp_path: Path
 ) -> None:
     folder = raw(tmp_path / "tag", ranks=2, dp_world_size=written)

@@ -52,7 +52,7 @@ def test_matrices_and_vectors_are_two_groups() -> None:
     assert names_by_shape(stepped(module, groups)) == expected
 
 
-def test_groups_with_weights_of_one_shape_cannot_be_told_apart() -> None:
+def test_groups_with_weights_of_one_shape_cannot_be_distinguished() -> None:
     module = model()
     parameters = list(module.parameters())
     assert names_by_shape(stepped(module, [parameters[:3], parameters[3:]])) == []
@@ -63,7 +63,7 @@ def test_another_order_is_not_taken_for_the_modules() -> None:
     assert names_by_shape(stepped(module, [list(reversed(list(module.parameters())))])) == []
 
 
-def test_weights_that_are_not_stepped_leave_no_doubt_or_nothing_is_said() -> None:
+def test_weights_that_are_not_stepped_leave_no_doubt_or_nothing_is_reported() -> None:
     module = model()
     assert names_by_shape(stepped(module, [list(module[2].parameters())])) == [
         ["2.weight", "2.bias"]
@@ -118,7 +118,7 @@ def test_copies_in_half_precision() -> None:
     )
 
 
-def test_no_state_tells_nothing() -> None:
+def test_no_state_gives_nothing() -> None:
     module = model()
     assert names_by_shape(content(module, None)) == []
     assert (

@@ -144,7 +144,9 @@ def test_weights_alone_are_whole(average: bool, tmp_path: Path) -> None:
         )
 
 
-def test_files_that_are_split_otherwise_than_the_manifest_says_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_split_otherwise_than_the_manifest_states_are_refused(
+    tmp_path: Path,
+) -> None:
     checkpoint = simulate(
         tmp_path, stage=2, num_ranks=1, shapes=SHAPES, splits=SPLITS, tensor_size=2
     )

@@ -93,7 +93,7 @@ def test_resolve_prints_the_json_and_nothing_else(tmp_path: Path, capsys: Captur
     assert path.read_text() == AUTO
 
 
-def test_resolve_writes_where_it_is_told(tmp_path: Path, capsys: Capture) -> None:
+def test_resolve_writes_to_the_given_path(tmp_path: Path, capsys: Capture) -> None:
     path, out = tmp_path / "ds.json", tmp_path / "out.json"
     path.write_text(AUTO)
     words = [
@@ -143,7 +143,7 @@ def test_resolved_hjson_is_json(tmp_path: Path, capsys: Capture) -> None:
     assert json.loads(capsys.readouterr().out) == {"train_batch_size": 8, "gradient_clipping": 0.5}
 
 
-def test_resolve_says_what_is_missing_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
+def test_resolve_states_what_is_missing_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
     path, out = tmp_path / "ds.json", tmp_path / "out.json"
     path.write_text(AUTO)
     assert main(["check", str(path), "--resolve", "-o", str(out)]) == 2
@@ -207,7 +207,7 @@ def test_import_reads_as_a_release_does(tmp_path: Path, capsys: Capture) -> None
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n"])
-def test_an_empty_file_is_fine_and_says_so(text: str, tmp_path: Path, capsys: Capture) -> None:
+def test_an_empty_file_is_fine_and_reports_it(text: str, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     assert main(["check", str(path)]) == 0

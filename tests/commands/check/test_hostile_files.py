@@ -153,9 +153,7 @@ def test_a_run_config_from_a_pipe_is_read_once() -> None:
     assert "did you mean 'seed'?" in done.stderr
 
 
-def test_nobody_waits_for_a_pipe_that_stays_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.yaml"
     os.mkfifo(path)
     monkeypatch.setattr(read_text, "PIPE_SECONDS", 0.2)

@@ -21,9 +21,7 @@ def reported(path: Path, text: str, capsys: Capture, *words: str) -> tuple[int, 
     return code, [line.replace(f"{path}:", "") for line in capsys.readouterr().err.splitlines()]
 
 
-def test_an_unknown_release_is_refused_whatever_is_in_the_file(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_an_unknown_release_is_refused_for_any_file(tmp_path: Path, capsys: Capture) -> None:
     for text in ("{}\n", "zero: {stge: 1}\n", "deepspeed: {dump_state: true}\n"):
         code, (line,) = reported(tmp_path, text, capsys, "--deepspeed", "banana")
         assert (code, line.startswith("no table of DeepSpeed banana: known are 0.16.9, ")) == (
@@ -75,7 +73,7 @@ def test_typed_sections_are_judged_against_the_gpu(tmp_path: Path, capsys: Captu
     ) == (0, [])
 
 
-def test_a_length_that_only_the_data_tells_stops_no_judgement(
+def test_a_length_that_only_the_data_has_stops_no_judgement(
     tmp_path: Path, capsys: Capture
 ) -> None:
     text = "data: {target: torch.utils.data:TensorDataset}\nscheduler: {kind: warmup_decay, warmup_steps: 10}\n"
@@ -129,7 +127,7 @@ def test_all_problems_come_at_once(tmp_path: Path, capsys: Capture) -> None:
         ),
     ],
 )
-def test_what_deepspeed_keys_cause_is_told_in_the_words_of_the_run(
+def test_what_deepspeed_keys_cause_is_reported_in_the_words_of_the_run(
     text: str, expected: str, tmp_path: Path, capsys: Capture
 ) -> None:
     code, lines = reported(tmp_path, text, capsys)
@@ -137,7 +135,7 @@ def test_what_deepspeed_keys_cause_is_told_in_the_words_of_the_run(
     assert [line for line in lines if expected in line], lines
 
 
-def test_deepspeeds_words_are_told_by_their_name_here(tmp_path: Path, capsys: Capture) -> None:
+def test_deepspeeds_words_are_reported_by_their_name_here(tmp_path: Path, capsys: Capture) -> None:
     text = "train_batch_size: 8\nzero_optimization: {stage: 2}\nbatch: {gradient_clipping: 1.0}\nwall_clock_breakdown: true\n"  # noqa: E501
     code, lines = reported(tmp_path, text, capsys)
     assert code == 2

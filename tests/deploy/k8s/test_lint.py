@@ -512,7 +512,7 @@ def test_what_is_no_manifest_is_refused(text: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "---\n---\n", "kind: Service\n", "kind: [Job]\n"])
-def test_files_without_a_job_say_so(text: str) -> None:
+def test_files_without_a_job_report_it(text: str) -> None:
     assert [problem.kind for problem in lint(parse_manifests(text, name="x.yaml"))] == [
         "k8s-no-job"
     ]
@@ -523,7 +523,7 @@ VALUES: tuple[Any, ...] = (None, 7, "x", [None, {}], {"x": [1]})
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["job.yaml", "trainjob.yaml", "trainjob-on-runtime.yaml"])
-def test_whatever_stands_anywhere_is_no_crash(name: str) -> None:
+def test_any_value_anywhere_is_no_crash(name: str) -> None:
     """Every value of a job is replaced by every kind of value: findings, never an exception."""
     documents = load(name)
     manifests = as_manifests(documents)

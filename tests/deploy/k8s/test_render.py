@@ -201,7 +201,7 @@ def test_each_printed_job_has_a_secret_of_its_own(
     assert out.stat().st_mode & 0o777 == 0o600
 
 
-def test_one_pod_has_nobody_to_prove_itself_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_pod_has_no_other_to_prove_itself_to(capsys: pytest.CaptureFixture[str]) -> None:
     for words, has_token, has_secret in (
         (SHARED, True, True),
         ([*SHARED, "--token_secret", "s"], True, False),
@@ -430,7 +430,7 @@ def test_what_cannot_work_there_prints_no_manifest(capsys: pytest.CaptureFixture
         (["--lint"], "name the manifests"),
     ],
 )
-def test_a_wrong_command_line_says_why(
+def test_a_wrong_command_line_gives_the_reason(
     words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["launch", "k8s", *words]) in (errors.EXIT_USAGE, errors.EXIT_CONFIG)
@@ -473,7 +473,7 @@ def test_what_is_typed_is_what_arrives(text: str, capsys: pytest.CaptureFixture[
     assert [expanded(each["value"]) for each in container["env"] if each["name"] == "P"] == [text]
 
 
-def test_a_restarted_pod_goes_on_unless_it_is_told_otherwise(
+def test_a_restarted_pod_goes_on_unless_asked_otherwise(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def settings(*words: str) -> list[str]:
@@ -509,7 +509,7 @@ def test_one_and_more_pods_without_gpus(capsys: pytest.CaptureFixture[str]) -> N
     assert (variables["DS_ACCELERATOR"], variables["OMP_NUM_THREADS"]) == ("cpu", "4")
 
 
-def test_root_with_rdma_may_pin_memory_and_nobody_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_root_with_rdma_may_pin_memory(capsys: pytest.CaptureFixture[str]) -> None:
     for user, added in (("0", ["IPC_LOCK"]), ("1000", None)):
         spec = printed(capsys, QUICKSTART, *POD, "--rdma", "rdma/a", "--run_as_user", user)["Job"][
             "spec"

@@ -118,7 +118,7 @@ def test_what_has_just_been_made_stays(tmp_path: Path) -> None:
     assert remove_dead_buffers(folder=tmp_path, now=time.time() + 120) == [path]
 
 
-def test_a_link_is_nobodys_buffer(tmp_path: Path) -> None:
+def test_a_link_is_no_buffer(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     link = tmp_path / f"deepspeed_allreduce_buffer_{UID}_x_1_0"
     link.symlink_to("precious")

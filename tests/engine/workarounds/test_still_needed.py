@@ -116,7 +116,7 @@ def test_half_precision_begins_with_an_empty_step_and_its_norm_is_scaled() -> No
 
 
 @pytest.mark.slow
-def test_measurements_are_begun_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_are_begun_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source_of("step").count("self._start_timers(") == 1
     assert "enabled" not in source_of("_start_timers")
     begun: list[str] = []

@@ -55,7 +55,7 @@ def test_what_is_measured_is_fine(metric: str | None, sections: dict[str, Any]) 
         ("train/los", "warning", "train/loss"),
     ],
 )
-def test_a_name_that_nothing_bears_is_told_with_those_that_are_there(
+def test_a_name_that_nothing_bears_is_reported_with_those_that_are_there(
     metric: str, severity: str, guess: str | None
 ) -> None:
     ((kind, found_severity, fix),) = found(metric)
@@ -79,7 +79,5 @@ def test_evaluation_at_the_end_is_too_late_for_a_choice(
 @pytest.mark.parametrize(
     ("best_is", "kinds"), [(None, ["largest-is-best"]), ("min", []), ("max", [])]
 )
-def test_the_largest_loss_is_kept_by_those_who_say_so(
-    best_is: str | None, kinds: list[str]
-) -> None:
+def test_the_largest_loss_is_kept_where_asked_for(best_is: str | None, kinds: list[str]) -> None:
     assert [kind for kind, *_ in found("eval/loss", best_is=best_is)] == kinds

@@ -33,7 +33,7 @@ def test_text_with_an_image_model_and_its_loss() -> None:
     ]
 
 
-def test_the_two_kinds_of_text_are_told_apart() -> None:
+def test_the_two_kinds_of_text_are_distinguished() -> None:
     assert [line.rpartition(" ")[2] for line in lines(GPT | {"data": {"kind": "text_pairs"}})] == [
         "[model-data-mismatch]",
         "[task-data-mismatch]",

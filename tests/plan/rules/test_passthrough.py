@@ -112,7 +112,7 @@ RUNS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", RUNS, ids=lambda values: str(values["optimizer"]["kind"]))
-def test_whatever_rendering_writes_is_refused_a_second_time(values: dict[str, Any]) -> None:
+def test_all_that_rendering_writes_is_refused_a_second_time(values: dict[str, Any]) -> None:
     """The table of typed keys cannot fall behind the rendering."""
     written = {
         path: value for path, value in leaves(rendered(values)) if path.partition(".")[0] in SHARED
@@ -308,7 +308,7 @@ def test_further_keys_stand_beside_those_of_the_typed_section(
         ),
     ],
 )
-def test_what_cannot_pass_says_why(
+def test_what_cannot_pass_gives_the_reason(
     values: dict[str, Any], passed: dict[str, Any], kind: str, ours: str
 ) -> None:
     (found,) = problems(values | {"deepspeed": passed})

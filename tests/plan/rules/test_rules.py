@@ -64,7 +64,7 @@ def test_every_rule_is_listed_has_a_docstring_and_a_case() -> None:
         )
 
 
-def test_every_problem_says_what_to_do() -> None:
+def test_every_problem_states_what_to_do() -> None:
     for cases in CASES.values():
         for values, device, _ in cases:
             for problem in rules.apply_rules(
@@ -100,7 +100,7 @@ def test_every_setting_that_a_fix_names_mends_the_run() -> None:
     assert tried > 10
 
 
-def test_the_default_run_has_nothing_to_say_against_it() -> None:
+def test_the_default_run_has_no_problem() -> None:
     assert (
         rules.apply_rules(config_from_values({}), Cluster(devices_per_host=8, device="cuda")) == []
     )

@@ -60,7 +60,7 @@ def test_without_augmentation_training_images_are_read_like_evaluation_images(ro
     assert len({augmented.train[0][0].sum().item() for _ in range(8)}) > 1
 
 
-def test_augmentation_is_the_same_whatever_the_number_of_workers(root: Path) -> None:
+def test_augmentation_is_the_same_for_any_number_of_workers(root: Path) -> None:
     def first_batch(num_workers: int) -> torch.Tensor:
         layout = {
             "global_size": 4,
@@ -178,7 +178,7 @@ def refused(call: Callable[[], object]) -> str:
     return " ".join(str(caught.value).split())
 
 
-def test_empty_classes_are_told_of_in_the_words_of_torchvision(root: Path) -> None:
+def test_empty_classes_are_reported_in_the_words_of_torchvision(root: Path) -> None:
     for name in ("void", "bare", "cat 2"):
         for part in ("train", "val"):
             (root / part / name).mkdir()

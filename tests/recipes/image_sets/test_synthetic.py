@@ -16,7 +16,7 @@ def test_has_the_asked_sizes() -> None:
     assert not isinstance(splits.train, ImageTensors)
 
 
-def test_the_same_on_every_build_and_whatever_the_global_seed() -> None:
+def test_the_same_on_every_build_and_for_any_global_seed() -> None:
     torch.manual_seed(1)
     first = SyntheticImages(50, **SMALL).__getitems__(range(50)).fields
     torch.manual_seed(2)

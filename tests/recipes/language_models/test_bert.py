@@ -99,7 +99,7 @@ def oracle(
     return torch.stack(logits), torch.stack(next_sentence)
 
 
-def test_it_computes_what_the_paper_says() -> None:
+def test_it_computes_what_the_paper_states() -> None:
     model = shaken()
     for value, expected in zip(model(*batch()), oracle(model.state_dict(), *batch()), strict=True):
         assert expected.std() > 0.1
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_the_oracle() -> None:
         )
 
 
-def test_padding_is_seen_by_nobody() -> None:
+def test_padding_is_not_seen() -> None:
     model = shaken()
     tokens, types, mask = batch()
     before, pooled_before = model(tokens, types, mask)

@@ -138,7 +138,7 @@ def oracle_rotation(x: Tensor, theta: float) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_it_computes_what_the_papers_say(shape: dict[str, Any]) -> None:
+def test_it_computes_what_the_papers_state(shape: dict[str, Any]) -> None:
     model, ids = shaken(**shape), tokens(2, 7)
     expected = oracle(model.state_dict(), model.shape, ids)
     assert expected.std() > 0.1
@@ -247,7 +247,7 @@ def test_heads_that_do_not_divide_are_refused(wrong: dict[str, Any]) -> None:
         GPT.of(**(GPT2_LIKE | wrong))
 
 
-def test_weights_start_as_the_papers_say() -> None:
+def test_weights_start_as_the_papers_state() -> None:
     torch.manual_seed(0)
     shape = {
         "vocab_size": 500,

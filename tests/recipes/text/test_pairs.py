@@ -60,7 +60,7 @@ def segments(ids: list[int], types: list[int], attention: list[int]) -> tuple[by
 
 
 @pytest.mark.parametrize("length", [8, LENGTH, 128])
-def test_every_sample_is_two_segments_of_the_kind_that_its_label_says(length: int) -> None:
+def test_every_sample_is_two_segments_of_the_kind_that_its_label_states(length: int) -> None:
     pairs = pairs_of(DOCUMENTS, length=length)
     ids, types, attention, labels, nsp = drawn(pairs, epochs=3)
     assert [field.dtype for field in (ids, types, attention, labels, nsp)] == [torch.int64] * 5
@@ -106,7 +106,7 @@ def test_sequences_are_full_where_the_document_is_long_enough() -> None:
     assert (short[2].sum(dim=1) < LENGTH).all()
 
 
-def test_padding_does_not_tell_the_labels_apart() -> None:
+def test_padding_does_not_show_the_labels() -> None:
     """Two samples that differ in the label only would have the same length: it is that of A's
     document.
     """
@@ -119,7 +119,7 @@ def test_padding_does_not_tell_the_labels_apart() -> None:
     assert abs(means[0] - means[1]) < 5 * spread
 
 
-def test_the_lengths_of_the_segments_do_not_tell_the_labels_apart() -> None:
+def test_the_lengths_of_the_segments_do_not_show_the_labels() -> None:
     """Documents that are often shorter than the rest of a sample: a two-sample Kolmogorov-Smirnov
     test on B's share.
     """

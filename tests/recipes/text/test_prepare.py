@@ -175,7 +175,9 @@ def run(*words: str) -> int:
         return int(leaving.code or 0)
 
 
-def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_states_what_it_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [json.dumps({"body": f"document {number:04}"}) for number in range(20)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     out = str(tmp_path / "out")
@@ -191,7 +193,7 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
     assert mode == (tmp_path / "plain").stat().st_mode & 0o777
 
 
-def test_the_command_refuses_rows_and_tells_of_carriage_returns(
+def test_the_command_refuses_rows_and_reports_carriage_returns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a.json", "b.txt", "c.txt"):
@@ -360,7 +362,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_run_that_is_told_to_end_leaves_nothing(
+def test_a_run_that_is_asked_to_end_leaves_nothing(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     with (tmp_path / "a.jsonl").open("wb") as stream:
@@ -412,7 +414,7 @@ def test_the_command_without_numpy(
     )
 
 
-def test_progress_tells_speed_and_cleans_up_after_itself() -> None:
+def test_progress_reports_speed_and_cleans_up_after_itself() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -45,7 +45,7 @@ def test_lines_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_columns_stand_below_each_other_whatever_the_values(
+def test_columns_stand_below_each_other_for_any_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = Lines(200)

@@ -101,7 +101,7 @@ def test_a_damaged_file_does_not_stop_a_run(path: Path, damage: bytes) -> None:
     assert rows(path) == [{"step": "6", "epoch": "1.5", "train/loss": "1.0"}]
 
 
-def test_a_file_that_somebody_saved_meanwhile_is_not_damaged(path: Path) -> None:
+def test_a_file_saved_meanwhile_is_not_damaged(path: Path) -> None:
     monitor = CsvFile(path, from_step=0)
     monitor.write(point(1, train_loss=1.0))
     monitor.write(point(2, train_loss=2.0))
@@ -111,7 +111,7 @@ def test_a_file_that_somebody_saved_meanwhile_is_not_damaged(path: Path) -> None
     assert column(path, "train/loss") == ["1.0", "2.5", "3.0"]
 
 
-def test_a_file_that_somebody_put_in_its_place_goes_on(path: Path) -> None:
+def test_a_file_put_in_its_place_goes_on(path: Path) -> None:
     """Of the same size: the rows would go to a file that is never read."""
     monitor = CsvFile(path, from_step=0)
     monitor.write(point(1, train_loss=1.0))
@@ -154,7 +154,7 @@ POINTS = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(points=POINTS, repeat=st.sets(st.integers(0, 11)), resume=st.integers(0, 12))
-def test_what_is_read_back_is_what_was_told(
+def test_what_is_read_back_is_what_was_written(
     tmp_path_factory: pytest.TempPathFactory,
     points: list[dict[str, float]],
     repeat: set[int],
