@@ -127,7 +127,7 @@ class Registered:
             "plug-in-broken",
             f"the package {self.package} registers {self.name} in {self.group} as {self.path}, and "
             f"{reason}",
-            f"mend or upgrade {name}, or uninstall it: pip uninstall {name}",
+            f"fix or upgrade {name}, or uninstall it: pip uninstall {name}",
         )
 
 
