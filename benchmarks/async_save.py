@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.records import RESULTS, load_average, machine, spread, write
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
-from framework.checkpoint.checkpointer import Checkpointer, Retention
+from framework.checkpoint.checkpointer import Checkpointer, Retention, SaveOptions
 from framework.checkpoint.manifest import list_checkpoints
 from framework.config.load import config_from_values
 from framework.engine import random_state
@@ -93,16 +93,15 @@ def _engine(hidden: int) -> tuple[PlainEngine, dict[str, Any], Callable[[], None
 
 def _measure(folder: Path, *, rounds: int, hidden: int) -> dict[str, Any]:
     engine, description, train = _engine(hidden)
-    options: dict[str, Any] = {
-        "retention": Retention(1),
-        "is_main": True,
-        "gather": gather,
-        "last_step": None,
-        "position": lambda step: {},
-        "description": description,
-    }
-    at_once = Checkpointer(engine, folder / "sync", **options)
-    behind = AsyncCheckpointer(engine, folder / "async", rank=0, world_size=1, **options)
+    options = SaveOptions(
+        Retention(1),
+        is_main=True,
+        gather=gather,
+        position=lambda step: {},
+        description=description,
+    )
+    at_once = Checkpointer(engine, folder / "sync", options)
+    behind = AsyncCheckpointer(engine, folder / "async", options, rank=0, world_size=1)
     steps = itertools.count(1)
     first_blocked, _ = _save_behind(behind, folder / "async", next(steps))
     times: dict[str, list[float]] = {

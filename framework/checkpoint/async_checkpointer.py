@@ -17,11 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from framework.checkpoint.checkpointer import Checkpointer, Retention, first_failure, make_room
+from framework.checkpoint.checkpointer import Checkpointer, SaveOptions, first_failure, make_room
 from framework.checkpoint.names import SAVING, tag_of
 from framework.checkpoint.save_stream import StagedFiles
 from framework.checkpoint.writer import ALL_WRITTEN, GIVE_UP, WriterProcess
-from framework.engine_protocol import Engine, Gather
+from framework.engine_protocol import Engine
 from framework.errors import StorageError
 from framework.system.files import FileRecord
 from framework.system.log import warn
@@ -44,13 +44,8 @@ class AsyncCheckpointer(Checkpointer):
         self,
         engine: Engine,
         folder: Path,
+        options: SaveOptions,
         *,
-        retention: Retention,
-        is_main: bool,
-        gather: Gather,
-        position: Callable[[int], Mapping[str, Any]],
-        description: Mapping[str, Any],
-        last_step: int | None,
         rank: int,
         world_size: int,
     ) -> None:
@@ -59,16 +54,7 @@ class AsyncCheckpointer(Checkpointer):
         Raises:
             StorageError: the system starts no process.
         """
-        super().__init__(
-            engine,
-            folder,
-            retention=retention,
-            is_main=is_main,
-            gather=gather,
-            position=position,
-            description=description,
-            last_step=last_step,
-        )
+        super().__init__(engine, folder, options)
         self._rank = rank
         self._world_size = world_size
         self._staged = StagedFiles()

@@ -55,43 +55,47 @@ from framework.system.log import warn
 _SCRIPTS: Final = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
+@dataclass(frozen=True)
+class SaveOptions:
+    """What the saves of a run need to know of it.
+
+    Attributes:
+        retention: which checkpoints are never deleted.
+        is_main: this is rank 0, which names and deletes.
+        gather: returns every rank's value, in the order of ranks, on every rank.
+        position: returns the place of a step in the data, for the state and the manifest.
+        description: further keys of the manifest: topology, versions, config.
+        last_step: the last step of the run: a failure to save it is an error, because no other save
+            follows. None if another may always follow.
+    """
+
+    retention: Retention
+    is_main: bool
+    gather: Gather
+    position: Callable[[int], Mapping[str, Any]]
+    description: Mapping[str, Any]
+    last_step: int | None = None
+
+
 class Checkpointer:
     """Writes checkpoints of one run and keeps the newest of them. `save` is collective."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        folder: Path,
-        *,
-        retention: Retention,
-        is_main: bool,
-        gather: Gather,
-        position: Callable[[int], Mapping[str, Any]],
-        description: Mapping[str, Any],
-        last_step: int | None,
-    ) -> None:
-        """Take the parts of a run that saves need. All ranks write with the engine; rank 0
-        (`is_main`) names and deletes.
+    def __init__(self, engine: Engine, folder: Path, options: SaveOptions) -> None:
+        """Take the parts of a run that saves need. All ranks write with the engine.
 
         Args:
             engine: writes the state.
             folder: the ``checkpoints`` folder.
-            retention: which checkpoints are never deleted.
-            is_main: this is rank 0.
-            gather: returns every rank's value, in the order of ranks, on every rank.
-            position: returns the place of a step in the data, for the state and the manifest.
-            description: further keys of the manifest: topology, versions, config.
-            last_step: the last step of the run: a failure to save it is an error, because no other
-                save follows. None if another may always follow.
+            options: of the run.
         """
         self._engine = engine
         self._folder = folder
-        self._retention = retention
-        self._last_step = last_step
-        self._is_main = is_main
-        self._gather = gather
-        self._position = position
-        self._description = description
+        self._retention = options.retention
+        self._last_step = options.last_step
+        self._is_main = options.is_main
+        self._gather = options.gather
+        self._position = options.position
+        self._description = options.description
         self._kept: dict[str, SavedCheckpoint] = {}
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:

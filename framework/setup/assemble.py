@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from framework.checkpoint.checkpointer import Checkpointer, Retention
+from framework.checkpoint.checkpointer import Checkpointer, Retention, SaveOptions
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
@@ -357,17 +358,16 @@ def make_checkpointer(
             more = from_rank0(more)
         return values | dict(more)
 
-    options: dict[str, Any] = {
-        "retention": Retention(
-            section.keep_last, section.keep_every, section.keep_best, section.best_is
-        ),
-        "is_main": rank() == 0,
-        "position": position,
-        "last_step": plan.length.total_steps,
-        "description": description,
-    }
+    options = SaveOptions(
+        Retention(section.keep_last, section.keep_every, section.keep_best, section.best_is),
+        is_main=rank() == 0,
+        gather=gather_from_disks,
+        position=position,
+        description=description,
+        last_step=plan.length.total_steps,
+    )
     if section.mode != "async":
-        return Checkpointer(engine, folder, gather=gather_from_disks, **options)
+        return Checkpointer(engine, folder, options)
     from framework.checkpoint.async_checkpointer import AsyncCheckpointer
 
     # In the background ranks meet every few seconds, however long a disk takes: there a long
@@ -375,10 +375,9 @@ def make_checkpointer(
     return AsyncCheckpointer(
         engine,
         folder,
+        replace(options, gather=gather),
         rank=rank(),
         world_size=plan.layout.world_size,
-        gather=gather,
-        **options,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
-from framework.checkpoint.checkpointer import Retention
+from framework.checkpoint.checkpointer import Retention, SaveOptions
 from framework.checkpoint.save_stream import OpenFile
 from framework.errors import StorageError
 from framework.system.files import FileRecord, NewFile
@@ -56,8 +56,8 @@ class Engine:
     def close(self) -> None: ...
 
 
-def options(**given: Any) -> dict[str, Any]:
-    return {
+def options(**given: Any) -> SaveOptions:
+    values: dict[str, Any] = {
         "retention": Retention(100),
         "is_main": True,
         "gather": lambda value: [value],
@@ -66,6 +66,7 @@ def options(**given: Any) -> dict[str, Any]:
         "description": {"layout": LAYOUT, "config": CONFIG},
         **given,
     }
+    return SaveOptions(**values)
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., AsyncCheckpointer]]:
         engine: Engine | None = None, folder: Path = tmp_path, **given: Any
     ) -> AsyncCheckpointer:
         ranks = {"rank": given.pop("rank", 0), "world_size": given.pop("world_size", 1)}
-        made.append(AsyncCheckpointer(engine or Engine(), folder, **ranks, **options(**given)))
+        made.append(AsyncCheckpointer(engine or Engine(), folder, options(**given), **ranks))
         return made[-1]
 
     yield build

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoint.checkpointer import Checkpointer, Retention
+from framework.checkpoint.checkpointer import Checkpointer, Retention, SaveOptions
 from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
 from framework.checkpoint.resume_point import find_checkpoint
 from framework.config.load import config_from_values
@@ -59,12 +59,14 @@ def make_checkpointer(
     return Checkpointer(
         engine or OneFileEngine(),
         folder,
-        retention=Retention(keep_last),
-        is_main=is_main,
-        gather=lambda value: [value],
-        last_step=last_step,
-        position=lambda step: {"epoch": step // 4},
-        description={"layout": LAYOUT, "config": CONFIG, "steps_per_epoch": 4},
+        SaveOptions(
+            Retention(keep_last),
+            is_main=is_main,
+            gather=lambda value: [value],
+            last_step=last_step,
+            position=lambda step: {"epoch": step // 4},
+            description={"layout": LAYOUT, "config": CONFIG, "steps_per_epoch": 4},
+        ),
     )
 
 

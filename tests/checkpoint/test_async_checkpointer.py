@@ -41,7 +41,7 @@ class TestWriting:
     def test_what_is_published_is_what_a_save_at_once_would_have_written(
         self, make: Any, tmp_path: Path
     ) -> None:
-        Checkpointer(Engine(), tmp_path / "sync", **options()).save(
+        Checkpointer(Engine(), tmp_path / "sync", options()).save(
             7, {"train/loss": 0.5, "eval/loss": float("nan")}
         )  # type: ignore[arg-type]
         checkpointer = make(folder=tmp_path / "async")

@@ -24,7 +24,7 @@ import pytest
 
 from framework.checkpoint import async_checkpointer
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
-from framework.checkpoint.checkpointer import Checkpointer, Retention, clear_unfinished
+from framework.checkpoint.checkpointer import Checkpointer, Retention, SaveOptions, clear_unfinished
 from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.resume_point import find_sound_checkpoint
 from framework.checkpoint.save_stream import OpenFile
@@ -132,18 +132,17 @@ class TwoFileEngine:
     def close(self) -> None: ...
 
 
-OPTIONS: dict[str, Any] = {
-    "retention": Retention(2),
-    "is_main": True,
-    "gather": lambda value: [value],
-    "last_step": None,
-    "position": lambda step: {"epoch": 0},
-    "description": {"layout": LAYOUT, "config": CONFIG},
-}
+OPTIONS = SaveOptions(
+    Retention(2),
+    is_main=True,
+    gather=lambda value: [value],
+    position=lambda step: {"epoch": 0},
+    description={"layout": LAYOUT, "config": CONFIG},
+)
 
 
 def checkpointer(folder: Path) -> Checkpointer:
-    return Checkpointer(TwoFileEngine(), folder, **OPTIONS)  # type: ignore[arg-type]
+    return Checkpointer(TwoFileEngine(), folder, OPTIONS)  # type: ignore[arg-type]
 
 
 class WriterHere:
@@ -171,7 +170,7 @@ class WriterHere:
 
 def save_in_background(folder: Path, step: int) -> bool:
     """As a run with this save alone does."""
-    checkpointer = AsyncCheckpointer(TwoFileEngine(), folder, rank=0, world_size=1, **OPTIONS)
+    checkpointer = AsyncCheckpointer(TwoFileEngine(), folder, OPTIONS, rank=0, world_size=1)
     try:
         written = checkpointer.save(step)
         checkpointer.finish(is_final=True)

@@ -324,7 +324,7 @@ import signal, os, sys
 from pathlib import Path
 from tests.checkpoint.background_saves import Engine, options, stop, writer
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
-checkpointer = AsyncCheckpointer(Engine(num_bytes=3_000_000), Path(sys.argv[1]), rank=0, world_size=1, **options())
+checkpointer = AsyncCheckpointer(Engine(num_bytes=3_000_000), Path(sys.argv[1]), options(), rank=0, world_size=1)
 checkpointer.save(1)
 checkpointer.finish()
 if sys.argv[2] == "stopped":

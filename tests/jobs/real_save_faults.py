@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ class Saver:
     def checkpointer(self, folder: Path) -> Checkpointer:
         folder.mkdir(exist_ok=True)
         return Checkpointer(
-            self._engine, folder, **{**OPTIONS, "description": {"layout": LAYOUT, "config": CONFIG}}
+            self._engine,
+            folder,
+            replace(OPTIONS, description={"layout": LAYOUT, "config": CONFIG}),
         )
 
     def count(self, folder: Path) -> tuple[int, list[str]]:
