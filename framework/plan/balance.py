@@ -173,25 +173,35 @@ def cut(
     table = StageTable(tuple(layers), bounds)
     for number, stage in enumerate(table.stages()):
         stage_layers = layers[stage.start : stage.stop]
-        stage_names = names[stage.start : stage.stop]
         if not stage.num_params:
-            key = "parallel.partition"
-            value: Any = parallel.partition
-            if parallel.stages:
-                key = "parallel.stages"
-                value = parallel.stages
-            reason = f"stage {number} ({', '.join(stage_names)}) would have nothing to train"
-            fix = "set parallel.partition: parameters, or fewer stages"
-            return Problem("stage-without-parameters", reason, fix, key, value)
+            return _without_parameters(number, stage_layers, parallel)
         if same_groups and not all_groups(stage.start, stage.stop):
-            only = " and ".join(sorted(_all_groups(stage_layers)))
-            span = f"stage {number} ({stage_names[0]} .. {stage_names[-1]})"
-            key = "optimizer.weight_decay_on"
-            reason = f"{span} has only {only}, and with ZeRO or in fp16 every stage must have both"
-            return Problem(
-                "stage-with-one-group", reason, f"set {key}: all, or fewer stages", key, "matrices"
-            )
+            return _with_one_group(number, stage_layers)
     return table
+
+
+def _without_parameters(
+    number: int, stage_layers: Sequence[LayerFacts], parallel: Parallel
+) -> Problem:
+    key = "parallel.partition"
+    value: Any = parallel.partition
+    if parallel.stages:
+        key = "parallel.stages"
+        value = parallel.stages
+    stage_names = ", ".join(layer.name for layer in stage_layers)
+    reason = f"stage {number} ({stage_names}) would have nothing to train"
+    fix = "set parallel.partition: parameters, or fewer stages"
+    return Problem("stage-without-parameters", reason, fix, key, value)
+
+
+def _with_one_group(number: int, stage_layers: Sequence[LayerFacts]) -> Problem:
+    only = " and ".join(sorted(_all_groups(stage_layers)))
+    span = f"stage {number} ({stage_layers[0].name} .. {stage_layers[-1].name})"
+    key = "optimizer.weight_decay_on"
+    reason = f"{span} has only {only}, and with ZeRO or in fp16 every stage must have both"
+    return Problem(
+        "stage-with-one-group", reason, f"set {key}: all, or fewer stages", key, "matrices"
+    )
 
 
 def needs_same_groups(config: RunConfig) -> bool:

@@ -34,24 +34,28 @@ def nearest_plan(
 
 def _near(config: RunConfig, cluster: Cluster) -> Iterator[tuple[Settings, Cluster]]:
     """Yield settings and clusters that are near to what a config has, the nearest first."""
-    global_size = config.batch.global_size
     pipe = config.parallel.pipe
-    fewer_stages = [stages for stages in range(pipe - 1, 0, -1) if cluster.world_size % stages == 0]
-    for stages in [pipe, *fewer_stages]:
+    for stages in range(pipe, 0, -1):
+        if stages != pipe and cluster.world_size % stages:
+            continue
         settings: dict[str, Any] = {}
         if stages != pipe:
             settings[PIPE] = stages
-        variants = [settings]
-        if global_size is not None:
-            ranks = max(cluster.world_size // stages, 1)
-            below = global_size // ranks * ranks
-            variants.append(settings | {GLOBAL: below or ranks})
-            variants.append(settings | {GLOBAL: below + ranks})
-        for variant in variants:
-            yield variant, cluster
-            yield variant | {MICRO: None, ACCUMULATION: None}, cluster
+        for sizes in _near_global_sizes(config, max(cluster.world_size // stages, 1)):
+            yield settings | sizes, cluster
+            yield settings | sizes | {MICRO: None, ACCUMULATION: None}, cluster
     for count in range(cluster.devices_per_host - 1, 0, -1):
         yield {}, replace(cluster, devices_per_host=count)
+
+
+def _near_global_sizes(config: RunConfig, ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield no change, and the global sizes below and above that ranks share evenly."""
+    yield {}
+    global_size = config.batch.global_size
+    if global_size is not None:
+        below = global_size // ranks * ranks
+        yield {GLOBAL: below or ranks}
+        yield {GLOBAL: below + ranks}
 
 
 def _changes_text(config: RunConfig, cluster: Cluster, settings: Settings, plan: Plan) -> str:

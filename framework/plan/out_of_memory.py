@@ -410,19 +410,24 @@ def _choices(plan: Plan) -> Iterator[dict[str, Any]]:
     yield {"zero.stage": 3, "zero.offload_optimizer.device": "cpu"}
 
 
-def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> str:
-    """Return sizes, moment, components and settings, to follow "no memory left" in an error
-    message.
-    """
+def _sizes_text(shortage: Shortage) -> str:
+    """Return the sizes of a message in parentheses; empty without sizes."""
     sizes = {name: size_text(size) for name, size in (shortage.sizes or {}).items()}
     parts = []
     if "asked" in sizes:
         parts.append(f"{sizes['asked']} were asked for")
     if "free" in sizes and "capacity" in sizes:
         parts.append(f"{sizes['free']} of {sizes['capacity']} are free")
-    text = ""
     if parts:
-        text += f" ({', '.join(parts)})"
+        return f" ({', '.join(parts)})"
+    return ""
+
+
+def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> str:
+    """Return sizes, moment, components and settings, to follow "no memory left" in an error
+    message.
+    """
+    text = _sizes_text(shortage)
     if shortage.moment:
         text += f" {IN_WORDS[shortage.moment]}"
     if plan is not None:
@@ -446,6 +451,27 @@ def _estimate_text(explanation: Explanation, most: int) -> str:
     if fixes:
         text += f"; set {' or '.join(fixes)}"
     return text
+
+
+_ADVICE_OF_KIND: Final[Mapping[str, str]] = {
+    "pinned": "memory of the host that a device reads (pinned) is limited by ulimit -l, the "
+    "container and the kernel: raise them, or set zero.offload_optimizer.pin_memory: false",
+    "shared": "/dev/shm is full: docker --shm-size or an emptyDir of medium Memory; fewer "
+    "data.num_workers take less",
+    "killed": "SIGKILL without a message is mostly the kernel's, for lack of host memory: dmesg "
+    "names the process",
+}
+
+
+def _advice_of_host(plan: Plan) -> Iterator[str]:
+    """Yield advice on what a plan has in the host's memory."""
+    if plan.config.zero.offload_optimizer.device == "cpu":
+        yield (
+            "each rank of a host holds there what is offloaded: fewer of them take less, and so "
+            "does a zero.offload_optimizer.ratio below 1 at zero.stage: 3"
+        )
+    if plan.config.checkpoint.mode == "async":
+        yield "checkpoint.mode: async copies what is saved to the host; sync does not"
 
 
 def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
@@ -476,29 +502,10 @@ def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
         )
     if shortage.moment == "evaluation":
         yield "an evaluation has a batch of its own: set a smaller evaluation.batch_size"
-    if shortage.kind == "pinned":
-        yield (
-            "memory of the host that a device reads (pinned) is limited by ulimit -l, the "
-            "container and the kernel: raise them, or set zero.offload_optimizer.pin_memory: false"
-        )
-    if shortage.kind == "shared":
-        yield (
-            "/dev/shm is full: docker --shm-size or an emptyDir of medium Memory; fewer "
-            "data.num_workers take less"
-        )
-    if shortage.kind == "killed":
-        yield (
-            "SIGKILL without a message is mostly the kernel's, for lack of host memory: dmesg "
-            "names the process"
-        )
-    on_host = shortage.kind in ("host", "killed", "pinned")
-    if plan and on_host and plan.config.zero.offload_optimizer.device == "cpu":
-        yield (
-            "each rank of a host holds there what is offloaded: fewer of them take less, and so "
-            "does a zero.offload_optimizer.ratio below 1 at zero.stage: 3"
-        )
-    if plan and on_host and plan.config.checkpoint.mode == "async":
-        yield "checkpoint.mode: async copies what is saved to the host; sync does not"
+    if shortage.kind in _ADVICE_OF_KIND:
+        yield _ADVICE_OF_KIND[shortage.kind]
+    if plan and shortage.kind in ("host", "killed", "pinned"):
+        yield from _advice_of_host(plan)
     if shortage.kind in ("host", "killed"):
         yield (
             "on the host: every rank reads the weights of a checkpoint, fills "

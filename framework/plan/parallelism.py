@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from framework.config.optimizer import SGD, Adafactor, Adagrad, Lion, Muon, OptimizerSection
 from framework.config.precision import BF16, FP16, FP32, Autocast, PrecisionSection
+from framework.config.zero import Zero
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 
@@ -88,9 +89,6 @@ class Parallelism:
         stage = zero.stage
         is_half = isinstance(config.precision, BF16 | FP16)
         _, reduction = sums_of(config, layout)
-        overlaps: bool = stage in (0, 3)
-        if stage and zero.overlap_comm is not None:
-            overlaps = zero.overlap_comm
         state_bytes = 4 * _num_moments(config.optimizer)
         if is_half or stage:
             state_bytes += 4
@@ -109,7 +107,7 @@ class Parallelism:
             gradient_bytes=2 if is_half and not reduction else 4,
             state_bytes=state_bytes,
             recomputed=1.0 if config.training.recompute_every else 0.0,
-            overlaps=overlaps,
+            overlaps=_overlaps(zero),
             scatters=stage == 3,
             bucket=zero.reduce_bucket_size,
             prefetches=zero.stage3_prefetch_bucket_size > 0,
@@ -120,6 +118,13 @@ class Parallelism:
             is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
             weights_offloaded=stage == 3 and zero.offload_param.device != "none",
         )
+
+
+def _overlaps(zero: Zero) -> bool:
+    """Check whether sums of gradients run beside the backward pass."""
+    if zero.stage and zero.overlap_comm is not None:
+        return zero.overlap_comm
+    return zero.stage in (0, 3)
 
 
 def _product_dtype(precision: PrecisionSection) -> str:

@@ -150,6 +150,13 @@ class _Trials:
     smallest: Candidate | None = None
     reasons: list[str] = field(default_factory=list)
 
+    def take(self, candidate: Candidate, *, gain: float) -> bool:
+        """Take a candidate that fits if it is better by a factor; returns whether it is."""
+        if self.best is None or _is_better(candidate, self.best, by=gain):
+            self.best = candidate
+            return True
+        return False
+
 
 class _Judge:
     """Candidates of one request on one cluster, and the reasons why they lost."""
@@ -193,12 +200,13 @@ class _Judge:
             if not self.fits(candidate):
                 trials.smallest = candidate
                 break  # no larger one will
-            if trials.best is None or _is_better(candidate, trials.best, by=_LEAST_GAIN):
-                trials.best = candidate
-            elif candidate.time is not None:
+            is_better = trials.take(candidate, gain=_LEAST_GAIN)
+            if candidate.time is not None:
+                goes_on = is_better
+            else:  # what more would gain is not known
+                goes_on = candidate.plan.layout.micro_size < plain
+            if not goes_on:
                 break
-            if candidate.time is None and candidate.plan.layout.micro_size >= plain:
-                break  # what more would gain is not known
         return trials
 
     def _divide(self, strategy: Settings) -> _Trials:
@@ -219,11 +227,10 @@ class _Judge:
                 if candidate.is_of_batch:
                     continue
                 break
-            if not self.fits(candidate):
-                if smallest is None or candidate.peak_bytes < smallest.peak_bytes:
-                    trials.smallest = candidate
-            elif trials.best is None or _is_better(candidate, trials.best, by=1.0):
-                trials.best = candidate
+            if self.fits(candidate):
+                trials.take(candidate, gain=1.0)
+            elif smallest is None or candidate.peak_bytes < smallest.peak_bytes:
+                trials.smallest = candidate
         return trials
 
     def candidate(self, settings: Settings) -> Candidate | _Refusal:

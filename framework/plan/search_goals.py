@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -76,6 +76,18 @@ def search_longest_sequence(request: Request) -> SearchResult:
     best = at(length)
     if not best.ranked:
         return best
+    return _longest(at, length, best)
+
+
+def _longest(at: Callable[[int], SearchResult], length: int, best: SearchResult) -> SearchResult:
+    """Return the result for the longest sequence on which something fits: doubled while it does,
+    then in halved steps.
+
+    Args:
+        at: searches with a length.
+        length: on which something fits.
+        best: result for that length.
+    """
     while length < _LONGEST_SEQUENCE:
         longer = at(2 * length)
         if not longer.ranked:

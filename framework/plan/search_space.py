@@ -89,18 +89,22 @@ def _sizes(request: Request) -> Iterator[dict[str, int]]:
     sizes = {key: getattr(config.parallel, key.rpartition(".")[2]) for key in SIZES}
     yield sizes
     plain = {key: 1 if key in request.free else size for key, size in sizes.items()}
-    heads = int(getattr(config.model, "num_kv_heads", 0) or getattr(config.model, "num_heads", 1))
-    if PIPE in request.free:
-        for size in _pipes(config, request.cluster):
-            if plain | {PIPE: size} != sizes:
-                yield plain | {PIPE: size}
-    for key in (TENSOR, SEQUENCE):
+    within_host = _sizes_within_host(config, devices)
+    choices = {PIPE: _pipes(config, request.cluster), TENSOR: within_host, SEQUENCE: within_host}
+    for key, key_sizes in choices.items():
         if key not in request.free:
             continue
-        for size in powers_of_two(devices):
-            divides = devices % size == 0 and heads % size == 0
-            if size > 1 and divides and plain | {key: size} != sizes:
+        for size in key_sizes:
+            if plain | {key: size} != sizes:
                 yield plain | {key: size}
+
+
+def _sizes_within_host(config: RunConfig, devices: int) -> list[int]:
+    """List the powers of two that divide the devices of a host and the model's heads."""
+    heads = int(getattr(config.model, "num_kv_heads", 0) or getattr(config.model, "num_heads", 1))
+    return [
+        size for size in powers_of_two(devices) if size > 1 and not (devices % size or heads % size)
+    ]
 
 
 def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
@@ -126,15 +130,21 @@ def all_batches(request: Request, strategy: Settings, *, grows: bool) -> Iterato
         share = max(batch.global_size * ranks_per_sample // request.cluster.world_size, 1)
         yield from _batches_of(share, steps, batch.micro_size)
         return
-    pipe = strategy[PIPE]
     if steps is None:
-        steps = batch.accumulation_steps or (1 if pipe == 1 else _PER_STAGE * pipe)
+        steps = batch.accumulation_steps or _usual_steps(strategy[PIPE])
     most = _LARGEST_MICRO if grows else batch.micro_size or DEFAULT_MICRO_SIZE
     sizes = set(powers_of_two(most))
     if batch.micro_size:
         sizes.add(batch.micro_size)
     for size in sorted(sizes):
         yield {MICRO: size, ACCUMULATION: steps}
+
+
+def _usual_steps(pipe: int) -> int:
+    """Return the micro-batches of a step, where nothing fixes them."""
+    if pipe == 1:
+        return 1
+    return _PER_STAGE * pipe
 
 
 def _batches_of(share: int, steps: int | None, micro_size: int | None) -> Iterator[Settings]:
