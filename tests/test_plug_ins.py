@@ -18,6 +18,55 @@ import pytest
 from tests.places import ROOT
 
 PAGE = ROOT / "docs/plug-ins.md"
+# Kinds of the sections that the page leaves out.
+MORE = {
+    "pyproject.toml": """
+[project]
+name = "dsf-more"
+version = "1.0"
+[project.entry-points]
+"dsf.tasks" = {smoothed = "more:Smoothed"}
+"dsf.optimizers" = {signs = "more:Signs"}
+"dsf.schedulers" = {halving = "more:Halving"}
+""",
+    "more/__init__.py": '''
+from typing import ClassVar, Literal
+from framework.plug_ins import Fraction, OptimizerKind, PositiveCount, SchedulerKind, TaskKind
+
+class Smoothed(TaskKind):
+    """Cross-entropy, smoothed."""
+    builds: ClassVar[str] = "more.parts:make_loss"
+    kind: Literal["smoothed"] = "smoothed"
+    smoothing: Fraction = 0.1
+    """Share of the target that is spread."""
+
+class Signs(OptimizerKind):
+    """Steps along the signs of the gradient."""
+    builds: ClassVar[str] = "more.parts:make_optimizer"
+    kind: Literal["signs"] = "signs"
+    momentum: Fraction = 0.9
+    """Share of the last update carried over."""
+
+class Halving(SchedulerKind):
+    """Half the rate every so many steps."""
+    builds: ClassVar[str] = "more.parts:make_schedule"
+    kind: Literal["halving"] = "halving"
+    steps: PositiveCount = 10
+    """Steps between two halvings."""
+''',
+    "more/parts.py": """
+import torch
+
+def make_loss(smoothing):
+    return torch.nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+def make_optimizer(parameters, lr, momentum):
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum)
+
+def make_schedule(optimizer, steps):
+    return torch.optim.lr_scheduler.StepLR(optimizer, steps, 0.5)
+""",
+}
 pytestmark = pytest.mark.slow
 
 
@@ -62,7 +111,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     write_package(folder / "package")
     environment = Environment(folder)
     options = ("--no-index", "--no-deps", "--no-build-isolation")
-    done = environment.call("-m", "pip", "install", *options, str(folder / "package"))
+    for name, text in MORE.items():
+        place = folder / "more" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text, encoding="utf-8")
+    packages = (str(folder / "package"), str(folder / "more"))
+    done = environment.call("-m", "pip", "install", *options, *packages)
     assert done.returncode == 0, done.stdout + done.stderr
     config = (folder / "package/waves.yaml").read_text(encoding="utf-8")
     (environment.folder / "waves.yaml").write_text(config, encoding="utf-8")
@@ -110,3 +164,22 @@ def test_it_trains_from_yaml(environment: Environment) -> None:
     accuracies = [json.loads(line).get("eval/accuracy") for line in lines]
     assert [value for value in accuracies if value is not None][-1] > 0.9
     assert 0 < float((environment.folder / "lowest.txt").read_text()) < 1
+
+
+def test_a_task_an_optimizer_and_a_schedule_of_a_package_train(environment: Environment) -> None:
+    settings = (
+        "run.name=more",
+        "task={kind: smoothed, smoothing: 0.05}",
+        "optimizer={kind: signs, lr: 0.1}",
+        "scheduler={kind: halving, steps: 5}",
+    )
+    done = environment.call("-m", "framework", "render", "waves.yaml", *settings)
+    assert done.returncode == 0, done.stderr
+    assert not {"optimizer", "scheduler"} & json.loads(done.stdout).keys()
+    done = environment.call(str(ROOT / "train.py"), "--config", "waves.yaml", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (environment.folder / "runs/more/metrics.jsonl").read_text().splitlines()
+    points = [json.loads(line) for line in lines]
+    rates = [point["train/lr"] for point in points if "train/lr" in point]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[-1] < 0.01
