@@ -134,7 +134,7 @@ def test_a_broken_package_is_one_line_with_its_name(
     assert line.startswith("model.kind = tiny_net: the package tiny-nets 1.0 registers tiny_net")
     assert reason in line
     assert line.endswith(
-        "; mend or upgrade tiny-nets, or uninstall it: pip uninstall tiny-nets [plug-in-broken]"
+        "; fix or upgrade tiny-nets, or uninstall it: pip uninstall tiny-nets [plug-in-broken]"
     )
 
 
