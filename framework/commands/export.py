@@ -125,21 +125,15 @@ def export(
     _refuse_taken(out, force=force)
     hf = hf or file_format == "hf"
     checkpoint = find_source(source, allow_unverified=allow_unverified)
-    if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
-        reason = "it lies in the checkpoint, where every further file counts as damage"
-        raise _taken(out, reason, "name a folder elsewhere")
+    _refuse_inside(out, checkpoint.path)
     merged = MergedWeights(checkpoint, average=weights == "ema")
     if adapter:
         with _complete_folder(out) as folder:
             return _write_adapter(folder, merged, dtype=_DTYPES[dtype])
     if file_format == "torch_export":
-        config = saved_config(
-            checkpoint, "model", "data", "task", trust=trust, key="--format", otherwise=_WEIGHTS
+        return _write_program(
+            out, checkpoint, average=weights == "ema", dtype=_DTYPES[dtype], trust=trust, base=base
         )
-        model = module_of(checkpoint, config, average=weights == "ema", base=base)
-        model = model.to(_DTYPES[dtype])
-        with _complete_folder(out) as folder:
-            return write_program(folder, model, config)
     tensors, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
     names = dict[str, str]()
     described = dict[str, Any]()
@@ -161,6 +155,24 @@ def export(
         metadata = _metadata(merged.checkpoint, dtype=dtype, weights=weights, ties=ties)
         shards = split(file_entries, shard_bytes=shard_bytes)
         return written | write_safetensors(folder, tensors, shards, metadata=metadata)
+
+
+def _write_program(
+    out: Path,
+    checkpoint: SavedCheckpoint,
+    *,
+    average: bool,
+    dtype: torch.dtype,
+    trust: str | None,
+    base: str | None,
+) -> dict[str, int]:
+    """Write the program of the checkpoint's model; returns file -> bytes."""
+    config = saved_config(
+        checkpoint, "model", "data", "task", trust=trust, key="--format", otherwise=_WEIGHTS
+    )
+    model = module_of(checkpoint, config, average=average, base=base).to(dtype)
+    with _complete_folder(out) as folder:
+        return write_program(folder, model, config)
 
 
 def _for_the_hub(
@@ -325,6 +337,13 @@ def _refuse_taken(out: Path, *, force: bool) -> None:
         raise _taken(out, "it exists and is not an earlier export", "name a new folder")
     if not force:
         raise _taken(out, "it exists", "name a new folder, or give --force to replace it")
+
+
+def _refuse_inside(out: Path, checkpoint: Path) -> None:
+    """Refuse a folder within the checkpoint."""
+    if checkpoint.resolve() in (out.resolve(), *out.resolve().parents):
+        reason = "it lies in the checkpoint, where every further file counts as damage"
+        raise _taken(out, reason, "name a folder elsewhere")
 
 
 def _is_empty_folder(path: Path) -> bool:
