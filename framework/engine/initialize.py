@@ -14,7 +14,6 @@ from framework.checkpoint.state.weight_names import Names
 from framework.config.deepspeed_words import SCHEDULES
 from framework.config.optimizer import has_groups
 from framework.engine.schedules import LR_RATIO, MakeSchedule, client_schedule
-from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_scaler import forget_autocast
 from framework.engine.workarounds.half_without_zero import taking_no_empty_step
 from framework.engine.workarounds.idle_measurements import leave_out_measurements
@@ -81,11 +80,16 @@ def initialize(
             section=section,
             is_stage=layers is not None,
         )
+    choosing: AbstractContextManager[None] = nullcontext()
+    if plan.config.precision.dtype == "bf16":
+        from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
+
+        choosing = taking_zero_optimizer()
     with (
         refusing_scalars(),
         _sending_scalars(),
         declaring,
-        taking_zero_optimizer(),
+        choosing,
         taking_no_empty_step(),
     ):
         engine, _, _, _ = deepspeed.initialize(

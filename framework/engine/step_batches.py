@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from framework.engine.gradient_sums import GradientSums
 from framework.errors import ConfigError
-from framework.models.formats import channels_last
 from framework.tasks.loss_checks import refuse_first_sum
 from framework.tasks.task import Positions, Ratio, Task
 
@@ -81,6 +80,8 @@ class DeviceBatches:
             return value
         converted = value.to(self.half or value.dtype)
         if self.channels_last and value.ndim == _IMAGE_DIMENSIONS:
+            from framework.models.formats import channels_last
+
             return channels_last(converted)
         return converted
 

@@ -1,17 +1,9 @@
-"""Formats of tensors: weights in fp32, images with their channels last in memory."""
+"""Formats of tensors: images with their channels last in memory."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-
-
-def as_fp32(model: nn.Module) -> nn.Module:
-    """Convert weights in half precision to fp32, in place, one after the other."""
-    for parameter in model.parameters():
-        if parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
-    return model
+from torch import Tensor
 
 
 def channels_last(images: Tensor) -> Tensor:

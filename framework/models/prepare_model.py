@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from framework.config.training import Training
@@ -34,4 +35,12 @@ def prepare_model(model: nn.Module, training: Training) -> nn.Module:
         from framework.models.recomputation import with_recompute
 
         model = with_recompute(model, every=training.recompute_every)
+    return model
+
+
+def as_fp32(model: nn.Module) -> nn.Module:
+    """Convert weights in half precision to fp32, in place, one after the other."""
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
     return model

@@ -35,7 +35,7 @@ from framework.models.adapters import (
     put_trained,
     untrained_adapters,
 )
-from framework.models.formats import as_fp32
+from framework.models.prepare_model import as_fp32
 from framework.system.files import replace_text
 from framework.system.log import warn
 

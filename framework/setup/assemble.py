@@ -26,8 +26,7 @@ from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.step_batches import HALF
 from framework.engine_protocol import Engine
 from framework.errors import ConfigError, in_one_line
-from framework.models.formats import as_fp32
-from framework.models.prepare_model import prepare_model
+from framework.models.prepare_model import as_fp32, prepare_model
 from framework.models.unsupported import (
     in_rows,
     refuse_sparse_gradients,

@@ -19,7 +19,7 @@ from framework.config.run_config import RunConfig
 from framework.engine.weights import checkpoint_weights, put_weights
 from framework.errors import ConfigError
 from framework.models.experts import MixtureOfExperts
-from framework.models.formats import as_fp32
+from framework.models.prepare_model import as_fp32
 from framework.setup.adapters import merged_model
 from framework.setup.components import model_builder
 
