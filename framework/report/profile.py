@@ -47,14 +47,19 @@ def _timeline(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[
         label = f"rank {rank['rank']}"
         if any(other["stage"] for other in ranks):
             label += f", stage {rank['stage']}"
-        began = 1000.0 * rank["began_seconds"]
-        parts = [part for part in rank["timeline"] if part["step"] == step]
-        bars = []
-        for part in parts[: _MOST_INTERVALS // len(ranks)]:
-            phase = PHASE_NAMES.get(part["phase"], part["phase"])
-            bars.append((began + part["at_ms"], part["ms"], phase, part["micro_batch"]))
-        rows.append((label, bars))
+        rows.append((label, _bars(rank, step, most=_MOST_INTERVALS // len(ranks))))
     return rows, step
+
+
+def _bars(rank: Mapping[str, Any], step: int, *, most: int) -> list[Any]:
+    """Return the parts of a rank's step, the first ones, as a timeline has them."""
+    began = 1000.0 * rank["began_seconds"]
+    parts = [part for part in rank["timeline"] if part["step"] == step]
+    bars = []
+    for part in parts[:most]:
+        phase = PHASE_NAMES.get(part["phase"], part["phase"])
+        bars.append((began + part["at_ms"], part["ms"], phase, part["micro_batch"]))
+    return bars
 
 
 def tables_of(ranks: Sequence[Mapping[str, Any]]) -> list[Table]:

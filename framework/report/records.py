@@ -218,10 +218,9 @@ def _read_metrics(run: RunRecords, most_points: int | None) -> None:
             last = line
         else:
             last = b""
-            if not _add_point(run, line):
-                place.num_broken += 1
-    if last and not _add_point(run, last):
-        place.num_broken += 1
+            place.num_broken += not _add_point(run, line)
+    if last:
+        place.num_broken += not _add_point(run, last)
     _note_metrics(run, place, stride)
     for series in (run.clock, run.epochs, *run.metrics.values()):
         series.sort()
