@@ -406,4 +406,4 @@ def test_workers_have_a_step_ready_that_reads_all_its_batches_first(
     plan = make_plan(config, Cluster(devices_per_host=1))
     splits = gather_parts(config, Objects()).splits
     loader = make_train_loader(plan, splits, rank=0, read_at_once=accumulation)
-    assert loader._fetching["prefetch_factor"] == expected
+    assert loader._reading.prefetch_batches == expected
