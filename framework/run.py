@@ -32,7 +32,7 @@ from framework.setup.assemble import assemble_engine, make_callbacks, make_check
 from framework.setup.open_run import OpenRun, build_trainer
 from framework.setup.prepare_run import Prepared, order_of
 from framework.system.exits import end_in_one_line
-from framework.system.log import noting_errors
+from framework.system.log import logging_the_run
 from framework.system.stopping import Action, StopRequest
 from framework.system.waiting import waiting
 from framework.train.best import BestSoFar
@@ -69,7 +69,7 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
     """
     config = prepared.plan.config
     folder = RunFolder(config.run.folder)
-    with noting_errors():
+    with logging_the_run():
         with explaining_failures(folder.logs, prepared.plan), process_group(config.run.backend):
             end_in_one_line()
             refuse_different_ranks(prepared.fingerprint())

@@ -37,6 +37,8 @@ _COMPARED_BY_LAYOUT: Final = "batch.global_size"
 _OF_ONE_KIND: Final = "precision."
 _EMA: Final = "training.ema"
 _OBJECT_ARGS: Final = "optimizer.args."
+# What older releases wrote for each optimizer that a `functools.partial` makes.
+_OLD_PARTIAL: Final = ("optimizer.object", "functools.partial")
 _DATA: Final = {
     "steps_per_epoch": "its epochs had {} steps and now they have {}: the training data has "
     "another size",
@@ -174,6 +176,8 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
         if before.get(key) == now.get(key) or rule_of(key) != "refused":
             continue
         if key == _COMPARED_BY_LAYOUT or (key.startswith(_OBJECT_ARGS) and not has_args):
+            continue
+        if (key, before.get(key)) == _OLD_PARTIAL:
             continue
         is_of_both = key in before and key in now
         if key.startswith(_OF_ONE_KIND) and not is_of_both:

@@ -315,10 +315,11 @@ def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
 
 
 def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
-    """Check whether this rank reports a failure that others may have met too: rank 0 always, or the
-    first rank to claim it if rank 0 does not within `wait_seconds`.
+    """Return whether this rank is to report a failure that others may have met too: rank 0 always,
+    or the first rank to claim it if rank 0 does not within `wait_seconds`.
 
-    No collective: ranks that have not failed need not take part.
+    It blocks for some seconds: the ranks that do not report outlive the one that does. It is no
+    collective: ranks that have not failed need not take part.
     """
     if not torch.distributed.is_initialized():
         return True
@@ -338,14 +339,15 @@ def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
         is_first = False
         if not is_reported:
             name = str(rank())
-            claimed_by = store.compare_set(f"{key}-elsewhere", "", name).decode()
-            is_first = str(claimed_by) == name
+            claimed_by = store.compare_set(f"{key}-claimed-by", "", name).decode()
+            is_first = bool(claimed_by == name)
         if not is_first:
             # A launcher that sees this rank end stops the rank that reports before it has done so.
             time.sleep(_OTHERS_KNOW_SECONDS + 1.0)
         return is_first
     except RuntimeError:
-        # The store has gone with rank 0, which then had its own failure, or has reported this one.
+        # Rank 0 has gone, and the store with it. Unless it was seen to report this failure, every
+        # rank reports: twice is better than never.
         return not is_reported
 
 

@@ -106,8 +106,8 @@ class GradientCheck:
         differences = torch.maximum(_spread(sums), _spread(norms)) / scale
         differences = differences.nan_to_num(0.0, posinf=0.0)  # of a step that overflowed
         torch.distributed.all_reduce(differences, torch.distributed.ReduceOp.MAX)
-        shares = dict(zip(self._weights, differences.tolist(), strict=True))
-        too_large = {name: share for name, share in shares.items() if share > self._tolerance}
+        by_name = dict(zip(self._weights, differences.tolist(), strict=True))
+        too_large = {name: value for name, value in by_name.items() if value > self._tolerance}
         if too_large:
             raise self._refusal(too_large)
 
@@ -117,17 +117,19 @@ class GradientCheck:
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         self._sums[row] += torch.stack((gradient.sum(dtype=torch.float32), norm.square()))
 
-    def _refusal(self, shares: Mapping[str, float]) -> ConfigError:
-        names = list(shares)
+    def _refusal(self, differences: Mapping[str, float]) -> ConfigError:
+        """Return the error of weights whose gradients differ between ranks, by these shares."""
+        names = list(differences)
         shown = ", ".join(names[:_MOST_NAMED])
         if len(names) > _MOST_NAMED:
             shown += f" and {len(names) - _MOST_NAMED} more"
         reason = (
             f"ranks of a tensor group have other gradients of {shown} (by "
-            f"{max(shares.values()):.0%}), which the plan does not divide: each sees the part of "
+            f"{max(differences.values()):.0%}), which the plan does not divide: each sees the part of "
             "its own units"
         )
-        entry = f'"{names[0].rpartition(".")[0]}": summed'
+        # a weight of the model itself is named itself: there is no module to name
+        entry = f'"{names[0].rpartition(".")[0] or names[0]}": summed'
         fix = f"write {entry} into the plan"
         if self._is_own_plan:
             fix = (

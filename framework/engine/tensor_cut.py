@@ -71,12 +71,14 @@ class TensorCut:
         """Cut a model in place.
 
         Raises:
-            ConfigError: kind ``tensor-plan``: it has no plan, a pattern of it matches nothing, or a
-                layer cannot be divided as the plan names.
+            ConfigError: kind ``tensor-plan``: it has no plan, a pattern of the config's plan matches
+                nothing, a column layer has no row layer, a layer cannot be divided as the plan
+                names, or the model's own plan divides next to nothing.
         """
         plan = self._plan_of(model)
         is_shipped = hasattr(type(model), "tensor_plan")
-        self.part.has_draws = not is_shipped or _has_dropout(model)
+        # Of shipped models it is known that nothing but nn.Dropout draws random numbers.
+        self.part.may_draw = not is_shipped or _has_dropout(model)
         self._columns.clear()
         modules = dict(model.named_modules())
         weights = dict(model.named_parameters())
@@ -86,10 +88,7 @@ class TensorCut:
             if name in entries:
                 self._cut_module(model, name, module, entries[name])
         for name in entries.keys() - modules.keys():
-            # a bias of the output layer
-            if entries[name].split == "vocabulary" and self._keeps_logits:
-                self._divide(name, weights[name], Split(0, (len(weights[name]),)))
-                self._cut.add(id(model.get_submodule(name.rpartition(".")[0])))
+            self._cut_weight(model, name, weights[name], entries[name].split)
         if self._columns:
             self._refuse(
                 self._columns[0][0],
@@ -98,7 +97,7 @@ class TensorCut:
             )
         self._share_inputs(modules, entries)
         self._refuse_other_users(modules)
-        self._judge(model, sizes)
+        self._check_share(model, sizes)
         return model
 
     def _plan_of(self, model: nn.Module) -> Plan:
@@ -121,7 +120,7 @@ class TensorCut:
                 if isinstance(module, ColumnLinear) and entries[inner].split == "column":
                     module.copies = False
 
-    def _judge(self, model: nn.Module, sizes: Mapping[nn.Parameter, int]) -> None:
+    def _check_share(self, model: nn.Module, sizes: Mapping[nn.Parameter, int]) -> None:
         """Warn of a plan that leaves most numbers whole, and refuse a plan of the model's own that
         saves next to nothing.
 
@@ -145,6 +144,18 @@ class TensorCut:
         if share < _LEAST_WORTH and self._config_plan is None:
             raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
         warn(f"{_KEY}: {reason}; {fix} [tensor-plan]", is_of_all_ranks=True)
+
+    def _cut_weight(self, model: nn.Module, name: str, weight: nn.Parameter, kind: str) -> None:
+        """Cut a weight that the plan names by itself, such as the bias of the output layer."""
+        if kind == "vocabulary":
+            if self._keeps_logits:
+                self._divide(name, weight, Split(0, (len(weight),)))
+                self._cut.add(id(model.get_submodule(name.rpartition(".")[0])))
+        elif kind == "summed":
+            weight.register_hook(self._summed)  # type: ignore[no-untyped-call]
+        elif kind != "replicated" and self._config_plan is not None:
+            reason = f"it is a weight, and only a module can be split as {kind}"
+            self._refuse(name, reason, "name its module")
 
     def _cut_module(
         self, model: nn.Module, name: str, module: nn.Module, entry: TensorSplit
@@ -296,7 +307,8 @@ class TensorCut:
             )
         if known is None:
             weight.data = split.part(weight.data, self.part.rank, self.part.size).clone()
-            # DeepSpeed's norms look for the second one, and count a weight without it once.
+            # `tensor_model_parallel` is for DeepSpeed's norms: of a weight without it they count
+            # one rank's copy alone.
             vars(weight).update(split=split, tensor_model_parallel=True)
 
     def _copy_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -24,7 +24,8 @@ from framework.config.model import MoE
 from framework.models.added_losses import AddsLosses, Routing, add_losses
 from framework.models.initialized import DrawnLinear
 
-_group: ContextVar[Any] = ContextVar("group", default=None)
+# The group, and whether its ranks' micro-batches may differ in their number of tokens.
+_division: ContextVar[tuple[Any, bool] | None] = ContextVar("division", default=None)
 
 
 @contextmanager
@@ -33,11 +34,11 @@ def dividing_experts(group: Any, *, varies: bool = False) -> Iterator[None]:
 
     `varies`: micro-batches of the ranks may differ in their number of tokens.
     """
-    token = _group.set((group, varies))
+    token = _division.set((group, varies))
     try:
         yield
     finally:
-        _group.reset(token)
+        _division.reset(token)
 
 
 def sizes_of_all_ranks(
@@ -118,7 +119,7 @@ class MixtureOfExperts(AddsLosses):
         self.size = 1
         rank = 0
         self.varies = False
-        division = _group.get()
+        division = _division.get()
         if division is not None:
             self.group, self.varies = division
             self.size = torch.distributed.get_world_size(self.group)

@@ -79,12 +79,12 @@ class TensorPart:
         group: process group.
         rank: this rank's number in the group.
         size: number of ranks in the group.
-        has_draws: whether a layer may draw random numbers.
+        may_draw: whether a layer may draw random numbers.
     """
 
-    def __init__(self, group: Any, *, has_draws: bool = True) -> None:
+    def __init__(self, group: Any, *, may_draw: bool = True) -> None:
         self.group = group
-        self.has_draws = has_draws
+        self.may_draw = may_draw
         self.rank = torch.distributed.get_rank(group)
         self.size = torch.distributed.get_world_size(group)
         self._copied: tuple[Tensor, Tensor] | None = None
@@ -116,7 +116,7 @@ class TensorPart:
 
     def begin(self, *, draws: bool) -> None:
         """Let this rank draw random numbers of its own, after a column layer and until `end`."""
-        if not draws or not self.has_draws or self._common is not None:
+        if not draws or not self.may_draw or self._common is not None:
             return
         seed = int(torch.randint(2**31, ()))
         self._common = [torch.get_rng_state()]

@@ -195,8 +195,8 @@ class Shares:
             components["optimizer state"] = sum(state_files)
             components["gradients"] = sum(gradient_files)
         if self._params["device"] == "nvme":
-            shares = self._shares
-            shares += [ceil(size / self.ranks) for size in self.frozen]
+            frozen_shares = [ceil(size / self.ranks) for size in self.frozen]
+            shares = self._shares + frozen_shares
             files = [_aligned(self.width * share) for share in shares]
             components["weights"] = sum(size for size in files if size >= _LEAST_SWAPPED)
         return components

@@ -342,7 +342,8 @@ def _evaluation(run: RunRecords) -> str:
         columns.append(dict(zip(series.steps, series.values, strict=True)))
     steps = sorted(all_steps)
     stride = -(-len(steps) // _MOST_ROWS)
-    shown = set(steps[::-1][::stride]) | set(best_steps)
+    from_the_last = steps[::-1][::stride]  # so the last step is always shown
+    shown = set(from_the_last) | set(best_steps)
     rows = []
     for step in sorted(shown):
         row = [f"{step:,}"]

@@ -210,9 +210,10 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
 
 
 def _optimizer_section(optimizer: MakeOptimizer) -> dict[str, Any]:
-    """Return the section of an optimizer, with the arguments of a `functools.partial` that JSON
-    can hold: a resumed run must have the same ones.
+    """Return the section of an optimizer: the class or function that makes it and, of a
+    `functools.partial`, the arguments that JSON can hold. A resumed run must have the same ones.
     """
+    made_by = getattr(optimizer, "func", optimizer)  # as for the scheduler
     keywords: Mapping[str, Any] = {}
     if isinstance(optimizer, partial):
         keywords = optimizer.keywords
@@ -220,7 +221,7 @@ def _optimizer_section(optimizer: MakeOptimizer) -> dict[str, Any]:
     for name, value in keywords.items():
         if name != "lr" and is_plain(value):
             args[name] = plain_values(value)
-    section: dict[str, Any] = {"object": type_name(optimizer), "args": args}
+    section: dict[str, Any] = {"object": type_name(made_by), "args": args}
     # An lr that is no plain number (a tensor) is left to the optimizer.
     lr: Any = keywords.get("lr")
     if _is_rate(lr):

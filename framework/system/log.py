@@ -51,12 +51,12 @@ class _Visible(logging.Formatter):
 
 def write_to(handler: logging.FileHandler) -> None:
     """Log to this file from now on, and no more to the one before."""
-    let_go()
+    stop_logging_to_file()
     handler.setFormatter(_Visible(_FORMAT))
     _LOGGER.addHandler(handler)
 
 
-def let_go() -> None:
+def stop_logging_to_file() -> None:
     """Stop logging to the file: the next run of this process has another one.
 
     All messages are in the file then. It is left open, for DeepSpeed's.
@@ -69,8 +69,11 @@ def let_go() -> None:
 
 
 @contextmanager
-def noting_errors() -> Iterator[None]:
-    """Log the error that ends the run, and re-raise it: another rank may report it for all."""
+def logging_the_run() -> Iterator[None]:
+    """Log the error that ends the run, re-raise it, and log no more to the run's file afterwards.
+
+    Each rank logs its own error, as another rank may report it for all.
+    """
     try:
         yield
     except RunStopped as stopped:
@@ -80,7 +83,7 @@ def noting_errors() -> Iterator[None]:
         note_error(_reported(error))
         raise
     finally:
-        let_go()
+        stop_logging_to_file()
 
 
 def _reported(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 A request only sets a flag, which is read between two steps. Before the first step there is nothing
 to save, and the process ends at once. A second SIGINT or SIGTERM, more than two seconds later,
-means "now".
+means "now". All ranks agree on the step after which they stop in `engine/stop_agreement.py`.
 
 Python runs a signal's handler between two lines of the main thread, which may wait for minutes in
 C++. So `listen` reads the signals in a thread of its own, through the wakeup descriptor that the

@@ -118,6 +118,20 @@ class TestResumable:
             == []
         )
 
+    @pytest.mark.parametrize(
+        ("before", "now", "kinds"),
+        [
+            ("torch.optim.sgd.SGD", "torch.optim.adam.Adam", ["optimizer.object"]),
+            ("functools.partial", "torch.optim.sgd.SGD", []),  # an older release's
+        ],
+    )
+    def test_another_optimizer_object_is_refused(
+        self, before: str, now: str, kinds: list[str]
+    ) -> None:
+        sections = [{"optimizer": {"object": name, "args": {}}} for name in (before, now)]
+        found = differences(*sections)
+        assert [text.split(" ")[0] for text in found] == kinds
+
     def test_data_of_another_size_is_refused(self) -> None:
         with pytest.raises(ConfigError) as caught:
             check_resumable(saved(full()), config=full(), global_size=8, steps_per_epoch=5, data={})

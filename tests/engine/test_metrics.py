@@ -122,7 +122,7 @@ def with_others(monkeypatch: pytest.MonkeyPatch, *others: dict[str, float]) -> N
     """Pretend further ranks; each is given as it differs from this one, and -1 is a metric that it
     has not.
     """
-    names = ["train/loss", *metrics._TIMES, *metrics._MEMORY]
+    names = ["train/loss", *metrics._OF_RANKS]
 
     def gather(rows: torch.Tensor, row: torch.Tensor) -> None:
         table = rows.view(-1, len(row))

@@ -30,7 +30,7 @@ def handler(tmp_path: Path) -> Iterator[logging.FileHandler]:
     quiet_deepspeed(tmp_path / "logs" / "rank0.log")
     (found,) = (each for each in deepspeed.handlers if isinstance(each, logging.FileHandler))
     yield found
-    rank_log.let_go()
+    rank_log.stop_logging_to_file()
     deepspeed.handlers[:] = before
     deepspeed.setLevel(level)
 
@@ -70,7 +70,7 @@ def test_a_level_keeps_chatter_out(
         ):
             write(text)
     finally:
-        rank_log.let_go()
+        rank_log.stop_logging_to_file()
         deepspeed.handlers[:] = before
         deepspeed.setLevel(least)
     written = (tmp_path / "logs" / "rank0.log").read_text(encoding="utf-8")
@@ -87,7 +87,7 @@ def test_storage_that_stalls_holds_up_no_rank_and_loses_no_line(
 ) -> None:
     stalled, logged = StalledFile(handler.stream), list[str]()
     try:
-        with rank_log.noting_errors():
+        with rank_log.logging_the_run():
             started = time.monotonic()
             for number in range(0, 400, 2):
                 rank_log.note("step %s", number)
@@ -136,7 +136,7 @@ def test_a_disk_that_is_full_costs_one_warning_and_no_line(
     file_writer.settle()
     os.dup2(disk, descriptor)
     os.close(disk)
-    rank_log.let_go()
+    rank_log.stop_logging_to_file()
     assert capsys.readouterr().err == (
         f"warning: {handler.baseFilename}: No space left on device; what it is to hold is kept, and tried again "
         "[log-not-written]\n"

@@ -70,6 +70,10 @@ def test_divided_logits_give_the_whole_loss(found: dict[str, Any]) -> None:
     assert found["loss"] == {"nats": True, "gradient": True, "guesses": True}
 
 
+def test_a_weight_may_be_named_as_summed(found: dict[str, Any]) -> None:
+    assert found["summed weight"] < 1e-6
+
+
 def test_dropout_differs_where_ranks_do(found: dict[str, Any]) -> None:
     assert found["draws"] == {
         "attention differs": True,
@@ -87,6 +91,10 @@ def test_dropout_differs_where_ranks_do(found: dict[str, Any]) -> None:
         ("no row", "blocks.0.mlp.1: no row layer follows"),
         ("no column", "blocks.0.mlp.3: no column layer stands before"),
         ("no linear", "blocks.0.norm: it is a LayerNorm"),
+        (
+            "a weight",
+            "blocks.0.norm.weight: it is a weight, and only a module can be split as column",
+        ),
         ("uneven", "its 5 outputs cannot be divided over 2 ranks"),
         ("attention of torch", "nn.MultiheadAttention takes the weight"),
         ("weight norm", "0: its weight is computed from others"),

@@ -199,6 +199,21 @@ def dropouts() -> dict[str, bool]:
     }
 
 
+def summed_weight() -> float:
+    """Return by how much the gradient of a weight of the model itself, which the plan names as
+    summed, differs from that of the whole model.
+    """
+    gradients = []
+    for plan in (None, {"up": "column", "down": "row", "slope": "summed"}):
+        torch.manual_seed(3)
+        model: nn.Module = tensor_parts.Sloped()
+        if plan is not None:
+            model = cut(model, Mean(), plan)
+        model(torch.linspace(-1, 1, 16).view(2, 8)).square().sum().backward()
+        gradients.append(float(model.slope.grad))
+    return abs(gradients[1] - gradients[0])
+
+
 def refusals() -> dict[str, str]:
     """What a plan cannot be."""
     tried: dict[str, tuple[Callable[[], nn.Module], dict[str, str] | None]] = {
@@ -207,6 +222,10 @@ def refusals() -> dict[str, str]:
         "no row": (tensor_parts.FusedVision, {"blocks.*.mlp.1": "column"}),
         "no column": (tensor_parts.FusedVision, {"blocks.*.mlp.3": "row"}),
         "no linear": (tensor_parts.FusedVision, {"blocks.*.norm": "column"}),
+        "a weight": (
+            tensor_parts.FusedVision,
+            {"blocks.*.mlp.1": "column", "blocks.*.mlp.3": "row", "blocks.*.norm.weight": "column"},
+        ),
         "uneven": (
             lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)),
             {"0": "column", "1": "row"},
@@ -259,6 +278,7 @@ def main() -> None:
             "whole": logits_whole(),
             "loss": vocabulary_loss(),
             "draws": dropouts(),
+            "summed weight": summed_weight(),
             "refused": refusals(),
             "small": warnings_of_small_plans(),
         }

@@ -90,6 +90,19 @@ class Bent(nn.Module):
         return logits
 
 
+class Sloped(nn.Module):
+    """A perceptron whose own weight is a slope between its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.slope = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.down(torch.tanh(self.slope * self.up(inputs)))
+        return outputs
+
+
 def vit() -> Logits:
     """Vision transformer of 2 layers for digits of 28 pixels."""
     from transformers import ViTConfig, ViTForImageClassification

@@ -352,7 +352,11 @@ class TestResolvedConfig:
         found = self.resolved(tmp_path).to_dict()
         assert found["model"] == {"object": f"{HERE}.Net"}
         assert found["task"] == {"object": f"{HERE}.loss_function"}
-        assert found["optimizer"] == {"object": "functools.partial", "lr": 0.1, "args": {}}
+        assert found["optimizer"] == {
+            "object": f"{torch.optim.SGD.__module__}.SGD",
+            "lr": 0.1,
+            "args": {},
+        }
 
     def test_it_cannot_bring_the_objects_back(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:

@@ -21,7 +21,7 @@ def log(tmp_path: Path) -> Iterator[Path]:
     handler = logging.FileHandler(path, encoding="utf-8")
     rank_log.write_to(handler)
     yield path
-    rank_log.let_go()
+    rank_log.stop_logging_to_file()
     handler.close()
 
 
@@ -65,7 +65,7 @@ def test_why_it_ended_is_in_the_log_and_goes_on_its_way(
     log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also on ranks that leave it to another one to report it."""
-    with pytest.raises(ZeroDivisionError), rank_log.noting_errors():
+    with pytest.raises(ZeroDivisionError), rank_log.logging_the_run():
         _ = 1 / 0
     text = log.read_text()
     assert "ERROR dsf-trainer: Traceback (most recent call last):\n" in text
@@ -78,13 +78,13 @@ def test_why_it_ended_is_in_the_log_and_goes_on_its_way(
     [(TrainingError("diverged [x]"), "ERROR"), (RunStopped("SIGTERM [stopped]"), "INFO")],
 )
 def test_an_end_that_has_a_text_is_one_line(log: Path, error: Exception, level: str) -> None:
-    with pytest.raises(type(error)), rank_log.noting_errors():
+    with pytest.raises(type(error)), rank_log.logging_the_run():
         raise error
     assert lines(log) == [f"{level} dsf-trainer: {error}"]
 
 
 def test_the_next_run_of_a_process_writes_no_more_there(log: Path) -> None:
-    with rank_log.noting_errors():
+    with rank_log.logging_the_run():
         rank_log.note("in the run")
     rank_log.note("after it")
     assert lines(log) == ["INFO dsf-trainer: in the run"]

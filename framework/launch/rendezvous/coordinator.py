@@ -73,6 +73,7 @@ _OCCUPIED: Final = "a node of its rank is connected"
 _LONGEST_REPORT: Final = 500
 _MOST_MISSED: Final = 8
 _MOST_NAMED: Final = 512  # with more nodes, their names are not sent to the others
+_REST_OF_GO_BYTES: Final = 8192  # all of GO but what it has for each node
 _FILES_OF_A_NODE: Final = 2  # its link, and its call
 _OWN_FILES: Final = 128
 _KIND: Final = re.compile(r"[a-z][a-z0-9-]{1,40}")
@@ -590,9 +591,12 @@ def _names(hosts: Mapping[int, str]) -> dict[str, Any]:
     """
     if len(hosts) > _MOST_NAMED:
         return {}
-    longest = (LARGEST_LINE_BYTES - 8192) // _MOST_NAMED - len('"99999": "", 99999, ')
+    # For each node GO has its number in `nodes`, and its number and name in `hosts`.
+    without_name = len("99999, ") + len('"99999": "", ')
+    longest = (LARGEST_LINE_BYTES - _REST_OF_GO_BYTES) // _MOST_NAMED - without_name
     names = {}
     for node, host in hosts.items():
+        # ASCII takes a byte a character in JSON, any other character takes six
         names[str(node)] = host.encode("ascii", "replace").decode()[:longest]
     return {"hosts": names}
 

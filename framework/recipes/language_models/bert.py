@@ -1,4 +1,5 @@
-"""BERT with both heads of its pre-training (Devlin et al. 2018), as a list of layers.
+"""BERT, the network of kind `bert`, with both heads of its pre-training (Devlin et al. 2018), as a
+list of layers.
 
 Between layers goes one floating tensor, followed by the integer tensors that later layers still
 need; DeepSpeed's pipeline sends several floating tensors badly. The pooled [CLS] vector therefore
