@@ -125,8 +125,8 @@ class GradientCheck:
             shown += f" and {len(names) - _MOST_NAMED} more"
         reason = (
             f"ranks of a tensor group have other gradients of {shown} (by "
-            f"{max(differences.values()):.0%}), which the plan does not divide: each sees the part of "
-            "its own units"
+            f"{max(differences.values()):.0%}), which the plan does not divide: each sees the part "
+            "of its own units"
         )
         # a weight of the model itself is named itself: there is no module to name
         entry = f'"{names[0].rpartition(".")[0] or names[0]}": summed'

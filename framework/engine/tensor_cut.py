@@ -71,9 +71,9 @@ class TensorCut:
         """Cut a model in place.
 
         Raises:
-            ConfigError: kind ``tensor-plan``: it has no plan, a pattern of the config's plan matches
-                nothing, a column layer has no row layer, a layer cannot be divided as the plan
-                names, or the model's own plan divides next to nothing.
+            ConfigError: kind ``tensor-plan``: it has no plan, a pattern of the config's plan
+                matches nothing, a column layer has no row layer, a layer cannot be divided as the
+                plan names, or the model's own plan divides next to nothing.
         """
         plan = self._plan_of(model)
         is_shipped = hasattr(type(model), "tensor_plan")

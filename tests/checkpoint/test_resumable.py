@@ -119,18 +119,18 @@ class TestResumable:
         )
 
     @pytest.mark.parametrize(
-        ("before", "now", "kinds"),
+        ("before", "now", "expected"),
         [
             ("torch.optim.sgd.SGD", "torch.optim.adam.Adam", ["optimizer.object"]),
             ("functools.partial", "torch.optim.sgd.SGD", []),  # an older release's
         ],
     )
     def test_another_optimizer_object_is_refused(
-        self, before: str, now: str, kinds: list[str]
+        self, before: str, now: str, expected: list[str]
     ) -> None:
         sections = [{"optimizer": {"object": name, "args": {}}} for name in (before, now)]
-        found = differences(*sections)
-        assert [text.split(" ")[0] for text in found] == kinds
+        keys = [text.split(" ")[0] for text in differences(*sections)]
+        assert [key for key in keys if key.startswith("optimizer")] == expected
 
     def test_data_of_another_size_is_refused(self) -> None:
         with pytest.raises(ConfigError) as caught:

@@ -22,8 +22,9 @@ from framework.engine import tensor_cut
 from framework.engine.distributed import gather, process_group
 from framework.engine.tensor_cut import TensorCut
 from framework.errors import ConfigError
-from framework.models import bert, gpt, sequence
+from framework.models import sequence
 from framework.models.split import TensorPart, VocabularyPart
+from framework.recipes.language_models import bert, gpt
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.masked_lm import MaskedLM
 from framework.tasks.task import Ratio, Task

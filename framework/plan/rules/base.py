@@ -1,9 +1,9 @@
 """Parts of every rule: its kind and severity, and how what it finds becomes a problem.
 
 A rule that reads settings only, and computes nothing, is a row of ``rules.json``
-(`deepspeed_lint/rows.py`): a key is ``given`` (the config sets it), ``on`` or ``off``, ``above`` or ``below``
-a number, or has one of the values of a list; a key that its section lacks is null. In a sentence
-``{zero.stage}`` is that key's value.
+(`deepspeed_lint/rows.py`): a key is ``given`` (the config sets it), ``on`` or ``off``, ``above`` or
+``below`` a number, or has one of the values of a list; a key that its section lacks is null. In a
+sentence ``{zero.stage}`` is that key's value.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from framework.models.tiled_loss import TiledLoss
 
 @dataclass(frozen=True, kw_only=True)
 class BERTShape:
-    """Shape of a BERT; `framework.config.model.BERT` describes the fields.
+    """Shape of a BERT; `kinds.BERT` describes the fields.
 
     Raises:
         ValueError: the heads do not divide the hidden units.

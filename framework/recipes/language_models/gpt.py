@@ -68,7 +68,7 @@ def rotate(*heads: Tensor, theta: float, places: Tensor | None = None) -> tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class GPTShape:
-    """Shape of a GPT; the defaults are GPT-2's, and `framework.config.model.GPT` describes the
+    """Shape of a GPT; the defaults are GPT-2's, and `kinds.GPT` describes the
     fields.
 
     Each of `num_kv_heads` serves num_heads / num_kv_heads heads (Ainslie et al. 2023).
