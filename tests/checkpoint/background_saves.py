@@ -1,4 +1,4 @@
-"""Saves in the background: an engine of two files, ranks that are threads, and writer processes
+"""Saves in the background: two files for each rank, ranks that are threads, and writer processes
 that stand still or die.
 """
 
@@ -18,42 +18,23 @@ import pytest
 
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
 from framework.checkpoint.checkpointer import Retention, SaveOptions
-from framework.checkpoint.save_stream import OpenFile
 from framework.errors import StorageError
-from framework.system.files import FileRecord, NewFile
 from tests.checkpoint.small_checkpoints import CONFIG, LAYOUT
+from tests.fake_engine import SavingEngine
 
 SECONDS = 60.0  # a generous limit for what takes milliseconds
 
 
-class Engine:
-    """Saves two files, whose bytes are a function of the step and of the rank; the arrays change
-    after every save.
-    """
+def rank_files(rank: int = 0, num_bytes: int = 100_000) -> Callable[[int], Mapping[str, bytes]]:
+    """Return what makes two files of a step, with bytes that depend on the step and the rank."""
 
-    def __init__(self, rank: int = 0, num_bytes: int = 100_000) -> None:
-        self.rank, self.num_bytes = rank, num_bytes
+    def files(step: int) -> Mapping[str, bytes]:
+        return {
+            f"{kind}{rank}.pt": bytes([step % 251, rank, number]) * (num_bytes // 3)
+            for number, kind in enumerate(("model", "optimizer"))
+        }
 
-    def save(
-        self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
-    ) -> dict[str, FileRecord]:
-        (folder / tag).mkdir(parents=True, exist_ok=True)
-        found = {}
-        for number, name in enumerate((f"model{self.rank}.pt", f"optimizer{self.rank}.pt")):
-            content = bytearray([state["step"] % 251, self.rank, number]) * (self.num_bytes // 3)
-            stream = open_file(folder / tag / name)
-            for start in range(0, len(content), 70_001):
-                stream.write(memoryview(content)[start : start + 70_001])
-            record = stream.close()
-            content[:] = bytes(len(content))
-            if record is not None:
-                found[name] = record
-        return found
-
-    def train_step(self, micro_batches: Any) -> Any: ...
-    def evaluate(self, batches: Any, **options: Any) -> Any: ...
-    def load(self, folder: Any, *, moved: bool) -> Any: ...
-    def close(self) -> None: ...
+    return files
 
 
 def options(**given: Any) -> SaveOptions:
@@ -74,10 +55,14 @@ def make(tmp_path: Path) -> Iterator[Callable[..., AsyncCheckpointer]]:
     made: list[AsyncCheckpointer] = []
 
     def build(
-        engine: Engine | None = None, folder: Path = tmp_path, **given: Any
+        engine: SavingEngine | None = None, folder: Path = tmp_path, **given: Any
     ) -> AsyncCheckpointer:
         ranks = {"rank": given.pop("rank", 0), "world_size": given.pop("world_size", 1)}
-        made.append(AsyncCheckpointer(engine or Engine(), folder, options(**given), **ranks))
+        made.append(
+            AsyncCheckpointer(
+                engine or SavingEngine(rank_files()), folder, options(**given), **ranks
+            )
+        )
         return made[-1]
 
     yield build
@@ -149,7 +134,7 @@ class Ranks:
         self._barrier = threading.Barrier(2, timeout=SECONDS)
         self.all = [
             make(
-                Engine(rank),
+                SavingEngine(rank_files(rank)),
                 rank=rank,
                 world_size=2,
                 is_main=rank == 0,

@@ -1,9 +1,9 @@
-"""Checkpoints of an engine of one file, and manifests without any file at all."""
+"""Checkpoints of one file, and manifests without any file at all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from framework.checkpoint.checkpointer import Checkpointer, Retention, SaveOptio
 from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
 from framework.checkpoint.resume_point import find_checkpoint
 from framework.config.load import config_from_values
-from framework.system.files import FileRecord
+from tests.fake_engine import SavingEngine
 
 CONFIG = config_from_values({"run": {"name": "x"}}).to_dict()
 LAYOUT = {
@@ -24,40 +24,17 @@ LAYOUT = {
 }
 
 
-class OneFileEngine:
-    """Saves its step in one file; may fail, and notes what it finds where it writes."""
-
-    def __init__(self, *, fails: BaseException | None = None) -> None:
-        self.fails = fails
-        self.found: list[list[str]] = []
-
-    def save(self, folder: Path, tag: str, state: Mapping[str, Any]) -> Mapping[str, FileRecord]:
-        place = folder / tag
-        self.found.append(sorted(path.name for path in place.iterdir()) if place.exists() else [])
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "weights").write_text("half", encoding="utf-8")
-        if self.fails is not None:
-            raise self.fails
-        (place / "weights").write_text(str(state["step"]), encoding="utf-8")
-        return {}
-
-    def train_step(self, micro_batches: Iterator[Any]) -> Any: ...
-    def evaluate(self, batches: Iterable[tuple[Any, bool]], **options: Any) -> Any: ...
-    def load(self, folder: Path, tag: str) -> Any: ...
-    def close(self) -> None: ...
-
-
 def make_checkpointer(
     folder: Path,
     *,
-    engine: OneFileEngine | None = None,
+    engine: SavingEngine | None = None,
     keep_last: int = 100,
     is_main: bool = True,
     last_step: int | None = None,
 ) -> Checkpointer:
     folder.parent.mkdir(parents=True, exist_ok=True)  # the run's, which no save makes
     return Checkpointer(
-        engine or OneFileEngine(),
+        engine or SavingEngine(returns_records=False),
         folder,
         SaveOptions(
             Retention(keep_last),

@@ -18,21 +18,21 @@ from framework.checkpoint import async_checkpointer
 from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.checkpoint.manifest import list_checkpoints
 from framework.errors import StorageError
-from framework.system.files import FileRecord
 from tests.checkpoint.background_saves import (
     SECONDS,
-    Engine,
     await_warning,
     is_dead,
     later,
     limit_file_size,
     make,
     options,
+    rank_files,
     stop,
     until,
     writer,
 )
 from tests.checkpoint.small_checkpoints import names, steps
+from tests.fake_engine import SavingEngine
 
 __all__ = ["make"]  # a fixture
 
@@ -41,7 +41,7 @@ class TestWriting:
     def test_what_is_published_is_what_a_save_at_once_would_have_written(
         self, make: Any, tmp_path: Path
     ) -> None:
-        Checkpointer(Engine(), tmp_path / "sync", options()).save(
+        Checkpointer(SavingEngine(rank_files()), tmp_path / "sync", options()).save(
             7, {"train/loss": 0.5, "eval/loss": float("nan")}
         )  # type: ignore[arg-type]
         checkpointer = make(folder=tmp_path / "async")
@@ -90,11 +90,11 @@ class TestWriting:
 
     @pytest.mark.slow
     def test_memory_is_used_again_and_grows(self, make: Any, tmp_path: Path) -> None:
-        engine = Engine(num_bytes=300)
+        engine = SavingEngine(rank_files(num_bytes=300))
         checkpointer = make(engine)
         sizes = []
         for step, num_bytes in enumerate((300, 300, 40 << 20, 3000, 0)):
-            engine.num_bytes = num_bytes
+            engine.files = rank_files(num_bytes=num_bytes)
             checkpointer.save(step)
             sizes.append(os.fstat(checkpointer._staged.descriptor).st_size)
         checkpointer.finish()
@@ -104,12 +104,7 @@ class TestWriting:
         assert (found[3].path / "model0.pt").read_bytes() == bytes([3, 0, 0]) * 1000
 
     def test_a_rank_may_have_nothing_to_write(self, make: Any, tmp_path: Path) -> None:
-        class Idle(Engine):
-            def save(self, folder: Path, tag: str, state: Any, **_: Any) -> dict[str, FileRecord]:
-                (folder / tag).mkdir()
-                return {}
-
-        checkpointer = make(Idle())
+        checkpointer = make(SavingEngine(lambda step: {}))
         checkpointer.save(3)
         checkpointer.finish()
         assert steps(tmp_path) == [3]
@@ -159,7 +154,7 @@ class TestFailing:
         checkpointer.save(1)
         checkpointer.finish()
         limit_file_size(writer(checkpointer), 150_000)
-        checkpointer._engine.num_bytes = 600_000
+        checkpointer._engine.files = rank_files(num_bytes=600_000)
         assert checkpointer.save(2)
         stated = await_warning(capfd)  # though the ranks have not met again
         checkpointer._await_answer(SECONDS)  # people read of it first
@@ -270,12 +265,12 @@ class TestFailing:
                 f"a small file system cannot be mounted here (it needs root): {done.stderr.decode().strip()}"
             )
         try:
-            engine = Engine()
+            engine = SavingEngine(rank_files())
             checkpointer = make(engine, folder=mounted)
             checkpointer.save(1)
             checkpointer.finish()
             if state == "full":
-                engine.num_bytes = 1_500_000
+                engine.files = rank_files(num_bytes=1_500_000)
                 checkpointer.save(2)
             else:
                 pid = stop(checkpointer)
@@ -291,7 +286,7 @@ class TestFailing:
             assert stated.count("[checkpoint-not-written]") == 1
             if state == "read-only":
                 subprocess.run(["mount", "-o", "remount,rw", mounted], check=True)
-            engine.num_bytes = 100_000
+            engine.files = rank_files()
             checkpointer.save(3)
             checkpointer.finish()
             assert steps(mounted) == [1, 3]

@@ -15,17 +15,19 @@ import pytest
 from framework.checkpoint import checkpointer as publication
 from framework.checkpoint.manifest import list_checkpoints, read_checkpoint
 from framework.errors import StorageError
-from framework.system.files import FileRecord, NewFile
+from framework.system.files import FileRecord
 from tests.checkpoint.small_checkpoints import (
     CONFIG,
     LAYOUT,
-    OneFileEngine,
     find,
     make_checkpointer,
     names,
     steps,
     write,
 )
+from tests.fake_engine import SavingEngine
+
+NUM_FILES = 120
 
 
 class TestWriting:
@@ -58,9 +60,9 @@ class TestWriting:
         left = tmp_path / ".saving" / "global_step5"
         left.mkdir(parents=True)
         (left / "old_optimizer_state").touch()
-        engine = OneFileEngine()
+        engine = SavingEngine(returns_records=False)
         make_checkpointer(tmp_path, engine=engine).save(5)
-        assert engine.found == [[]]
+        assert engine.entries_before == [[]]
         assert names(tmp_path / "global_step5") == ["manifest.json", "weights"]
         assert names(tmp_path) == ["global_step5", "latest"]
 
@@ -111,7 +113,7 @@ class TestWriting:
     ) -> None:
         write(tmp_path, 1)
         text = error.strerror or str(error)
-        engine = OneFileEngine(fails=error)
+        engine = SavingEngine(failure=error)
         checkpointer = make_checkpointer(tmp_path, engine=engine)
         assert checkpointer.save(2) is False
         assert (
@@ -120,13 +122,13 @@ class TestWriting:
         )
         assert names(tmp_path) == ["global_step1", "latest"]
         assert find("auto", tmp_path) == 1
-        engine.fails = None
+        engine.failure = None
         assert checkpointer.save(3) is True
         assert steps(tmp_path) == [1, 3]
 
     def test_the_last_save_of_a_run_must_succeed(self, tmp_path: Path) -> None:
         full = OSError(errno.ENOSPC, "No space left on device")
-        checkpointer = make_checkpointer(tmp_path, engine=OneFileEngine(fails=full), last_step=2)
+        checkpointer = make_checkpointer(tmp_path, engine=SavingEngine(failure=full), last_step=2)
         assert checkpointer.save(1) is False
         with pytest.raises(
             StorageError,
@@ -166,7 +168,7 @@ class TestWriting:
 
     def test_an_error_that_is_not_about_storage_is_left_as_it_is(self, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="NCCL"):
-            make_checkpointer(tmp_path, engine=OneFileEngine(fails=RuntimeError("NCCL"))).save(2)
+            make_checkpointer(tmp_path, engine=SavingEngine(failure=RuntimeError("NCCL"))).save(2)
 
     @pytest.mark.parametrize("name", ["manifest.json", "latest"])
     def test_a_manifest_that_cannot_be_written_is_a_failed_write(
@@ -237,7 +239,7 @@ class TestManyRanks:
     def test_files_are_listed_once_and_removed_together(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        checkpointer = make_checkpointer(tmp_path, engine=ManyFilesEngine(), keep_last=1)
+        checkpointer = make_checkpointer(tmp_path, engine=SavingEngine(many_files), keep_last=1)
         asked: list[Path] = []
         stat = Path.stat
         monkeypatch.setattr(
@@ -251,21 +253,13 @@ class TestManyRanks:
         assert len([path for path in asked if path.name.startswith("shard")]) == 0
         assert names(tmp_path) == ["global_step2", "latest"]
         (found,) = list_checkpoints(tmp_path)
-        assert len(found.manifest["files"]) == ManyFilesEngine.NUM_FILES
+        assert len(found.manifest["files"]) == NUM_FILES
         assert found.damage() == []
 
 
-class ManyFilesEngine(OneFileEngine):
-    """Writes as many files as many ranks do, some of them in a folder."""
-
-    NUM_FILES = 120
-
-    def save(self, folder: Path, tag: str, state: Mapping[str, Any]) -> Mapping[str, FileRecord]:
-        place, written = folder / tag, {}
-        (place / "inner").mkdir(parents=True)
-        for number in range(self.NUM_FILES):
-            name = f"{'inner/' * (number % 2)}shard{number}"
-            stream = NewFile(place / name)
-            stream.write(f"{state['step']} {number}".encode())
-            written[name] = stream.close()
-        return written
+def many_files(step: int) -> Mapping[str, bytes]:
+    """Return as many files as many ranks write, half of them in a folder."""
+    return {
+        f"{'inner/' * (number % 2)}shard{number}": f"{step} {number}".encode()
+        for number in range(NUM_FILES)
+    }

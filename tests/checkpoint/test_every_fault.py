@@ -14,7 +14,7 @@ import errno
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import current_thread
@@ -27,11 +27,10 @@ from framework.checkpoint.async_checkpointer import AsyncCheckpointer
 from framework.checkpoint.checkpointer import Checkpointer, Retention, SaveOptions, clear_unfinished
 from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.resume_point import find_sound_checkpoint
-from framework.checkpoint.save_stream import OpenFile
 from framework.checkpoint.writer import Writer
 from framework.config.load import config_from_values
 from framework.errors import StorageError
-from framework.system.files import FileRecord, NewFile
+from tests.fake_engine import SavingEngine
 
 CALLS = ("open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
 FAULTS = ("end-before", "end-after", "EIO", "ENOSPC", "short")
@@ -105,31 +104,13 @@ def faults(monkeypatch: pytest.MonkeyPatch, **how: Any) -> Iterator[Faults]:
         yield found
 
 
-class TwoFileEngine:
-    """Writes as the real engine does: new files, hashed, flushed."""
+def two_files(step: int) -> Mapping[str, bytes]:
+    return {name: f"{name} {step};".encode() * 150 for name in ("weights.pt", "optimizer.pt")}
 
-    def save(
-        self, folder: Path, tag: str, state: Any, *, open_file: OpenFile = NewFile
-    ) -> dict[str, FileRecord]:
-        place = folder / tag
-        place.mkdir()
-        records = {}
-        for name in ("weights.pt", "optimizer.pt"):
-            stream = open_file(place / name)
-            try:
-                for part in range(3):
-                    stream.write(f"{name} {state['step']} {part};".encode() * 50)
-            except OSError:
-                stream.abandon()
-                raise
-            if (record := stream.close()) is not None:
-                records[name] = record
-        return records
 
-    def train_step(self, micro_batches: Any) -> Any: ...
-    def evaluate(self, batches: Any, **options: Any) -> Any: ...
-    def load(self, folder: Path, tag: str) -> Any: ...
-    def close(self) -> None: ...
+def engine() -> SavingEngine:
+    """Return an engine that writes each file in three parts."""
+    return SavingEngine(two_files, part_bytes=1000)
 
 
 OPTIONS = SaveOptions(
@@ -142,7 +123,7 @@ OPTIONS = SaveOptions(
 
 
 def checkpointer(folder: Path) -> Checkpointer:
-    return Checkpointer(TwoFileEngine(), folder, OPTIONS)  # type: ignore[arg-type]
+    return Checkpointer(engine(), folder, OPTIONS)  # type: ignore[arg-type]
 
 
 class WriterHere:
@@ -170,7 +151,13 @@ class WriterHere:
 
 def save_in_background(folder: Path, step: int) -> bool:
     """As a run with this save alone does."""
-    checkpointer = AsyncCheckpointer(TwoFileEngine(), folder, OPTIONS, rank=0, world_size=1)
+    checkpointer = AsyncCheckpointer(
+        engine(),  # type: ignore[arg-type]
+        folder,
+        OPTIONS,
+        rank=0,
+        world_size=1,
+    )
     try:
         written = checkpointer.save(step)
         checkpointer.finish(is_final=True)

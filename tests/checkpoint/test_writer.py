@@ -322,9 +322,11 @@ def test_the_memory_is_free_when_a_save_has_failed(
 PARENT = """
 import signal, os, sys
 from pathlib import Path
-from tests.checkpoint.background_saves import Engine, options, stop, writer
+from tests.checkpoint.background_saves import options, rank_files, stop, writer
+from tests.fake_engine import SavingEngine
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
-checkpointer = AsyncCheckpointer(Engine(num_bytes=3_000_000), Path(sys.argv[1]), options(), rank=0, world_size=1)
+engine = SavingEngine(rank_files(num_bytes=3_000_000))
+checkpointer = AsyncCheckpointer(engine, Path(sys.argv[1]), options(), rank=0, world_size=1)
 checkpointer.save(1)
 checkpointer.finish()
 if sys.argv[2] == "stopped":

@@ -18,8 +18,9 @@ from framework.data.loaders import Reading, TrainLoader
 from framework.data.order import MicroBatchSampler, Ordering, SampleKey, Share
 from framework.engine.step_batches import StepLoss
 from framework.tasks.task import Task
+from tests.fake_engine import RecordedStep, RecordingEngine
 from tests.places import ROOT
-from tests.train.test_trainer import Memory, RecordingEngine, Result, agenda
+from tests.train.test_trainer import Memory, agenda
 from tests.train.trainer_of import trainer_of
 
 _MOST_GENERATORS = 4
@@ -38,7 +39,7 @@ class StepEngine(RecordingEngine):
 
     read: list[int]
 
-    def train_step(self, micro_batches: Iterator[Any]) -> Result:
+    def train_step(self, micro_batches: Iterator[Any]) -> RecordedStep:
         of_step = StepLoss(Mean(), micro_batches=2)
 
         def take() -> tuple[Any, Any]:
@@ -49,7 +50,7 @@ class StepEngine(RecordingEngine):
             of_step(outputs, targets)
             self.read += [int(number) for number in outputs]
         self.step += 1
-        return Result(self.step, self)
+        return RecordedStep(self.step, self)
 
 
 def _frames() -> Iterator[FrameType]:

@@ -12,7 +12,8 @@ from framework.errors import TrainingError
 from framework.train.cadence import Every, Schedule
 from framework.train.callbacks import Callbacks, EarlyStopping, ReduceOnPlateau, Requests, State
 from framework.train.trainer import Outcome
-from tests.train.test_trainer import EVAL_DATA, Numbers, RecordingEngine
+from tests.fake_engine import RecordingEngine
+from tests.train.test_trainer import EVAL_DATA, Numbers
 from tests.train.trainer_of import trainer_of
 
 

@@ -7,8 +7,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,71 +18,13 @@ from framework.system.stopping import GO_ON, Action, Decision
 from framework.train.cadence import Every, Schedule
 from framework.train.monitors.base import Monitor, Point
 from framework.train.trainer import Outcome, Trainer
+from tests.fake_engine import BATCHES, RecordedStep, RecordingEngine
 from tests.train.trainer_of import trainer_of
 
-BATCHES = [("batch", True)]
 EVAL_DATA = {"": BATCHES}
 EVALUATE = Decision(Action.EVALUATE)
 SAVE = Decision(Action.SAVE)
 SIGTERM = Decision(Action.STOP, "SIGTERM")
-
-
-@dataclass
-class Result:
-    step: int
-    engine: RecordingEngine
-
-    def read(self) -> Mapping[str, float]:
-        self.engine.events.append(f"read {self.step}")
-        return {"train/loss": self.engine.losses.get(self.step, 1.0)} | self.engine.norms.get(
-            self.step, {}
-        )
-
-    @property
-    def may_be_skipped(self) -> bool:
-        return self.step in self.engine.skipped
-
-
-@dataclass
-class RecordingEngine:
-    """Takes two micro-batches per step."""
-
-    events: list[str] = field(default_factory=list)
-    losses: dict[int, float] = field(default_factory=dict)
-    norms: dict[int, dict[str, float]] = field(default_factory=dict)
-    skipped: frozenset[int] = frozenset()
-    taken: list[int] = field(default_factory=list)
-    step: int = 0
-    fails_at: int = -1
-
-    def train_step(self, micro_batches: Iterator[Any]) -> Result:
-        self.taken += [next(micro_batches), next(micro_batches)]
-        self.step += 1
-        if self.step == self.fails_at:
-            raise RuntimeError("CUDA out of memory")
-        self.events.append(f"train {self.step}")
-        return Result(self.step, self)
-
-    def evaluate(
-        self,
-        batches: Iterable[tuple[Any, bool]],
-        *,
-        is_stopping: Callable[[], bool] = lambda: False,
-    ) -> Mapping[str, float]:
-        assert batches is BATCHES
-        if is_stopping():
-            return {}
-        self.events.append(f"evaluate {self.step}")
-        return {"eval/loss": self.step / 10}
-
-    def save(self, folder: Path, tag: str, state: Mapping[str, Any]) -> None:
-        raise AssertionError("the Trainer saves through its `save`")
-
-    def load(self, folder: Path, tag: str) -> Mapping[str, Any]:
-        raise AssertionError("the Trainer does not load")
-
-    def close(self) -> None:
-        raise AssertionError("who made the engine closes it")
 
 
 class Numbers:
@@ -396,7 +337,7 @@ def test_evaluating_and_saving_are_not_training_time() -> None:
     now = [0.0]
 
     class Slow(RecordingEngine):
-        def train_step(self, micro_batches: Iterator[Any]) -> Result:
+        def train_step(self, micro_batches: Iterator[Any]) -> RecordedStep:
             now[0] += 1.0
             return super().train_step(micro_batches)
 
@@ -684,7 +625,7 @@ def test_a_slow_first_batch_is_waited_for_by_its_name(monkeypatch: pytest.Monkey
             yield from range(1, 100)
 
     class SlowEngine(RecordingEngine):
-        def train_step(self, micro_batches: Iterator[Any]) -> Result:
+        def train_step(self, micro_batches: Iterator[Any]) -> RecordedStep:
             result = super().train_step(micro_batches)
             if self.step == 1:
                 time.sleep(0.3)
