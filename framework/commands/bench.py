@@ -90,6 +90,10 @@ def bench(argv: Sequence[str]) -> int:
     write(sys.stdout, "".join(f"{visible(line)}\n" for line in lines))
     if is_interrupted:
         return 130
+    return _exit_code(variants)
+
+
+def _exit_code(variants: Sequence[Variant]) -> int:
     if any(variant.failure for variant in variants):
         return EXIT_TRAINING
     return EXIT_OK
@@ -272,14 +276,18 @@ def _of_variant(name: str, problems: Iterable[Problem]) -> Iterator[Problem]:
 
 
 def _refuse_odd_words(arguments: argparse.Namespace, configs: Sequence[str]) -> None:
-    for label, *settings in arguments.variants:
-        if is_setting(label) or not all(map(is_setting, settings)):
-            reason = "a name and its key=value settings follow --variant; configs stand before it"
-            raise UsageError(f"bench: --variant {' '.join([label, *settings])}: {reason}")
+    _refuse_odd_variants(arguments.variants)
     if not configs:
         raise UsageError("bench: name a run config, for example ds_configs/quickstart.yaml")
     if arguments.hostfile and arguments.num_gpus:
         raise UsageError("bench: --num_gpus and --hostfile exclude each other")
+
+
+def _refuse_odd_variants(variants: Iterable[Sequence[str]]) -> None:
+    for label, *settings in variants:
+        if is_setting(label) or not all(map(is_setting, settings)):
+            reason = "a name and its key=value settings follow --variant; configs stand before it"
+            raise UsageError(f"bench: --variant {' '.join([label, *settings])}: {reason}")
 
 
 def _name_of_variant(
@@ -330,6 +338,14 @@ def _results_folder(arguments: argparse.Namespace, variants: Sequence[Variant]) 
         out = Path(variants[0].plan.config.run.output_dir) / name
     with suppress(OSError):
         out.mkdir(parents=True, exist_ok=True)
+    _refuse_taken_folder(out)
+    empty = json.dumps({"variants": []})
+    write_file(out / "bench.json", f"{empty}\n", name=f"{out}/bench.json")
+    return out
+
+
+def _refuse_taken_folder(out: Path) -> None:
+    """Refuse a folder in which a file of another kind has the name of a result."""
     for name, mark in _MARKS.items():
         try:
             refuse_foreign(out / name, marks=[mark])
@@ -338,9 +354,6 @@ def _results_folder(arguments: argparse.Namespace, variants: Sequence[Variant]) 
             raise StorageError(
                 f"{reason}; name another folder with --out [file-not-written]"
             ) from error
-    empty = json.dumps({"variants": []})
-    write_file(out / "bench.json", f"{empty}\n", name=f"{out}/bench.json")
-    return out
 
 
 def _write_results(out: Path, text: str, html: str, chart: Chart | None) -> None:
@@ -382,15 +395,20 @@ def _measure(
             environment = environment or run.environment
             windows = windows_of(run, dropped=warmup_points, size=arguments.steps // log_every)
             _add_start(variant, windows, clocks, failure)
-            outcome = failure
-            if not failure:
-                times = [f"{window['time/step_ms']:,.1f}" for window in windows]
-                outcome = f"{', '.join(times)} ms a step"
+            outcome = _outcome(windows, failure)
             line = f"start {number} of {num_starts}: {variant.name}: {outcome}\n"
             write(sys.stderr, visible(line))
             if failure == INTERRUPTED:
                 return environment, True
     return environment, False
+
+
+def _outcome(windows: Sequence[Mapping[str, float]], failure: str) -> str:
+    """Describe how a start went, by the times of its windows or by its failure."""
+    if failure:
+        return failure
+    times = [f"{window['time/step_ms']:,.1f}" for window in windows]
+    return f"{', '.join(times)} ms a step"
 
 
 def _clocks() -> tuple[float, float, float]:
@@ -462,10 +480,14 @@ def _table(variants: Sequence[Variant]) -> Iterator[str]:
             rows.append(row)
         else:
             failures.append(f"{row[0]}: {row[1]}")
+    yield from _aligned(rows)
+    yield from failures
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     columns = []
     for cells in zip(*rows, strict=True):
         width = max(len(cell) for cell in cells)
         columns.append([cell.ljust(width) for cell in cells])
     for line in zip(*columns, strict=True):
         yield "  ".join(line).rstrip()
-    yield from failures

@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from deepspeed_lint.report import FORMATS, CheckResult, report
 from deepspeed_lint.topology import find_gpu
@@ -20,6 +21,9 @@ from framework.commands.cluster_options import add_cluster_options, find_cluster
 from framework.errors import ConfigError, StorageError, UsageError
 from framework.system.arguments import CommandParser, parse_command, refuse
 from framework.system.output import write
+
+if TYPE_CHECKING:  # a document is imported where a file is read
+    from deepspeed_lint.text.document import Document
 
 
 def main(words: Sequence[str]) -> int:
@@ -141,10 +145,7 @@ def _fix_files(files: Sequence[str], against: CheckContext, format_: str) -> lis
     """
     from framework.commands.check_fix import fix_file
 
-    if format_ == "text":
-        out = sys.stdout
-    else:  # where stdout is for tools
-        out = sys.stderr
+    out = _stream_of_diffs(format_)
     failures = []
     for file in files:
         try:
@@ -159,22 +160,21 @@ def _fix_files(files: Sequence[str], against: CheckContext, format_: str) -> lis
     return failures
 
 
+def _stream_of_diffs(format_: str) -> TextIO:
+    if format_ == "text":
+        return sys.stdout
+    return sys.stderr  # where stdout is for tools
+
+
 def _resolve(
     file: str, settings: Iterable[str], against: CheckContext, arguments: argparse.Namespace
 ) -> int:
-    from deepspeed_lint.resolve import check_resolved, is_of_another_origin, parsed_setting
-    from framework.commands.check_fix import write_file
-    from framework.imports.kind_of_file import read_deepspeed_json
+    from deepspeed_lint.resolve import check_resolved, parsed_setting
 
     trainer_arguments = dict(map(parsed_setting, settings))
     out: str | None = arguments.output
     try:
-        document = read_deepspeed_json(Path(file), name=file)
-        if document is None:
-            raise UsageError(
-                f'{file}: this is a run config, which knows no "auto"; --resolve takes DeepSpeed '
-                "JSON"
-            )
+        document = _read_to_resolve(file)
         text, result = check_resolved(
             document, trainer_arguments, against.target(), name=out or file, check=check_json
         )
@@ -184,11 +184,30 @@ def _resolve(
         return report([result], arguments.format)
     if out is None:
         print(text.removesuffix("\n"))
-    elif is_of_another_origin(Path(out), document):
+    else:
+        _write_resolved(out, text, document)
+    return report([result], arguments.format, on_stdout=out is not None)
+
+
+def _read_to_resolve(file: str) -> Document:
+    from framework.imports.kind_of_file import read_deepspeed_json
+
+    document = read_deepspeed_json(Path(file), name=file)
+    if document is None:
+        raise UsageError(
+            f'{file}: this is a run config, which knows no "auto"; --resolve takes DeepSpeed JSON'
+        )
+    return document
+
+
+def _write_resolved(out: str, text: str, document: Document) -> None:
+    """Write the resolved text of a document, unless a file of another origin has its place."""
+    from deepspeed_lint.resolve import is_of_another_origin
+    from framework.commands.check_fix import write_file
+
+    if is_of_another_origin(Path(out), document):
         reason = "a file of another origin is there, and is left alone"
         raise StorageError(
             f"{out}: cannot be written ({reason}); name another file [file-not-written]"
         )
-    else:
-        write_file(Path(out), text, name=out)
-    return report([result], arguments.format, on_stdout=out is not None)
+    write_file(Path(out), text, name=out)

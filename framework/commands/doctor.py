@@ -54,15 +54,18 @@ def doctor(argv: Sequence[str]) -> int:
         requirements = None
     if arguments.bench and requirements is not None and report.is_fine:
         report = replace(report, measured=bench(options, requirements))
-    if arguments.json:
-        text = json.dumps(report.to_dict(), indent=2)
-    else:
-        text = report.as_text()
+    text = _text_of(report, as_json=arguments.json)
     # Not print: the exit code is the report's, also if the reader of stdout has left.
     write(sys.stdout, f"{text}\n")
     if report.is_fine:
         return EXIT_OK
     return EXIT_CONFIG
+
+
+def _text_of(report: Report, *, as_json: bool) -> str:
+    if as_json:
+        return json.dumps(report.to_dict(), indent=2)
+    return report.as_text()
 
 
 def look(options: DoctorOptions) -> tuple[Report, Requirements]:
@@ -74,9 +77,7 @@ def look(options: DoctorOptions) -> tuple[Report, Requirements]:
     if options.chosen:  # each host reports its own devices; this machine may be another one
         cluster = cluster_of(options.hosts)
     else:
-        device, count = local_devices()
-        num_ranks = options.num_ranks or count or RANKS_ON_CPU
-        cluster = Cluster(devices_per_host=num_ranks, device=device)
+        cluster = _cluster_here(options)
     is_chosen = bool(options.num_ranks or options.chosen)
     before, requirements = judge_config(
         options.config, options.overrides, cluster, is_chosen=is_chosen
@@ -86,6 +87,12 @@ def look(options: DoctorOptions) -> tuple[Report, Requirements]:
         return Report(before, [node]), requirements
     nodes, across = inspect_hosts(options, requirements)
     return Report(before, nodes, across), requirements
+
+
+def _cluster_here(options: DoctorOptions) -> Cluster:
+    device, count = local_devices()
+    num_ranks = options.num_ranks or count or RANKS_ON_CPU
+    return Cluster(devices_per_host=num_ranks, device=device)
 
 
 def _options(arguments: argparse.Namespace) -> DoctorOptions:

@@ -46,12 +46,7 @@ def main(words: Sequence[str]) -> int:
     take_rank(os.environ)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config, source = config_to_evaluate(checkpoint, arguments.settings, num_ranks=num_ranks)
-    # a target of the command line needs no --trust
-    sections = []
-    for name in ("model", "data", "task"):
-        if source.place((name, "target"))[0] != COMMAND_LINE:
-            sections.append(name)
-    saved = saved_config(checkpoint, *sections, trust=arguments.trust)
+    saved = saved_config(checkpoint, *_sections_to_trust(source), trust=arguments.trust)
     weights = arguments.weights or saved.evaluation.weights
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     prepared = prepare(config, source=source)
@@ -84,6 +79,15 @@ def main(words: Sequence[str]) -> int:
             print(json.dumps(section, indent=2))
         engine.close()
     return EXIT_OK
+
+
+def _sections_to_trust(source: Source) -> list[str]:
+    # a target of the command line needs no --trust
+    sections = []
+    for name in ("model", "data", "task"):
+        if source.place((name, "target"))[0] != COMMAND_LINE:
+            sections.append(name)
+    return sections
 
 
 def config_to_evaluate(

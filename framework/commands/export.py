@@ -455,11 +455,7 @@ def hf_names(
     model: Any = _config(checkpoint, "model", trust=trust).model
     if not model.is_own_code:
         raise refused("missing", f"a {model.kind} of this shape has no counterpart in transformers")
-    try:
-        with torch.device("meta"):
-            module: Any = call_factory(model.factory(), key="model")
-    except ConfigError:  # transformers reads no files on that device
-        module = call_factory(model.factory(), key="model")
+    module = _module_for_names(model)
     make_names = getattr(module, "hf_names", None)
     if not callable(make_names):
         if _is_of_transformers(type(module)):
@@ -473,6 +469,15 @@ def hf_names(
             "wrong", f"hf_names() of {type(module).__name__} {wrong}", "mend it, or leave --hf out"
         )
     return dict(names), {}
+
+
+def _module_for_names(model: Any) -> Any:
+    """Build the module of a model's section, without memory for its weights if that is possible."""
+    try:
+        with torch.device("meta"):
+            return call_factory(model.factory(), key="model")
+    except ConfigError:  # transformers reads no files on that device
+        return call_factory(model.factory(), key="model")
 
 
 def _is_of_transformers(module_class: type) -> bool:

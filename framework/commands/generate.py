@@ -106,6 +106,18 @@ def terms_of(
     arguments: argparse.Namespace, config: RunConfig, tokenizer: Tokenizer | Answers
 ) -> dict[str, Any]:
     """Return the options of `sample`."""
+    return {
+        "max_new_tokens": arguments.max_new_tokens,
+        "temperature": arguments.temperature,
+        "top_k": arguments.top_k,
+        "seed": arguments.seed,
+        "window": _trained_window(config),
+        "vocab_size": tokenizer.vocab_size,
+        "end": tokenizer.special.end,
+    }
+
+
+def _trained_window(config: RunConfig) -> int:
     # The model may have more positions than it was trained with, and has learned nothing of those.
     window = sys.maxsize
     for size in (
@@ -114,15 +126,7 @@ def terms_of(
     ):
         if size is not None:
             window = min(window, size)
-    return {
-        "max_new_tokens": arguments.max_new_tokens,
-        "temperature": arguments.temperature,
-        "top_k": arguments.top_k,
-        "seed": arguments.seed,
-        "window": window,
-        "vocab_size": tokenizer.vocab_size,
-        "end": tokenizer.special.end,
-    }
+    return window
 
 
 @torch.no_grad()
@@ -190,18 +194,26 @@ def _next_logits(
     if int(ends.max()) >= window:
         past = None
     if past is not None and past.held:
+        last_tokens = torch.tensor([[row[-1]] for row in rows], device=device)
         with past.read(ends[:, None].to(device)):
-            logits: torch.Tensor = model(torch.tensor([[row[-1]] for row in rows], device=device))
+            logits: torch.Tensor = model(last_tokens)
             return logits[:, 0]
-    windows = [torch.tensor(row[-window:]) for row in rows]
-    padded = pad_sequence(windows, batch_first=True).to(device)
-    if past is not None:
-        with past.read():
-            outputs = model(padded)
-    else:
-        outputs = model(padded)
+    outputs = _outputs_of_windows(model, rows, past, window=window)
     logits = getattr(outputs, "logits", outputs)
     return logits[torch.arange(len(rows)), ends.clamp(max=window - 1)]
+
+
+def _outputs_of_windows(
+    model: torch.nn.Module, rows: Sequence[Sequence[int]], past: Past | None, *, window: int
+) -> Any:
+    """Return the model's outputs for the last tokens of each row; `past` remembers them."""
+    device = next(model.parameters()).device
+    windows = [torch.tensor(row[-window:]) for row in rows]
+    padded = pad_sequence(windows, batch_first=True).to(device)
+    if past is None:
+        return model(padded)
+    with past.read():
+        return model(padded)
 
 
 def _draw(

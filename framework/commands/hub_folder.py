@@ -56,9 +56,7 @@ def write_hub_files(
         if class_names and described:
             described = dict(described) | {"id2label": dict(enumerate(class_names))}
         tokenizer.save_pretrained(folder)
-        token_ids["bos_token_id"] = tokenizer.bos_token_id
-        token_ids["eos_token_id"] = tokenizer.eos_token_id
-        token_ids["pad_token_id"] = pad_of(tokenizer)
+        token_ids = _token_ids(tokenizer)
     if described:
         values = _config_values(described, token_ids, dtype)
         replace_text(folder / CONFIG, json.dumps(values, indent=2) + "\n")
@@ -70,6 +68,14 @@ def write_hub_files(
         base_name = str(base)
     replace_text(folder / "README.md", _card(checkpoint, config, described, base_name))
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+
+
+def _token_ids(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": pad_of(tokenizer),
+    }
 
 
 def _generation_config(token_ids: Mapping[str, Any], base_file: Path) -> dict[str, Any]:
@@ -132,17 +138,12 @@ def _card(
 ) -> str:
     """Return a model card: metadata as YAML, then model, data, steps, metrics, settings."""
     manifest = checkpoint.manifest
-    metrics = {
-        key: value for key, value in sorted(manifest["metrics"].items()) if key.startswith("eval/")
-    }
+    metrics = _eval_metrics(manifest)
     head = _card_metadata(config, metrics, base, is_transformers=bool(described))
     origin = _origin_of(base)
     if checkpoint.has_adapters:
         origin += " by low-rank adapters, which are merged into its weights"
-    data_name = _kind_of_data(config)
-    path = getattr(config.data, "path", None)
-    if path:
-        data_name += f" ({Path(path).name})"
+    data_name = _name_of_data(config)
     layout = manifest["layout"]
     samples = manifest["num_train_samples"]
     paragraphs = [
@@ -160,6 +161,20 @@ def _card(
         _table("package", manifest["versions"]),
     ]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n\n".join(paragraphs) + "\n"
+
+
+def _eval_metrics(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value for key, value in sorted(manifest["metrics"].items()) if key.startswith("eval/")
+    }
+
+
+def _name_of_data(config: RunConfig) -> str:
+    name = _kind_of_data(config)
+    path = getattr(config.data, "path", None)
+    if path:
+        name += f" ({Path(path).name})"
+    return name
 
 
 def _card_metadata(

@@ -231,10 +231,14 @@ def _checkpoints_at(path: Path) -> list[Path]:
         if _is_name_of_checkpoint(named.name) and named.is_dir():
             return [named]
     for folder in holders(path):
-        checkpoints = [child for _, child in named_folders(folder) if child.is_dir()]
+        checkpoints = _checkpoints_in(folder)
         if checkpoints:
             return checkpoints
     raise _not_found(path)
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    return [child for _, child in named_folders(folder) if child.is_dir()]
 
 
 def _is_name_of_checkpoint(name: str) -> bool:
@@ -279,15 +283,14 @@ def _with_lacking(checkpoints: list[Inspected]) -> list[Inspected]:
     if not paths:
         return checkpoints
     lacking = dict(zip(paths, _find_lacking(paths), strict=True))
-    result = []
-    for checkpoint in checkpoints:
-        answer = lacking.get(checkpoint.path, ())
-        if isinstance(answer, str):
-            checkpoint = replace(checkpoint, unknown=answer)
-        else:
-            checkpoint = replace(checkpoint, lacking=tuple(answer))
-        result.append(checkpoint)
-    return result
+    return [_with_answer(each, lacking.get(each.path, ())) for each in checkpoints]
+
+
+def _with_answer(inspected: Inspected, answer: Sequence[str]) -> Inspected:
+    """Add the weights that a checkpoint lacks, or as text why they are not known."""
+    if isinstance(answer, str):
+        return replace(inspected, unknown=answer)
+    return replace(inspected, lacking=tuple(answer))
 
 
 def _find_lacking(paths: list[Path]) -> list[list[str] | str]:
@@ -517,17 +520,20 @@ def _size(num_bytes: float) -> str:
 def _cells(inspected: Inspected, latest: str | None) -> Iterator[str]:
     """Yield the cells of a checkpoint's line; `latest` is the name of the newest one."""
     yield f"{inspected.path.name:<20}"
-    checkpoint = inspected.checkpoint
-    if checkpoint is not None:
-        yield f"{_size(sum(_sizes(checkpoint).values())):>10}"
-        yield _written(checkpoint)
-        metrics = _metrics(checkpoint.manifest)
-        if metrics:
-            yield metrics
+    if inspected.checkpoint is not None:
+        yield from _cells_of_manifest(inspected.checkpoint)
     if inspected.path.name == latest:
         yield "latest"
     if inspected.damage is not None:
         yield "damaged" if inspected.faults else "sound"
+
+
+def _cells_of_manifest(checkpoint: SavedCheckpoint) -> Iterator[str]:
+    yield f"{_size(sum(_sizes(checkpoint).values())):>10}"
+    yield _written(checkpoint)
+    metrics = _metrics(checkpoint.manifest)
+    if metrics:
+        yield metrics
 
 
 def _table(checkpoints: list[Inspected]) -> Iterator[str]:

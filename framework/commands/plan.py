@@ -149,7 +149,7 @@ def _run(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None)
         cluster = replace(cluster, device=gpu.device)
     _refuse_odd_options(arguments)
     if arguments.measure:
-        _measure(cluster, out=sys.stderr if arguments.json else sys.stdout)
+        _measure(cluster, out=_stream_of_notes(arguments))
     question = _question(arguments, run, cluster)
     plan = question.plan
     if arguments.explain_oom:
@@ -170,12 +170,25 @@ def _run(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None)
         from framework.plan.judge_passed import judge_rendered
 
         findings += judge_rendered(plan, source=run.source, gpu=gpu)
+    _print_answer(question, answer, balance, findings)
+    _write_files(question, answer)
+    return EXIT_OK
+
+
+def _stream_of_notes(arguments: argparse.Namespace) -> TextIO:
+    """Return the stream for what is printed beside the plan: stdout is a tool's with ``--json``."""
     if arguments.json:
+        return sys.stderr
+    return sys.stdout
+
+
+def _print_answer(
+    question: _Question, answer: _Answer, balance: StageBalance, findings: Sequence[Problem]
+) -> None:
+    if question.arguments.json:
         _print_json(question, answer, balance, findings)
     else:
         _print_lines(question, answer, balance, findings)
-    _write_files(question, answer)
-    return EXIT_OK
 
 
 def _measure(cluster: Cluster, *, out: TextIO) -> None:
@@ -315,10 +328,7 @@ def _answer(question: _Question) -> _Answer:
         planned = judge(plan, target, work=question.work)
         result = _SEARCHES[question.arguments.goal](question.request)
     except NotEstimatedError as error:
-        reason = str(error)
-        if question.why:
-            reason += f" ({question.why})"
-        return _Answer({"memory": {"unknown": reason}}, (f"{'memory':<10}not estimated: {reason}",))
+        return _not_estimated(question, error)
     candidates = _candidates_to_show(question, planned, result)
     head = list(_memory_lines(planned.memory, target, kept=plan.config.checkpoint.keep_last))
     head += _time_lines(planned.time, target)
@@ -343,6 +353,13 @@ def _answer(question: _Question) -> _Answer:
         candidates=tuple(candidates),
         planned=planned,
     )
+
+
+def _not_estimated(question: _Question, error: NotEstimatedError) -> _Answer:
+    reason = str(error)
+    if question.why:
+        reason += f" ({question.why})"
+    return _Answer({"memory": {"unknown": reason}}, (f"{'memory':<10}not estimated: {reason}",))
 
 
 def _knob(question: _Question, candidates: Sequence[Candidate]) -> Knob | None:
@@ -394,10 +411,7 @@ def _ordered_by_trials(answer: _Answer, count: int) -> _Answer:
     """Run the best `count` strategies and the plan itself, and put the fastest one first."""
     from framework.commands.trials import fastest, run_trials, table
 
-    tried = list(answer.candidates[:count])
-    planned = answer.planned
-    if planned is not None and all(each.choice != planned.choice for each in tried):
-        tried.append(planned)
+    tried = _candidates_to_try(answer, count)
     trials = run_trials(tried)
     best = tried[fastest(trials)]
     others = [candidate for candidate in answer.candidates if candidate is not best]
@@ -407,6 +421,15 @@ def _ordered_by_trials(answer: _Answer, count: int) -> _Answer:
         lines=answer.lines + tuple(table(trials)),
         candidates=(best, *others),
     )
+
+
+def _candidates_to_try(answer: _Answer, count: int) -> list[Candidate]:
+    """Return the best `count` strategies, and the plan itself if it is none of them."""
+    candidates = list(answer.candidates[:count])
+    planned = answer.planned
+    if planned is not None and all(each.choice != planned.choice for each in candidates):
+        candidates.append(planned)
+    return candidates
 
 
 def _is_alternative(candidate: Candidate, planned: Candidate) -> bool:
@@ -536,24 +559,25 @@ def _write_files(question: _Question, answer: _Answer) -> None:
     if arguments.apply:
         _apply_best(question, answer)
     if arguments.chart:
-        from framework.commands.check_fix import write_file
-        from framework.commands.memory_chart import draw_chart
-        from framework.report.chart import Chart
+        _write_chart(arguments.chart, question, answer)
 
-        limit = question.target.usable_bytes(answer.candidates[0].memory)
-        title = question.plan.config.run.name
-        chart = draw_chart(answer.candidates, limit_bytes=limit, title=title)
-        write_file(Path(arguments.chart), chart, name=arguments.chart, marks=[Chart.MARK])
+
+def _write_chart(file: str, question: _Question, answer: _Answer) -> None:
+    from framework.commands.check_fix import write_file
+    from framework.commands.memory_chart import draw_chart
+    from framework.report.chart import Chart
+
+    limit = question.target.usable_bytes(answer.candidates[0].memory)
+    title = question.plan.config.run.name
+    chart = draw_chart(answer.candidates, limit_bytes=limit, title=title)
+    write_file(Path(file), chart, name=file, marks=[Chart.MARK])
 
 
 def _apply_best(question: _Question, answer: _Answer) -> None:
     """Write the settings of the best strategy that the file does not imply, and print the diff."""
     arguments = question.arguments
     run = question.run
-    if arguments.json:
-        out = sys.stderr
-    else:
-        out = sys.stdout
+    out = _stream_of_notes(arguments)
     if arguments.goal == "fewest-devices":
         write(out, f"devices   {answer.candidates[0].plan.cluster}\n")
     settings = _settings_to_write(run, answer)

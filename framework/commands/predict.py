@@ -311,13 +311,7 @@ def _outputs(
     model: torch.nn.Module, config: RunConfig, tokenizer: Any, place: int, inputs: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return a row for each input: class and probabilities, or the outputs of another task."""
-    if tokenizer is None:
-        batch = default_collate([read_sample(sample, config) for sample in inputs.values()])
-    else:
-        assert isinstance(config.data, LabelledText)
-        texts = list(inputs.values())
-        batch = inputs_of(texts, tokenizer, config.data.sequence_length)
-    batch = _beside(next(model.parameters()), batch)
+    batch = _beside(next(model.parameters()), _batch_of(list(inputs.values()), config, tokenizer))
     outputs = as_task(load_task(config)).forward(model, batch)
     outputs = getattr(outputs, "logits", outputs)
     if isinstance(config.task, Classification):
@@ -326,6 +320,14 @@ def _outputs(
     if not isinstance(outputs, Mapping):
         outputs = {"output": outputs}
     return _rows_of({name: value.float().tolist() for name, value in outputs.items()})
+
+
+def _batch_of(samples: list[Any], config: RunConfig, tokenizer: Any) -> Any:
+    """Return the model's inputs for some samples: text with a tokenizer, or tensors and images."""
+    if tokenizer is None:
+        return default_collate([read_sample(sample, config) for sample in samples])
+    assert isinstance(config.data, LabelledText)
+    return inputs_of(samples, tokenizer, config.data.sequence_length)
 
 
 def _beside(weight: Tensor, batch: Any) -> Any:

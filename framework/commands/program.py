@@ -40,10 +40,7 @@ def write_program(folder: Path, model: torch.nn.Module, config: RunConfig) -> di
     model_config = getattr(model, "config", config)
     if hasattr(model_config, "use_cache"):
         model_config.use_cache = False  # of transformers; a cache is no output of a program
-    dynamic_dimensions: list[tuple[int, ...]] = [(0,)]
-    if all(_is_tokens(tensor) for tensor in tree_leaves((args, named))):
-        dynamic_dimensions = [(0, 1), (0,)]
-    for dimensions in dynamic_dimensions:
+    for dimensions in _dynamic_dimensions((args, named)):
         dynamic = dict.fromkeys(dimensions, torch.export.Dim.DYNAMIC)
         shapes: Any = tree_map_only(Tensor, lambda _, dynamic=dynamic: dynamic, named or args)
         if is_layered:
@@ -58,6 +55,13 @@ def write_program(folder: Path, model: torch.nn.Module, config: RunConfig) -> di
             reason = f"torch.export does not take {type(model).__name__}: {first}"
     fix = "export its weights: --format safetensors"
     raise ConfigError.of("not-exportable", reason, fix, "--format", "torch_export")
+
+
+def _dynamic_dimensions(inputs: Any) -> list[tuple[int, ...]]:
+    """Return the sets of dimensions that a program may leave open, the widest one first."""
+    if all(_is_tokens(tensor) for tensor in tree_leaves(inputs)):
+        return [(0, 1), (0,)]
+    return [(0,)]
 
 
 def _is_tokens(tensor: Tensor) -> bool:

@@ -72,9 +72,17 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(runs)
     else:
-        for line in _lines(runs, out):
-            write(sys.stdout, f"{visible(line, keeps='')}\n")
+        _print_lines(runs, out)
     return EXIT_OK
+
+
+def _print_lines(runs: list[RunRecords], out: Path) -> None:
+    from framework.report.figures import state, verdict_of
+
+    lines = [f"{run.name}: {state(run)}; {verdict_of(run).sentence}" for run in runs]
+    lines.append(f"report: {out}")
+    for line in lines:
+        write(sys.stdout, f"{visible(line, keeps='')}\n")
 
 
 def _print_json(runs: Sequence[RunRecords]) -> None:
@@ -113,12 +121,14 @@ def _write_files(
         if arguments.out or not arguments.json:
             _write_page(out, runs)
     except OSError as error:
-        place = visible(str(error.filename or out), keeps="")
-        reason = f"report: {place}: it cannot be written ({error.strerror or error})"
-        raise StorageError(
-            f"{reason}; name another place with --out FILE.html [report-not-written]"
-        ) from error
+        raise _not_written(error, out) from error
     return out
+
+
+def _not_written(error: OSError, out: Path) -> StorageError:
+    place = visible(str(error.filename or out), keeps="")
+    reason = f"report: {place}: it cannot be written ({error.strerror or error})"
+    return StorageError(f"{reason}; name another place with --out FILE.html [report-not-written]")
 
 
 def _write_page(out: Path, runs: list[RunRecords]) -> None:
@@ -129,22 +139,22 @@ def _write_page(out: Path, runs: list[RunRecords]) -> None:
     replace_text(out, page(runs))
 
 
-def _lines(runs: list[RunRecords], out: Path) -> list[str]:
-    from framework.report.figures import state, verdict_of
-
-    lines = [f"{run.name}: {state(run)}; {verdict_of(run).sentence}" for run in runs]
-    lines.append(f"report: {out}")
-    return lines
-
-
 def _write_charts(runs: list[RunRecords], *, svg: str | None, png: str | None) -> None:
     """Write the charts into the folders `svg` and `png`, after a check that all can be written."""
     if not (svg or png):
         return
+    from framework.system.files import replace_bytes
+
+    for place, content in _chart_files(runs, svg=svg, png=png).items():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        replace_bytes(place, content)
+
+
+def _chart_files(runs: list[RunRecords], *, svg: str | None, png: str | None) -> dict[Path, bytes]:
+    """Draw the charts; raises OSError if a file of another kind has the place of one."""
     from framework.report.chart import Chart
     from framework.report.png import MARK, png_of
     from framework.report.run_charts import charts_of
-    from framework.system.files import replace_bytes
 
     files: dict[Path, bytes] = {}
     for chart in chain.from_iterable(charts_of(runs).values()):
@@ -152,9 +162,7 @@ def _write_charts(runs: list[RunRecords], *, svg: str | None, png: str | None) -
             files[_free_place(svg, f"{chart.slug}.svg", Chart.MARK)] = chart.file().encode()
         if png:
             files[_free_place(png, f"{chart.slug}.png", MARK)] = png_of(chart.file())
-    for place, content in files.items():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        replace_bytes(place, content)
+    return files
 
 
 def _free_place(folder: str, name: str, mark: bytes) -> Path:

@@ -4,7 +4,7 @@ writes a choice into a run config.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -83,9 +83,21 @@ def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -
 
     The plan itself is marked, and is the last row if it is not among the candidates.
     """
+    rows = _rows(_with_planned(candidates, planned), planned)
+    columns = [_column(title, rows) for title in max(rows, key=len) if _is_shown(title, rows)]
+    for line in zip(*columns, strict=True):
+        yield " ".join(line)
+
+
+def _with_planned(candidates: Sequence[Candidate], planned: Candidate | None) -> list[Candidate]:
     shown = list(candidates)
     if planned and not any(is_same(planned, candidate) for candidate in candidates):
         shown.append(planned)
+    return shown
+
+
+def _rows(shown: Sequence[Candidate], planned: Candidate | None) -> list[dict[str, str]]:
+    """Return the cells of the candidates, with memory in a unit that suits the largest."""
     unit, unit_bytes = _unit(max((candidate.peak_bytes for candidate in shown), default=0))
     has_tokens = any(LENGTH in candidate.settings for candidate in shown)
     rows = []
@@ -93,9 +105,7 @@ def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -
         is_planned = planned is not None and is_same(planned, candidate)
         row = _row(candidate, unit, unit_bytes, is_planned=is_planned, has_tokens=has_tokens)
         rows.append(row)
-    columns = [_column(title, rows) for title in max(rows, key=len) if _is_shown(title, rows)]
-    for line in zip(*columns, strict=True):
-        yield " ".join(line)
+    return rows
 
 
 def _column(title: str, rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -181,15 +191,19 @@ def loser_lines(result: SearchResult, *, shown: Sequence[Candidate]) -> Iterator
     """Yield why each strategy that is not shown lost: slower ones first, then what does not fit,
     then what is refused.
     """
-    for candidate in result.ranked:
-        if candidate not in shown:
-            words = settings_text(unusual(candidate.settings))
-            yield f"{words}: {_why_slower(candidate, result.ranked[0])}"
+    yield from _slower_lines(result, shown)
     for loser in result.losers:
         words = settings_text(unusual(loser.settings)) or "all others"
         if loser.count > 1:
             words += f" ({loser.count})"
         yield f"{words}: {_REASONS[loser.kind]}: {loser.why}"
+
+
+def _slower_lines(result: SearchResult, shown: Sequence[Candidate]) -> Iterator[str]:
+    for candidate in result.ranked:
+        if candidate not in shown:
+            words = settings_text(unusual(candidate.settings))
+            yield f"{words}: {_why_slower(candidate, result.ranked[0])}"
 
 
 def _why_slower(candidate: Candidate, best: Candidate) -> str:
@@ -304,7 +318,7 @@ def _without_implied(settings: Settings, batch: Mapping[str, Any]) -> Settings:
 
 def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
     """Yield the edits by which a file sets a key; none if it does already, also by a default."""
-    from deepspeed_lint.text.edits import InsertMember, RemoveMember, ReplaceValue
+    from deepspeed_lint.text.edits import InsertMember, ReplaceValue
 
     path = tuple(key.split("."))
     current: Any = values
@@ -321,7 +335,14 @@ def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
         current = current[name]
     if current != value:
         if key == OFFLOAD:  # the other keys of the section belong to the other kind
-            for other in section:
-                if other != path[-1]:
-                    yield RemoveMember((*path[:-1], other))
+            yield from _removals_of_others(path, section)
         yield ReplaceValue(path, value)
+
+
+def _removals_of_others(path: tuple[str, ...], section: Iterable[str]) -> Iterator[Edit]:
+    """Yield the edits that remove all keys of a section but the path's own."""
+    from deepspeed_lint.text.edits import RemoveMember
+
+    for other in section:
+        if other != path[-1]:
+            yield RemoveMember((*path[:-1], other))

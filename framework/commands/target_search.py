@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import framework
 from framework.config.base import Target
@@ -26,10 +26,7 @@ _OF_TRAINING: Final = frozenset({"torch", "torchvision", "deepspeed", "numpy", "
 
 def missing_targets(config: RunConfig) -> Iterator[Problem]:
     """Yield a warning for each target with a module that train.py would not find here."""
-    sections = {name: getattr(config, name) for name in type(config).model_fields}
-    for number, monitor in enumerate(config.monitors.others):
-        sections[f"monitors.others.{number}"] = monitor
-    for name, section in sections.items():
+    for name, section in _sections(config).items():
         if not isinstance(section, Target):
             continue
         target = getattr(section, "target", None)
@@ -47,6 +44,14 @@ def missing_targets(config: RunConfig) -> Iterator[Problem]:
                 value=target,
                 severity="warning",
             )
+
+
+def _sections(config: RunConfig) -> dict[str, Any]:
+    """Return key -> section, with each monitor of the user's own as one."""
+    sections = {name: getattr(config, name) for name in type(config).model_fields}
+    for number, monitor in enumerate(config.monitors.others):
+        sections[f"monitors.others.{number}"] = monitor
+    return sections
 
 
 def missing_sinks(config: RunConfig) -> Iterator[Problem]:
@@ -74,11 +79,16 @@ def _missing_module(module: str) -> str | None:
             if spec is None:
                 return ".".join(parts[:depth])
             places = list(spec.submodule_search_locations or ())  # empty for a single file
-            if places and not any(map(os.path.isdir, places)):
-                return None  # in an archive, or made up by a finder
+            if _has_no_folders(places):
+                return None
     except (ImportError, ValueError, AttributeError):
         return None  # an import hook of the user, or a module without a spec
     return None
+
+
+def _has_no_folders(places: Sequence[str]) -> bool:
+    """Check that a package lies in an archive, or is made up by a finder."""
+    return bool(places) and not any(map(os.path.isdir, places))
 
 
 def _find_spec(name: str, places: Sequence[str], *, is_first: bool) -> ModuleSpec | None:

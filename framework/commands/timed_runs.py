@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -66,16 +67,21 @@ def run_alone(
         values["run"] |= {"name": out.name, "output_dir": folder}
         config.write_text(json.dumps(values), encoding="utf-8")
         words = ["-m", "framework", "launch", str(config), *where]
-        failure = ""
-        try:
-            done = run_child(words, os.environ, longest_seconds=longest_seconds)
-            if done.returncode:
-                failure = f"exit code {done.returncode}: {failure_of(done.stderr)}"
-        except NoAnswerError as error:
-            failure = str(error)
-        except KeyboardInterrupt:
-            failure = INTERRUPTED
+        failure = _launch(words, longest_seconds=longest_seconds)
         try:
             return read_run(out), failure
         except ConfigError as error:
             return RunRecords(out), failure or str(error)
+
+
+def _launch(words: Sequence[str], *, longest_seconds: float | None) -> str:
+    """Run the launcher and wait; returns why it failed, "" if it did not."""
+    try:
+        done = run_child(words, os.environ, longest_seconds=longest_seconds)
+    except NoAnswerError as error:
+        return str(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if done.returncode:
+        return f"exit code {done.returncode}: {failure_of(done.stderr)}"
+    return ""

@@ -128,15 +128,8 @@ def _cache_file(plan: Plan, device: Device) -> Path | None:
         sections = {name: config.get(name) for name in _SECTIONS}
         sections["freeze"] = config["training"]["freeze"]
         sections["lora"] = config["training"]["lora"]
-        user_files: list[Any] = []
-        for section in (plan.config.model, plan.config.data, plan.config.task):
-            own_factory = section.own_factory()
-            if own_factory is not None:
-                user_files += code_of(own_factory.path)
-        package = Path(framework.__file__).parent
-        package_files: list[Any] = []
-        for room in ("setup", "plan", "models"):
-            package_files += stamps_of(package / room)
+        user_files = _user_files(plan)
+        package_files = _package_files()
     except (OSError, LookupError, metadata.PackageNotFoundError):
         return None
     dependencies = json.dumps(
@@ -146,3 +139,22 @@ def _cache_file(plan: Plan, device: Device) -> Path | None:
     )
     digest = hashlib.sha256(dependencies.encode()).hexdigest()
     return cache_folder(os.environ) / "dsf-trainer" / "work" / f"{digest}.json"
+
+
+def _user_files(plan: Plan) -> list[Any]:
+    """Return the code of the user's own that a plan's model, data and task are built by."""
+    files: list[Any] = []
+    for section in (plan.config.model, plan.config.data, plan.config.task):
+        own_factory = section.own_factory()
+        if own_factory is not None:
+            files += code_of(own_factory.path)
+    return files
+
+
+def _package_files() -> list[Any]:
+    """Return the stamps of the framework's files that measure the work."""
+    package = Path(framework.__file__).parent
+    files: list[Any] = []
+    for room in ("setup", "plan", "models"):
+        files += stamps_of(package / room)
+    return files

@@ -83,13 +83,15 @@ def run_trials(candidates: Sequence[Candidate]) -> list[Trial]:
     trials = [trial_of(candidate) for candidate in candidates]
     measure_trials(trials, note=lambda line: write(sys.stderr, f"{line}\n"))
     if not any(trial.median_seconds for trial in trials):
-        failures = "; ".join(f"{trial.name}: {trial.failure}" for trial in trials)
-        if not failures:
-            failures = "the search has found none"
-        raise TrainingError(
-            f"--trials: no strategy runs on this machine: {failures} [trials-failed]"
-        )
+        raise _none_runs(trials)
     return trials
+
+
+def _none_runs(trials: Sequence[Trial]) -> TrainingError:
+    failures = "; ".join(f"{trial.name}: {trial.failure}" for trial in trials)
+    if not failures:
+        failures = "the search has found none"
+    return TrainingError(f"--trials: no strategy runs on this machine: {failures} [trials-failed]")
 
 
 def fastest(trials: Sequence[Trial]) -> int:
@@ -161,20 +163,25 @@ def table(trials: Sequence[Trial]) -> Iterator[str]:
         f"{_LOG_EVERY} left out"
     )
     for trial in trials:
-        if trial.estimate_seconds is None:
-            estimate = "not known"
-        else:
-            estimate = _milliseconds(trial.estimate_seconds)
-        line = f"          {trial.name}: estimate {estimate}, measured "
-        if trial.median_seconds is None:
-            line += trial.failure
-        else:
-            low = f"{1000 * trial.medians[0]:,.1f}"
-            high = f"{1000 * trial.medians[-1]:,.1f}"
-            line += f"{_milliseconds(trial.median_seconds)} ({low} to {high})"
+        line = f"          {trial.name}: estimate {_estimate(trial)}, measured {_measured(trial)}"
         if trial is best:
             line += mark_of_fastest
         yield line
+
+
+def _estimate(trial: Trial) -> str:
+    if trial.estimate_seconds is None:
+        return "not known"
+    return _milliseconds(trial.estimate_seconds)
+
+
+def _measured(trial: Trial) -> str:
+    """Return the median of a trial's step with the range of its rounds, or why it does not run."""
+    if trial.median_seconds is None:
+        return trial.failure
+    low = f"{1000 * trial.medians[0]:,.1f}"
+    high = f"{1000 * trial.medians[-1]:,.1f}"
+    return f"{_milliseconds(trial.median_seconds)} ({low} to {high})"
 
 
 def _milliseconds(seconds: float) -> str:
