@@ -59,12 +59,11 @@ def _concerning(config: RunConfig) -> Iterator[ModuleType]:
 
         yield metrics_and_ema
     yield model
-    training = config.training
-    if training.freeze or training.lora is not None or has_groups(config.optimizer):
+    if _trains_weights_apart(config):
         from framework.plan.rules import weights
 
         yield weights
-    if max(config.parallel.sizes().values()) > 1 or getattr(config.model, "moe", None):
+    if _is_divided(config):
         from framework.plan.rules import parallel
 
         yield parallel
@@ -74,6 +73,21 @@ def _concerning(config: RunConfig) -> Iterator[ModuleType]:
         yield passthrough
     yield schedule
     yield base
+
+
+def _trains_weights_apart(config: RunConfig) -> bool:
+    """Check whether some weights are frozen, adapted or in an optimizer's group of their own."""
+    training = config.training
+    if training.freeze or training.lora is not None:
+        return True
+    return has_groups(config.optimizer)
+
+
+def _is_divided(config: RunConfig) -> bool:
+    """Check whether ranks share a model, or may share its experts."""
+    if max(config.parallel.sizes().values()) > 1:
+        return True
+    return bool(getattr(config.model, "moe", None))
 
 
 def _names_metrics(config: RunConfig) -> bool:

@@ -7,7 +7,7 @@ from typing import Final
 
 from framework.config.precision import BF16, FP16
 from framework.config.run_config import RunConfig
-from framework.config.zero import NEEDED_STAGE, STAGE3_KEYS
+from framework.config.zero import NEEDED_STAGE, STAGE3_KEYS, Zero
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 from framework.plan.layout import Layout
@@ -63,24 +63,27 @@ def half_precision_without_zero(
 
     deepspeed/runtime/fp16/unfused_optimizer.py `step` looks at each gradient from the host.
     """
-    if (
-        config.zero.stage
-        or config.parallel.pipe > 1
-        or not isinstance(config.precision, BF16 | FP16)
-    ):
+    if config.zero.stage or config.parallel.pipe > 1:
         return
-    dtype = config.precision.dtype
-    steps = layout.accumulation_steps
-    notes = []
-    if cluster.device == "cuda":
-        reason = f"in {dtype} every step waits for the device once for each weight there"
-        notes.append(("half-precision-without-zero", reason))
-    if steps > LONG_SUM:
-        reason = f"the gradients of {steps} micro-batches are summed in {dtype}, which rounds each"
-        notes.append(("long-sum-in-half-precision", reason))
+    if not isinstance(config.precision, BF16 | FP16):
+        return
     fix = "set zero.stage: 1, on a single device as well"
+    notes = _costs_of_half_precision(config.precision, cluster, layout.accumulation_steps)
     for kind, reason in notes:
         yield Problem(kind=kind, key="zero.stage", value=0, severity="note", reason=reason, fix=fix)
+
+
+def _costs_of_half_precision(
+    precision: BF16 | FP16, cluster: Cluster, steps: int
+) -> Iterator[tuple[str, str]]:
+    """Yield kind and reason of each cost of gradients in half precision at stage 0."""
+    dtype = precision.dtype
+    if cluster.device == "cuda":
+        reason = f"in {dtype} every step waits for the device once for each weight there"
+        yield "half-precision-without-zero", reason
+    if steps > LONG_SUM:
+        reason = f"the gradients of {steps} micro-batches are summed in {dtype}, which rounds each"
+        yield "long-sum-in-half-precision", reason
 
 
 @rule()
@@ -106,7 +109,6 @@ def offload_needs_stage(config: RunConfig, cluster: Cluster) -> Found:
     memory.
     """
     zero = config.zero
-    offload = zero.offload_optimizer
     for name, needed in NEEDED_STAGE.items():
         stage = needed.get(getattr(zero, name).device, 0)
         if zero.stage < stage:
@@ -115,6 +117,12 @@ def offload_needs_stage(config: RunConfig, cluster: Cluster) -> Found:
                 f"DeepSpeed ignores it at stage {zero.stage}",
                 f"set zero.stage: {stage}",
             )
+    yield from _ratio_below_stage3(zero)
+
+
+def _ratio_below_stage3(zero: Zero) -> Found:
+    """Find an optimizer that is offloaded in part below stage 3."""
+    offload = zero.offload_optimizer
     if offload.device == "cpu" and offload.ratio < 1 and zero.stage != 3:
         yield (
             "zero.offload_optimizer.ratio",

@@ -12,7 +12,7 @@ from deepspeed_lint.text.typos import nearest
 from framework.config.base import Target
 from framework.config.optimizer import Constant
 from framework.config.run_config import RunConfig
-from framework.config.training import EarlyStopping, ReduceOnPlateau
+from framework.config.training import EMA, EarlyStopping, ReduceOnPlateau
 from framework.errors import Problem, Severity
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
@@ -34,25 +34,27 @@ def callbacks_have_evaluations(config: RunConfig, cluster: Cluster) -> Found:
         if not isinstance(callback, EarlyStopping):
             continue
         key = f"callbacks.{number}"
-        moves = isinstance(callback, ReduceOnPlateau)
         if not often:
             reason = "nothing is evaluated before the end"
             fix = "set evaluation.every_epochs or every_steps"
             yield Problem(
                 "callback-without-evaluations", reason, fix, key, callback.kind, severity="warning"
             )
-        if moves and config.scheduler != Constant():
-            reason = (
-                f"the {getattr(config.scheduler, 'kind', 'own')} schedule sets the rate of "
-                "every step anew"
-            )
-            yield Problem(
-                "plateau-with-schedule",
-                reason,
-                "set scheduler: {kind: constant}",
-                key,
-                callback.kind,
-            )
+        if isinstance(callback, ReduceOnPlateau):
+            yield from _rate_beside_schedule(config, callback, key)
+
+
+def _rate_beside_schedule(
+    config: RunConfig, callback: ReduceOnPlateau, key: str
+) -> Iterator[Problem]:
+    """Find a schedule that undoes what a callback does to the rate."""
+    if config.scheduler == Constant():
+        return
+    kind = getattr(config.scheduler, "kind", "own")
+    reason = f"the {kind} schedule sets the rate of every step anew"
+    yield Problem(
+        "plateau-with-schedule", reason, "set scheduler: {kind: constant}", key, callback.kind
+    )
 
 
 def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
@@ -66,16 +68,21 @@ def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Probl
         key = "training.ema.start_step"
         yield Problem("ema-never-starts", reason, fix, key, ema.start_step, severity="warning")
         return
-    updates = (total_steps - ema.start_step) // ema.every_steps
+    yield from _rest_of_first_weights(ema, (total_steps - ema.start_step) // ema.every_steps)
+
+
+def _rest_of_first_weights(ema: EMA, updates: int) -> Iterator[Problem]:
+    """Find an average that after all its updates is mostly the first weights."""
     rest = ema.decay**updates
+    if rest <= _LARGEST_REST:
+        return
     key = "training.ema.decay"
-    if rest > _LARGEST_REST:
-        # reaches back over about a tenth of the run
-        decay = 1 - 10 / updates if updates > 20 else 0.5
-        after = "after 1 update" if updates == 1 else f"after {updates:,} updates"
-        reason = f"{after} {rest:.0%} of the average is still what it began with"
-        fix = f"set {key}: {decay:.3g}, or begin later with training.ema.start_step"
-        yield Problem("ema-longer-than-run", reason, fix, key, ema.decay, severity="warning")
+    # reaches back over about a tenth of the run
+    decay = 1 - 10 / updates if updates > 20 else 0.5
+    after = "after 1 update" if updates == 1 else f"after {updates:,} updates"
+    reason = f"{after} {rest:.0%} of the average is still what it began with"
+    fix = f"set {key}: {decay:.3g}, or begin later with training.ema.start_step"
+    yield Problem("ema-longer-than-run", reason, fix, key, ema.decay, severity="warning")
 
 
 @rule()
@@ -83,28 +90,15 @@ def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
     """Find a metric that is never measured: it keeps no checkpoint, which would be seen only when
     the best one is gone.
     """
-    metric = config.checkpoint.keep_best
     checkpoint = config.checkpoint
+    metric = checkpoint.keep_best
     if metric is None:
         return
     if not metric.startswith("eval/"):
-        # An area that is ours may get a metric that is not in this list; another area is a slip for
-        # certain.
-        severity: Severity = "error"
-        if metric.partition("/")[0] in AREAS:
-            severity = "warning"
-        if metric not in BY_NAME:
-            known = [*BY_NAME, *_evaluated(config)]
-            yield _unknown(metric, known, "no run measures it", severity)
+        yield from _measured_in_training(config, metric)
         return
     evaluation = config.evaluation
-    names = _evaluated(config)
-    # The user's own evaluation sets may have names (`setup/components.py`).
-    is_own_data = config.data.is_own_code
-    is_of_a_set = is_own_data and f"eval/{metric.rpartition('/')[2]}" in names
-    if names and metric not in names and not is_of_a_set:
-        kind = getattr(config.task, "kind", "")
-        yield _unknown(metric, names, f"the {kind} task measures {', '.join(names)}", "error")
+    yield from _measured_by_task(config, metric)
     if evaluation.is_often:
         return
     fix = "set evaluation.every_epochs: 1"
@@ -113,6 +107,30 @@ def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
     elif checkpoint.is_often:
         reason = "it is measured after the last step only, so no earlier checkpoint can be the best"
         yield Problem("metric-measured-once", reason, fix, _BEST, metric, severity="warning")
+
+
+def _measured_in_training(config: RunConfig, metric: str) -> Iterator[Problem]:
+    """Find a metric that neither training nor the machine has."""
+    if metric in BY_NAME:
+        return
+    # An area that is ours may get a metric that is not in this list; another area is a slip for
+    # certain.
+    severity: Severity = "error"
+    if metric.partition("/")[0] in AREAS:
+        severity = "warning"
+    known = [*BY_NAME, *_evaluated(config)]
+    yield _unknown(metric, known, "no run measures it", severity)
+
+
+def _measured_by_task(config: RunConfig, metric: str) -> Iterator[Problem]:
+    """Find a metric of evaluation that the task does not measure."""
+    names = _evaluated(config)
+    # The user's own evaluation sets may have names (`setup/components.py`).
+    is_own_data = config.data.is_own_code
+    is_of_a_set = is_own_data and f"eval/{metric.rpartition('/')[2]}" in names
+    if names and metric not in names and not is_of_a_set:
+        kind = getattr(config.task, "kind", "")
+        yield _unknown(metric, names, f"the {kind} task measures {', '.join(names)}", "error")
 
 
 @rule("largest-is-best", "warning")
@@ -131,6 +149,15 @@ def _evaluated(config: RunConfig) -> list[str]:
 
 
 def _unknown(metric: str, known: Sequence[str], reason: str, severity: Severity) -> Problem:
+    meant = _nearest_metric(metric, known)
+    fix = f"write one of {', '.join(known)}"
+    if meant is not None:
+        fix = f"did you mean {meant}?"
+    return Problem("unknown-metric", reason, fix, _BEST, metric, severity=severity)
+
+
+def _nearest_metric(metric: str, known: Sequence[str]) -> str | None:
+    """Return the known metric whose name, without the area, begins so or is nearest."""
     area, _, name = metric.rpartition("/")
     # of metrics with the same name the one of the same area comes last, and wins
     alike = sorted(known, key=lambda other: other.startswith(f"{area}/"))
@@ -140,10 +167,9 @@ def _unknown(metric: str, known: Sequence[str], reason: str, severity: Severity)
         meant = next((other for other in by_name if other.startswith(name)), None)
     if meant is None:
         meant = nearest(name, by_name)
-    fix = f"write one of {', '.join(known)}"
-    if meant is not None:
-        fix = f"did you mean {by_name[meant]}?"
-    return Problem("unknown-metric", reason, fix, _BEST, metric, severity=severity)
+    if meant is None:
+        return None
+    return by_name[meant]
 
 
 # Names of arguments with secret values.
@@ -161,20 +187,22 @@ def credentials_of_monitors(config: RunConfig, cluster: Cluster) -> Found:
     """Find credentials in a config, which is copied to config.yaml and to the services themselves.
     No value is shown.
     """
-    reason = "and would be copied into the run folder"
     mlflow = config.monitors.mlflow
-    tracking_uri = (mlflow.tracking_uri or "") if mlflow is not None else ""
-    host = tracking_uri.partition("://")[2].partition("/")[0]
-    if "@" in host:
+    if mlflow is not None and _has_password(mlflow.tracking_uri or ""):
+        reason = "it holds a password, and would be copied into the run folder"
         fix = "set it in the environment"
         key = "monitors.mlflow.tracking_uri"
-        yield Problem("credential-in-config", f"it holds a password, {reason}", fix, key)
+        yield Problem("credential-in-config", reason, fix, key)
     for number, other in enumerate(config.monitors.others):
         prefix = ".args" if isinstance(other, Target) else ""
         for name in other.factory().kwargs:
             if _CREDENTIAL.search(name):
+                reason = "it looks like a credential, and would be copied into the run folder"
                 fix = "read it from the environment in your code"
                 key = f"monitors.others.{number}{prefix}.{name}"
-                yield Problem(
-                    "credential-in-config", f"it looks like a credential, {reason}", fix, key
-                )
+                yield Problem("credential-in-config", reason, fix, key)
+
+
+def _has_password(uri: str) -> bool:
+    host = uri.partition("://")[2].partition("/")[0]
+    return "@" in host

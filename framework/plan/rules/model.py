@@ -43,10 +43,8 @@ def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Found:
         fix = "choose another model or other data"
         if fixes:
             fix = f"set {' or '.join(fixes)}"
-        kind, reason = (
-            f"model-data-{key.replace('_', '-')}",
-            f"the {data.kind} data has {value} {words}",
-        )
+        kind = f"model-data-{key.replace('_', '-')}"
+        reason = f"the {data.kind} data has {value} {words}"
         yield Problem(kind, reason, fix, f"model.{key}", expected)
 
 
@@ -63,18 +61,23 @@ def parts_speak_of_the_same(config: RunConfig, cluster: Cluster) -> Found:
     first = next(iter(known), "")
     for part, form in known.items():
         if form != known[first]:
-            from framework.config import forms
+            yield _mismatch(config, part, form, first, known[first])
 
-            kind = getattr(config, part).kind
-            first_kind = getattr(config, first).kind
-            verb = "has" if first == "data" else "reads"
-            first_part = f"{first_kind}, the {first}, {verb} {forms.NAMES[known[first]]}"
-            fix = (
-                f"set {part}.kind: {forms.KINDS[known[first]][part]} or {first}.kind: "
-                f"{forms.KINDS[form][first]}"
-            )
-            reason = f"it reads {forms.NAMES[form]}, and {first_part}"
-            yield Problem(f"{part}-{first}-mismatch", reason, fix, f"{part}.kind", kind)
+
+def _mismatch(config: RunConfig, part: str, form: str, first: str, first_form: str) -> Problem:
+    """Return the problem of a part that takes another form of data than the first known part."""
+    from framework.config import forms
+
+    kind = getattr(config, part).kind
+    first_kind = getattr(config, first).kind
+    verb = "has" if first == "data" else "reads"
+    first_part = f"{first_kind}, the {first}, {verb} {forms.NAMES[first_form]}"
+    fix = (
+        f"set {part}.kind: {forms.KINDS[first_form][part]} or {first}.kind: "
+        f"{forms.KINDS[form][first]}"
+    )
+    reason = f"it reads {forms.NAMES[form]}, and {first_part}"
+    return Problem(f"{part}-{first}-mismatch", reason, fix, f"{part}.kind", kind)
 
 
 @rule("sequence-too-long")
@@ -120,10 +123,16 @@ def _form(config: RunConfig, part: str) -> str | None:
     if not isinstance(section, Kind):
         return None
     if isinstance(section, Classification):
-        if "labelled_text" in (_form(config, "data") or _form(config, "model") or ""):
-            return "labelled_text"
-        return "images"
+        return _form_of_classification(config)
     return section.form()
+
+
+def _form_of_classification(config: RunConfig) -> str:
+    """Return the form that data or model have, as the task takes either."""
+    form = _form(config, "data") or _form(config, "model") or ""
+    if "labelled_text" in form:
+        return "labelled_text"
+    return "images"
 
 
 @rule("heads-not-divisible")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 from framework.config.base import ModelKind
-from framework.config.model import LanguageModel
+from framework.config.model import LanguageModel, ModelSection
 from framework.config.run_config import RunConfig
+from framework.config.training import Batch, Parallel
 from framework.errors import Problem
 from framework.plan.balance import stage_problems
 from framework.plan.cluster import Cluster
@@ -30,12 +32,19 @@ def parts_are_equal(config: RunConfig, cluster: Cluster) -> Found:
     size = config.parallel.tensor
     if not isinstance(model, LanguageModel):
         return
+    for key, count in _divided_counts(model):
+        if count % size:
+            fix = f"set model.{key} to a multiple of {size}, or another parallel.tensor"
+            yield f"model.{key}", f"{size} ranks of a tensor group cannot share them evenly", fix
+
+
+def _divided_counts(model: LanguageModel) -> Iterator[tuple[str, int]]:
+    """Yield key and value of all that ranks of a tensor group share evenly, equal ones once."""
     for key in ("num_heads", "num_kv_heads", "mlp_size"):
         count = getattr(model, key, None)
         is_same = key == "num_kv_heads" and count == model.num_heads
-        if count is not None and count % size and not is_same:
-            fix = f"set model.{key} to a multiple of {size}, or another parallel.tensor"
-            yield f"model.{key}", f"{size} ranks of a tensor group cannot share them evenly", fix
+        if count is not None and not is_same:
+            yield key, count
 
 
 @rule()
@@ -47,11 +56,8 @@ def other_parts(config: RunConfig, cluster: Cluster) -> Found:
     model = config.model
     if size == 1:
         return
-    has_plan = model.is_own_code or isinstance(model, LanguageModel)
-    if config.parallel.tensor_plan is None and isinstance(model, ModelKind) and not has_plan:
-        fix = 'name its layers, such as {"fc1": column, "fc2": row}, or set parallel.tensor: 1'
-        reason = f"{model.kind} has no plan of its own for tensor groups"
-        yield Problem("tensor-plan", reason, fix, "parallel.tensor_plan", None)
+    if config.parallel.tensor_plan is None:
+        yield from _missing_tensor_plan(model)
     if cluster.devices_per_host % size:
         reason = (
             f"its groups reach over hosts of {cluster.devices_per_host}, and every layer "
@@ -59,7 +65,20 @@ def other_parts(config: RunConfig, cluster: Cluster) -> Found:
         )
         fix = f"set parallel.tensor to a divisor of {cluster.devices_per_host}"
         yield Problem("tensor-over-hosts", reason, fix, "parallel.tensor", size, severity="warning")
-    zero = config.deepspeed.get("zero_optimization", {})
+    yield from _further_groups(config.deepspeed.get("zero_optimization", {}), size)
+
+
+def _missing_tensor_plan(model: ModelSection) -> Iterator[Problem]:
+    """Find a model of a known kind that is not divided by itself."""
+    has_plan = model.is_own_code or isinstance(model, LanguageModel)
+    if isinstance(model, ModelKind) and not has_plan:
+        fix = 'name its layers, such as {"fc1": column, "fc2": row}, or set parallel.tensor: 1'
+        reason = f"{model.kind} has no plan of its own for tensor groups"
+        yield Problem("tensor-plan", reason, fix, "parallel.tensor_plan", None)
+
+
+def _further_groups(zero: Any, size: int) -> Iterator[Problem]:
+    """Find settings of ZeRO that are not shown to be right beside tensor groups."""
     for key in _OF_ZERO:
         if isinstance(zero, dict) and zero.get(key, False) not in (False, None, 1, -1):
             where = f"deepspeed.zero_optimization.{key}"
@@ -85,10 +104,8 @@ def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
     length = getattr(config.data, "sequence_length", None)
     heads = model.num_heads // config.parallel.tensor  # of a rank's tensor group
     if heads % size:
-        shared = nearest_divisor(heads, near=size) if heads else 1
         reason = f"the {heads} heads of attention cannot be shared evenly"
-        multiple = size * config.parallel.tensor
-        yield key, reason, f"set {key}: {shared} or model.num_heads to a multiple of {multiple}"
+        yield key, reason, _ways_to_share(heads, config.parallel)
     elif isinstance(length, int) and length % size:
         near = max(1, length // size) * size
         yield (
@@ -96,6 +113,14 @@ def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
             f"sequences of {length} positions cannot be shared evenly",
             f"set data.sequence_length: {near}",
         )
+
+
+def _ways_to_share(heads: int, parallel: Parallel) -> str:
+    """Return the fix of heads that the ranks of a sequence cannot share."""
+    size = parallel.sequence
+    shared = nearest_divisor(heads, near=size) if heads else 1
+    multiple = size * parallel.tensor
+    return f"set parallel.sequence: {shared} or model.num_heads to a multiple of {multiple}"
 
 
 @rule("no-block-of-experts")
@@ -154,17 +179,21 @@ def partition_beside_stages(config: RunConfig, cluster: Cluster) -> Found:
         )
 
 
+def _num_micro_batches(batch: Batch, stages: int, cluster: Cluster) -> int:
+    """Count the micro-batches of a pipeline in a step, as far as the config has them."""
+    count = batch.accumulation_steps
+    if count is None and batch.global_size and batch.micro_size:
+        count = batch.global_size * stages // (batch.micro_size * cluster.world_size)
+    return count or 1
+
+
 @rule()
 def idle_stages(config: RunConfig, cluster: Cluster) -> Found:
     """Find pipelines with fewer micro-batches than stages: a stage waits (p - 1) / (m + p - 1) of a
     step (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2).
     """
     stages = config.parallel.pipe
-    batch = config.batch
-    count = batch.accumulation_steps
-    if count is None and batch.global_size and batch.micro_size:
-        count = batch.global_size * stages // (batch.micro_size * cluster.world_size)
-    count = count or 1
+    count = _num_micro_batches(config.batch, stages, cluster)
     if 1 < stages > count:
         idle = (stages - 1) / (count + stages - 1)
         then_idle = (stages - 1) / (4 * stages + stages - 1)

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeGuard
 from deepspeed_lint.text.typos import nearest
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
-from framework.config.optimizer import DeepSpeedSchedule, Muon
+from framework.config.optimizer import DeepSpeedSchedule, Muon, OptimizerSection
 from framework.config.run_config import RunConfig
 from framework.config.zero import OFFLOADS
 from framework.errors import Problem
@@ -60,24 +60,27 @@ def deepspeed_section(config: RunConfig, cluster: Cluster) -> Found:
     setting, which contradict each other.
     """
     for section, values in config.deepspeed.items():
-        entries: Iterable[tuple[str, Any]] = [(section, values)]
-        if isinstance(values, dict) and section in SHARED | PASSED_THROUGH:
-            entries = _paths(values, section)
-        for path, value in entries:
+        for path, value in _entries(section, values):
             problem = _wrong(config, section, path, value)
             if problem:
                 kind, reason, fix = problem
                 yield Problem(kind, reason, fix, f"deepspeed.{path}", value)
 
 
+def _entries(section: str, values: Any) -> Iterable[tuple[str, Any]]:
+    """Return path and value of each key of a section; of an unknown one it is the section alone."""
+    if isinstance(values, dict) and section in SHARED | PASSED_THROUGH:
+        return _paths(values, section)
+    return [(section, values)]
+
+
 def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str, str, str] | None:
     """Return kind, reason and fix of a key's problem, or None."""
     name, _, field = path[len(section) + 1 :].partition(".")
-    setting = OWNED.get(path)
     if section in SHARED and name:
-        setting = TYPED.get(path)
-        if not setting or not _is_typed(config, setting):
-            setting = _why_absent(config, section)
+        setting = _deciding_setting(config, section, path)
+    else:
+        setting = OWNED.get(path)
     if setting is not None:
         return "section-clash", f"{setting} decides it", f"set {setting} and remove it here"
     if path in REMOVED:
@@ -86,40 +89,66 @@ def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str,
     refusal = not_in_a_run(path, value)
     if refusal is not None:
         return "not-in-a-run", *refusal
-    if not name and path not in PASSED_THROUGH and path not in _NOT_IN_A_RUN:
-        guess = nearest(path, [*PASSED_THROUGH, *OWNED]) or ""
-        if guess in OWNED:
-            meant = f"{OWNED[guess]} decides '{guess}'"
-        else:
-            meant = f"did you mean '{guess}'?"
-        reason = "DeepSpeed reads no such key and would ignore it"
-        return "unknown-deepspeed-key", reason, meant if guess else "remove it"
-    is_offload = section == "zero_optimization" and name in OFFLOADS and field and "." not in field
-    if is_offload and getattr(config.zero, name).device == "none":
-        return (
-            "section-clash",
-            f"zero.{name} moves nothing",
-            f"set zero.{name}: {{device: cpu}}, or remove it here",
-        )
+    if not name:
+        return _unknown_key(path)
+    if section == "zero_optimization" and name in OFFLOADS:
+        return _offload_of_nothing(config, name, field)
     return None
+
+
+def _deciding_setting(config: RunConfig, section: str, path: str) -> str | None:
+    """Return our setting that decides a key of a shared section, or None."""
+    setting = TYPED.get(path)
+    if setting and _is_typed(config, setting):
+        return setting
+    return _why_absent(config, section)
+
+
+def _unknown_key(path: str) -> tuple[str, str, str] | None:
+    """Return kind, reason and fix of a top-level key that DeepSpeed does not read, else None."""
+    if path in PASSED_THROUGH or path in _NOT_IN_A_RUN:
+        return None
+    guess = nearest(path, [*PASSED_THROUGH, *OWNED])
+    if not guess:
+        fix = "remove it"
+    elif guess in OWNED:
+        fix = f"{OWNED[guess]} decides '{guess}'"
+    else:
+        fix = f"did you mean '{guess}'?"
+    return "unknown-deepspeed-key", "DeepSpeed reads no such key and would ignore it", fix
+
+
+def _offload_of_nothing(config: RunConfig, name: str, field: str) -> tuple[str, str, str] | None:
+    """Return kind, reason and fix of an offload's key if the run offloads nothing, else None."""
+    if not field or "." in field or getattr(config.zero, name).device != "none":
+        return None
+    fix = f"set zero.{name}: {{device: cpu}}, or remove it here"
+    return "section-clash", f"zero.{name} moves nothing", fix
 
 
 @rule("inert-in-a-run", "note")
 def passed_without_effect(config: RunConfig, cluster: Cluster) -> Found:
     """Find keys that DeepSpeed reads, and that have no effect in this run."""
-    comms = config.deepspeed.get("comms_logger")
     # a clash: `profile_steps`
     is_profiled = config.profile is not None and config.profile.communication
     may_be_printed = bool(config.callbacks) or is_profiled
-    if _is_on(comms, "enabled") and not comms.get("verbose") and not may_be_printed:
+    if not may_be_printed and _counts_silently(config.deepspeed.get("comms_logger")):
         reason = "it counts, and nothing prints the counts"
         instead = "write profile: {steps: 10-11, communication: true} in its place"
         fix = f"{instead}, or call deepspeed.comm.log_summary() in a callback"
         yield Problem(
             "inert-in-a-run", reason, fix, "deepspeed.comms_logger.enabled", True, severity="note"
         )
+    yield from _quantized_within_host(config.deepspeed.get("zero_optimization"), cluster)
+
+
+def _counts_silently(comms: Any) -> bool:
+    return _is_on(comms, "enabled") and not comms.get("verbose")
+
+
+def _quantized_within_host(zero: Any, cluster: Cluster) -> Iterator[Problem]:
+    """Find gradients that are quantized, and never go from host to host."""
     quantized = "zero_quantized_gradients"
-    zero = config.deepspeed.get("zero_optimization")
     if _is_on(zero, quantized) and cluster.num_hosts == 1 and cluster.device != "cpu":
         reason = "gradients are quantized on the way between hosts, and the run has one"
         key = f"deepspeed.zero_optimization.{quantized}"
@@ -163,14 +192,21 @@ def _is_on(section: Any, name: str) -> TypeGuard[dict[str, Any]]:
 def _why_absent(config: RunConfig, section: str) -> str | None:
     """Return our setting that leaves a section out of the JSON, or None if the JSON has it."""
     optimizer = config.optimizer
-    if section == "optimizer" and isinstance(optimizer, (Target, Object)):
-        return "optimizer.target"
-    if section == "optimizer" and (optimizer.is_own_code or isinstance(optimizer, Muon)):
-        return "optimizer.kind"
+    if section == "optimizer":
+        return _why_no_optimizer(optimizer)
     if section == "scheduler" and not isinstance(config.scheduler, DeepSpeedSchedule):
         return "scheduler.kind"
     if section == "pipeline" and config.parallel.pipe == 1:
         return "parallel.pipe"
+    return None
+
+
+def _why_no_optimizer(optimizer: OptimizerSection) -> str | None:
+    """Return our setting of an optimizer that DeepSpeed does not make, or None."""
+    if isinstance(optimizer, (Target, Object)):
+        return "optimizer.target"
+    if optimizer.is_own_code or isinstance(optimizer, Muon):
+        return "optimizer.kind"
     return None
 
 
@@ -199,21 +235,24 @@ def deepspeed_values(config: RunConfig, cluster: Cluster) -> Found:
     most nulls; JSON has neither NaN nor Python's objects.
     """
     for key, value in _leaves(config.deepspeed, "deepspeed"):
-        if value == "auto" and not key.startswith(_AUTO_HAS_MEANING):
-            reason = "DeepSpeed drops it and takes its default"
-            fix = "write the value, or remove the key"
-            yield Problem("auto-in-deepspeed", reason, fix, key, value)
-        elif value is None:
-            yield Problem(
-                "null-in-deepspeed",
-                "DeepSpeed wants a value or no key",
-                "remove the key",
-                key,
-                value,
-            )
-        elif not _is_json(value):
-            fix = "write text, a finite number, true, false, a list or a section"
-            yield Problem("not-json", "JSON has no such value", fix, key, value)
+        problem = _value_problem(key, value)
+        if problem is not None:
+            yield problem
+
+
+def _value_problem(key: str, value: Any) -> Problem | None:
+    """Return the problem of a value that DeepSpeed or JSON do not take, or None."""
+    if value == "auto" and not key.startswith(_AUTO_HAS_MEANING):
+        reason = "DeepSpeed drops it and takes its default"
+        fix = "write the value, or remove the key"
+        return Problem("auto-in-deepspeed", reason, fix, key, value)
+    if value is None:
+        reason = "DeepSpeed wants a value or no key"
+        return Problem("null-in-deepspeed", reason, "remove the key", key, value)
+    if not _is_json(value):
+        fix = "write text, a finite number, true, false, a list or a section"
+        return Problem("not-json", "JSON has no such value", fix, key, value)
+    return None
 
 
 def _is_json(value: Any) -> bool:

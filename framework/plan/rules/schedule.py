@@ -10,6 +10,7 @@ from typing import Final
 from framework.config.load import Source
 from framework.config.optimizer import WSD, OneCycle, WarmupLR, optimizer_lr
 from framework.config.run_config import RunConfig
+from framework.config.training import Profile
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
@@ -78,16 +79,7 @@ def profile_steps(config: RunConfig, cluster: Cluster) -> Found:
     profile = config.profile
     if profile is None:
         return
-    first = profile.first
-    last = profile.last
-    if first > last:
-        yield "profile.steps", "it ends before it begins", f"write {last}-{first}"
-    elif profile.waits and first == last:
-        reason = (
-            "what waits for every operation has the last step for itself, and none is left "
-            "to be traced"
-        )
-        yield "profile.steps", reason, f"write {first}-{first + 1}"
+    yield from _range_without_steps(profile)
     for name, deepspeed_name in _INSTRUMENTS.items():
         value = config.deepspeed.get(deepspeed_name)
         if getattr(profile, name) and value:
@@ -99,6 +91,20 @@ def profile_steps(config: RunConfig, cluster: Cluster) -> Found:
                 f"deepspeed.{deepspeed_name}",
                 value,
             )
+
+
+def _range_without_steps(profile: Profile) -> Found:
+    """Find a range of steps that leaves none to be traced."""
+    first = profile.first
+    last = profile.last
+    if first > last:
+        yield "profile.steps", "it ends before it begins", f"write {last}-{first}"
+    elif profile.waits and first == last:
+        reason = (
+            "what waits for every operation has the last step for itself, and none is left "
+            "to be traced"
+        )
+        yield "profile.steps", reason, f"write {first}-{first + 1}"
 
 
 # Key of `profile` -> DeepSpeed's key that measures the same in every step.
@@ -123,20 +129,7 @@ def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[
             "profile-beyond-run", reason, fix, "profile.steps", profile.steps, severity="warning"
         )
     if isinstance(scheduler, OneCycle):
-        first = scheduler.first_steps
-        cycle = first + (scheduler.second_steps or first)
-        if cycle > total_steps:
-            fix = f"set scheduler.first_steps: {max(1, total_steps // 2)}"
-            if first >= total_steps:
-                reason = f"{run} and never reaches max_lr"
-            else:
-                reason = (
-                    f"up and down take {cycle} steps and {run}: it ends before the rate is down"
-                )
-                fix += ", or second_steps"
-            yield Problem(
-                "cycle-too-long", reason, fix, "scheduler.first_steps", first, severity="warning"
-            )
+        yield from _length_for_cycle(scheduler, total_steps)
     elif getattr(scheduler, "total_steps", None) is None and needed >= total_steps:
         reason = f"{run} and never reaches the full learning rate"
         value = getattr(scheduler, key)
@@ -148,6 +141,22 @@ def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[
             value,
             severity="warning",
         )
+
+
+def _length_for_cycle(cycle: OneCycle, total_steps: int) -> Iterator[Problem]:
+    """Find a run that ends before its cycle."""
+    run = f"the run has {total_steps} steps"
+    first = cycle.first_steps
+    cycle_steps = first + (cycle.second_steps or first)
+    if cycle_steps <= total_steps:
+        return
+    fix = f"set scheduler.first_steps: {max(1, total_steps // 2)}"
+    if first >= total_steps:
+        reason = f"{run} and never reaches max_lr"
+    else:
+        reason = f"up and down take {cycle_steps} steps and {run}: it ends before the rate is down"
+        fix += ", or second_steps"
+    yield Problem("cycle-too-long", reason, fix, "scheduler.first_steps", first, severity="warning")
 
 
 def overruled(config: RunConfig, source: Source) -> Iterator[Problem]:

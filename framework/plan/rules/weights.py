@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, Final
 
 from framework.config.freezing import always_frozen, patterns_of, refuse_bad_freeze, scheduled
 from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, unmatched_modules
@@ -17,7 +18,9 @@ from framework.errors import ConfigError, Problem
 from framework.plan.balance import pattern_problem
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
-from framework.plan.work import model_work
+from framework.plan.work import ModelWork, model_work
+
+_ADAPTED: Final = "training.lora.target_modules"
 
 
 @rule()
@@ -28,15 +31,7 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
     entries = config.training.freeze
     if not entries:
         return
-    problems = list[Problem]()
-    fix = "write for example .*bias for all that ends so"
-    for number, entry in enumerate(entries):
-        if isinstance(entry, str):
-            key = f"training.freeze.{number}"
-        else:
-            key = f"training.freeze.{number}.match"
-        for pattern in patterns_of(entry):
-            problems += pattern_problem(pattern, key=key, value=pattern, fix=fix)
+    problems = _bad_patterns(entries)
     yield from problems
     if problems:
         return
@@ -53,6 +48,19 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
         reason = "it freezes all experts, and divided ones must be trained"
         fix = "set parallel.expert: 1"
         yield Problem("expert-with-other", reason, fix, "training.freeze", patterns)
+
+
+def _bad_patterns(entries: Sequence[str | FrozenSteps]) -> list[Problem]:
+    """List the problems of patterns that are no regular expressions."""
+    problems: list[Problem] = []
+    fix = "write for example .*bias for all that ends so"
+    for number, entry in enumerate(entries):
+        key = f"training.freeze.{number}"
+        if not isinstance(entry, str):
+            key += ".match"
+        for pattern in patterns_of(entry):
+            problems += pattern_problem(pattern, key=key, value=pattern, fix=fix)
+    return problems
 
 
 def _has_trained_experts(names: Iterable[str], patterns: Sequence[str]) -> bool:
@@ -88,34 +96,34 @@ def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
         value = entry.model_dump(exclude_none=True)
         shown.append(value)
         yield from _wrong_limits(entry, f"training.freeze.{number}", value)
-    parallel = config.parallel
-    zero = config.zero
-    refused = {
-        # As with groups of the optimizer's own: DeepSpeed reduces a norm for each group over all
-        # stages.
-        "stages of a pipeline would each have others": (
-            "parallel.pipe: 1",
-            parallel.pipe > 1 and (zero.stage > 0 or config.precision.dtype == "fp16"),
-        ),
-        "so have experts that are divided": ("parallel.expert: 1", parallel.expert > 1),
-        "state on NVMe is swapped with every step": (
-            "zero.offload_optimizer.device: cpu",
-            "nvme" in (zero.offload_optimizer.device, zero.offload_param.device),
-        ),
-        f"at zero.stage {zero.stage} DeepSpeed makes one group of Adagrad's": (
-            "optimizer.kind: adamw, or zero.stage: 0",
-            zero.stage > 0 and isinstance(config.optimizer, Adagrad),
-        ),
-    }
-    for reason, (fix, holds) in refused.items():
-        if holds:
-            reason = f"frozen weights have parameter groups of their own, and {reason}"
-            yield Problem("freeze-steps", reason, f"set {fix}", "training.freeze", shown)
+    for reason, fix in _refused_with_frozen_groups(config):
+        reason = f"frozen weights have parameter groups of their own, and {reason}"
+        yield Problem("freeze-steps", reason, f"set {fix}", "training.freeze", shown)
     if config.training.ema is not None and any(entry.from_step for entry in entries.values()):
         reason = "the moving average of weights that are frozen later would stand still with them"
         yield Problem(
             "freeze-steps", reason, "remove training.ema or from_step", "training.freeze", shown
         )
+
+
+def _refused_with_frozen_groups(config: RunConfig) -> list[tuple[str, str]]:
+    """List reason and fix of each setting with which no group of frozen weights is made."""
+    parallel = config.parallel
+    zero = config.zero
+    refused = []
+    # As with groups of the optimizer's own: DeepSpeed reduces a norm for each group over all
+    # stages.
+    if parallel.pipe > 1 and (zero.stage > 0 or config.precision.dtype == "fp16"):
+        refused.append(("stages of a pipeline would each have others", "parallel.pipe: 1"))
+    if parallel.expert > 1:
+        refused.append(("so have experts that are divided", "parallel.expert: 1"))
+    if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
+        reason = "state on NVMe is swapped with every step"
+        refused.append((reason, "zero.offload_optimizer.device: cpu"))
+    if zero.stage > 0 and isinstance(config.optimizer, Adagrad):
+        reason = f"at zero.stage {zero.stage} DeepSpeed makes one group of Adagrad's"
+        refused.append((reason, "optimizer.kind: adamw, or zero.stage: 0"))
+    return refused
 
 
 @rule()
@@ -124,13 +132,12 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
     their weight; other models are checked when they are built.
     """
     lora = config.training.lora
-    key = "training.lora.target_modules"
     if lora is None:
         return
     pattern = lora.target_modules
     if isinstance(pattern, str) and pattern != ALL_LINEAR:
         fix = "write for example .*query, or a list of names"
-        wrong = list(pattern_problem(pattern, key=key, value=pattern, fix=fix))
+        wrong = list(pattern_problem(pattern, key=_ADAPTED, value=pattern, fix=fix))
         yield from wrong
         if wrong:
             return
@@ -138,22 +145,26 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
     work = model_work(config.model, micro_size=1, image_size=size, lora=lora)
     if work is None:
         return
-    names = list(work.weights)
-    names += work.frozen
-    modules = _modules_of(names)
+    modules = _modules_of(chain(work.weights, work.frozen))
     problems = unmatched_modules(lora, modules)
     yield from problems
-    if problems or pattern == ALL_LINEAR:
-        return
+    if not problems and pattern != ALL_LINEAR:
+        named = [module for module in modules if is_named(module, pattern)]
+        yield from _not_adaptable(named, work, pattern)
+
+
+def _not_adaptable(
+    modules: Iterable[str], work: ModelWork, pattern: str | Sequence[str]
+) -> Iterator[Problem]:
+    """Find modules that hold no matrix, or share their weight."""
+    names = chain(work.weights, work.frozen)
     adapted = {name.partition(LORA)[0] for name in names if LORA in name}
     shared = {part.shares for part in work.parts}
     for module in modules:
-        if not is_named(module, pattern):
-            continue
         if module not in adapted:
             reason = f"{module} is no linear layer, convolution or embedding"
             fix = "name modules that are one"
-            yield Problem("lora-not-adaptable", reason, fix, key, pattern)
+            yield Problem("lora-not-adaptable", reason, fix, _ADAPTED, pattern)
         elif module in shared:
             yield tied_problem(module, pattern)
 
@@ -186,19 +197,19 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
     for number, group in enumerate(groups):
         key = f"optimizer.groups.{number}"
         yield from pattern_problem(group.match, key=f"{key}.match", value=group.match, fix=fix)
-        if group.lr is None and group.weight_decay is None:
-            reason = "it has neither lr nor weight_decay of its own"
-            yield Problem(
-                "group-changes-nothing",
-                reason,
-                "set one of them, or remove the group",
-                key,
-                group.match,
-            )
-        if group.lr and not optimizer_lr(config.optimizer):
-            reason = "a schedule moves it as a share of optimizer.lr, which is 0"
-            yield Problem("group-lr-of-nothing", reason, "set optimizer.lr", f"{key}.lr", group.lr)
+        yield from _group_without_effect(optimizer, group, key)
     yield from _groups_in_stages(config, groups)
+
+
+def _group_without_effect(optimizer: Any, group: Any, key: str) -> Iterator[Problem]:
+    """Find a group that changes nothing, or has a share of a rate that is 0."""
+    if group.lr is None and group.weight_decay is None:
+        reason = "it has neither lr nor weight_decay of its own"
+        fix = "set one of them, or remove the group"
+        yield Problem("group-changes-nothing", reason, fix, key, group.match)
+    if group.lr and not optimizer_lr(optimizer):
+        reason = "a schedule moves it as a share of optimizer.lr, which is 0"
+        yield Problem("group-lr-of-nothing", reason, "set optimizer.lr", f"{key}.lr", group.lr)
 
 
 def _groups_in_stages(config: RunConfig, groups: Sequence[Any]) -> Iterator[Problem]:
@@ -215,10 +226,15 @@ def _groups_in_stages(config: RunConfig, groups: Sequence[Any]) -> Iterator[Prob
             return
     how = "with ZeRO" if config.zero.stage else "in fp16"
     reason = f"{how} every stage of a pipeline must have weights of every group"
-    other = ""
-    if not is_fp16:
-        other = "zero.stage: 0 or "
-    elif not config.zero.stage:
-        other = "precision.dtype: fp32 or "
+    other = _other_than_pipeline(config.zero.stage, is_fp16=is_fp16)
     fix = f"set {other}parallel.pipe: 1, or use weight_decay_on: matrices alone"
     yield Problem("groups-with-pipeline", reason, fix, key, value)
+
+
+def _other_than_pipeline(stage: int, *, is_fp16: bool) -> str:
+    """Return the setting that lets stages have groups; empty if there is no single one."""
+    if not is_fp16:
+        return "zero.stage: 0 or "
+    if not stage:
+        return "precision.dtype: fp32 or "
+    return ""
