@@ -5,7 +5,7 @@ list of layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
@@ -19,6 +19,8 @@ from framework.errors import Problem, counted
 Bounds = tuple[int, ...]
 MayBe = Callable[[int, int], bool]
 Number = TypeVar("Number", int, float)
+# End of the last part -> largest sum, sum of squares and bounds of the best cut up to there.
+_BestCuts = dict[int, tuple[float, float, Bounds]]
 
 
 @dataclass(frozen=True)
@@ -84,39 +86,45 @@ class StageTable:
 
     def _stage(self, start: int, stop: int) -> Stage:
         layers = self.layers[start:stop]
-        num_params = 0
-        param_bytes = 0
-        counted_ties = set()
-        for layer in layers:
-            if layer.tied not in counted_ties:
-                num_params += layer.num_params
-                param_bytes += layer.param_bytes
-            if layer.tied:
-                counted_ties.add(layer.tied)
+        untied = _without_ties(layers)
         return Stage(
             start,
             stop,
-            num_params=num_params,
-            param_bytes=param_bytes,
-            output_bytes=None if stop == len(self.layers) else layers[-1].output_bytes,
+            num_params=sum(layer.num_params for layer in untied),
+            param_bytes=sum(layer.param_bytes for layer in untied),
+            output_bytes=self._sent_bytes(stop),
             seconds=_total([layer.seconds for layer in layers]),
             flops=_total([layer.flops for layer in layers]),
         )
 
+    def _sent_bytes(self, stop: int) -> int | None:
+        """Return the bytes that a stage sends to the next one; the last stage sends none."""
+        if stop == len(self.layers):
+            return None
+        return self.layers[stop - 1].output_bytes
+
     def to_dict(self) -> dict[str, Any]:
         """Return the table as plain values, as written to ``plan.json``."""
-        first_of = {layer.tied: layer.name for layer in reversed(self.layers) if layer.tied}
-        tied = {}
-        for layer in self.layers:
-            if layer.tied and first_of[layer.tied] != layer.name:
-                tied[layer.name] = first_of[layer.tied]
+        first_of = self._first_of_ties()
         return {
             "layers": [layer.name for layer in self.layers],
-            "tied": tied,
+            "tied": self._tied_names(first_of),
             "tied_keys": first_of,
             "bounds": list(self.bounds),
             "stages": [asdict(stage) for stage in self.stages()],
         }
+
+    def _first_of_ties(self) -> dict[str, str]:
+        """Return the first layer with each tied weight, by the key of the tie."""
+        return {layer.tied: layer.name for layer in reversed(self.layers) if layer.tied}
+
+    def _tied_names(self, first_of: Mapping[str, str]) -> dict[str, str]:
+        """Return the layer whose weights each later tied layer shares."""
+        tied = {}
+        for layer in self.layers:
+            if layer.tied and first_of[layer.tied] != layer.name:
+                tied[layer.name] = first_of[layer.tied]
+        return tied
 
     def lines(self) -> Iterator[str]:
         """Yield one line per stage for a person; a stage that was not timed has its share of the
@@ -124,19 +132,43 @@ class StageTable:
         """
         total = sum(layer.flops or 0 for layer in self.layers)
         for number, stage in enumerate(self.stages()):
-            first = self.layers[stage.start].name
-            last = self.layers[stage.stop - 1].name
-            count = stage.stop - stage.start
-            names = first if count == 1 else f"{first} .. {last}"
-            span = f"{counted(count, 'layer')} ({names})"
-            parts = [span, f"{stage.num_params:,} parameters", f"{stage.param_bytes / 1e6:,.1f} MB"]
-            if stage.seconds is not None:
-                parts.append(f"{1000 * stage.seconds:,.2f} ms per micro-batch")
-            elif stage.flops is not None and total:
-                parts.append(f"{stage.flops / total:.0%} of the computation by its FLOPs")
-            if stage.output_bytes is not None:
-                parts.append(f"sends {stage.output_bytes / 1e6:,.2f} MB per micro-batch")
+            parts = [
+                self._span(stage),
+                f"{stage.num_params:,} parameters",
+                f"{stage.param_bytes / 1e6:,.1f} MB",
+                *_costs_text(stage, total),
+            ]
             yield f"stage {number}: {', '.join(parts)}"
+
+    def _span(self, stage: Stage) -> str:
+        """Return how many layers a stage has, and the names of its first and last one."""
+        first = self.layers[stage.start].name
+        last = self.layers[stage.stop - 1].name
+        count = stage.stop - stage.start
+        names = first if count == 1 else f"{first} .. {last}"
+        return f"{counted(count, 'layer')} ({names})"
+
+
+def _costs_text(stage: Stage, total_flops: int) -> Iterator[str]:
+    """Yield the time of a stage, or its share of the FLOPs, and what it sends."""
+    if stage.seconds is not None:
+        yield f"{1000 * stage.seconds:,.2f} ms per micro-batch"
+    elif stage.flops is not None and total_flops:
+        yield f"{stage.flops / total_flops:.0%} of the computation by its FLOPs"
+    if stage.output_bytes is not None:
+        yield f"sends {stage.output_bytes / 1e6:,.2f} MB per micro-batch"
+
+
+def _without_ties(layers: Sequence[LayerFacts]) -> list[LayerFacts]:
+    """Return the layers without those that share the weights of an earlier one."""
+    untied = []
+    ties = set[str]()
+    for layer in layers:
+        if layer.tied not in ties:
+            untied.append(layer)
+        if layer.tied:
+            ties.add(layer.tied)
+    return untied
 
 
 def _total(values: Sequence[Number | None]) -> Number | None:
@@ -163,21 +195,28 @@ def cut(
     problem = next(stage_problems(parallel, len(layers), names), None)
     if problem:
         return problem
-    all_groups = _has_all_groups(layers)
+    may_be = _has_all_groups(layers) if same_groups else None
     if parallel.stages is not None:
         bounds = _explicit(layers, parallel)
     else:
-        bounds = _chosen(layers, parallel, may_be=all_groups if same_groups else None)
+        bounds = _chosen(layers, parallel, may_be=may_be)
     if isinstance(bounds, Problem):
         return bounds
     table = StageTable(tuple(layers), bounds)
+    return _problem_of_stages(table, parallel, may_be) or table
+
+
+def _problem_of_stages(
+    table: StageTable, parallel: Parallel, may_be: MayBe | None
+) -> Problem | None:
+    """Return the problem of the first stage that cannot train; None if all can."""
     for number, stage in enumerate(table.stages()):
-        stage_layers = layers[stage.start : stage.stop]
+        stage_layers = table.layers[stage.start : stage.stop]
         if not stage.num_params:
             return _without_parameters(number, stage_layers, parallel)
-        if same_groups and not all_groups(stage.start, stage.stop):
+        if may_be is not None and not may_be(stage.start, stage.stop):
             return _with_one_group(number, stage_layers)
-    return table
+    return None
 
 
 def _without_parameters(
@@ -222,21 +261,32 @@ def stage_problems(
 ) -> Iterator[Problem]:
     """Find what is wrong with the cut that a config sets; `num_layers` None: not known yet."""
     stages = parallel.stages
-    pipe = parallel.pipe
-    key = "parallel.stages"
-    if num_layers is not None and num_layers < pipe:
-        reason = f"the model has only {counted(num_layers, 'layer')}"
-        fix = f"set parallel.pipe: {num_layers}"
-        if num_layers > 1:
-            fix += " or less"
-        yield Problem("pipe-exceeds-layers", reason, fix, "parallel.pipe", pipe)
+    if num_layers is not None and num_layers < parallel.pipe:
+        yield _more_stages_than(num_layers, parallel.pipe)
     if stages is None:
         fix = "write for example type:Linear"
         method = parallel.partition
         yield from pattern_problem(
             method.removeprefix("type:"), key="parallel.partition", value=method, fix=fix
         )
-    elif num_layers is not None and len(stages) != num_layers:
+    else:
+        yield from _problems_of_list(stages, parallel.pipe, num_layers, names)
+
+
+def _more_stages_than(num_layers: int, pipe: int) -> Problem:
+    reason = f"the model has only {counted(num_layers, 'layer')}"
+    fix = f"set parallel.pipe: {num_layers}"
+    if num_layers > 1:
+        fix += " or less"
+    return Problem("pipe-exceeds-layers", reason, fix, "parallel.pipe", pipe)
+
+
+def _problems_of_list(
+    stages: list[int], pipe: int, num_layers: int | None, names: Sequence[str]
+) -> Iterator[Problem]:
+    """Find what is wrong with a list of the stage of each layer."""
+    key = "parallel.stages"
+    if num_layers is not None and len(stages) != num_layers:
         reason = f"it names {len(stages)} layers and the model has {num_layers}"
         if names:
             reason += f": {', '.join(names)}"
@@ -315,20 +365,25 @@ def _costs(layers: Sequence[LayerFacts], parallel: Parallel) -> list[float] | Pr
     """Return what each layer counts for in the cut, by the method of the config."""
     method = parallel.partition
     if method.startswith("type:"):
-        pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
-        costs = [float(bool(pattern.search(layer.kind))) for layer in layers]
-        if sum(costs) < parallel.pipe:
-            kinds = ", ".join(sorted({layer.kind for layer in layers}))
-            reason = f"it matches {int(sum(costs))} layers, fewer than stages"
-            fix = f"the layers are of {kinds}"
-            return Problem("type-matches-too-few", reason, fix, "parallel.partition", method)
-        return costs
+        return _costs_by_type(layers, method, parallel.pipe)
     if method == "uniform":
         return [1.0 for _ in layers]
     if method == "measured" and all(layer.seconds is not None for layer in layers):
         return [layer.seconds or 0.0 for layer in layers]
     # also `measured` before the measurement
     return [float(layer.num_params) for layer in layers]
+
+
+def _costs_by_type(layers: Sequence[LayerFacts], method: str, pipe: int) -> list[float] | Problem:
+    """Count the layers of a type, ``type:PATTERN``, as one and the others as nothing."""
+    pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
+    costs = [float(bool(pattern.search(layer.kind))) for layer in layers]
+    if sum(costs) < pipe:
+        kinds = ", ".join(sorted({layer.kind for layer in layers}))
+        reason = f"it matches {int(sum(costs))} layers, fewer than stages"
+        fix = f"the layers are of {kinds}"
+        return Problem("type-matches-too-few", reason, fix, "parallel.partition", method)
+    return costs
 
 
 def balanced(
@@ -358,24 +413,33 @@ def balanced(
 
     sums = list(accumulate(costs, initial=0.0))
     ends = range(1, len(sums))
-    # End of the last part -> largest sum, sum of squares and bounds of the best cut up to there.
-    best: dict[int, tuple[float, float, Bounds]]
+    best: _BestCuts
     best = {stop: (sums[stop], sums[stop] ** 2, (0, stop)) for stop in ends if fits(0, stop)}
     for _ in range(1, parts):
-        cuts: dict[int, tuple[float, float, Bounds]] = {}
-        for stop in ends:
-            candidates = []
-            for start, (largest, squares, bounds) in best.items():
-                if start < stop and fits(start, stop):
-                    cost = sums[stop] - sums[start]
-                    cut_here = (max(largest, cost), squares + cost**2, (*bounds, stop))
-                    candidates.append(cut_here)
-            if candidates:
-                cuts[stop] = min(candidates)
-        best = cuts
+        best = _with_one_more_part(best, sums, fits)
     if len(costs) in best:
         return best[len(costs)][2]
     return None
+
+
+def _with_one_more_part(best: _BestCuts, sums: Sequence[float], fits: MayBe) -> _BestCuts:
+    """Return the best cuts with a part after those of shorter cuts.
+
+    Args:
+        best: cuts with a part less.
+        sums: of the costs of the first items.
+        fits: whether a part may have its items.
+    """
+    longer: _BestCuts = {}
+    for stop in range(1, len(sums)):
+        candidates = []
+        for start, (largest, squares, bounds) in best.items():
+            if start < stop and fits(start, stop):
+                cost = sums[stop] - sums[start]
+                candidates.append((max(largest, cost), squares + cost**2, (*bounds, stop)))
+        if candidates:
+            longer[stop] = min(candidates)
+    return longer
 
 
 def with_seconds(layers: Sequence[LayerFacts], seconds: Sequence[float]) -> list[LayerFacts]:

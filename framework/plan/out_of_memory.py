@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from framework.plan.alternatives import Alternative, alternatives, knobs, size_text
@@ -153,18 +153,17 @@ class Shortage:
     place: str = ""
     component: str = ""
     is_stage_3: bool = False
-    sizes: Mapping[str, int] | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_fragmented(self) -> bool:
         """Whether what torch holds unused would have been enough, or is a tenth of the device."""
-        sizes = self.sizes or {}
-        unused = sizes.get("unused", 0)
+        unused = self.sizes.get("unused", 0)
         if not unused:
             return False
-        if unused >= sizes.get("asked", unused + 1):
+        if unused >= self.sizes.get("asked", unused + 1):
             return True
-        capacity = sizes.get("capacity", 0)
+        capacity = self.sizes.get("capacity", 0)
         return capacity > 0 and unused >= capacity / 10
 
 
@@ -172,17 +171,27 @@ def read_shortage(text: str) -> Shortage | None:
     """Find the first message of memory that is not there, and the traceback before it; None if the
     text has no such message.
     """
-    if "│" in text:  # a traceback in a frame, as rich draws it
-        text = re.sub(r"\s*│\s*\n\s*│\s*|[│❱╭╮╰╯]", " ", text)
-    lines = text.splitlines()
+    lines = _without_box(text).splitlines()
     for kind, pattern in _KINDS.items():
         for number, line in enumerate(lines):
             if pattern.search(line):
-                message = line
-                if kind == "device":
-                    message = " ".join(lines[number : number + 3])
+                message = _message_at(lines, number, kind)
                 return shortage_of(kind, message, _frames_before(lines, number))
     return None
+
+
+def _without_box(text: str) -> str:
+    """Return a text without the box that rich draws around a traceback."""
+    if "│" not in text:
+        return text
+    return re.sub(r"\s*│\s*\n\s*│\s*|[│❱╭╮╰╯]", " ", text)
+
+
+def _message_at(lines: Sequence[str], number: int, kind: str) -> str:
+    """Return the message that begins in a line; one about a device may go on for two more."""
+    if kind == "device":
+        return " ".join(lines[number : number + 3])
+    return lines[number]
 
 
 def kind_of(message: str) -> str:
@@ -196,20 +205,32 @@ def kind_of(message: str) -> str:
 def shortage_of(kind: str, message: str, frames: Frames) -> Shortage:
     """Place a message by the frames that led to it, outermost first."""
     moment, place = _moment_of(frames)
-    component = "activations" if moment == "forward" else ""
-    for frame in reversed(frames):
-        name = _matching(_COMPONENTS, frame)
-        if name:
-            component = name
-            break
+    component = _component_of(frames, moment)
     is_pinned = any(function == "pin_memory" for _, function in frames)
     if is_pinned and kind in ("device", "host"):
         kind = "pinned"
         component = ""
-    elif "NCCL" in message or "calloc" in message or "Cuda failure" in message:
+    elif _is_of_nccl(message):
         component = "buffers of NCCL"
     is_stage_3 = any(file.endswith("zero/stage3.py") for file, _ in frames)
     return Shortage(kind, message.strip(), moment, place, component, is_stage_3, _sizes(message))
+
+
+def _component_of(frames: Frames, moment: str) -> str:
+    """Return the component that the innermost frames allocate; empty if the frames do not show
+    it.
+    """
+    for frame in reversed(frames):
+        component = _matching(_COMPONENTS, frame)
+        if component:
+            return component
+    if moment == "forward":
+        return "activations"
+    return ""
+
+
+def _is_of_nccl(message: str) -> bool:
+    return any(word in message for word in ("NCCL", "calloc", "Cuda failure"))
 
 
 def _moment_of(frames: Frames) -> tuple[str, str]:
@@ -219,15 +240,21 @@ def _moment_of(frames: Frames) -> tuple[str, str]:
     for number, frame in enumerate(frames):
         moment = _matching(_MOMENTS, frame)
         if moment:
-            # The model's own code, if it is there, and else what shows the moment.
-            file, function = frame
-            for inner in reversed(frames[number:]):
-                if not _LIBRARIES.search(inner[0]):
-                    file, function = inner
-                    break
-            short = "/".join(file.rsplit("/", 3)[-3:])
-            return moment, f"{short}: {function}"
+            return moment, _place_in(frames[number:])
     return "", ""
+
+
+def _place_in(frames: Frames) -> str:
+    """Return the innermost place in the model's own code, or the outermost frame if all are of
+    libraries.
+    """
+    file, function = frames[0]
+    for frame in reversed(frames):
+        if not _LIBRARIES.search(frame[0]):
+            file, function = frame
+            break
+    short = "/".join(file.rsplit("/", 3)[-3:])
+    return f"{short}: {function}"
 
 
 def _matching(patterns: Mapping[str, str], frame: tuple[str, str]) -> str:
@@ -245,12 +272,17 @@ def _frames_before(lines: Sequence[str], at: int) -> Frames:
     """
     prefix = _prefix(lines[at])
     rank_lines = [line for line in lines[: at + 1] if _prefix(line) == prefix]
+    matches = _FRAME.findall("\n".join(_last_traceback(rank_lines)))
+    return [(file or other, function or name) for file, function, other, name in matches]
+
+
+def _last_traceback(lines: Sequence[str]) -> Sequence[str]:
+    """Return the lines from the last traceback on; all of them without a traceback."""
     start = 0
-    for number, line in enumerate(rank_lines):
+    for number, line in enumerate(lines):
         if "Traceback (most recent call last)" in line:
             start = number
-    matches = _FRAME.findall("\n".join(rank_lines[start:]))
-    return [(file or other, function or name) for file, function, other, name in matches]
+    return lines[start:]
 
 
 def _prefix(line: str) -> str:
@@ -266,19 +298,44 @@ def _sizes(message: str) -> dict[str, int]:
     found = _numbers(message)
     if "reserved" in found:
         found["unused"] = max(found.pop("reserved") - found.get("allocated", 0), 0)
-    held = found.get("allocated", 0) + found.get("unused", 0)
-    sizes = [_bytes(number) for number in _OF_PROCESS.findall(message)]
-    processes = sorted(size for size in sizes if size is not None)
     own = found.pop("own", None)
-    if own is None and processes:  # in a container torch does not know its own process number
-        own = next((size for size in processes if size >= held), None)
-        processes = [size for size in processes if size != own]
-    others = sum(processes)
-    if own is not None and not processes and "free" in found and "capacity" in found:
-        others = found["capacity"] - found["free"] - own
+    others = _bytes_of_others(found, own, _process_sizes(message))
     if others >= _SIZABLE:
         found["others"] = others
     return found
+
+
+def _process_sizes(message: str) -> list[int]:
+    """Return the bytes that processes hold by a message, the smallest first."""
+    sizes = [_bytes(number) for number in _OF_PROCESS.findall(message)]
+    return sorted(size for size in sizes if size is not None)
+
+
+def _bytes_of_others(sizes: Mapping[str, int], own: int | None, processes: list[int]) -> int:
+    """Return the bytes of a device that other processes hold.
+
+    Args:
+        sizes: in the message (`Shortage.sizes`).
+        own: bytes of the process itself, if torch states them.
+        processes: bytes of each process that the message lists.
+    """
+    if own is None:  # in a container torch does not know its own process number
+        own = _own_process(sizes, processes)
+        processes = [size for size in processes if size != own]
+    if processes or own is None:
+        return sum(processes)
+    if "free" in sizes and "capacity" in sizes:
+        return sizes["capacity"] - sizes["free"] - own
+    return 0
+
+
+def _own_process(sizes: Mapping[str, int], processes: list[int]) -> int | None:
+    """Return the bytes of the smallest process that can hold what torch holds; None if none can."""
+    held = sizes.get("allocated", 0) + sizes.get("unused", 0)
+    for size in processes:
+        if size >= held:
+            return size
+    return None
 
 
 def _numbers(message: str) -> dict[str, int]:
@@ -286,11 +343,12 @@ def _numbers(message: str) -> dict[str, int]:
     found = {}
     for name, pattern in _NUMBERS.items():
         match = re.search(pattern, message)
-        if match:
-            number = next(group for group in match.groups() if group)
-            size = _bytes(number)
-            if size is not None:
-                found[name] = size
+        if match is None:
+            continue
+        number = next(filter(None, match.groups()))
+        size = _bytes(number)
+        if size is not None:
+            found[name] = size
     return found
 
 
@@ -333,7 +391,7 @@ class Explanation:
         """Check whether the requested bytes would have been there with an alternative, and all fits
         by estimate.
         """
-        sizes = self.shortage.sizes or {}
+        sizes = self.shortage.sizes
         if "asked" not in sizes:
             return False
         total = sum(self._of(other.memory).values())
@@ -354,7 +412,7 @@ class Explanation:
     @property
     def beyond_bytes(self) -> int:
         """Bytes that torch held beyond the estimate; 0 if these are less than a tenth of it."""
-        held = (self.shortage.sizes or {}).get("allocated", 0)
+        held = self.shortage.sizes.get("allocated", 0)
         more = held - self.total
         if self.memory is not None and not self.on_host and 10 * more >= self.total:
             return more
@@ -381,27 +439,25 @@ def explain(shortage: Shortage, plan: Plan, *, work: ModelWork | None = None) ->
     on_host = shortage.kind != "device" and plan.cluster.device != "cpu"
     moment = near.get(shortage.moment, shortage.moment)
     explanation = Explanation(shortage, memory, moment, on_host=on_host)
+    return replace(explanation, fixes=_fixes(explanation, plan, work))
+
+
+def _fixes(explanation: Explanation, plan: Plan, work: ModelWork | None) -> tuple[Alternative, ...]:
+    """Return the settings that take at least a hundredth less, the largest gain first."""
     fixes = []
     for alternative in alternatives(plan, _choices(plan), work=work):
         if explanation.gain(alternative) * 100 >= max(explanation.total, 1):
             fixes.append(alternative)
     fixes.sort(key=explanation.gain, reverse=True)
-    return replace(explanation, fixes=tuple(fixes))
+    return tuple(fixes)
 
 
 def _choices(plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield settings that may take less, one knob at a time but for the last."""
-    batch = plan.config.batch
-    zero = plan.config.zero
-    layout = plan.layout
-    if layout.micro_size > 1:
-        part = 2 if layout.micro_size % 2 == 0 else layout.micro_size
-        smaller = {"batch.micro_size": layout.micro_size // part}
-        if batch.accumulation_steps is not None or batch.global_size is None:
-            smaller["batch.accumulation_steps"] = layout.accumulation_steps * part
-        yield smaller
+    if plan.layout.micro_size > 1:
+        yield _smaller_micro_batch(plan)
     yield {"training.recompute_every": 1}
-    for stage in range(zero.stage + 1, 4):
+    for stage in range(plan.config.zero.stage + 1, 4):
         yield {"zero.stage": stage}
     yield {"zero.offload_optimizer.device": "cpu"}
     yield {"zero.offload_optimizer.device": "none"}
@@ -410,9 +466,24 @@ def _choices(plan: Plan) -> Iterator[dict[str, Any]]:
     yield {"zero.stage": 3, "zero.offload_optimizer.device": "cpu"}
 
 
+def _smaller_micro_batch(plan: Plan) -> dict[str, int]:
+    """Return the settings of half a micro-batch, of one sample if it is odd, and the same global
+    size.
+    """
+    batch = plan.config.batch
+    layout = plan.layout
+    divisor = layout.micro_size
+    if layout.micro_size % 2 == 0:
+        divisor = 2
+    settings = {"batch.micro_size": layout.micro_size // divisor}
+    if batch.accumulation_steps is not None or batch.global_size is None:
+        settings["batch.accumulation_steps"] = layout.accumulation_steps * divisor
+    return settings
+
+
 def _sizes_text(shortage: Shortage) -> str:
     """Return the sizes of a message in parentheses; empty without sizes."""
-    sizes = {name: size_text(size) for name, size in (shortage.sizes or {}).items()}
+    sizes = {name: size_text(size) for name, size in shortage.sizes.items()}
     parts = []
     if "asked" in sizes:
         parts.append(f"{sizes['asked']} were asked for")
@@ -433,9 +504,7 @@ def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> 
     if plan is not None:
         text += _estimate_text(explain(shortage, plan), most)
     if shortage.is_fragmented:
-        pieces = next(iter(advice(shortage)), "")
-        if pieces:
-            text += f"; {pieces}"
+        text += f"; {next(_advice_of_sizes(shortage))}"
     return text
 
 
@@ -474,11 +543,9 @@ def _advice_of_host(plan: Plan) -> Iterator[str]:
         yield "checkpoint.mode: async copies what is saved to the host; sync does not"
 
 
-def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
-    """Yield advice on what lies beside the config: pieces, other processes, and where the host's
-    memory goes.
-    """
-    sizes = shortage.sizes or {}
+def _advice_of_sizes(shortage: Shortage) -> Iterator[str]:
+    """Yield advice on what a message counts: pieces, and other processes."""
+    sizes = shortage.sizes
     if shortage.is_fragmented:
         if sizes["unused"] >= sizes.get("asked", 2**63):
             enough = "more than was asked for"
@@ -495,6 +562,13 @@ def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
             "nvidia-smi, and start one rank per device (each rank sets its device before it uses "
             "CUDA)"
         )
+
+
+def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
+    """Yield advice on what lies beside the config: pieces, other processes, and where the host's
+    memory goes.
+    """
+    yield from _advice_of_sizes(shortage)
     if shortage.component == "buffers of NCCL":
         yield (
             "NCCL allocates beside torch: leave it 1 to 2 GiB, by the settings above or a "
