@@ -34,15 +34,24 @@ def state_of(optimizer: OptimizerSection, shapes: Mapping[str, Shape]) -> Optimi
     factory = optimizer.own_factory()
     if factory is not None:
         return kept_state(factory)
+    return OptimizerState(_FP32 * _numbers_per_element(optimizer, shapes))
+
+
+def _numbers_per_element(optimizer: OptimizerSection, shapes: Mapping[str, Shape]) -> float:
+    """Return the fp32 numbers that a named optimizer keeps of an element, on average."""
     if isinstance(optimizer, SGD):
-        return OptimizerState(_FP32 if optimizer.momentum else 0)
+        return 1 if optimizer.momentum else 0
     if isinstance(optimizer, Muon | Adafactor) and shapes:
-        num_numbers = sum(_state_numbers(name, shape, optimizer) for name, shape in shapes.items())
-        num_params = sum(map(prod, shapes.values()))
-        return OptimizerState(_FP32 * num_numbers / num_params)
+        return _mean_numbers(optimizer, shapes)
     if isinstance(optimizer, Adagrad | Lion):
-        return OptimizerState(_FP32)
-    return OptimizerState(2 * _FP32)
+        return 1
+    return 2
+
+
+def _mean_numbers(optimizer: Muon | Adafactor, shapes: Mapping[str, Shape]) -> float:
+    num_numbers = sum(_state_numbers(name, shape, optimizer) for name, shape in shapes.items())
+    num_params = sum(map(prod, shapes.values()))
+    return num_numbers / num_params
 
 
 def _state_numbers(name: str, shape: Shape, optimizer: Muon | Adafactor) -> int:

@@ -76,23 +76,29 @@ class SearchResult:
         """The one constraint that blocks, in words; empty if something fits."""
         if self.ranked:
             return ""
-        if self.smallest is None:
-            if self.losers:
-                return self.losers[0].why
-            return "there is nothing to choose from"
-        smallest = self.smallest
+        if self.smallest is not None:
+            return self._lack(self.smallest)
+        if self.losers:
+            return self.losers[0].why
+        return "there is nothing to choose from"
+
+    def _lack(self, smallest: Candidate) -> str:
+        """Return what the smallest candidate lacks: memory of the host, or of the device."""
         memory = smallest.memory
         limit = self.target.usable_bytes(memory)
         if limit is None or smallest.peak_bytes <= limit:
-            ranks = smallest.plan.cluster.devices_per_host
-            on_host = sum(memory.host.values())
-            return (
-                f"{counted(ranks, 'rank')} take {size_text(ranks * on_host)} of a host that "
-                f"has {size_text(self.target.host_bytes or 0)}"
-            )
+            return self._lack_of_host(smallest)
         least = settings_text(strategy_of(smallest))
         takes = f"the least is {size_text(smallest.peak_bytes)}, with {least}: {fullest(memory)}"
         return f"{takes}; {size_text(limit)} are usable"
+
+    def _lack_of_host(self, smallest: Candidate) -> str:
+        ranks = smallest.plan.cluster.devices_per_host
+        on_host = sum(smallest.memory.host.values())
+        return (
+            f"{counted(ranks, 'rank')} take {size_text(ranks * on_host)} of a host that "
+            f"has {size_text(self.target.host_bytes or 0)}"
+        )
 
 
 def search(request: Request, *, is_quick: bool = False) -> SearchResult:
@@ -114,10 +120,7 @@ def search(request: Request, *, is_quick: bool = False) -> SearchResult:
             candidates.append(best)
     smallest = None
     if not candidates:
-        smallest = min(judges.too_large, key=lambda large: large.peak_bytes, default=None)
-    is_empty = not candidates and smallest is None
-    if is_empty and not is_quick and judges.unknown is not None:
-        raise judges.unknown
+        smallest = judges.smallest()
     return SearchResult(
         request.target, tuple(_ranked(candidates)), tuple(judges.losers()), smallest
     )
@@ -187,8 +190,6 @@ class _Judge:
     def _grow(self, strategy: Settings) -> _Trials:
         """Try larger micro-batches, as long as they fit and gain speed."""
         trials = _Trials()
-        batch = self.request.config.batch
-        plain = batch.micro_size or DEFAULT_MICRO_SIZE
         has_limit = self.request.target.memory_bytes is not None
         for sizes in all_batches(self.request, strategy, grows=has_limit):
             candidate = self.candidate({**strategy, **sizes})
@@ -201,13 +202,17 @@ class _Judge:
                 trials.smallest = candidate
                 break  # no larger one will
             is_better = trials.take(candidate, gain=_LEAST_GAIN)
-            if candidate.time is not None:
-                goes_on = is_better
-            else:  # what more would gain is not known
-                goes_on = candidate.plan.layout.micro_size < plain
-            if not goes_on:
+            if not self._grows_on(candidate, is_better=is_better):
                 break
         return trials
+
+    def _grows_on(self, candidate: Candidate, *, is_better: bool) -> bool:
+        """Check whether a larger micro-batch may be better still."""
+        if candidate.time is not None:
+            return is_better
+        # What more would gain is not known.
+        plain = self.request.config.batch.micro_size or DEFAULT_MICRO_SIZE
+        return candidate.plan.layout.micro_size < plain
 
     def _divide(self, strategy: Settings) -> _Trials:
         """Try all divisions of a fixed global size into micro-batches: more of them may take more
@@ -240,10 +245,8 @@ class _Judge:
             config = with_settings(request.config, settings)
             plan = make_plan(config, request.cluster, num_train_samples=request.num_train_samples)
             work = self._work(plan)
-            if self.is_quick and work:
-                memory_bytes = request.target.memory_bytes or inf
-                if least_bytes(plan, work) > memory_bytes:
-                    return _Refusal("too large, whatever the batch")
+            if self.is_quick and self._is_beyond(plan, work):
+                return _Refusal("too large, whatever the batch")
             return judge(plan, request.target, settings=settings, work=work)
         except ConfigError as error:
             problem = error.problems[0]
@@ -252,6 +255,13 @@ class _Judge:
         except NotEstimatedError as error:
             self.unknown = self.unknown or error
             return _Refusal(f"its memory is not known: {error}", is_of_batch=True)
+
+    def _is_beyond(self, plan: Plan, work: ModelWork | None) -> bool:
+        """Check whether a plan is known to take more than a device has, with any batch."""
+        if not work:
+            return False
+        memory_bytes = self.request.target.memory_bytes or inf
+        return least_bytes(plan, work) > memory_bytes
 
     def _work(self, plan: Plan) -> ModelWork | None:
         micro_size = plan.layout.micro_size
@@ -262,6 +272,17 @@ class _Judge:
             else:
                 self._works[key] = self.request.work.of_samples(micro_size)
         return self._works[key]
+
+    def smallest(self) -> Candidate | None:
+        """Return the smallest candidate of those that do not fit; None if none is known.
+
+        Raises:
+            NotEstimatedError: no memory is known, for a reason that a quick search does not ask for.
+        """
+        smallest = min(self.too_large, key=lambda large: large.peak_bytes, default=None)
+        if smallest is None and self.unknown is not None and not self.is_quick:
+            raise self.unknown
+        return smallest
 
     def fits(self, candidate: Candidate) -> bool:
         """Check whether the device, and the host with its other ranks, hold it."""
@@ -276,16 +297,20 @@ class _Judge:
         """Yield the strategies that fit on no device, the smallest first, then the refused ones;
         those with the same reason are one loser.
         """
+        for why, strategies in self._too_large_by_reason().items():
+            yield Loser(_common(strategies), why, "too-large", len(strategies))
+        for why, strategies in self._refused.items():
+            yield Loser(_common(strategies), why, "refused", len(strategies))
+
+    def _too_large_by_reason(self) -> dict[str, list[Settings]]:
+        """Return the strategies that fit on no device, by what they take."""
         too_large: dict[str, list[Settings]] = {}
         for candidate in sorted(self.too_large, key=lambda large: large.peak_bytes):
             size = size_text(candidate.peak_bytes)
             micro_size = candidate.plan.layout.micro_size
             why = f"{size} with micro-batches of {micro_size}: {fullest(candidate.memory)}"
             too_large.setdefault(why, []).append(strategy_of(candidate))
-        for why, strategies in too_large.items():
-            yield Loser(_common(strategies), why, "too-large", len(strategies))
-        for why, strategies in self._refused.items():
-            yield Loser(_common(strategies), why, "refused", len(strategies))
+        return too_large
 
 
 def _is_better(candidate: Candidate, best: Candidate, *, by: float) -> bool:

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, Final
 
 from framework.config.run_config import RunConfig
+from framework.config.training import Batch
 from framework.plan.cluster import Cluster
 from framework.plan.hardware import UNKNOWN, Hardware
 from framework.plan.layers import num_layers
@@ -63,20 +64,28 @@ class Request:
 
 def all_strategies(request: Request) -> Iterator[Settings]:
     """Yield every combination of what is free beside the batch."""
-    config = request.config
-    offload = config.zero.offload_optimizer.device
-    recompute = config.training.recompute_every
-    stages: Sequence[int] = [config.zero.stage]
+    stages: Sequence[int] = [request.config.zero.stage]
     if STAGE in request.free:
         stages = range(4)
-    offloads = [offload]
-    if OFFLOAD in request.free and offload != "nvme":
-        offloads = ["none", "cpu"]
-    recomputes = [recompute]
-    if RECOMPUTE in request.free:
-        recomputes = sorted({0, 1, recompute})
-    for stage, device, every, sizes in product(stages, offloads, recomputes, _sizes(request)):
+    choices = product(stages, _offloads(request), _recomputes(request), _sizes(request))
+    for stage, device, every, sizes in choices:
         yield {STAGE: stage, OFFLOAD: device, RECOMPUTE: every} | sizes
+
+
+def _offloads(request: Request) -> list[str]:
+    """List the devices of the optimizer; a drive stays."""
+    device = request.config.zero.offload_optimizer.device
+    if OFFLOAD in request.free and device != "nvme":
+        return ["none", "cpu"]
+    return [device]
+
+
+def _recomputes(request: Request) -> list[int]:
+    """List the layers of a group that is recomputed: none, one, and the config's."""
+    every = request.config.training.recompute_every
+    if RECOMPUTE in request.free:
+        return sorted({0, 1, every})
+    return [every]
 
 
 def _sizes(request: Request) -> Iterator[dict[str, int]]:
@@ -85,18 +94,22 @@ def _sizes(request: Request) -> Iterator[dict[str, int]]:
     Tensor and sequence groups stay on a host: what they send between is on the way of every block.
     """
     config = request.config
-    devices = request.cluster.devices_per_host
     sizes = {key: getattr(config.parallel, key.rpartition(".")[2]) for key in SIZES}
     yield sizes
+    for changed in _changed_sizes(request, sizes):
+        if changed != sizes:
+            yield changed
+
+
+def _changed_sizes(request: Request, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield parallel sizes with one of them changed, and the others that are free at 1."""
+    config = request.config
     plain = {key: 1 if key in request.free else size for key, size in sizes.items()}
-    within_host = _sizes_within_host(config, devices)
+    within_host = _sizes_within_host(config, request.cluster.devices_per_host)
     choices = {PIPE: _pipes(config, request.cluster), TENSOR: within_host, SEQUENCE: within_host}
     for key, key_sizes in choices.items():
-        if key not in request.free:
-            continue
-        for size in key_sizes:
-            if plain | {key: size} != sizes:
-                yield plain | {key: size}
+        if key in request.free:
+            yield from (plain | {key: size} for size in key_sizes)
 
 
 def _sizes_within_host(config: RunConfig, devices: int) -> list[int]:
@@ -124,20 +137,31 @@ def all_batches(request: Request, strategy: Settings, *, grows: bool) -> Iterato
     if MICRO not in request.free:
         yield {}
         return
-    steps = None if ACCUMULATION in request.free else batch.accumulation_steps
     if batch.global_size is not None:
+        steps = None if ACCUMULATION in request.free else batch.accumulation_steps
         ranks_per_sample = prod(strategy[key] for key in SIZES)
         share = max(batch.global_size * ranks_per_sample // request.cluster.world_size, 1)
         yield from _batches_of(share, steps, batch.micro_size)
-        return
-    if steps is None:
-        steps = batch.accumulation_steps or _usual_steps(strategy[PIPE])
-    most = _LARGEST_MICRO if grows else batch.micro_size or DEFAULT_MICRO_SIZE
-    sizes = set(powers_of_two(most))
-    if batch.micro_size:
-        sizes.add(batch.micro_size)
-    for size in sorted(sizes):
+    else:
+        yield from _growing_batches(batch, strategy[PIPE], grows=grows)
+
+
+def _growing_batches(batch: Batch, pipe: int, *, grows: bool) -> Iterator[Settings]:
+    """Yield micro-batches from one sample on, up to the config's if they do not grow beyond."""
+    steps = batch.accumulation_steps or _usual_steps(pipe)
+    most = batch.micro_size or DEFAULT_MICRO_SIZE
+    if grows:
+        most = _LARGEST_MICRO
+    for size in _sizes_to_try(most, batch.micro_size):
         yield {MICRO: size, ACCUMULATION: steps}
+
+
+def _sizes_to_try(most: int, micro_size: int | None) -> list[int]:
+    """List the powers of two up to a size, and the micro-batch of the config."""
+    sizes = set(powers_of_two(most))
+    if micro_size:
+        sizes.add(micro_size)
+    return sorted(sizes)
 
 
 def _usual_steps(pipe: int) -> int:
@@ -152,11 +176,7 @@ def _batches_of(share: int, steps: int | None, micro_size: int | None) -> Iterat
     if steps is not None:
         yield {MICRO: max(share // steps, 1), ACCUMULATION: steps}
         return
-    sizes = set(powers_of_two(share))
-    sizes.add(share)
-    if micro_size:
-        sizes.add(micro_size)
-    for size in sorted(sizes):
+    for size in sorted({*_sizes_to_try(share, micro_size), share}):
         if share % size == 0:
             yield {MICRO: size, ACCUMULATION: share // size}
 
