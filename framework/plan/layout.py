@@ -115,14 +115,24 @@ def make_layout(
     sizes = {"pipe_size": pipe_size, "tensor_size": tensor_size, "sequence_size": sequence_size}
     if remainder:
         return _devices_do_not_divide(world_size, sizes)
-    global_size = batch.global_size
-    micro = batch.micro_size
-    accumulation = batch.accumulation_steps
-    if global_size is None:
-        micro = micro or DEFAULT_MICRO_SIZE
-        accumulation = accumulation or 1
+    if batch.global_size is None:
+        micro = batch.micro_size or DEFAULT_MICRO_SIZE
+        accumulation = batch.accumulation_steps or 1
         global_size = micro * accumulation * parallel
         return Layout(world_size, parallel, global_size, micro, accumulation, **sizes)
+    divided = _divided(batch, batch.global_size, parallel)
+    if isinstance(divided, Problem):
+        return divided
+    micro, accumulation = divided
+    return Layout(world_size, parallel, batch.global_size, micro, accumulation, **sizes)
+
+
+def _divided(batch: Batch, global_size: int, parallel: int) -> tuple[int, int] | Problem:
+    """Return micro-batch and accumulation steps of a global size on `parallel` data-parallel ranks,
+    or the problem if they do not divide.
+    """
+    micro = batch.micro_size
+    accumulation = batch.accumulation_steps
     samples = counted(global_size, "sample")
     devices = counted(parallel, "device")
     if global_size % parallel:
@@ -145,7 +155,7 @@ def make_layout(
         )
     if remainder or not micro or not accumulation:
         return _does_not_divide(batch, parallel, reason)
-    return Layout(world_size, parallel, global_size, micro, accumulation, **sizes)
+    return micro, accumulation
 
 
 def _devices_do_not_divide(world_size: int, sizes: Mapping[str, int]) -> Problem:

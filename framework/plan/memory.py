@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from framework.config.freezing import always_frozen
 from framework.config.model import MoE
+from framework.config.run_config import RunConfig
 from framework.config.training import Parallel
 from framework.errors import Problem
 from framework.plan.activations import Passes, passes_over
@@ -109,27 +110,41 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
         NotEstimatedError: the plan has something that is not modelled.
     """
     _refuse_unknown(plan)
-    config = plan.config
     lacks = ""
     model_work = _work_of_rank(plan, work)
     if model_work is None:
-        model_work = weights_alone(
-            config.model, always_frozen(config.training.freeze), config.training.lora
-        )
+        model_work = _weights_of(plan)
         lacks = "the size of the images is not known"
-    if model_work is None:
-        raise NotEstimatedError("the model is one of your own")
     if plan.layout.pipe_size > 1:
-        stages = stage_memories(plan, model_work)
-        fullest = max(stages, key=lambda stage: stage.total(stage.peak))
-        saved_bytes = sum(stage.saved_bytes for stage in stages)
-        return replace(fullest, lacks=lacks, saved_bytes=saved_bytes)
-    *layers, loss = model_work.layers()
-    passes = passes_over(layers, loss, recompute_every=config.training.recompute_every)
-    rank_work = _without_other_experts(model_work, plan)
-    num_elsewhere = model_work.num_params - rank_work.num_params
+        memory = _fullest_stage(plan, model_work)
+    else:
+        memory = _memory_without_pipeline(plan, model_work)
+    return replace(memory, lacks=lacks)
+
+
+def _weights_of(plan: Plan) -> ModelWork:
+    """Return the model's work without activations, where these are not known."""
+    training = plan.config.training
+    work = weights_alone(plan.config.model, always_frozen(training.freeze), training.lora)
+    if work is None:
+        raise NotEstimatedError("the model is one of your own")
+    return work
+
+
+def _fullest_stage(plan: Plan, work: ModelWork) -> Memory:
+    """Return the memory of the fullest pipeline stage, with the files of all of them."""
+    stages = stage_memories(plan, work)
+    fullest = max(stages, key=lambda stage: stage.total(stage.peak))
+    return replace(fullest, saved_bytes=sum(stage.saved_bytes for stage in stages))
+
+
+def _memory_without_pipeline(plan: Plan, work: ModelWork) -> Memory:
+    *layers, loss = work.layers()
+    passes = passes_over(layers, loss, recompute_every=plan.config.training.recompute_every)
+    rank_work = _without_other_experts(work, plan)
+    num_elsewhere = work.num_params - rank_work.num_params
     memory = _memory(plan, rank_work, passes, num_elsewhere=num_elsewhere)
-    return replace(memory, lacks=lacks, num_params=model_work.num_params)
+    return replace(memory, num_params=work.num_params)
 
 
 def _work_of_rank(plan: Plan, work: ModelWork | None) -> ModelWork | None:
@@ -184,14 +199,43 @@ def _memory(
 
 def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
     """Estimate the memory of a rank of each pipeline stage; errors as of `estimate`."""
+    config = plan.config
+    bounds = _known_bounds(config, work)
+    *layers, loss = work.layers()
+    memories = []
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        stage_layers = layers[start:stop]
+        pipeline = PipelineStage(
+            in_flight=min(config.parallel.pipe - number, plan.layout.accumulation_steps),
+            received=layers[start - 1].output_bytes if start else 0,
+            sent=layers[stop - 1].output_bytes,
+            is_last=stop == len(layers),
+            shared=_num_shared(stage_layers),
+        )
+        passes = passes_over(
+            stage_layers,
+            loss if pipeline.is_last else None,
+            recompute_every=config.training.recompute_every,
+        )
+        memory = _memory(plan, _of_layers(work, stage_layers), passes, pipeline)
+        memories.append(replace(memory, stage=number))
+    return memories
+
+
+def _num_shared(layers: Sequence[LayerWork]) -> int:
+    """Count the elements of weights that a stage shares with an earlier one."""
+    names = {layer.name for layer in layers}
+    return sum(layer.shared_params for layer in layers if layer.shares not in names)
+
+
+def _known_bounds(config: RunConfig, work: ModelWork) -> Bounds:
+    """Return where the stages of a config are cut; raises NotEstimatedError if that is not known."""
     from framework.plan.balance import needs_same_groups
 
-    config = plan.config
     parallel = config.parallel
     is_cut_by_name = parallel.partition.startswith("type:") and parallel.stages is None
     if len(work.parts) < 2 or is_cut_by_name:
         raise NotEstimatedError("the layers of the stages are not known")
-    *layers, loss = work.layers()
     bounds = _bounds(
         work.facts,
         parallel.pipe,
@@ -201,26 +245,7 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
     )
     if isinstance(bounds, Problem):
         raise NotEstimatedError(bounds.reason)
-    memories = []
-    for number, (start, stop) in enumerate(pairwise(bounds)):
-        stage_layers = layers[start:stop]
-        is_last = stop == len(layers)
-        passes = passes_over(
-            stage_layers,
-            loss if is_last else None,
-            recompute_every=config.training.recompute_every,
-        )
-        names = {layer.name for layer in stage_layers}
-        pipeline = PipelineStage(
-            in_flight=min(parallel.pipe - number, plan.layout.accumulation_steps),
-            received=layers[start - 1].output_bytes if start else 0,
-            sent=layers[stop - 1].output_bytes,
-            is_last=is_last,
-            shared=sum(layer.shared_params for layer in stage_layers if layer.shares not in names),
-        )
-        memory = _memory(plan, _of_layers(work, stage_layers), passes, pipeline)
-        memories.append(replace(memory, stage=number))
-    return memories
+    return bounds
 
 
 # a search needs the same cut with every stage of ZeRO and every micro-batch
@@ -253,15 +278,18 @@ def _of_layers(work: ModelWork, layers: Sequence[LayerWork]) -> ModelWork:
     return replace(work, weights=trained, frozen=frozen, buffer_bytes=buffer_bytes)
 
 
+def _is_modelled(deepspeed: Mapping[str, Any]) -> bool:
+    """Check whether the memory of all keys of a section `deepspeed` is modelled."""
+    if deepspeed.keys() - _MODELLED:
+        return False
+    zero = deepspeed.get("zero_optimization", {})
+    return isinstance(zero, Mapping) and not zero.keys() - _HARMLESS
+
+
 def _refuse_unknown(plan: Plan) -> None:
     config = plan.config
-    zero = config.deepspeed.get("zero_optimization", {})
     reasons = []
-    if (
-        config.deepspeed.keys() - _MODELLED
-        or not isinstance(zero, Mapping)
-        or zero.keys() - _HARMLESS
-    ):
+    if not _is_modelled(config.deepspeed):
         reasons.append("deepspeed")
     if state_of(config.optimizer, {}) is None:
         reasons.append("optimizer: its state is not measured")

@@ -35,17 +35,21 @@ def nearest_plan(
 def _near(config: RunConfig, cluster: Cluster) -> Iterator[tuple[Settings, Cluster]]:
     """Yield settings and clusters that are near to what a config has, the nearest first."""
     pipe = config.parallel.pipe
-    for stages in range(pipe, 0, -1):
-        if stages != pipe and cluster.world_size % stages:
-            continue
-        settings: dict[str, Any] = {}
-        if stages != pipe:
-            settings[PIPE] = stages
-        for sizes in _near_global_sizes(config, max(cluster.world_size // stages, 1)):
-            yield settings | sizes, cluster
-            yield settings | sizes | {MICRO: None, ACCUMULATION: None}, cluster
+    for settings in _near_batches(config, max(cluster.world_size // pipe, 1)):
+        yield settings, cluster
+    for stages in range(pipe - 1, 0, -1):
+        if cluster.world_size % stages == 0:
+            for settings in _near_batches(config, cluster.world_size // stages):
+                yield {PIPE: stages} | settings, cluster
     for count in range(cluster.devices_per_host - 1, 0, -1):
         yield {}, replace(cluster, devices_per_host=count)
+
+
+def _near_batches(config: RunConfig, ranks: int) -> Iterator[dict[str, Any]]:
+    """Yield near global sizes, each with the config's micro-batch and then with any."""
+    for sizes in _near_global_sizes(config, ranks):
+        yield sizes
+        yield sizes | {MICRO: None, ACCUMULATION: None}
 
 
 def _near_global_sizes(config: RunConfig, ranks: int) -> Iterator[dict[str, Any]]:

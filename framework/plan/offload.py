@@ -127,14 +127,18 @@ class Shares:
         if self._params["device"] != "none":
             self._add_weights(components, pinned)
         if is_staged:
-            model, own, largest = self.saved()
-            components["checkpoint on its way to disk"] = model + own
-            if self.pins and self.optimizer_place == "none" and largest <= _LARGEST_PINNED_SAVE:
-                pinned.append(largest)
-                components["pinned buffer of a save"] = largest
+            self._add_save(components, pinned)
         if self.pins:
             components["pinned memory, rounded up"] = sum(_rounding(size) for size in pinned)
         return components
+
+    def _add_save(self, components: dict[str, int], pinned: list[int]) -> None:
+        """Add a save in the background, and the size of its buffer in pinned memory."""
+        model, own, largest = self.saved()
+        components["checkpoint on its way to disk"] = model + own
+        if self.pins and self.optimizer_place == "none" and largest <= _LARGEST_PINNED_SAVE:
+            pinned.append(largest)
+            components["pinned buffer of a save"] = largest
 
     def _add_optimizer(self, components: dict[str, int], pinned: list[int]) -> None:
         """Add an optimizer on the host, and the sizes of its tensors in pinned memory."""
@@ -144,24 +148,28 @@ class Shares:
         components["gradients"] = _FP32 * kept
         components["optimizer state"] = int(self.state_bytes * kept)
         components["optimizer copies"] = self.copies
-        tensors = []
         if self.stage == 3:
             components["gradient buffer"] = self.sum_width * sum(self.parts)
-            tensors.append(components["gradient buffer"])
+            tensors = [components["gradient buffer"]]
             tensors += [_FP32 * part for part in self.parts if part not in swapped]
         else:
-            largest = max(self.weights)
-            components["copies of weights"] = self.width * (kept + largest)
+            components["copies of weights"] = self.width * (kept + max(self.weights))
             sums = self.width * self.touched if self.accumulates else 0
             components["sums of gradients"] = sums
-            for part in self.parts:
-                tensors += [_FP32 * part, _FP32 * part, self.width * part]
-            tensors.append(self.width * largest)
+            tensors = self._tensors_below_stage_3()
         if swapped:
             buffer = _aligned(_FP32 * max(self.parts))
             components["swap buffers"] = self._optimizer["buffer_count"] * buffer
         if self._optimizer["pin_memory"]:
             pinned += tensors
+
+    def _tensors_below_stage_3(self) -> list[int]:
+        """Return the bytes of the tensors of an optimizer on the host at stages 1 and 2."""
+        tensors = []
+        for part in self.parts:
+            tensors += [_FP32 * part, _FP32 * part, self.width * part]
+        tensors.append(self.width * max(self.weights))
+        return tensors
 
     def _add_weights(self, components: dict[str, int], pinned: list[int]) -> None:
         """Add weights of stage 3 on the host, and the sizes of their tensors in pinned memory."""
@@ -170,12 +178,17 @@ class Shares:
         frozen = sum(ceil(size / self.ranks) for size in self.frozen)
         components["weights"] = self.width * (sum(flat) + frozen)
         if self._params["device"] == "nvme":
-            buffer = _aligned(self.width * self._params["buffer_size"])
-            buffers = self._params["buffer_count"] * buffer
-            # beside them one for what goes back to the drive after a step
-            if sum(flat) < sum(self._shares):
-                buffers += self.width * max(self.parts)
+            buffers = self._weight_buffers(sum(flat))
             components["swap buffers"] = components.get("swap buffers", 0) + buffers
+
+    def _weight_buffers(self, num_on_host: int) -> int:
+        """Return the bytes of the swapper's buffers for weights."""
+        buffer = _aligned(self.width * self._params["buffer_size"])
+        buffers: int = self._params["buffer_count"] * buffer
+        # beside them one for what goes back to the drive after a step
+        if num_on_host < sum(self._shares):
+            buffers += self.width * max(self.parts)
+        return buffers
 
     def _flat_weights(self) -> Iterator[int]:
         """Yield the elements of each group's weights that stay on the host."""
@@ -186,20 +199,29 @@ class Shares:
 
     def drive(self) -> dict[str, int]:
         """Return the bytes of the swapper's files, by component."""
-        components = {}
-        swapped = self._swapped
-        if swapped:
-            state_files = [_aligned(int(self.state_bytes * part)) for part in swapped]
-            gradient_files = [_aligned(_FP32 * share) for share in self._swapped_gradients]
-            components["fp32 weights"] = sum(_aligned(_FP32 * part) for part in swapped)
-            components["optimizer state"] = sum(state_files)
-            components["gradients"] = sum(gradient_files)
+        components: dict[str, int] = {}
+        if self._swapped:
+            components |= self._optimizer_files()
         if self._params["device"] == "nvme":
-            frozen_shares = [ceil(size / self.ranks) for size in self.frozen]
-            shares = self._shares + frozen_shares
-            files = [_aligned(self.width * share) for share in shares]
-            components["weights"] = sum(size for size in files if size >= _LEAST_SWAPPED)
+            components["weights"] = self._weight_files()
         return components
+
+    def _optimizer_files(self) -> dict[str, int]:
+        """Return the bytes of the files of the optimizer, by component."""
+        swapped = self._swapped
+        state_files = [_aligned(int(self.state_bytes * part)) for part in swapped]
+        gradient_files = [_aligned(_FP32 * share) for share in self._swapped_gradients]
+        return {
+            "fp32 weights": sum(_aligned(_FP32 * part) for part in swapped),
+            "optimizer state": sum(state_files),
+            "gradients": sum(gradient_files),
+        }
+
+    def _weight_files(self) -> int:
+        """Return the bytes of the files of weights; small weights have none."""
+        frozen_shares = [ceil(size / self.ranks) for size in self.frozen]
+        files = [_aligned(self.width * share) for share in self._shares + frozen_shares]
+        return sum(size for size in files if size >= _LEAST_SWAPPED)
 
     def saved(self) -> tuple[int, int, int]:
         """Return the bytes of a checkpoint that one rank writes for all, that each rank writes

@@ -88,10 +88,6 @@ class Parallelism:
         zero = config.zero
         stage = zero.stage
         is_half = isinstance(config.precision, BF16 | FP16)
-        _, reduction = sums_of(config, layout)
-        state_bytes = 4 * _num_moments(config.optimizer)
-        if is_half or stage:
-            state_bytes += 4
         return Parallelism(
             data=layout.data_parallel_size,
             pipe=layout.pipe_size,
@@ -104,8 +100,8 @@ class Parallelism:
             micro_size=layout.micro_size,
             dtype=_product_dtype(config.precision),
             weight_bytes=2 if is_half else 4,
-            gradient_bytes=2 if is_half and not reduction else 4,
-            state_bytes=state_bytes,
+            gradient_bytes=_gradient_bytes(plan, is_half=is_half),
+            state_bytes=_state_bytes(config.optimizer, has_copies=is_half or stage > 0),
             recomputed=1.0 if config.training.recompute_every else 0.0,
             overlaps=_overlaps(zero),
             scatters=stage == 3,
@@ -113,7 +109,7 @@ class Parallelism:
             prefetches=zero.stage3_prefetch_bucket_size > 0,
             live=zero.stage3_max_live_parameters,
             persistent=zero.stage3_param_persistence_threshold,
-            halves_alone=is_half and not stage and layout.pipe_size == 1,
+            halves_alone=is_half and stage == 0 and layout.pipe_size == 1,
             joins_gradients=stage in (1, 2),
             is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
             weights_offloaded=stage == 3 and zero.offload_param.device != "none",
@@ -125,6 +121,22 @@ def _overlaps(zero: Zero) -> bool:
     if zero.stage and zero.overlap_comm is not None:
         return zero.overlap_comm
     return zero.stage in (0, 3)
+
+
+def _gradient_bytes(plan: Plan, *, is_half: bool) -> int:
+    """Return the bytes of an element of the gradients that are sent."""
+    _, reduction = sums_of(plan.config, plan.layout)
+    if is_half and not reduction:
+        return 2
+    return 4
+
+
+def _state_bytes(optimizer: OptimizerSection, *, has_copies: bool) -> int:
+    """Return the bytes of optimizer state of an element, with its fp32 copy where there is one."""
+    moment_bytes = 4 * _num_moments(optimizer)
+    if has_copies:
+        return moment_bytes + 4
+    return moment_bytes
 
 
 def _product_dtype(precision: PrecisionSection) -> str:

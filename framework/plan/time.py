@@ -194,16 +194,8 @@ class _Step:
         passes.append(self.part(loss, is_loss=True))
         times = [sum(forward.values()) + sum(backward.values()) for forward, backward in passes]
 
-        def total_time(counts: Sequence[float]) -> float:
-            return sum(count * time for count, time in zip(counts, times, strict=True))
-
         repeated = [number for number, part in enumerate(parts) if part.count > 1]
-        if self.by.pipe == 1:
-            counts = [float(part.count) for part in parts]
-        elif repeated:
-            counts = max(self.stages(max(repeated)), key=total_time)
-        else:
-            counts = [part.count / self.by.pipe for part in parts]
+        counts = self.slowest_counts(times, repeated)
         forward_total: Seconds = {}
         backward_total: Seconds = {}
         for count, (forward, backward) in zip(counts, passes, strict=True):
@@ -216,6 +208,24 @@ class _Step:
             forward_total["pipeline sends"] = sends
             backward_total["pipeline sends"] = sends
         return forward_total, backward_total
+
+    def slowest_counts(self, times: Sequence[float], repeated: Sequence[int]) -> Sequence[float]:
+        """Return how often each part is on the slowest pipeline stage, or on the only one.
+
+        Args:
+            times: of each part, forward and backward.
+            repeated: numbers of the parts that the model has more than once.
+        """
+
+        def total_time(counts: Sequence[float]) -> float:
+            return sum(count * time for count, time in zip(counts, times, strict=True))
+
+        parts = self.work.parts
+        if self.by.pipe == 1:
+            return [float(part.count) for part in parts]
+        if repeated:
+            return max(self.stages(max(repeated)), key=total_time)
+        return [part.count / self.by.pipe for part in parts]
 
     def stages(self, repeated: int) -> Iterator[list[float]]:
         """Yield how often each part is on the last stage, and on a stage in the middle, if weights
