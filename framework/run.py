@@ -14,8 +14,8 @@ from framework.engine import workarounds  # noqa: F401  # before all that import
 from framework.engine.distributed import (
     from_rank0,
     gather,
+    open_rank_log,
     process_group,
-    quiet_deepspeed,
     rank,
     refuse_different_ranks,
 )
@@ -78,7 +78,7 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
                 prepared = start_point.measure_cut(prepared, start)
                 prepared = start_point.agreed_weights(prepared, start)
                 start_point.open_folder(folder, prepared, start)
-                quiet_deepspeed(folder.logs / f"rank{rank()}.log")
+                open_rank_log(folder.logs / f"rank{rank()}.log")
                 with (
                     arithmetic_of(prepared.plan),
                     _leaving_nothing(config.zero.stage),

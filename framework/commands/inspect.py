@@ -83,11 +83,16 @@ class Inspected:
         """A line for each damaged file, and one for all weights that no file has."""
         lines = list(self.damage or ())
         if self.lacking:
-            line = f"weights: no file has the numbers of {self.lacking[0]}"
-            if len(self.lacking) > 1:
-                line += f" and {len(self.lacking) - 1} more"
-            lines.append(line)
+            lines.append(f"weights: {self.lacking_line}")
         return lines
+
+    @property
+    def lacking_line(self) -> str:
+        """What the files lack; there must be such a weight."""
+        line = f"no file has the numbers of {self.lacking[0]}"
+        if len(self.lacking) > 1:
+            line += f" and {len(self.lacking) - 1} more"
+        return line
 
 
 def main(words: Sequence[str]) -> int:
@@ -537,14 +542,18 @@ def _cells_of_manifest(checkpoint: SavedCheckpoint) -> Iterator[str]:
 
 
 def _table(checkpoints: list[Inspected]) -> Iterator[str]:
-    """Yield a line for each checkpoint of a run, and one more for each damaged file."""
+    """Yield a line for each checkpoint of a run, one for each of its faults, and one for each
+    folder that a resume has set aside.
+    """
     folder = checkpoints[0].path.parent
     latest = latest_tag(folder)
     for inspected in checkpoints:
         name = inspected.path.name
         yield "  ".join(_cells(inspected, latest))
-        for line in inspected.faults:
+        for line in inspected.damage or ():
             yield f"  damaged: {name}/{line}"
+        if inspected.lacking:
+            yield f"  damaged: {name}: {inspected.lacking_line}"
     for path in replaced_folders(folder):
         size = _size(size_of(path))
         yield f"{path.name:<20}  {size:>10}  set aside by a resume from an earlier step"

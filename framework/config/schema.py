@@ -111,8 +111,10 @@ def _accept_auto(field: dict[str, Any], auto: str) -> None:
 
 
 def _further_keys() -> dict[str, Any]:
-    """Return the schemas of keys under `deepspeed:`: DeepSpeed's, without keys of typed
-    sections.
+    """Return the schemas of the keys that a file may write under `deepspeed:`.
+
+    These are all of PASSED_THROUGH, and of the SHARED sections the keys that the run config has no
+    field of its own for (TYPED).
     """
     from deepspeed_lint.schema import deepspeed_schema
     from framework.config.deepspeed_words import PASSED_THROUGH, SHARED, TYPED

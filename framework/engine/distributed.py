@@ -360,13 +360,18 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return False
 
 
-def quiet_deepspeed(log_file: Path) -> None:
-    """Send DeepSpeed's messages to the rank's log file, as the framework's; the terminal keeps its
-    errors.
+def open_rank_log(log_file: Path) -> None:
+    """Open this rank's log for the framework's messages and DeepSpeed's, of which the terminal
+    keeps the errors alone.
+
+    The environment variable DSF_LOG_LEVEL is the least level in the file.
+
+    Raises:
+        StorageError: kind ``log-not-opened``.
     """
-    # on hosts that do not share the run folder with rank 0
-    log_file.parent.parent.mkdir(parents=True, exist_ok=True)
     try:
+        # on hosts that do not share the run folder with rank 0
+        log_file.parent.parent.mkdir(parents=True, exist_ok=True)
         make_own_folder(log_file.parent)
         handler = _LogFile(log_file)
     except OSError as error:
@@ -387,6 +392,7 @@ def quiet_deepspeed(log_file: Path) -> None:
     levels = {"debug": logging.DEBUG, "warning": logging.WARNING, "error": logging.ERROR}
     level = levels.get(os.environ.get(LOG_LEVEL, ""), logging.INFO)
     handler.setLevel(level)
+    # The file's handler filters by itself; DeepSpeed's own logger is at INFO, or lower.
     logger.setLevel(min(level, logging.INFO))
 
 

@@ -398,7 +398,8 @@ class HangWatch:
         """
         with suppress(OSError, ValueError):
             if self._stacks is None:
-                self._logs.mkdir(parents=True, exist_ok=True)
+                # and no parents: a run folder that was removed is not made anew
+                self._logs.mkdir(exist_ok=True)
                 path = self._logs / f"hang-rank{self._rank}.txt"
                 self._stacks = path.open("w", encoding="utf-8")
             faulthandler.dump_traceback_later(seconds + 4 * _LOOK_SECONDS, file=self._stacks)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -328,20 +328,27 @@ def _why_not_layered(model: Any) -> tuple[str, str]:
 
 
 def _layers_by_method(model: nn.Module) -> list[Layer]:
-    """Return the layers that a module's method `layers()` lists; it must leave no weight out."""
+    """Return the layers that a module's method `layers()` lists; it must leave no weight out.
+
+    Raises:
+        ConfigError: kind ``model-not-layered``: the method fails, or returns something else; kind
+            ``model-layers-incomplete``: it leaves out a weight or a buffer.
+    """
     refusal = partial(ConfigError.of, key="model", value=type(model).__name__)
-    problem = "does not return (name, module) pairs"
-    pairs: list[tuple[str, Any]] = []
+    fix = 'return [("stem", self.stem), ...]'
     try:
-        pairs = [(str(name), module) for name, module in model.layers()]  # type: ignore[operator]
-    except (TypeError, ValueError):
-        pass
+        returned: Any = model.layers()  # type: ignore[operator]
+        if isinstance(returned, Iterable):
+            returned = list(returned)
     except Exception as error:
-        problem = f"fails: {in_one_line(error)}"
+        reason = f"its layers() fails: {in_one_line(error)}"
+        raise refusal("model-not-layered", reason, fix) from error
+    pairs: list[tuple[str, Any]] = []
+    with suppress(TypeError, ValueError):  # no sequence, or none of pairs
+        pairs = [(str(name), module) for name, module in returned]
     if not pairs or not all(isinstance(module, nn.Module) for _, module in pairs):
-        raise refusal(
-            "model-not-layered", f"its layers() {problem}", 'return [("stem", self.stem), ...]'
-        )
+        reason = "its layers() does not return (name, module) pairs"
+        raise refusal("model-not-layered", reason, fix)
     listed: set[int] = set()
     for _, module in pairs:
         listed.update(map(id, module.parameters()))

@@ -102,7 +102,8 @@ class _Attempt:
             if point_step <= step:
                 last = max(last, stamp)
         for event in self.events:
-            if event["kind"] not in _NOT_REACHED and event.get("step", 0) <= step:
+            # an event may have lost its step: it is not known to be reached
+            if event["kind"] not in _NOT_REACHED and event.get("step", math.inf) <= step:
                 last = max(last, _stamp(event))
         return last
 

@@ -135,6 +135,7 @@ class KeptFile:
         self._records: deque[tuple[bytes, int | None]] = deque()
         self._num_bytes = 0
         self.file = open_own(path, "ab")
+        self._inode = os.fstat(self.file.fileno()).st_ino
         self._torn_at: int | None = None  # size of the file before a record that it has a part of
 
     def append(self, record: bytes, *, step: int | None = None) -> None:
@@ -202,10 +203,15 @@ class KeptFile:
                 self._torn_at = None
 
     def _open_again(self) -> None:
+        """Open the file anew, as the old descriptor works no more (`_GONE`); not another file that
+        has its name by now.
+        """
         # Without O_CREAT: under this name there may be another run's folder by now.
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(self._path, flags)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        # Not the device's number: a file system that was mounted again has another one.
+        if not stat.S_ISREG(status.st_mode) or status.st_ino != self._inode:
             os.close(descriptor)
             return
         before = self.file

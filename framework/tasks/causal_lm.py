@@ -89,10 +89,12 @@ class CausalLM(Task):
 def token_loss(
     logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
 ) -> Ratio:
-    """Compute `class_loss` of tokens.
+    """Sum the cross-entropy in nats over the targets that are not `ignore_index`, and count these
+    targets.
 
     Args:
-        logits: (..., vocabulary), or this rank's part of them, or a `TiledLoss` in their place.
+        logits: (..., vocabulary); this rank's part of the last axis, where `vocabulary` is given; or
+            a `TiledLoss`, which holds the sum already.
         targets: (...,) int64.
         ignore_index: the target that is left out.
         vocabulary: this rank's part, where the vocabulary is divided.

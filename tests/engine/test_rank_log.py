@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.engine.distributed import quiet_deepspeed
-from framework.errors import RunStopped, TrainingError
+from framework.engine.distributed import open_rank_log
+from framework.errors import RunStopped, StorageError, TrainingError
 from framework.system import file_writer
 from framework.system import log as rank_log
 from tests.blocked import StalledFile
@@ -27,7 +27,7 @@ from tests.warm_ranks import session_ranks
 def handler(tmp_path: Path) -> Iterator[logging.FileHandler]:
     deepspeed = logging.getLogger("DeepSpeed")
     before, level = list(deepspeed.handlers), deepspeed.level
-    quiet_deepspeed(tmp_path / "logs" / "rank0.log")
+    open_rank_log(tmp_path / "logs" / "rank0.log")
     (found,) = (each for each in deepspeed.handlers if isinstance(each, logging.FileHandler))
     yield found
     rank_log.stop_logging_to_file()
@@ -52,6 +52,12 @@ def test_lines_are_in_the_file_when_logging_returns(handler: logging.FileHandler
         assert written[-1].endswith(f"INFO dsf-trainer: step {number} \u00e9 \\udcff".encode())
 
 
+def test_a_log_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(StorageError, match=r"\[log-not-opened\]"):
+        open_rank_log(tmp_path / "runs" / "lost" / "logs" / "rank0.log")
+
+
 @pytest.mark.parametrize(
     ("level", "kept"), [("warning", ["bad"]), ("debug", ["dull", "usual", "bad"]), ("none", None)]
 )
@@ -62,7 +68,7 @@ def test_a_level_keeps_chatter_out(
     deepspeed = logging.getLogger("DeepSpeed")
     before, least = list(deepspeed.handlers), deepspeed.level
     try:
-        quiet_deepspeed(tmp_path / "logs" / "rank0.log")
+        open_rank_log(tmp_path / "logs" / "rank0.log")
         for write, text in (
             (deepspeed.debug, "dull"),
             (deepspeed.info, "usual"),

@@ -21,7 +21,7 @@ import torch
 
 from framework.checkpoint.checkpointer import Checkpointer
 from framework.config.load import config_from_values
-from framework.engine.distributed import process_group, quiet_deepspeed
+from framework.engine.distributed import open_rank_log, process_group
 from framework.setup.assemble import assemble_engine
 from framework.setup.components import make_train_loader
 from framework.setup.prepare_run import prepare
@@ -49,7 +49,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with process_group(None), pytest.MonkeyPatch.context() as patch:
         prepared = prepare(config_from_values({**CONFIG_HERE, "zero": {"stage": stage}}))
-        quiet_deepspeed(folder / "log.txt")
+        open_rank_log(folder / "log.txt")
         engine = assemble_engine(prepared)
         engine.train_step(make_train_loader(prepared.plan, prepared.parts.splits, rank=0).stream())
         saver = Saver(engine, patch)

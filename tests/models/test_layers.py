@@ -151,6 +151,11 @@ class FailsToTell(nn.Module):
         return self.blocks
 
 
+class FailsWithinLayers(nn.Module):
+    def layers(self) -> Any:
+        return [("stem", nn.Linear("3", 2))]  # type: ignore[arg-type]
+
+
 class Doubles(nn.Sequential):
     def forward(self, value: Tensor) -> Tensor:
         return 2 * super().forward(value)
@@ -171,6 +176,7 @@ class Doubles(nn.Sequential):
             "name the Sequential otherwise (self.blocks)",
         ),
         (FailsToTell(), "model-not-layered", "its layers() fails: AttributeError: 'FailsToTell'"),
+        (FailsWithinLayers(), "model-not-layered", "its layers() fails: TypeError: "),
         (Doubles(nn.Linear(2, 2)), "model-not-layered", "a forward() of its own"),
         ([], "model-not-layered", "it is a sequence of no layers"),
         (

@@ -30,8 +30,11 @@ def test_goodput_of_a_run_without_events(tmp_path: Path) -> None:
     assert found.share == pytest.approx(0.96)
 
 
-def test_goodput_of_a_run_that_was_killed_and_went_on(tmp_path: Path) -> None:
-    """Saved at 50, killed after an evaluation at 60, gone 100 s, resumed at 50."""
+@pytest.mark.parametrize("lost_step", [False, True])
+def test_goodput_of_a_run_that_was_killed_and_went_on(tmp_path: Path, lost_step: bool) -> None:
+    """Saved at 50, killed after an evaluation at 60, gone 100 s, resumed at 50; an event that has
+    lost its step changes nothing.
+    """
     events: list[dict[str, Any]] = [
         {"time_seconds": START, "step": 0, "kind": "start"},
         {"time_seconds": START + 10.5, "step": 50, "kind": "save", "seconds": 0.5},
@@ -39,6 +42,8 @@ def test_goodput_of_a_run_that_was_killed_and_went_on(tmp_path: Path) -> None:
         {"time_seconds": START + 111.5, "step": 50, "kind": "resume"},
         {"time_seconds": START + 120, "step": 100, "kind": "end"},
     ]
+    if lost_step:
+        del events[2]["step"]
     lines = [
         each if each["step"] <= 50 else each | {"time": START + 113.5 + each["step"] / 10}
         for each in points(range(5, 101, 5))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +26,7 @@ from framework.setup.trace import trace_work
 from framework.tasks.classification import Classification
 from framework.tasks.task import Task
 from tests.jobs.live_bytes import Saved
+from tests.launched import ROOT
 from tests.plan.saved_bytes import saved_bytes
 
 MICRO = 2
@@ -195,6 +198,21 @@ def test_a_model_that_asks_for_numbers_has_no_trace() -> None:
 
 @pytest.mark.slow
 def test_seven_billion_weights_are_not_allocated() -> None:
+    # In a process of its own: a child's peak begins with the memory of the process that starts it.
+    code = "from tests.setup.test_trace import trace_seven_billion; trace_seven_billion()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    num_params, peak_bytes, seconds = map(float, done.stdout.split())
+    assert num_params == 6_738_415_616
+    assert peak_bytes < 3 * 2**30
+    assert seconds < 30
+
+
+def trace_seven_billion() -> None:
+    """Print the number of weights of a traced model, the peak memory of the process that traced it
+    in bytes, and the seconds that this took.
+    """
     shape = {
         "vocab_size": 32_000,
         "max_positions": 4096,
@@ -225,9 +243,9 @@ def test_seven_billion_weights_are_not_allocated() -> None:
     start = time.perf_counter()
     plan = make_plan(config, Cluster(devices_per_host=1))
     work = ask_child("trace", plan, longest_seconds=120, needs=("torch",), device="cuda")["work"]
-    assert time.perf_counter() - start < 30
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 3 * 2**30
-    assert sum(part["num_params"] for part in work["parts"]) == 6_738_415_616
+    seconds = time.perf_counter() - start
+    peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    print(sum(part["num_params"] for part in work["parts"]), peak_bytes, seconds)
 
 
 def test_fused_attention_of_processors_leaves_masked_scores_out_too() -> None:

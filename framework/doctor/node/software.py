@@ -276,7 +276,7 @@ def _problems(
 
 
 def _about_compiler(ops: list[Op], environment: Mapping[str, str]) -> Iterator[Problem]:
-    compiler = environment.get("CXX") or "c++"
+    compiler = environment.get("CXX", "").strip() or "c++"
     if shutil.which(compiler.split()[0], path=environment.get("PATH")) is None:
         fix = "install g++ (Debian, Ubuntu: apt install g++), or build DeepSpeed's ops beforehand"
         yield _lacking(compiler, ops, fix)
@@ -293,7 +293,9 @@ def _lacking(what: str, ops: list[Op], fix: str) -> Problem:
 
 
 def _libraries(ops: list[Op], compiler: str, environment: Mapping[str, str]) -> Iterator[Problem]:
-    """Compile and link a program with the library of each op."""
+    """Compile and link a program with the library of each op that needs one: libaio is the only
+    one (`plan/compiled_ops.py`).
+    """
     for op in ops:
         if not op.library:
             continue

@@ -59,10 +59,12 @@ class Channel(asyncio.Protocol):
         """Prepare a connection; `opened`: called once it is connected, if a listener makes it."""
         self._opened = opened
         self._buffer = LineBuffer(largest=LARGEST_LINE_BYTES)
-        # checked when they are received: a key may be agreed on meanwhile
+        # Signatures are checked in `receive`, not on arrival: the handshake may agree on keys in
+        # between.
         self._lines = self._buffer.lines
         self._ended: ConnectionLost | None = None
         self._waiter: asyncio.Future[None] | None = None
+        # of what is sent, and of what is received
         self._keys: tuple[bytes, bytes] | None = None
         self._num_sent = 0
         self._num_received = 0

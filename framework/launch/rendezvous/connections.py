@@ -122,19 +122,17 @@ class Clients:
             self.version += 1
             self.rejections.clear(client.channel.name)
 
-    def part(self, client: Client, how: ConnectionLost, *, is_quiet: bool = False) -> bool:
-        """Close a connection and log it; returns whether it was that of a node."""
+    def part(self, client: Client, how: ConnectionLost, *, is_quiet: bool = False) -> None:
+        """Close and forget a connection, and log it unless it was forgotten before."""
         client.channel.close()
         if client in self.present:
             self.present.remove(client)
             self.version += 1
             if not is_quiet:
                 print_line(f"{client.name} is gone again: {how}")
-            return True
-        if client in self._unknown:
+        elif client in self._unknown:
             self._unknown.remove(client)
             self.rejections.add(client.channel.name, how)
-        return False
 
     def close_unknown(self) -> None:
         """Close the connections that have not done their handshake."""
