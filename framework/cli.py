@@ -13,6 +13,7 @@ from framework.commands.table import find_command, list_commands
 from framework.errors import EXIT_OK, EXIT_TRAINING, EXIT_USAGE, FrameworkError
 from framework.system.arguments import CommandParser
 from framework.system.output import write
+from framework.system.parent_watch import record_failure
 
 _STARTS_A_RUN: Final = "launch"
 
@@ -56,6 +57,7 @@ def _run(words: Sequence[str]) -> int:
         command, rest = find_command(words)
         return command.main(rest)
     except FrameworkError as error:
+        record_failure(str(error))
         write(sys.stderr, f"{error}\n")
         return error.exit_code
 

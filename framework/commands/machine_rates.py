@@ -33,8 +33,10 @@ from framework.engine.link_bench import all_reduces, timed
 from framework.engine.plain_engine import arithmetic_of, build_engine
 from framework.engine.random_state import seed_everything
 from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
+from framework.errors import FrameworkError
 from framework.setup.components import make_train_loader
 from framework.setup.prepare_run import prepare
+from framework.system.parent_watch import record_failure
 
 _MIB: Final = 2**20
 _SECONDS: Final = 0.25  # about so long for each figure
@@ -49,10 +51,14 @@ _MICRO_BATCHES = 5
 
 def main(words: list[str]) -> int:
     """Measure in the group of all ranks."""
-    with process_group(None):
-        rates = measure()
-        if rank() == 0:
-            Path(words[0]).write_text(json.dumps(rates), encoding="utf-8")
+    try:
+        with process_group(None):
+            rates = measure()
+            if rank() == 0:
+                Path(words[0]).write_text(json.dumps(rates), encoding="utf-8")
+    except FrameworkError as error:
+        record_failure(str(error))
+        raise
     return 0
 
 

@@ -21,6 +21,7 @@ from framework.errors import TrainingError, UsageError, counted, missing_package
 from framework.plan.auto import MOST_SPREAD, conditions
 from framework.plan.cluster import Cluster
 from framework.plan.measured import keep
+from framework.system.parent_watch import FAILURES_VARIABLE
 
 _LONGEST_SECONDS: Final = 180.0
 _OF_LAUNCHERS: Final = frozenset(
@@ -73,15 +74,15 @@ def measure_machine(num_ranks: int) -> dict[str, Any]:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rates.json")
+        failures = Path(folder, "failures.jsonl")
+        environment = environment_of_ranks(num_ranks) | {FAILURES_VARIABLE: str(failures)}
         words += ["-m", "framework.commands.machine_rates", str(out)]
         try:
-            done = run_child(
-                words, environment_of_ranks(num_ranks), longest_seconds=_LONGEST_SECONDS
-            )
+            done = run_child(words, environment, longest_seconds=_LONGEST_SECONDS)
             if done.returncode == 0:
                 rates: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
                 return rates | before
-            reason = failure_of(done.stderr)
+            reason = failure_of(done.stderr, failures)
         except NoAnswerError as error:
             reason = str(error)
     raise TrainingError(

@@ -17,6 +17,7 @@ from framework.config.run_config import RunConfig
 from framework.errors import ConfigError
 from framework.plan.plan import Plan
 from framework.report.records import RunRecords, read_run
+from framework.system.parent_watch import FAILURES_VARIABLE
 
 _NEVER: Final = {"every_epochs": None, "every_steps": None, "every_minutes": None, "at_end": False}
 _NO_SINKS: Final = {"tensorboard": False, "csv": False, "report": False, "progress": "off"}
@@ -67,21 +68,23 @@ def run_alone(
         values["run"] |= {"name": out.name, "output_dir": folder}
         config.write_text(json.dumps(values), encoding="utf-8")
         words = ["-m", "framework", "launch", str(config), *where]
-        failure = _launch(words, longest_seconds=longest_seconds)
+        failure = _launch(words, Path(folder), longest_seconds=longest_seconds)
         try:
             return read_run(out), failure
         except ConfigError as error:
             return RunRecords(out), failure or str(error)
 
 
-def _launch(words: Sequence[str], *, longest_seconds: float | None) -> str:
+def _launch(words: Sequence[str], folder: Path, *, longest_seconds: float | None) -> str:
     """Run the launcher and wait; returns why it failed, "" if it did not."""
+    failures = folder / "failures.jsonl"
+    environment = {**os.environ, FAILURES_VARIABLE: str(failures)}
     try:
-        done = run_child(words, os.environ, longest_seconds=longest_seconds)
+        done = run_child(words, environment, longest_seconds=longest_seconds)
     except NoAnswerError as error:
         return str(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     if done.returncode:
-        return f"exit code {done.returncode}: {failure_of(done.stderr)}"
+        return f"exit code {done.returncode}: {failure_of(done.stderr, failures)}"
     return ""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Final
 
 from framework.plan.plan import Plan
@@ -103,17 +104,24 @@ def run_child(
     return subprocess.CompletedProcess(command, child.returncode, stdout, stderr)
 
 
-def failure_of(stderr: str) -> str:
-    """Return the reason of a process that failed: a rank's own error, which has a kind in brackets,
-    or the last line before torchrun's summary.
+def failure_of(stderr: str, failures: Path) -> str:
+    """Return the reason of a job that failed: the first error in the file that its processes record
+    errors in, or the last line before torchrun's summary.
     """
+    error = _first_error(failures)
+    if error:
+        return error[-300:]
     before_summary = stderr.partition("torch.distributed.elastic.multiprocessing")[0].strip()
-    lines = (before_summary or stderr.strip()).splitlines()
-    if not lines:
+    text = before_summary or stderr.strip()
+    if not text:
         return "it printed nothing"
-    reason = lines[-1]
-    for line in lines:
-        if line.endswith("]") and "[" in line:
-            reason = line
-            break
-    return reason[-300:]
+    return text.splitlines()[-1][-300:]
+
+
+def _first_error(failures: Path) -> str:
+    """Return the first line of the first error that a job has recorded; empty if there is none."""
+    try:
+        with failures.open("rb") as file:
+            return str(decode(file.readline())["error"]).partition("\n")[0]
+    except (OSError, BadLineError, KeyError):
+        return ""

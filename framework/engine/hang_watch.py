@@ -51,7 +51,7 @@ from framework.errors import EXIT_NO_PROGRESS, EXIT_TRAINING
 from framework.system.debugger import is_at_prompt as is_at_prompt_of
 from framework.system.frames import current_frames
 from framework.system.log import report_event
-from framework.system.parent_watch import report_end
+from framework.system.parent_watch import record_failure, report_end
 from framework.system.stopping import Decision, announce
 
 _LOOK_SECONDS: Final = 0.5
@@ -375,6 +375,7 @@ class HangWatch:
     def _end(self, line: str, exit_code: int, *, until: float) -> None:
         self._note_stall("hang", until=until)
         report_end(line)
+        record_failure(f"rank {self._rank}: {line}")
         announce(f"rank {self._rank}: {line}")
         os._exit(exit_code)
 

@@ -35,7 +35,7 @@ from framework.errors import (
 )
 from framework.system.arguments import HelpShown
 from framework.system.output import write
-from framework.system.parent_watch import report_end
+from framework.system.parent_watch import record_failure, report_end
 
 SWITCH: Final = "DSF_TRACEBACK"
 # A launcher ends all ranks when the first one ends, so the others wait for the rank that prints the
@@ -112,6 +112,7 @@ def report(
     """
     report_end(str(error), is_folder_lost=isinstance(error, RunFolderLostError))
     if os.environ.get("LOCAL_RANK", "0") == "0" or error.is_of_one_rank:
+        record_failure(str(error))
         write(sys.stderr, f"{error}\n")
     else:
         wait()

@@ -28,6 +28,7 @@ from framework.system.json_lines import encode
 
 AGENT_VARIABLE: Final = "DSF_AGENT"
 REPORT_VARIABLE: Final = "DSF_REPORT_FD"
+FAILURES_VARIABLE: Final = "DSF_FAILURES"
 _LONGEST_REPORT: Final = 600
 _LOOK_SECONDS: Final = 0.5
 _STOPPING_SECONDS: Final = 10.0
@@ -145,6 +146,16 @@ def report_end(line: str, *, is_folder_lost: bool = False) -> None:
     """
     reason = " ".join(line.split())[:_LONGEST_REPORT]
     _report(reason=reason, is_folder_lost=is_folder_lost)
+
+
+def record_failure(text: str) -> None:
+    """Append the error that ends this process to the file that ``DSF_FAILURES`` names, for a
+    command that has started the job and waits for it: in stderr, errors stand among other lines.
+    """
+    path = os.environ.get(FAILURES_VARIABLE)
+    if path:
+        with suppress(OSError), Path(path).open("ab") as file:
+            file.write(encode({"error": text}) + b"\n")
 
 
 def report_asked(name: str) -> None:

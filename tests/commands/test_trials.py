@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from framework.commands.measure import environment_of_ranks, measure
+from framework.commands.torch_child import failure_of
 from framework.commands.trials import Trial, fastest, run_trials, table, within_noise
 from framework.config.load import config_from_values
 from framework.errors import TrainingError, UsageError
@@ -18,6 +19,7 @@ from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
 from framework.plan.memory import estimate
 from framework.plan.plan import make_plan
+from framework.system.parent_watch import FAILURES_VARIABLE, record_failure
 
 CONFIG = config_from_values({"model": {"kind": "mlp"}, "training": {"max_steps": 9}})
 PLAN = make_plan(CONFIG, Cluster(device="cpu"))
@@ -68,6 +70,19 @@ def test_where_none_runs_each_reason_is_given_and_nothing_is_left(
         run_trials([candidate])
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err.count("round ") == 1  # not tried again
+
+
+def test_the_reason_is_the_first_error_and_not_another_line_in_brackets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = tmp_path / "failures.jsonl"
+    stderr = "warning: set it [a-note]\nlaunch: rank 0 exited with 70\n"
+    assert failure_of(stderr, failures) == "launch: rank 0 exited with 70"
+    assert failure_of("", failures) == "it printed nothing"
+    monkeypatch.setenv(FAILURES_VARIABLE, str(failures))
+    record_failure("a.yaml: wrong [one]\na.yaml: wrong, too [two]")
+    record_failure("later [three]")
+    assert failure_of(stderr, failures) == "a.yaml: wrong [one]"
 
 
 def test_ranks_are_of_no_other_job_and_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
