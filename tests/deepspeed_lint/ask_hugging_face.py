@@ -1,4 +1,4 @@
-"""Asks transformers' Trainer configuration and Accelerate what they make of files:
+"""Answers of transformers' Trainer configuration and of Accelerate to files:
 ask_hugging_face.py FILES.json.
 
 Writes answers.json: for each file and reader the refusal, or "" where it comes as far as
@@ -35,11 +35,11 @@ from framework.engine.extensions import use_own_cache
 
 
 class AskedError(Exception):
-    """The config came as far as DeepSpeed."""
+    """Error for a config that came as far as DeepSpeed."""
 
 
 class Model(torch.nn.Linear):
-    """A model with the one number of its config that is asked for."""
+    """A model with the one number of its config that the readers use."""
 
     class config:  # noqa: N801
         hidden_size = 8
@@ -50,7 +50,7 @@ def reach(**arguments: Any) -> None:
 
 
 def prepare(plugin: DeepSpeedPlugin, values: dict[str, Any]) -> dict[str, Any]:
-    """What Accelerate hands to deepspeed.initialize."""
+    """Return what Accelerate hands to deepspeed.initialize."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerator = Accelerator(deepspeed_plugin=plugin)
@@ -70,7 +70,7 @@ def prepare(plugin: DeepSpeedPlugin, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def trainers(path: str, values: dict[str, Any]) -> dict[str, Any]:
-    """As `TrainingArguments.__post_init__` and `Trainer` call it."""
+    """Read a file as `TrainingArguments.__post_init__` and `Trainer` do."""
     config = HfTrainerDeepSpeedConfig(path)
     config.trainer_config_process(ARGUMENTS)
     plugin = DeepSpeedPlugin(hf_ds_config=config)

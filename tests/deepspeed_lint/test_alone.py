@@ -36,8 +36,8 @@ def test_it_imports_the_standard_library_and_pyyaml() -> None:
 
 @pytest.mark.slow
 def test_it_works_installed_alone(tmp_path: Path) -> None:
-    """Built as pip builds ``pip install ./deepspeed_lint``, and installed by pip into a fresh
-    environment, which gets the PyYAML of this one: no index is asked.
+    """The wheel is built as pip builds ``pip install ./deepspeed_lint``, and installed by pip into
+    a fresh environment, which gets the PyYAML of this one: no index is used.
     """
     source = tmp_path / "source"
     ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")

@@ -123,7 +123,7 @@ def test_peoples_own_keys_are_not_made_into_deepspeeds(name: str, value: str) ->
 
 
 def test_an_edit_that_brings_an_error_is_not_made_and_the_others_are() -> None:
-    """Renamed, fp16 would stand beside bf16, and DeepSpeed refuses both together."""
+    """With its new name, fp16 would stand beside bf16, and DeepSpeed refuses both together."""
     text = '{"bf16": {"enabled": true}, "fp_16": {"enabled": true}, "gradient_cliping": 1.0}'
     assert fixed(text) == text.replace("cliping", "clipping")
 
@@ -152,7 +152,7 @@ def test_what_is_a_slip(written: str, known: str, expected: bool) -> None:
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
-def test_whatever_is_wrong_is_not_made_worse(seed: int) -> None:
+def test_a_wrong_config_is_not_made_worse(seed: int) -> None:
     """Property: of any config with one thing wrong, no error is left that was not there, and a
     second time changes nothing.
     """
@@ -173,7 +173,7 @@ def test_layout_stays() -> None:
 
 
 def test_hjson_stays_and_its_lines_to_change_are_listed() -> None:
-    """In the order of lines: a key to rename, one to move, a value, and one that goes."""
+    """The list is in the order of lines: a key to rename, one to move, a value, and one that goes."""
     text = """{
   // mine
   gradient_cliping: 1.0   # half of it
@@ -214,6 +214,6 @@ def test_the_command_writes_the_file_and_shows_the_change(
     assert "clipping" not in capsys.readouterr().out
 
 
-def test_true_is_no_number_that_somebody_meant() -> None:
+def test_true_is_no_intended_number() -> None:
     text = '{"zero_optimization": {"stage": true}}'
     assert fixed_text(parse_hjson(text, name="x.json")) == text

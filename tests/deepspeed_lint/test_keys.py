@@ -208,8 +208,8 @@ def test_every_constant_with_a_default_is_a_key(file: str) -> None:
 
 @pytest.mark.slow
 def test_the_table_is_what_the_installed_deepspeed_reads(warm: WarmRanks, tmp_path: Path) -> None:
-    """Drift of DeepSpeed or of a hand-made change of the table shows here; tools/build_key_table.py
-    says how to rebuild.
+    """A change of DeepSpeed or a hand-made change of the table shows here; tools/build_key_table.py
+    documents how to rebuild.
     """
     job = warm.start(
         ["--check"], num_ranks=1, folder=tmp_path, script=ROOT / "tools/build_key_table.py"
@@ -343,14 +343,14 @@ GUESSES: list[tuple[str, str | None, list[str]]] = [
 
 
 @pytest.mark.parametrize(("path", "variant", "guesses"), GUESSES)
-def test_another_tools_word_means_what_the_section_has_under_it(
+def test_another_tools_name_means_what_the_section_has_under_it(
     path: str, variant: str | None, guesses: list[str]
 ) -> None:
     assert TABLE.nearest(path, variant) == guesses
 
 
 @pytest.mark.parametrize("path", ["name", "size"])
-def test_a_word_that_may_be_anything_is_no_parameter_outside_its_section(path: str) -> None:
+def test_an_ambiguous_name_is_no_parameter_outside_its_section(path: str) -> None:
     assert not {"optimizer.type", "tensor_parallel.autotp_size"} & set(TABLE.nearest(path))
 
 
@@ -428,7 +428,7 @@ def test_history_of_a_default() -> None:
     )
 
 
-def test_refused_keys_say_what_to_do() -> None:
+def test_refused_keys_name_the_fix() -> None:
     for path in TABLE:
         found = TABLE.get(path)
         if found is not None and found.status in ("refused", "deprecated"):
@@ -443,7 +443,7 @@ def test_tables_are_small_and_whole() -> None:
     assert all(len(load_table(release)) > 500 for release in known_releases())
 
 
-def test_what_a_plan_says_of_top_level_keys_is_what_the_tables_say() -> None:
+def test_a_plan_and_the_tables_have_the_same_top_level_keys() -> None:
     """The plan cannot import the tables, and has lists of its own."""
     refused = {}
     for path in TABLE.children():

@@ -46,8 +46,8 @@ def found(text: str, release: str | None = None, topology: Topology | None = Non
 
 
 def only(text: str, release: str | None = None) -> Problem:
-    """The one problem of these keys by themselves, within a config that is fine; rules between keys
-    may say more.
+    """Return the one problem of these keys by themselves, within a config that is fine; rules
+    between keys may add problems.
     """
     problems = found(json.dumps(FINE)[:-1] + ", " + text.removeprefix("{"), release)
     (problem,) = [problem for problem in problems if problem.kind in BY_THEMSELVES]
@@ -96,7 +96,7 @@ def test_a_name_with_a_dot_is_no_path(text: str, key: str, fix: str) -> None:
 @pytest.mark.parametrize(
     "name", ["_comment", "comment", "//", "# why", "_comment2", "$comment", "_note"]
 )
-def test_comments_made_of_keys_are_told_from_slips(name: str) -> None:
+def test_comments_made_of_keys_are_distinguished_from_slips(name: str) -> None:
     (outside,) = [
         p for p in found(json.dumps({**FINE, name: "words"})) if p.kind not in BY_THEMSELVES
     ]
@@ -111,7 +111,7 @@ def test_comments_made_of_keys_are_told_from_slips(name: str) -> None:
     )
 
 
-def test_when_a_key_came_is_said_as_far_as_it_is_known() -> None:
+def test_the_release_of_a_new_key_is_named_as_far_as_it_is_known() -> None:
     assert "it came after 0.16.9, in 0.17.6 at the latest" in str(
         only('{"torch_autocast": {"enabled": false}}', "0.16.9")
     )
@@ -251,7 +251,7 @@ def test_what_is_like_nothing_is_to_be_removed() -> None:
     assert only('{"qqqq": 1}').fix == "remove it"
 
 
-def test_parameters_are_those_of_the_type() -> None:
+def test_parameters_belong_to_the_type() -> None:
     lion = found(
         '{"train_batch_size": 8, "gradient_clipping": 1, "optimizer": {"type": "Lion", "params": {"eps": 1e-8}}}'
     )
@@ -280,13 +280,13 @@ def test_several_problems_come_at_once() -> None:
     } <= kinds
 
 
-def test_nothing_is_said_twice() -> None:
+def test_nothing_is_reported_twice() -> None:
     text = '{"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": true, "stag": 1}, "amp": true}'  # noqa: E501
     stated = [str(problem) for problem in found(text)]
     assert len(stated) == len(set(stated))
 
 
-def test_every_duplicate_key_is_told() -> None:
+def test_every_duplicate_key_is_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         found('{"fp16": {"enabled": true,\n"enabled": false},\n"bf16": {},\n"bf16": {}}')
     assert [(problem.kind, problem.key, problem.line) for problem in caught.value.problems] == [
@@ -313,17 +313,17 @@ def test_what_is_no_object(text: str) -> None:
         ('{"prescale_gradients": "auto"}', "warning", "takes the text for true"),
     ],
 )
-def test_auto_is_told_once_by_what_becomes_of_it(text: str, severity: str, stated: str) -> None:
+def test_auto_is_reported_once_by_what_becomes_of_it(text: str, severity: str, stated: str) -> None:
     problem = only(text)
     assert (problem.kind, problem.severity) == ("auto-value", severity)
     assert stated in problem.reason
 
 
-def test_auto_where_deepspeed_knows_the_word() -> None:
+def test_auto_where_deepspeed_knows_the_value() -> None:
     assert found(json.dumps({**FINE, "data_types": {"keep_in_fp32_modules": "auto"}})) == []
 
 
-def test_where_editors_find_a_schema_is_nobodys_mistake() -> None:
+def test_the_schema_key_of_editors_is_no_mistake() -> None:
     assert found(json.dumps({"$schema": "deepspeed.schema.json", **FINE})) == []
     assert only('{"fp16": {"$schema": "x"}}').kind == "unknown-key"
 
@@ -341,7 +341,7 @@ def test_another_release_reads_other_keys(release: str, kinds: list[str]) -> Non
     ] == kinds
 
 
-def test_a_key_that_came_later_says_so() -> None:
+def test_a_key_of_a_later_release_is_reported_as_such() -> None:
     text = json.dumps({**FINE, "expert_parallel": {"enabled": False}})
     (problem,) = [problem for problem in found(text, "0.18.9") if problem.key == "expert_parallel"]
     assert problem.kind == "key-of-another-release"
@@ -400,7 +400,7 @@ def test_what_we_render_has_no_error(path: Path, release: str) -> None:
         ('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e19}}', "write a whole number"),
     ],
 )
-def test_what_is_said_instead(text: str, fix: str) -> None:
+def test_what_is_reported_instead(text: str, fix: str) -> None:
     problems = lint(parse_hjson(text, name="x.json"))
     assert fix in [problem.fix for problem in problems if problem.severity == "error"]
 

@@ -30,7 +30,7 @@ PLAIN: dict[str, Any] = {
 
 
 def autos(*paths: str) -> dict[str, Any]:
-    """A file that says "auto" there; a section that needs more has it."""
+    """Return a file with "auto" at these paths; a section that needs more has it."""
     values: dict[str, Any] = {}
     for path in paths:
         change: Any = "auto"
@@ -48,7 +48,7 @@ def autos(*paths: str) -> dict[str, Any]:
     return merged(PLAIN, values)
 
 
-# What the readers are asked: paths -> "auto" in them; the others are files as they stand.
+# Questions to the readers: paths -> "auto" in them; the others are files as they stand.
 UNFILLED = (
     "wall_clock_breakdown",
     "fp16.auto_cast",
@@ -89,7 +89,7 @@ def errors(text: str, reader: Reader | None = None) -> list[tuple[str, str]]:
     ]
 
 
-def test_a_file_that_says_auto_is_the_trainers_and_that_is_said() -> None:
+def test_a_file_with_auto_is_reported_as_the_trainers() -> None:
     verdict = judged(json.dumps(autos("optimizer.params.lr", "train_batch_size")))
     assert verdict.is_fine
     assert verdict.summary == "fine for Hugging Face's Trainer and DeepSpeed 0.19.8"
@@ -117,7 +117,7 @@ def test_each_reader_has_its_own_keys() -> None:
     ] == ["warning"]
 
 
-def test_whole_numbers_are_those_of_json_load() -> None:
+def test_whole_numbers_are_read_as_json_load_does() -> None:
     text = json.dumps(autos("gradient_clipping")).replace(
         '"train_batch_size": 8', '"train_batch_size": 8e0'
     )

@@ -1,5 +1,5 @@
-"""`check --resolve`: the values that Hugging Face's Trainer writes for "auto", and what nobody can
-know.
+"""`check --resolve`: the values that Hugging Face's Trainer writes for "auto", and values that
+cannot be known.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_what_hugging_face_leaves_is_dropped_only_where_deepspeed_drops_it() -> 
     assert (problem.key, problem.kind) == ("fp16.auto_cast", "auto-unknown")
 
 
-def test_all_that_cannot_be_known_is_told_at_once_with_how_to_say_it() -> None:
+def test_all_unknown_values_are_reported_at_once_with_their_options() -> None:
     found = unknown(DOCUMENTED, {})
     assert {problem.key: problem.fix.split(",")[0] for problem in found.problems} == {
         "scheduler.params.total_num_steps": "give max_steps=N",
@@ -130,11 +130,11 @@ def test_all_that_cannot_be_known_is_told_at_once_with_how_to_say_it() -> None:
     assert {problem.line for problem in found.problems} == {1}
 
 
-def test_what_is_told_is_enough() -> None:
+def test_the_reported_options_are_enough() -> None:
     assert "auto" not in json.dumps(resolved(DOCUMENTED, {"max_steps": 9, "hidden_size": 64}))
 
 
-def test_defaults_are_the_trainers_and_are_told_once_each() -> None:
+def test_defaults_are_the_trainers_and_are_printed_once_each() -> None:
     found = resolve(
         parse_hjson(json.dumps(DOCUMENTED), name="x"),
         {"max_steps": 9, "hidden_size": 64},
@@ -158,7 +158,7 @@ def test_defaults_are_the_trainers_and_are_told_once_each() -> None:
     assert {note.severity for note in found.notes} == {"note"}
 
 
-def test_numbers_in_the_file_tell_the_arguments() -> None:
+def test_numbers_in_the_file_give_the_arguments() -> None:
     values = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": 16,
@@ -195,7 +195,7 @@ def test_warmup_by_ratio() -> None:
     ("precision", "fp16", "bf16"),
     [("no", False, False), ("fp16", True, False), ("bf16", False, True)],
 )
-def test_accelerates_word_for_precision(precision: str, fp16: bool, bf16: bool) -> None:
+def test_accelerates_name_for_precision(precision: str, fp16: bool, bf16: bool) -> None:
     found = resolved(
         {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, {"mixed_precision": precision}
     )
@@ -215,7 +215,7 @@ def test_what_hugging_face_leaves_goes_where_deepspeed_drops_it() -> None:
     assert "DeepSpeed's default 50000000 holds" in found.notes[0].reason
 
 
-def test_what_deepspeed_would_break_on_has_to_be_said() -> None:
+def test_values_that_deepspeed_would_break_on_are_required() -> None:
     values = {"steps_per_print": "auto"}
     (problem,) = unknown(values, {}).problems
     assert problem.fix == "give steps_per_print=VALUE, or remove it"
@@ -242,7 +242,7 @@ def test_offload_is_accelerates() -> None:
     }
 
 
-def test_where_auto_is_deepspeeds_own_word_it_stays() -> None:
+def test_auto_stays_where_it_is_deepspeeds_own_value() -> None:
     values = {
         "zero_optimization": {
             "stage": 2,

@@ -88,7 +88,7 @@ def errors(optimizer: dict[str, Any], scheduler: dict[str, Any] | None = None) -
 
 
 def parameters(cls: type) -> list[str]:
-    """Without what is handed over by DeepSpeed, or cannot stand in a file."""
+    """List the parameters, without parameters that DeepSpeed hands over or a file cannot hold."""
     return [
         name
         for name in inspect.signature(cls).parameters
@@ -114,7 +114,7 @@ def torch_refuses(run: Any) -> str:
 
 
 def pairs(cls: type) -> Iterator[dict[str, Any]]:
-    """One parameter with each value, and each two flags together."""
+    """Yield one parameter with each value, and each two flags together."""
     names = parameters(cls)
     yield from ({name: value} for name in names for value in ODD)
     flags = [

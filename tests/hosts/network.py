@@ -46,7 +46,7 @@ def why_not(*, ssh: bool = False) -> str:
 
 
 class HostError(Exception):
-    """A host could not be made."""
+    """Error for a host that could not be made."""
 
 
 class Network:

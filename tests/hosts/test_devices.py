@@ -76,7 +76,7 @@ def test_refuses_what_the_launcher_cannot_follow(machine, text: str) -> None:
         find_devices({"CUDA_VISIBLE_DEVICES": text})
 
 
-def test_an_asked_accelerator_wins(machine) -> None:
+def test_a_requested_accelerator_wins(machine) -> None:
     machine(gpus=4)
     assert find_devices({"DS_ACCELERATOR": "cpu"}) == LocalDevices("cpu", 0)
     assert find_devices({"DS_ACCELERATOR": "cuda"}) == LocalDevices("cuda", 4)
@@ -106,8 +106,8 @@ def test_a_broken_driver_means_no_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def amd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A machine of two AMD GPUs and a processor, of which /dev has `visible`; and a torch that says
-    what it is built for.
+    """Make a machine of two AMD GPUs and a processor, with `visible` in /dev, and a torch with the
+    platform that it is built for.
     """
     monkeypatch.setattr(devices, "_DEV", tmp_path / "dev")
     monkeypatch.setattr(devices, "_KFD_NODES", tmp_path / "nodes")

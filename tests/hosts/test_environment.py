@@ -1,4 +1,4 @@
-"""The helper of launch.sh that says what an environment has and lacks."""
+"""The helper of launch.sh that lists what an environment has and lacks."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_an_address_with_and_without_brackets_is_one_host(tmp_path: Path) -> Non
     ["root@n1", "N1", "n1.", "root@N1.", "n1.cluster.local", "me@n1.cluster.local"],
 )
 def test_one_host_under_two_spellings_is_refused(tmp_path: Path, other: str) -> None:
-    """Its devices would be taken twice."""
+    """The devices of the host would be taken twice."""
     for lines in (("n1", other), (other, "n1")):
         path = write(tmp_path, "n0 slots=2\n" + "".join(f"{name} slots=2\n" for name in lines))
         ((line, kind),) = refused(path)

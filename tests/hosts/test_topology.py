@@ -1,4 +1,6 @@
-"""Which node this is: who wins, who contradicts whom, and what is refused."""
+"""Rank and address of this node: precedence of the sources, contradictions between them, and
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def resolve(
         (VOLCANO, (2, 4, 1, "a-0.a", 29500)),
         (POD, (2, 4, 1, "a-0.a", 29501)),
         ({"NNODES": "1"}, (1, 4, 0, "127.0.0.1", 29500)),
-        # Equal values from two places are no contradiction, and a guess contradicts nobody.
+        # Equal values from two places are no contradiction, and a guess contradicts no source.
         (OWN | PET | SKYPILOT | {"JOB_COMPLETION_INDEX": "1"}, (2, 8, 1, "a-0.a", 29501)),
         (SLURM | {"MASTER_ADDR": "10.0.0.9", "NPROC_PER_NODE": "2"}, (2, 2, 1, "10.0.0.9", 29500)),
     ],
@@ -89,7 +91,7 @@ def test_platforms(environment: dict[str, str], expected: tuple[Any, ...]) -> No
 def test_a_pytorchjob_of_todays_operator_counts_ranks_in_world_size(
     processes: dict[str, str],
 ) -> None:
-    """Since release 1.7 of Kubeflow's operator; PET_NNODES counts the pods, as WORLD_SIZE did
+    """Kubeflow's operator does so since release 1.7; PET_NNODES counts the pods, as WORLD_SIZE did
     before.
     """
     newer = POD | {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4"} | processes
@@ -135,7 +137,7 @@ def test_a_flag_wins_and_sources_are_reported() -> None:
 
 @pytest.mark.parametrize("spelled", ["fd00::1", "[fd00::1]"])
 def test_an_ipv6_address_loses_its_brackets(spelled: str) -> None:
-    """torch and sockets take it without; from two places it is one address."""
+    """torch and sockets take an address without brackets; from two places it is one address."""
     assert resolve(OWN, master_addr=spelled).master_addr == "fd00::1"
     assert (
         resolve(OWN | {"MASTER_ADDR": spelled, "PET_MASTER_ADDR": "[fd00::1]"}).master_addr

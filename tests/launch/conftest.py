@@ -16,7 +16,7 @@ from tests.launch.rendezvous.members import Members  # noqa: E402
 
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[Members]:
-    """Two nodes with a rank each."""
+    """Yield two nodes with a rank each."""
     job = Members(tmp_path)
     yield job
     job.close()

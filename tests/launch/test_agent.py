@@ -1,5 +1,5 @@
 """How a job ends: requests reach every rank at once, a failure ends every node, and the exit codes
-tell what happened.
+show what happened.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timing
 
 @pytest.fixture
 def alone(members: Members) -> Members:
-    """One node with two ranks."""
+    """Start one node with two ranks."""
     members.nnodes, members.slots = 1, 2
     return members
 
@@ -300,7 +300,7 @@ def test_a_killed_agent_is_a_lost_node(members: Members, killed: int) -> None:
 
 @pytest.mark.slow
 def test_an_agent_that_is_silent_is_lost(members: Members) -> None:
-    """After 15 seconds; here after six, three of its beats."""
+    """The limit is 15 seconds; here six, three heartbeats of the agent."""
     assert SILENCE_SECONDS == 3 * RUNNING_BEAT_SECONDS == 15
     processes = [members.start(rank, "ignore", terms={"silence_seconds": 6.0}) for rank in (0, 1)]
     members.ready(2)
@@ -319,10 +319,10 @@ def test_a_node_that_only_finished_is_no_success_for_the_job(members: Members) -
     assert [ended(process)[0] for process in processes] == [76, 70]
 
 
-# ------------------------------------------------------------------------------------------------------------ in words
+# ------------------------------------------------------------------------------------------------------ descriptions
 
 
-def test_the_cause_is_not_who_only_lost_somebody() -> None:
+def test_the_cause_is_not_a_rank_that_only_lost_a_peer() -> None:
     lost_a_rank = Failure(0, "node 0 (a) rank 0: ended with 76 (it lost another rank)", 76, "1")
     lost_node = Failure(1, "node 1 (b): lost: closed", 76, "2", FailureKind.NODE_LOST)
     killed = Failure(1, "node 1 (b) rank 1: killed by SIGKILL", 137, "3")
@@ -352,14 +352,16 @@ def test_the_cause_is_not_who_only_lost_somebody() -> None:
         (255, "ended with 255"),
     ],
 )
-def test_an_exit_code_in_words(code: int, words: str) -> None:
+def test_description_of_an_exit_code(code: int, words: str) -> None:
     assert how_ended(code) == words
 
 
 @pytest.mark.parametrize(
     "before", ["low 0\noom 3\noom_kill 1\noom_group_kill 0\n", "under_oom 0\noom_kill 1\n"]
 )
-def test_a_kill_for_lack_of_memory_is_told_from_others(before: str, tmp_path: Path) -> None:
+def test_a_kill_for_lack_of_memory_is_distinguished_from_others(
+    before: str, tmp_path: Path
+) -> None:
     counter = tmp_path / "memory.events"
     counter.write_text(before)
     kills = OomKills([tmp_path / "none", counter])

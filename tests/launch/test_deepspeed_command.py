@@ -1,5 +1,5 @@
-"""Where train.py is: in a checkout, in a wheel that is unpacked anywhere, and next to somebody
-else's file of that name.
+"""Where train.py is: in a checkout, in a wheel that is unpacked anywhere, and next to a foreign
+file of that name.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PACKAGES = ("deepspeed_lint", "framework")
 
 
 def data_files() -> set[str]:
-    """What is read below the packages and is no Python."""
+    """List the files below the packages that are read and are no Python."""
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*")]
     return {
         path.relative_to(ROOT).as_posix() for path in files if path.suffix in (".json", ".typed")
@@ -50,8 +50,8 @@ def data_files() -> set[str]:
 
 @pytest.mark.slow
 def test_an_installed_copy_starts_its_own(tmp_path: Path) -> None:
-    """Built as pip builds it; `pip install` unpacks it wherever the scheme says, and nothing of it
-    lies outside of the packages.
+    """The wheel is built as pip builds it; `pip install` unpacks it where the scheme puts it, and
+    nothing of it lies outside of the packages.
     """
     for name in ("pyproject.toml", "README.md", "train.py"):
         shutil.copy(ROOT / name, tmp_path)

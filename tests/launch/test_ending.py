@@ -1,5 +1,5 @@
-"""Ends in which something else went wrong as well: nobody reads, a request comes too early, a
-process cannot be started.
+"""Ends with a second failure: output without a reader, a request that comes too early, a process
+that cannot be started.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from tests.launch.rendezvous.members import (
     Members,
     ended,
     gone,
-    heed_signals,
     kill_what_is_left,
+    restore_signals,
     running,
 )
 
@@ -52,16 +52,16 @@ batch: {global_size: 60}
 
 @pytest.fixture
 def alone(members: Members) -> Members:
-    """One node with two ranks."""
+    """Start one node with two ranks."""
     members.nnodes, members.slots = 1, 2
     return members
 
 
-# ------------------------------------------------------------------------------------------------------- nobody reads
+# ----------------------------------------------------------------------------------------------------- without reader
 
 
 def unread(process: subprocess.Popen[str]) -> int:
-    """The exit code of an agent whose lines nobody reads from now on."""
+    """Return the exit code of an agent that has no reader of its lines from now on."""
     assert process.stderr is not None
     process.stderr.close()
     process.stderr = None
@@ -69,7 +69,7 @@ def unread(process: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.parametrize("how", ["the connection dies", "SIGTERM"])
-def test_ranks_save_although_nobody_reads(alone: Members, how: str) -> None:
+def test_ranks_save_without_a_reader(alone: Members, how: str) -> None:
     process = alone.start(0, terms={"life_line": 0})
     alone.ready(2)
     assert process.stderr is not None
@@ -85,7 +85,7 @@ def test_ranks_save_although_nobody_reads(alone: Members, how: str) -> None:
     assert alone.signals(0) == alone.signals(1) == ["SIGTERM"]
 
 
-def test_a_failure_stays_one_although_nobody_reads(alone: Members) -> None:
+def test_a_failure_stays_one_without_a_reader(alone: Members) -> None:
     assert unread(alone.start(0, "1:exit=70", "wait")) == EXIT_TRAINING
 
 
@@ -103,11 +103,11 @@ def test_a_rank_that_does_not_listen_yet_is_no_failure(alone: Members) -> None:
     assert last.endswith("; what was saved, if anything, the ranks said above")
 
 
-def test_a_request_is_told_before_it_is_heeded(
+def test_a_request_is_logged_before_it_is_obeyed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal may come between the two: ranks that were asked to stop would end before anybody was
-    told why.
+    """A signal may come between the log line and the stop: ranks that received the request would
+    end before the log has the reason.
     """
 
     def ask(self: agent._NodeAttempt) -> None:
@@ -127,7 +127,7 @@ def test_a_request_is_told_before_it_is_heeded(
     assert end.line.startswith("stopped on request (SIGTERM at node 0 (here))")
 
 
-def test_who_kills_a_rank_by_hand_has_not_asked_to_stop(alone: Members) -> None:
+def test_a_rank_killed_by_hand_is_no_request_to_stop(alone: Members) -> None:
     process = alone.start(0, "0:deaf", "wait")
     os.kill(alone.ready(2)[0]["pid"], signal.SIGTERM)
     code, stated = ended(process)
@@ -135,7 +135,7 @@ def test_who_kills_a_rank_by_hand_has_not_asked_to_stop(alone: Members) -> None:
     assert "rank 0: killed by SIGTERM" in stated.splitlines()[-1]
 
 
-def test_a_node_heeds_requests_before_it_reads_its_order(tmp_path: Path) -> None:
+def test_a_node_obeys_requests_before_it_reads_its_order(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "framework", "launch", "node", "x.yaml", "--from_stdin"]
     environment = {**os.environ, "DSF_TERMINATION_LOG": str(tmp_path / "log")}
     process = subprocess.Popen(
@@ -145,7 +145,7 @@ def test_a_node_heeds_requests_before_it_reads_its_order(tmp_path: Path) -> None
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment,
-        preexec_fn=heed_signals,
+        preexec_fn=restore_signals,
     )
     try:
         until_it_catches(process.pid, signal.SIGTERM)
@@ -159,8 +159,8 @@ def test_a_node_heeds_requests_before_it_reads_its_order(tmp_path: Path) -> None
 
 
 def until_it_catches(pid: int, number: signal.Signals) -> None:
-    """Until a process handles a signal, which before would end it (and not even that as process
-    1).
+    """Wait until a process handles a signal, which before would end it (and not even that as
+    process 1).
     """
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -192,12 +192,12 @@ ALONE = ["unshare", "--pid", "--fork"]
     or bool(subprocess.run([*ALONE, "true"], capture_output=True).returncode),
     reason="only root may be process 1 of a namespace here",
 )
-def test_process_1_heeds_requests_while_it_imports(tmp_path: Path) -> None:
+def test_process_1_obeys_requests_while_it_imports(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     command = [*ALONE, sys.executable, "-m", "framework", "launch", "nowhere.yaml"]
     process = subprocess.Popen(
-        command, env=environment, stderr=subprocess.DEVNULL, preexec_fn=heed_signals
+        command, env=environment, stderr=subprocess.DEVNULL, preexec_fn=restore_signals
     )
     deadline = time.monotonic() + 60
     while not (tmp_path / "importing").exists():
@@ -223,7 +223,7 @@ def test_a_request_during_the_check_starts_nothing(
 
     for module in (local, node):
         monkeypatch.setattr(module, "find_devices", find_devices)
-    # Where nobody heeds it, the request would end these tests.
+    # Without a handler the request would end these tests.
     before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("nobody heeds it"))
     try:
         with pytest.raises(
@@ -242,7 +242,7 @@ def test_a_request_during_the_check_starts_nothing(
 def attempt(
     script: Path, *arguments: str, environment: dict[str, str] | None = None
 ) -> tuple[int, JobEnd]:
-    """One node's attempt with one rank, in this process."""
+    """Make one node's attempt with one rank, in this process."""
     ranks = Ranks(
         [str(script), *arguments],
         HostTopology(1, 1, 0, "127.0.0.1", 29500),
@@ -257,7 +257,7 @@ async def run_alone(
     return await run_attempt(ranks, Peers(0, {0: "here"}), requests, grace_seconds=grace_seconds)
 
 
-def test_a_rank_that_cannot_be_started_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_be_started_is_reported_in_a_line(tmp_path: Path) -> None:
     code, end = attempt(tmp_path / "none.py", environment={"TOO_LARGE": "x" * (1 << 22)})
     assert code == EXIT_TRAINING
     assert end.cause == "node 0 (here): a rank could not be started (Argument list too long)"
@@ -303,7 +303,7 @@ def test_what_the_leftovers_start_ends_as_well(tmp_path: Path) -> None:
     code, _ = attempt(script, str(tmp_path))
     assert code == 0
     heir = tmp_path / "heir.json"
-    if heir.exists():  # else it was ended before it could say so
+    if heir.exists():  # else it was ended before it could report the signal
         pid = json.loads(heir.read_text())
         try:
             assert gone([pid], folder=tmp_path, timeout=1)

@@ -24,7 +24,7 @@ pytestmark = [
 
 SECONDS = 300.0
 CONFIG = "ds_configs/quickstart.yaml"
-# Images without scikit-learn, whose import takes as long as a fifth of a start.
+# Images without scikit-learn: its import takes as long as a fifth of a start.
 IMAGES = (
     "{kind: synthetic_images, image_size: 28, channels: 1, num_classes: 10, "
     "num_samples: 1437, num_eval_samples: 360}"
@@ -41,7 +41,7 @@ IPV6 = Path("/proc/net/if_inet6").exists()
 
 
 def address(node: int) -> str:
-    """What a hostfile may have instead of a name; the name where this kernel has no IPv6."""
+    """Return what a hostfile may have instead of a name; the name where this kernel has no IPv6."""
     return f"fd77::{node + 1}" if IPV6 else f"node-{node}"
 
 
@@ -52,7 +52,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def network(shared: Path) -> Iterator[Network]:
-    """Three hosts with a folder in common, which enter each other through ssh."""
+    """Yield three hosts with a folder in common, which enter each other through ssh."""
     with Network(None) as network:
         for node in range(3):
             host = network.host(f"node-{node}", mounts={"/shared": Mount(bind=shared)})
@@ -78,7 +78,7 @@ def network(shared: Path) -> Iterator[Network]:
 
 @pytest.fixture(scope="module")
 def alone(warm: WarmRanks, shared: Path) -> dict[int, dict[int, float]]:
-    """The losses on this machine, by number of ranks."""
+    """Return the losses on this machine, by number of ranks."""
     for ranks in (2, 3):
         words = [
             "--config",
@@ -169,8 +169,8 @@ def test_launch_node_on_each_host(
 def test_launch_over_ssh_on_three_hosts(
     network: Network, shared: Path, alone: dict[int, dict[int, float]]
 ) -> None:
-    """Two of them by their IPv6 addresses, in brackets and without; all meet at the first one's. A
-    rank is killed, and they start again.
+    """Two hosts are given by IPv6 addresses, in brackets and without; all meet at the address of
+    the first. A rank is killed, and all start again.
     """
     first = f"[{address(0)}]" if IPV6 else address(0)
     (shared / "three").write_text(f"{first} slots=1\nnode-1 slots=1\nroot@{address(2)} slots=1\n")
@@ -197,7 +197,7 @@ def test_launch_over_ssh_on_three_hosts(
 
 
 def dying(step: int, once: str, *, restarts: int, rank: int = 1) -> list[str]:
-    """Settings of a run that saves every fourth step, with a rank that is killed once."""
+    """Return settings of a run that saves every fourth step, with a rank that is killed once."""
     callback = (
         f"{{target: tests.jobs.dying:Dies, args: {{step: {step}, once: {once}, rank: {rank}}}}}"
     )

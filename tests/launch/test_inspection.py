@@ -79,8 +79,10 @@ def test_hosts_in_good_order(network: Network) -> None:
 
 
 @needs_hosts
-def test_everything_that_is_wrong_between_hosts_is_told_at_once(network: Network) -> None:
-    """A folder that is not shared, other code, a name that leads back, a port that somebody has."""
+def test_all_problems_between_hosts_are_reported_at_once(network: Network) -> None:
+    """The hosts have a folder that is not shared, other code, a name that leads back, and a port in
+    use.
+    """
     first, second, third = network.hosts
     third.run(["sh", "-c", "printf 'class Net: depth = 2\n' > /tmp/project/my_nets.py"])
     second.know("node-0", "127.0.0.1")
@@ -155,7 +157,7 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
 
 @needs_hosts
 def test_a_start_is_refused_on_every_host(network: Network) -> None:
-    """Before a rank starts, and without being asked for."""
+    """The refusal comes before a rank starts, and without an option for it."""
     command = [
         sys.executable,
         "-m",
@@ -169,5 +171,5 @@ def test_a_start_is_refused_on_every_host(network: Network) -> None:
     done = network.hosts[0].run(command, cwd="/tmp/project")
     assert done.returncode == 78, done.stdout
     refusal = r"nodes .*\b1 \(node-1\).*: run.output_dir = /tmp: what it wrote there is not seen by node 0 \(node-0\)"
-    for host in network.hosts:  # each of them tells the same
+    for host in network.hosts:  # each of them prints the same
         assert re.search(rf"^{host.name}: {refusal}", done.stdout, re.MULTILINE), done.stdout

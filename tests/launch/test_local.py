@@ -81,7 +81,7 @@ def test_a_missing_compiler_is_refused_before_any_rank_starts(
 def test_what_will_be_compiled_is_announced(
     config: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It takes long enough to be taken for a hang."""
+    """A compilation takes long enough to be taken for a hang."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(local, "run_node", lambda *_, **__: JobEnd(0))
@@ -239,7 +239,7 @@ def test_the_quickstart_fits_any_number_of_devices(count: int, taken: int) -> No
     ) == (taken < count)
 
 
-def test_a_batch_that_fits_no_device_says_why(config: str) -> None:
+def test_a_batch_that_fits_no_device_is_refused_with_the_reason(config: str) -> None:
     with pytest.raises(ConfigError, match="batch-not-divisible"):
         check(
             LaunchOptions(config, ("batch.global_size=32", "batch.micro_size=3"), fit_batch=True),
@@ -460,7 +460,7 @@ def test_a_hostfile_of_this_machine_alone_needs_no_ssh(
     monkeypatch.setattr(local, "require_deepspeed", lambda: None)
     monkeypatch.setattr(local, "find_devices", lambda _: FOUR_GPUS)
     monkeypatch.setattr(subprocess, "Popen", None)
-    monkeypatch.setenv("NNODES", "2")  # this machine alone was asked for
+    monkeypatch.setenv("NNODES", "2")  # for this machine alone
     hosts = tmp_path / "hosts"
     hosts.write_text(f"{name} slots=4\n")
     assert local.launch([config, "-H", str(hosts)]) == 0
@@ -510,7 +510,7 @@ def test_what_every_host_would_refuse_is_refused_without_ssh(config: str, tmp_pa
     "words",
     [["--ssh_args", "-p 2222"], ["--remote_python", "/opt/python"], ["--remote_folder", "/x"]],
 )
-def test_who_says_how_to_get_there_goes_there(
+def test_an_explicit_way_to_a_host_is_taken(
     words: list[str], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """localhost may be the near end of a tunnel, and another Python is another process to start."""
@@ -529,7 +529,9 @@ def test_a_missing_config_ends_with_78(tmp_path: Path) -> None:
 
 
 def test_no_rank_has_the_token(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One node has nobody to prove anything to, and ranks have no use for the secret of a job."""
+    """One node has no other to prove its identity to, and ranks have no use for the secret of a
+    job.
+    """
     given: list[Mapping[str, str]] = []
 
     def run_node(*_: object, environment: Mapping[str, str], **__: object) -> JobEnd:

@@ -26,7 +26,7 @@ from framework.launch.local import launch
 from framework.launch.node import main
 from framework.load_run import load_run
 from tests.hosts.network import why_not
-from tests.launch.rendezvous.members import ROOT, heed_signals
+from tests.launch.rendezvous.members import ROOT, restore_signals
 from tests.launched import TIMEOUT_SECONDS, job_environment, series
 from tests.ports import free_ports
 
@@ -63,12 +63,12 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        preexec_fn=heed_signals,
+        preexec_fn=restore_signals,
     )
 
 
 def nodes(folder: Path, *words: str) -> list[subprocess.Popen[str]]:
-    """Two of them, with a rank each."""
+    """Start two nodes with a rank each."""
     port = str(free_ports(2))
     place = [
         "--nnodes",
@@ -133,7 +133,7 @@ def test_a_request_to_one_node_saves_on_both_and_a_killed_rank_ends_both(
 
 
 def wait_for_training(processes: list[subprocess.Popen[str]], metrics: Path) -> None:
-    """Until a step has been logged that was not there before."""
+    """Wait until a step has been logged that was not there before."""
     before = metrics.stat().st_size if metrics.exists() else 0
     deadline = time.monotonic() + 300
     while not metrics.exists() or metrics.stat().st_size <= before:
@@ -143,7 +143,7 @@ def wait_for_training(processes: list[subprocess.Popen[str]], metrics: Path) -> 
 
 
 def rank_of(agent: int) -> int:
-    """The process that an agent started."""
+    """Return the process that an agent started."""
     (child,) = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     return int(child)
 
@@ -151,7 +151,7 @@ def rank_of(agent: int) -> int:
 # ------------------------------------------------------------------------------------------- what starts nothing
 
 
-def test_a_dry_run_tells_everything_and_starts_nothing(
+def test_a_dry_run_prints_everything_and_starts_nothing(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -228,9 +228,7 @@ def test_the_plain_command_is_what_a_shell_can_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With a `deepspeed` that tells what it was given. A thousand nodes take no longer line than
-    three.
-    """
+    """A `deepspeed` script prints its arguments. A thousand nodes take no longer line than three."""
     monkeypatch.chdir(tmp_path)
     chosen = None if visible is None else tuple(sorted(map(int, visible.split(",")))[:2])
     devices = LocalDevices("cpu", 0) if visible is None else LocalDevices("cuda", 2, chosen)
@@ -267,7 +265,7 @@ def test_one_node_without_gpus_starts_as_launch_does(
     assert "launch: slots       2 (default on CPU)" in capsys.readouterr().out.splitlines()
 
 
-def test_an_option_is_told_under_the_name_that_was_used(
+def test_an_option_is_reported_under_the_name_that_was_used(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -283,8 +281,8 @@ def test_an_option_is_told_under_the_name_that_was_used(
 def test_a_node_alone_takes_a_free_port_and_leaves_a_given_one_to_its_ranks(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever holds that may be ending: rank 0 says so with a code that is tried again, where a
-    refusal here never is.
+    """The process that holds the given port may be ending: rank 0 reports it with a code that is
+    tried again, where a refusal here never is.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -364,7 +362,7 @@ def test_a_spare_takes_the_number_behind_those_that_train(
 
 
 @pytest.mark.parametrize("dry_run", [[], ["--dry_run"]])
-def test_several_nodes_without_a_secret_are_refused_unless_that_is_asked_for(
+def test_several_nodes_without_a_secret_are_refused_without_an_option_for_it(
     dry_run: list[str], config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

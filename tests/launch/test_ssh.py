@@ -1,5 +1,6 @@
-"""The ssh launcher: what goes over the wire, whose code comes back, and the life line. `ssh` here
-is a script that runs the command on this machine; tests on hosts of their own use the real one.
+"""The ssh launcher: what goes over the connection, which host's exit code is returned, and the life
+line. `ssh` here is a script that runs the command on this machine; tests on hosts of their own use
+the real one.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from framework.launch.ssh import (
     ssh_command,
 )
 from framework.launch.supervision import HOST_LOST
-from tests.launch.rendezvous.members import ROOT, Members, ended, heed_signals
+from tests.launch.rendezvous.members import ROOT, Members, ended, restore_signals
 
 pytestmark = pytest.mark.timing
 
 TOPOLOGY = HostTopology(2, 2, 0, "10.0.0.1", 29500)
-# As sshd does it: the words are joined with spaces and handed to the login shell.
+# As sshd does it: the arguments are joined with spaces and handed to the login shell.
 SSH = """#!/bin/sh
 [ "$1" = -G ] && exit 1
 while [ "$1" != -- ]; do shift; done
@@ -79,7 +80,7 @@ SUPERVISED += (
 )
 IMPATIENT = "import framework.launch.ssh as ssh; ssh._WAIT_SECONDS = 1.0\n" + PROGRAM
 SAYS = "import sys, json; print(json.loads(sys.stdin.readline())['environment']['A'] == 'secret'); sys.exit({})"
-# Ends as an agent does when it is asked, or when its life line is cut.
+# Ends as an agent does on request, or when its life line is cut.
 WAITS = """
 import json, sys
 sys.stdin.readline()
@@ -108,7 +109,7 @@ def start(path: str, *words: str, program: str = PROGRAM) -> subprocess.Popen[st
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=heed_signals,
+        preexec_fn=restore_signals,
     )
 
 
@@ -118,7 +119,7 @@ def until(process: subprocess.Popen[str], *lines: str) -> None:
 
 
 @pytest.mark.slow
-def test_lines_bear_the_name_of_their_host_and_all_codes_are_told(path: str) -> None:
+def test_lines_bear_the_name_of_their_host_and_all_codes_are_printed(path: str) -> None:
     process = start(path, "a", SAYS.format(0), "me@b", SAYS.format(0))
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0
@@ -216,7 +217,7 @@ def test_the_end_of_node_0_is_that_of_the_job_although_a_host_is_lost(
 
 
 def test_a_host_that_is_refused_ends_the_wait_for_it(path: str, tmp_path: Path) -> None:
-    """Nothing that is started there again would change that."""
+    """Another start on that host would end the same way."""
     code, err = supervised(path, tmp_path, a=[None, 76], b=[78])
     assert code == 78, err
 
@@ -316,7 +317,7 @@ def test_an_agent_without_its_launcher_stops_its_ranks(members: Members) -> None
     assert "with 15 s to save" in stated
 
 
-# ------------------------------------------------------------------------------------------------------------ words
+# --------------------------------------------------------------------------------------------------------- messages
 
 
 @pytest.mark.parametrize(
@@ -423,7 +424,7 @@ def test_nothing_of_a_command_is_read_by_a_shell() -> None:
 
 
 @pytest.mark.parametrize("seconds", [1_000_000.0, 123_456.7, 0.25])
-def test_a_host_reads_what_it_is_told(seconds: float) -> None:
+def test_a_host_reads_its_orders(seconds: float) -> None:
     words = agent_command(
         LaunchOptions("a.yaml", ("x=1",), wait_seconds=seconds),
         ChosenHost(Host("h", 2), (0, 1)),
@@ -458,7 +459,7 @@ def test_options_of_the_user_win_over_ours() -> None:
 
 @pytest.mark.parametrize("text", ["-o BatchMode=no", "-oBatchMode=no", "-o 'batchmode no'"])
 @pytest.mark.parametrize("command", ["launch", "doctor"])
-def test_nobody_is_asked(text: str, command: str) -> None:
+def test_no_password_prompt(text: str, command: str) -> None:
     with pytest.raises(
         UsageError, match=rf"{command}: --ssh_args: .*: nobody is asked for a password"
     ):
@@ -477,13 +478,13 @@ def test_the_environment_is_not_on_the_command_line(path: str) -> None:
     assert start(path, "a", look).communicate(timeout=60)[0] == "a: False\n"
 
 
-# ---------------------------------------------------------------------------------------------- what is said before
+# ----------------------------------------------------------------------------------------------- before the start
 
 
 def reported(
     capsys: pytest.CaptureFixture[str], folder: Path, lines: Sequence[str], *words: str
 ) -> list[str]:
-    """Of a dry run on these hosts."""
+    """Return the output of a dry run on these hosts."""
     (folder / "hosts").write_text("".join(f"{line}\n" for line in lines))
     data = "{kind: synthetic_images, image_size: 28, channels: 1, num_classes: 10}"
     (folder / "run.yaml").write_text(f"batch: {{global_size: 4000}}\ndata: {data}\n")
@@ -626,7 +627,7 @@ def test_ranks_of_one_host_meet_at_home(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("words", [["--remote_folder", "/x"], ["--include", "[fd00::1]:1"]])
-def test_what_the_plain_command_cannot_say_is_said(
+def test_limits_of_the_plain_command_are_printed(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stated = reported(capsys, tmp_path, ["[fd00::1] slots=2"], *words)
@@ -638,7 +639,7 @@ def test_what_the_plain_command_cannot_say_is_said(
 
 
 @pytest.mark.slow
-def test_a_thousand_hosts_are_told_in_a_few_lines(
+def test_a_thousand_hosts_take_a_few_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hosts = [f"worker-{number} slots=4" for number in range(1000)]
@@ -651,7 +652,7 @@ def test_a_thousand_hosts_are_told_in_a_few_lines(
     assert len(reported(capsys, tmp_path, hosts, "--verbose")) == 1006
 
 
-def test_the_ends_of_many_hosts_are_told_together() -> None:
+def test_the_ends_of_many_hosts_are_reported_together() -> None:
     ends = [("d", 137), *((f"h{number}", 76) for number in range(997)), ("a", 0), ("b", 0)]
     assert (
         ends_reported(ends)

@@ -24,14 +24,14 @@ COMMANDS = [words for line in BLOCKS.splitlines() if (words := shlex.split(line,
 
 
 def ours(words: list[str]) -> list[str]:
-    """The words behind `python -m framework`; none for other programs."""
+    """Return the arguments of `python -m framework`; none for other programs."""
     if words[0] == "./launch.sh":
         return ["launch", *({"train": [], "node": ["node"]}[words[1]]), *words[2:]]
     return words[3:] if words[:3] == ["python", "-m", "framework"] else []
 
 
 def test_every_way_has_its_block() -> None:
-    """As the headings promise."""
+    """The headings promise one for each."""
     started = {
         words[0] if words[0] != "python" or words[1] != "-m" else " ".join(words[3:5])
         for words in COMMANDS
@@ -51,7 +51,7 @@ def test_every_way_has_its_block() -> None:
     "words", [ours(words) for words in COMMANDS if ours(words)[:1] == ["launch"]], ids=" ".join
 )
 def test_our_commands_would_start(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On machines with four GPUs."""
+    """The commands run on machines with four GPUs."""
     monkeypatch.chdir(ROOT)
     for module in (local, node):
         monkeypatch.setattr(module, "find_devices", lambda _: LocalDevices("cuda", 4))
@@ -62,7 +62,7 @@ def test_our_commands_would_start(words: list[str], monkeypatch: pytest.MonkeyPa
     "words", [words for words in COMMANDS if "train.py" in words], ids=" ".join
 )
 def test_commands_of_other_launchers_have_a_plan(words: list[str]) -> None:
-    """Each names train.py, a config that is there, and a number of ranks that it can be split
+    """Each command names train.py, a config that exists, and a number of ranks that it can be split
     over.
     """
     script = words.index("train.py")

@@ -1,4 +1,4 @@
-"""What counts as a request to stop, and which of them leave no time for a checkpoint."""
+"""Signals that count as a request to stop, and those that leave no time for a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timing
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """Clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -57,7 +57,7 @@ def test_a_notice_never_insists(asked: str, insists: bool, monkeypatch: pytest.M
         (signal.SIGHUP, False),
     ],
 )
-def test_an_agent_hears_what_its_ranks_would_heed(number: signal.Signals, heard: bool) -> None:
+def test_an_agent_receives_what_its_ranks_would_obey(number: signal.Signals, heard: bool) -> None:
     """nohup ignores SIGHUP and a shell's `&` SIGINT; a SIGTERM that is ignored further up is still
     meant for the agent.
     """
@@ -89,7 +89,7 @@ def test_a_launcher_that_is_gone_shortens_the_time_and_does_not_insist(
     assert not requests.insists
 
 
-def test_a_request_before_anything_runs_is_heeded() -> None:
+def test_a_request_before_anything_runs_is_obeyed() -> None:
     requests = StopRequests()
     requests.refuse_start()
     requests.ask("SIGTERM")

@@ -35,7 +35,7 @@ LOST, ERROR = (
 
 
 class Starts:
-    """Stands for the job: each start saves up to a step, if any, and ends."""
+    """Stand-in for the job: each start saves up to a step, if any, and ends."""
 
     def __init__(self, folder: Path, *ends: tuple[JobEnd, int]) -> None:
         self.folder, self.ends = folder, iter(ends)
@@ -77,7 +77,7 @@ def test_a_lost_rank_costs_one_start(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "start 2 of at most 6, from step 10, in 0 s [restart]" in capsys.readouterr().err
 
 
-def test_what_the_first_start_was_told_holds_until_something_is_saved(tmp_path: Path) -> None:
+def test_options_of_the_first_start_hold_until_a_checkpoint_is_saved(tmp_path: Path) -> None:
     old = tmp_path / "run" / CHECKPOINTS / tag_of(40)
     old.mkdir(parents=True)
     (old / MANIFEST).touch()  # of an earlier run, which the first start would have moved aside
@@ -172,7 +172,9 @@ def test_checkpoints_that_are_gone_are_the_end(
 
 
 def test_checkpoints_that_only_the_events_know_of_are_the_end(tmp_path: Path) -> None:
-    """Emptied between two looks; a run of before, of which none is left, is no reason."""
+    """The folder was emptied between two looks; an earlier run without any checkpoint left is no
+    reason.
+    """
     folder = tmp_path / "run"
     folder.mkdir()
     event = json.dumps({"kind": "save", "step": 5}) + "\n"
@@ -194,7 +196,7 @@ def test_a_folder_that_is_back_is_gone_on_with(tmp_path: Path) -> None:
     assert starts.words == [(), AUTO]
 
 
-def test_a_job_whose_stop_was_asked_for_does_not_start_again(tmp_path: Path) -> None:
+def test_a_job_that_was_stopped_on_request_does_not_start_again(tmp_path: Path) -> None:
     config = config_from_values(
         {"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 1}}
     )
@@ -217,7 +219,7 @@ def test_the_agent_of_a_lost_host_hears_of_what_is_saved(tmp_path: Path) -> None
     assert (agent.number, agent.resumes) == (2, True)
 
 
-def test_where_nobody_starts_again_it_is_said(
+def test_a_job_without_restarts_prints_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.yaml").write_text("supervision: {max_restarts: 3}\n")
@@ -249,7 +251,7 @@ def write_config(folder: Path, name: str, dies: dict[str, Any] | None, **section
 
 
 def launched(config: Path, *words: str) -> tuple[int, str]:
-    """A run of two ranks through `launch`."""
+    """Start a run of two ranks through `launch`."""
     program = [sys.executable, "-m", "framework", "launch", str(config), "--num_gpus", "2", *words]
     environment = job_environment() | {"DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(

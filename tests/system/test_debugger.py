@@ -1,4 +1,4 @@
-"""Whether a thread is at the prompt of a debugger."""
+"""Check of a thread at the prompt of a debugger."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def asleep(reader: int) -> None:
 
 
 def traced(reader: int) -> None:
-    """As coverage and profilers do."""
+    """Trace the thread as coverage and profilers do."""
     sys.settrace(lambda *_: None)
     try:
         asleep(reader)

@@ -58,7 +58,7 @@ def test_help_ends_as_before(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_scripts_own_handler_of_signals_may_exit() -> None:
-    """At the second request, more than two seconds after the first."""
+    """The handler exits at the second request, more than two seconds after the first."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
     try:
         with StopRequest(clock=itertools.count(0, 3).__next__).handling():

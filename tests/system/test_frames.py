@@ -1,4 +1,4 @@
-"""Frames of threads are taken without collecting garbage, whose finalizers would wait under the
+"""Frames of threads are taken without collecting garbage: its finalizers would wait under the
 interpreter's lock.
 """
 

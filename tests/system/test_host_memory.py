@@ -1,4 +1,4 @@
-"""How much memory can be taken, by the words of a made-up system; and a save that needs more."""
+"""Amount of memory that can be taken, by the files of a made-up system; and a save that needs more."""
 
 from __future__ import annotations
 

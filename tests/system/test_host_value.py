@@ -26,7 +26,7 @@ from tests.ranks_of_host import on_ranks
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary folder of these ranks."""
+    """Return the temporary folder of these ranks."""
     place = tmp_path / "tmp"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
@@ -34,7 +34,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Made:
-    """Counts, over all processes, how often a value is made; `first` is done the first time."""
+    """Counter, over all processes, of how often a value is made; `first` is done the first time."""
 
     def __init__(self, folder: Path, *, first: Callable[[], object] = lambda: None) -> None:
         self._folder, self._first = folder / "made", first
@@ -119,7 +119,7 @@ def test_an_error_of_python_is_met_by_each_with_its_place_in_the_code(tmp_path: 
 
 @pytest.mark.slow
 def test_what_an_earlier_start_left_is_not_taken(tmp_path: Path, temporary: Path) -> None:
-    """With the same address and port: the third rank had died."""
+    """The earlier start has the same address and port: its third rank had died."""
     make = Made(tmp_path)
     assert on_ranks(lambda: summed(make), num_ranks=2, of=3) == [SUMMED] * 2
     assert len(list(temporary.iterdir())) == 1
@@ -155,7 +155,7 @@ def test_where_no_file_can_be_shared_every_rank_makes_its_own(
 
 
 def look(shared: HostValue, queue: Queue[tuple[int, int]]) -> None:
-    """In a worker."""
+    """Look up the value, in a worker."""
     queue.put((os.fstat(shared._descriptor).st_ino, int(shared.value["numbers"].sum())))
 
 
@@ -178,6 +178,6 @@ def test_a_worker_maps_the_same_memory_however_it_is_started(
 
 
 def test_a_copy_has_the_value() -> None:
-    """Pickled to a file, say, which outlives this process."""
+    """A copy may be pickled to a file, which outlives this process."""
     copied = pickle.loads(pickle.dumps(HostValue.of({"numbers": np.arange(5)})))
     assert copied.value["numbers"].tolist() == [0, 1, 2, 3, 4]

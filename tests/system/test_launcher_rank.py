@@ -25,7 +25,7 @@ PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
 def step(rank: int, *, tasks: int = 2, nodes: int = 1, **other: str) -> dict[str, str]:
-    """The variables of a task, as Slurm 22 to 24 sets them."""
+    """Return the variables of a task, as Slurm 22 to 24 sets them."""
     local = tasks // nodes
     return {
         "SLURM_JOB_ID": "5",
@@ -159,7 +159,7 @@ def test_what_contradicts_itself_is_refused(environment: dict[str, str], reporte
         take_rank({**environment})
 
 
-def test_a_process_that_was_asked_to_train_alone_does_so_again() -> None:
+def test_a_process_that_trained_alone_does_so_again() -> None:
     environment = step(1, WORLD_SIZE="1")
     take_rank(environment)
     environment.update(RANK="0", LOCAL_RANK="0")  # as a run that is alone sets them
@@ -167,7 +167,7 @@ def test_a_process_that_was_asked_to_train_alone_does_so_again() -> None:
     assert environment["RANK"] == "0"
 
 
-def test_all_ranks_of_a_step_meet_at_one_port_and_those_of_the_next_at_another() -> None:
+def test_all_ranks_of_a_step_meet_at_one_port_and_the_next_step_at_another() -> None:
     ports = set()
     for rank in (0, 7):
         environment = step(rank, tasks=8, nodes=2)
@@ -207,7 +207,7 @@ def losses(folder: Path, name: str) -> list[float]:
 
 
 def fitted(folder: Path, name: str) -> list[str]:
-    """A script that calls `fit`, for two ranks."""
+    """Return a script that calls `fit`, for two ranks."""
     script = folder / f"{name}.py"
     script.write_text(
         "import framework\n"
@@ -219,7 +219,7 @@ def fitted(folder: Path, name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What two ranks learn that have torchrun's variables."""
+    """Return the results of two ranks that have torchrun's variables."""
     folder = tmp_path_factory.mktemp("torchrun")
     words = ["--config", str(QUICKSTART), *settings(folder, "run")]
     run_ranks(ROOT / "train.py", *words, num_ranks=2, cwd=folder)
@@ -238,7 +238,7 @@ def train_py(folder: Path, name: str) -> list[str]:
 
 @pytest.mark.slow
 def test_two_tasks_of_a_step_are_one_job(tmp_path: Path, by_torchrun: list[float]) -> None:
-    """Without a Slurm: its variables, and nothing else."""
+    """The test needs no Slurm: it sets Slurm's variables, and nothing else."""
     tasks = [
         subprocess.Popen(
             train_py(tmp_path, "run"),
@@ -259,7 +259,7 @@ def test_two_tasks_of_a_step_are_one_job(tmp_path: Path, by_torchrun: list[float
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 def test_srun_with_a_task_for_each_device(tmp_path: Path, by_torchrun: list[float]) -> None:
-    """On two nodes, by a script that calls `fit`."""
+    """Two nodes run a script that calls `fit`."""
     environment = job_environment()
     with OneMachineSlurm(tmp_path / "slurm") as cluster:
         environment |= {"SLURM_CONF": cluster.environment["SLURM_CONF"]}
@@ -271,7 +271,7 @@ def test_srun_with_a_task_for_each_device(tmp_path: Path, by_torchrun: list[floa
         assert losses(tmp_path, "run") == by_torchrun
 
 
-@pytest.mark.exhaustive  # Open MPI's variables are those of the cases above
+@pytest.mark.exhaustive  # Open MPI's variables are in the cases above
 @pytest.mark.skipif(
     shutil.which("mpirun") is None, reason="no mpirun here (Debian: apt install openmpi-bin)"
 )

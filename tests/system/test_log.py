@@ -26,7 +26,7 @@ def log(tmp_path: Path) -> Iterator[Path]:
 
 
 def lines(log: Path) -> list[str]:
-    """Level and text, without the time."""
+    """Return level and text of each line, without the time."""
     return [line.split(" ", 2)[2] for line in log.read_text().splitlines()]
 
 
@@ -64,7 +64,7 @@ def test_a_warning_of_all_ranks_is_reported_by_one_and_noted_by_all(
 def test_why_it_ended_is_in_the_log_and_goes_on_its_way(
     log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also on ranks that leave it to another one to report it."""
+    """The log has it on ranks that leave the report to another rank, too."""
     with pytest.raises(ZeroDivisionError), rank_log.logging_the_run():
         _ = 1 / 0
     text = log.read_text()

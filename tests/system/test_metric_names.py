@@ -22,7 +22,7 @@ _FIRST_AFTER_EVALUATION = "throughput/samples_per_sec"
 
 
 def _table() -> str:
-    """The table as the page has it."""
+    """Return the table as the page has it."""
     lines = [_HEAD]
     for metric in METRICS:
         if metric.name == _FIRST_AFTER_EVALUATION:
@@ -34,7 +34,7 @@ def _table() -> str:
 
 
 def _parts_of_page() -> tuple[str, str, str]:
-    """What stands before the table, the table, and what follows it."""
+    """Return the text before the table, the table, and the text after it."""
     page = PAGE.read_text(encoding="utf-8")
     start = page.index(_HEAD)
     end = page.index("\n\n", start) + 1

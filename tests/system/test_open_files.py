@@ -13,7 +13,7 @@ from framework.system.limits import require
 
 @pytest.fixture
 def hard() -> Iterator[int]:
-    """The hard limit; the soft one is 256 for the time of the test."""
+    """Return the hard limit; the soft one is 256 during the test."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
     yield limit[1]

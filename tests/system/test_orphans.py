@@ -1,4 +1,4 @@
-"""A process that has lost its parent ends: when that happens, and where it had happened before."""
+"""A process without its parent ends: when the parent ends, and if it had ended before."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _LAUNCHER = "import subprocess, sys; sys.exit(subprocess.Popen([sys.executable, 
 
 
 def start_rank(*words: str, **environment: str) -> tuple[subprocess.Popen[str], psutil.Process]:
-    """A launcher, and the rank under it, which watches."""
+    """Start a launcher, and the rank under it, which watches."""
     launcher = start_launcher(*words, **environment)
     assert launcher.stdout is not None
     return launcher, psutil.Process(int(launcher.stdout.readline()))
@@ -53,7 +53,7 @@ def start_launcher(*words: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_rank_whose_launcher_is_killed_reports_it_and_ends() -> None:
+def test_a_rank_with_a_killed_launcher_reports_it_and_ends() -> None:
     launcher, rank = start_rank(LOCAL_RANK="1", RANK="1")
     launcher.kill()
     rank.wait(GONE_SECONDS)

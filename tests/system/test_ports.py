@@ -39,7 +39,7 @@ def test_one_that_is_taken_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize("text", ["1024 65535", "9000 65500", "", "a b", None])
-def test_where_the_kernel_gives_almost_all_or_no_answer_it_is_asked(
+def test_the_kernel_chooses_where_its_range_is_almost_all_or_unknown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None
 ) -> None:
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What a signal means, by when it comes; and how a process that listens ends."""
+"""Meaning of a signal by the time at which it comes; and the end of a process that listens."""
 
 from __future__ import annotations
 

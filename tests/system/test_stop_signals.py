@@ -1,4 +1,4 @@
-"""Which signals ask to stop: one rule for ranks and launchers."""
+"""Signals that are a request to stop: one rule for ranks and launchers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_handler_of_other_than_python_is_given_back_as_the_default() -> None:
         ([(0.0, False), (300.0, True)], False),
     ],
 )
-def test_who_asks_again_later_insists_unless_it_is_a_notice(
+def test_a_later_second_request_insists_unless_it_is_a_notice(
     requests: list[tuple[float, bool]], insists: bool
 ) -> None:
     insistence = Insistence()

@@ -103,8 +103,8 @@ def test_it_is_never_installed_under_pytest() -> None:
 
 @pytest.mark.slow
 def test_the_other_ranks_of_a_host_end_with_the_same_code_and_are_silent(tmp_path: Path) -> None:
-    """A launcher ends all ranks when the first one ends: they leave the first word to the one that
-    speaks.
+    """A launcher ends all ranks when the first one ends: the others leave the first line to the
+    rank that reports.
     """
     started = time.monotonic()
     done = script(tmp_path, ATEXIT + LOAD, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
@@ -121,8 +121,8 @@ def test_fit_refuses_in_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_with_a_process_group_exit_handlers_are_left_out(tmp_path: Path) -> None:
-    """They would wait for ranks that are gone. The group is a real one, of this process alone;
-    torch puts a hook around ours.
+    """Exit handlers would wait for ranks that are gone. The group is a real one, of this process
+    alone; torch puts a hook around ours.
     """
     group = (
         "import torch.distributed\n"

@@ -1,5 +1,5 @@
-"""What a start waits for is said, on one rank of a host, by the innermost wait, and nothing of what
-is short.
+"""The reason of a wait at a start is printed, on one rank of a host, by the innermost wait; a short
+wait prints nothing.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A question is {"config", "worlds", "depth"}: "parse" makes a `DeepSpeedConfig` for each of the
 worlds until one is taken, "step" goes on to `deepspeed.initialize` of a small model and two steps.
-An answer is {"refused": "", "parse", "init", "step" or "time"; "error": exception and its words;
-"saw": what the engine says of itself; "started": whether it came to initialize}.
+An answer is {"refused": "", "parse", "init", "step" or "time"; "error": exception and its text;
+"saw": what the engine reports of itself; "started": whether it came to initialize}.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def ask(config: dict[str, Any], worlds: list[int], depth: str) -> dict[str, Any]:
-    """Where DeepSpeed stops."""
+    """Return where DeepSpeed stops."""
     at, refused, error = "parse", "", ""
     engine: Any = None
     rates: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def _parse_for_one(config: dict[str, Any], worlds: list[int]) -> None:
 
 
 def _train(engine: Any) -> dict[str, Any]:
-    """Two optimizer steps; accumulation over thousands of micro-batches is left off early."""
+    """Take two optimizer steps; accumulation over thousands of micro-batches is left off early."""
     rates = []
     for _ in range(max(2, min(MOST_MICRO_BATCHES, int(2 * engine.gradient_accumulation_steps())))):
         inputs = torch.ones(2, 8, dtype=next(engine.module.parameters()).dtype)
@@ -102,7 +102,7 @@ def _train(engine: Any) -> dict[str, Any]:
 
 
 def _describe(engine: Any) -> dict[str, Any]:
-    """What the silent harms are shown by."""
+    """Return the values of the engine that show the silent harms."""
     read = engine._config
     return {
         "clipping": engine.gradient_clipping(),

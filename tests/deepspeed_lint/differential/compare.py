@@ -1,5 +1,5 @@
-"""Holds `check` against DeepSpeed: asks both about the same configs, and names every
-disagreement.
+"""Comparison of `check` with DeepSpeed: both judge the same configs, and every disagreement is
+named.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ASK = Path(__file__).with_name("ask.py")
 
 @dataclass
 class Comparison:
-    """What came out.
+    """Result of a comparison.
 
     Attributes:
         parsed: how many configs DeepSpeed parsed.
-        started: how many it was asked to start and step as well.
+        started: how many it started and stepped as well.
         counts: outcome -> how many.
         mutations: mutation -> outcome -> how many.
         accepted_by_us_alone: what must never be.
@@ -51,7 +51,7 @@ class Comparison:
 def ask_deepspeed(
     questions: Sequence[dict[str, Any]], folder: Path, *, start_most: int = 10_000
 ) -> list[dict[str, Any]]:
-    """DeepSpeed's answers, from one process on CPU, forked from one that has imported it."""
+    """Return DeepSpeed's answers, from one process on CPU, forked from one that has imported it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "questions.json").write_text(
         json.dumps({"questions": questions, "start_most": start_most}), encoding="utf-8"
@@ -64,9 +64,7 @@ def ask_deepspeed(
 
 
 def compare(questions: Sequence[Question], folder: Path, *, start_most: int) -> Comparison:
-    """Ask DeepSpeed to parse all, and to start and step up to `start_most` of those that it
-    parses.
-    """
+    """Let DeepSpeed parse all, and start and step up to `start_most` of the configs that it parses."""
     result = Comparison(parsed=len(questions))
     asked = [_asked(question) for question in questions]
     answers = ask_deepspeed(asked, folder, start_most=start_most)
@@ -77,8 +75,8 @@ def compare(questions: Sequence[Question], folder: Path, *, start_most: int) -> 
 
 
 def _asked(question: Question) -> dict[str, Any]:
-    """A pipeline section says that stages may share the ranks: DeepSpeed is then asked for every
-    number of replicas.
+    """Return the question to DeepSpeed; a config with a pipeline section is tried with every number
+    of replicas, because its stages may share the ranks.
     """
     worlds = [question.world]
     if "pipeline" in question.config:
@@ -88,7 +86,7 @@ def _asked(question: Question) -> dict[str, Any]:
 
 
 def _left_alone(question: Question) -> str:
-    """Why this machine is not asked to start it."""
+    """Return why this machine does not start the config."""
     return by_machine(Facts(question.config, RELEASE, question.topology()))
 
 

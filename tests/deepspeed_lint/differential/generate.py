@@ -1,8 +1,8 @@
 """Draws DeepSpeed configs from the key table: valid ones, and valid ones with one thing wrong. A
 seed gives the same ones again.
 
-A valid config is drawn until `lint` finds no error in it, so what is asked of DeepSpeed about it
-is: do you take it too?
+A valid config is drawn until `lint` finds no error in it, so the question to DeepSpeed is: is it
+taken there, too?
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPTIMIZERS: Final = (
     "RMSprop",
 )
 _SCHEDULERS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
-# Keys whose values the table cannot say.
+# Keys with values that the table does not have.
 _VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "betas": ([0.9, 0.95], [0.8, 0.999]),
     "eps": (1e-8, 1e-6),
@@ -84,11 +84,11 @@ class Question:
     detail: str = ""
 
     def topology(self) -> Topology:
-        """As `lint` takes it; DeepSpeed is asked on CPU."""
+        """Return the topology as `lint` takes it; DeepSpeed runs on CPU."""
         return Topology(world_size=self.world, device="cpu")
 
     def errors(self) -> list[Problem]:
-        """What `check` refuses it for."""
+        """List the errors that `check` refuses it for."""
         document = Document(name="ds.json", value=copy.deepcopy(dict(self.config)))
         return [
             p
@@ -98,7 +98,7 @@ class Question:
 
 
 def questions(seed: int, count: int) -> Iterator[Question]:
-    """Half of them, about, with one thing wrong; kinds of wrong in turn."""
+    """Yield configs, about half of them with one thing wrong; kinds of wrong in turn."""
     rng = random.Random(seed)
     drawn = _Draw(rng, load_table(RELEASE))
     kinds = list(mutate.MUTATIONS)
@@ -122,14 +122,14 @@ def _valid(drawn: _Draw, world: int) -> Question:
 
 
 class _Draw:
-    """Values that the table allows."""
+    """Draw values that the table allows."""
 
     def __init__(self, rng: random.Random, table: KeyTable) -> None:
         self.rng = rng
         self.table = table
 
     def config(self, world: int) -> dict[str, Any]:
-        """A config that may still break a rule between keys."""
+        """Draw a config that may still break a rule between keys."""
         found = (
             self._batch(world)
             | self._optimizer()
@@ -146,7 +146,7 @@ class _Draw:
                 or path in _BY_HAND
             ):
                 continue
-            # no start could be asked for: it takes a package
+            # it could not be started: it takes a package
             if path == "datastates_ckpt" and world == 1:
                 continue
             if key.types == ("object",):

@@ -1,7 +1,7 @@
 """The written list: what `check` refuses although DeepSpeed takes it, and what this machine cannot
-ask DeepSpeed about.
+try with DeepSpeed.
 
-docs/silent-harms.md tells the same to people, and a test holds every harm's effect against
+docs/silent-harms.md describes the same for people, and a test holds every harm's effect against
 DeepSpeed.
 """
 
@@ -53,7 +53,7 @@ class Harm:
         keys: patterns of the keys; `TOP` for those outside all sections.
         effect: what DeepSpeed does instead, as measured.
         witness: a change of the plain config that shows it.
-        shown: whether what the engine says of itself shows it.
+        shown: whether the engine's report of itself shows it.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Harm:
     shown: Shown
 
     def explains(self, kind: str, key: str) -> bool:
-        """Whether a refusal is of this kind."""
+        """Check whether a refusal is of this kind."""
         is_there = (TOP in self.keys and "." not in key) or any(
             fnmatchcase(key, pattern) for pattern in self.keys
         )
@@ -190,7 +190,7 @@ HARMS: Final[tuple[Harm, ...]] = (
 )
 
 # Kinds of rules that one rank on CPU, with a model of two layers and no engine.compile(), cannot
-# show. The rules' own tests say where in DeepSpeed each refusal stands, and ask it where they can.
+# show. The rules' own tests name the place of each refusal in DeepSpeed, and run it where they can.
 NOT_ON_ONE_CPU_RANK: Final[Mapping[str, str]] = {
     "compile-around-experts": "engine.compile() refuses",
     "compile-offloads": "engine.compile() refuses",
@@ -216,7 +216,7 @@ BY_RULES: Final = frozenset(CASES)
 
 
 def by_machine(facts: Facts) -> str:
-    """Why this machine, with this model, is not asked to start a config; empty when it is."""
+    """Return why this machine, with this model, does not start a config; empty if it does."""
     asked = facts.values
     mu = (facts.optimizer or "").startswith("mu") and facts.optimizer != "muon"
     curriculum = facts.section("data_efficiency.data_sampling.curriculum_learning")

@@ -1,5 +1,5 @@
-"""One thing wrong: every way to spoil a config that the differential test knows. Each says what it
-did.
+"""One thing wrong: every way to spoil a config that the differential test knows. Each names its
+change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _JSON: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def places(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every key of every section."""
+    """List every key of every section."""
     for name, value in values.items():
         yield (*path, name)
         if isinstance(value, Mapping):
@@ -32,7 +32,7 @@ def places(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tu
 
 
 def section_of(config: Config, path: tuple[str, ...]) -> Config:
-    """The object that holds the key."""
+    """Return the object that holds the key."""
     for name in path[:-1]:
         config = config[name]
     return config
@@ -85,7 +85,7 @@ def removed_key(rng: random.Random, config: Config, table: KeyTable, world: int)
 
 
 def _gone(table: KeyTable) -> Iterator[str]:
-    """Keys that this release refuses, and keys that older ones had."""
+    """List keys that this release refuses, and keys that older ones had."""
     for path in table:
         key = table.get(path)
         if key is not None and key.status == "refused" and "[" not in path:
@@ -145,7 +145,7 @@ def left_out(rng: random.Random, config: Config, table: KeyTable, world: int) ->
 
 
 def twice(rng: random.Random, config: Config, table: KeyTable, world: int) -> str:
-    """A key under two of its names."""
+    """Write a key under two of its names."""
     zero = config.setdefault("zero_optimization", {"stage": 2})
     if not isinstance(zero, dict):
         return "nothing"
@@ -160,7 +160,7 @@ def twice(rng: random.Random, config: Config, table: KeyTable, world: int) -> st
 
 
 def dotted(rng: random.Random, config: Config, table: KeyTable, world: int) -> str:
-    """A path, or the table's own spelling of a typed section, where a name belongs."""
+    """Write a path, or the table's own spelling of a typed section, where a name belongs."""
     inner = [path for path in places(config) if len(path) > 1]
     if not inner:
         return "nothing"

@@ -1,4 +1,4 @@
-"""Every key of the table with every odd value, one at a time: what a draw comes across once in
+"""Every key of the table with every odd value, one at a time: values that a draw has once in
 thousands of configs.
 """
 
@@ -43,8 +43,8 @@ ODD: Final[tuple[Any, ...]] = (
 
 
 def sweep(world: int = 1) -> Iterator[Question]:
-    """The plain config with one value changed. Parameters of a type and names of the user's choice
-    are left to the draws.
+    """Yield the plain config with one value changed. Parameters of a type and names of the user's
+    choice are left to the draws.
     """
     table = load_table(RELEASE)
     for path in table:

@@ -1,4 +1,4 @@
-"""`check` and DeepSpeed are asked about the same configs: a slice here, thousands with `python -m
+"""`check` and DeepSpeed judge the same configs: a slice here, thousands with `python -m
 tools.differential`.
 """
 
@@ -46,7 +46,9 @@ def test_nothing_is_accepted_that_deepspeed_refuses_and_every_refusal_is_on_a_li
 @pytest.mark.slow
 @asks_deepspeed
 def test_every_key_with_every_odd_value(tmp_path: Path, exhaustive: bool) -> None:
-    """Without --exhaustive with a third of them, others at each key than at the one before."""
+    """Without --exhaustive a third of the values is tried, at each key another third than at the
+    one before.
+    """
     assert len(ODD) % 3
     result = compare([*sweep()][:: 1 if exhaustive else 3], tmp_path, start_most=0)
     assert result.accepted_by_us_alone == []
@@ -77,7 +79,7 @@ def test_the_witness_of_a_harm_is_refused_for_it_alone(harm: Harm) -> None:
     ] == []
 
 
-def test_the_page_of_harms_tells_them_all() -> None:
+def test_the_page_of_harms_lists_them_all() -> None:
     page = HARMS_PAGE.read_text(encoding="utf-8")
     for harm in HARMS:
         assert f"## {harm.name}" in page

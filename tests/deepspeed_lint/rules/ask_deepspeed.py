@@ -1,8 +1,8 @@
-"""Asks DeepSpeed itself, many configs in one process on CPU: ask_deepspeed.py QUESTIONS.json
+"""Answers of DeepSpeed itself, to many configs in one process on CPU: ask_deepspeed.py QUESTIONS.json
 ANSWERS.json.
 
 A question is {"config", "asked", "world"}: how far is it taken? An answer is {"refused": step or
-"", "error", "saw"}; `saw` holds what the engine says of itself, for the silent rules.
+"", "error", "saw"}; `saw` holds what the engine reports of itself, for the silent rules.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ LATER = {
 
 
 def spare_time() -> None:
-    """Keep what DeepSpeed asks for every engine and never changes: the processor, for which
+    """Keep what DeepSpeed looks up for every engine and never changes: the processor, for which
     `cpuinfo` starts a Python of a second, and the objects of all modules, which stage 3 looks
-    through for garbage. And two ops of which only their being there counts are not compiled, which
-    takes a minute: Adagrad's step, and pinned memory, which comes before `async_io`.
+    through for garbage. Do not compile two ops that only have to exist, which takes a minute:
+    Adagrad's step, and pinned memory, which comes before `async_io`.
     """
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
     gc.freeze()
@@ -62,7 +62,7 @@ def main() -> None:
 def ask(
     config: dict[str, Any], asked: str, world: int | None, steps: int = STEPS
 ) -> dict[str, Any]:
-    """Where DeepSpeed stops."""
+    """Return where DeepSpeed stops."""
     steps_of = {
         "parse": lambda: parse(config, world or 1),
         "autoep": lambda: experts(config, world or 1),
@@ -100,7 +100,7 @@ def parse(config: dict[str, Any], world: int) -> None:
 
 
 def experts(config: dict[str, Any], world: int) -> None:
-    """What the engine does in `_configure_expert_parallel`, for a world that is not there."""
+    """Do what the engine does in `_configure_expert_parallel`, for a world that is not there."""
     parsed = ds_config.DeepSpeedConfig({**copy.deepcopy(config), "train_batch_size": None})
     zero, tensor = parsed.zero_config, parsed.tensor_parallel_config
     validate_autoep_config(
@@ -173,7 +173,7 @@ def describe(engine: Any) -> dict[str, Any]:
 
 
 def forget(engine: Any) -> None:
-    """So that the next engine starts in a process like a new one."""
+    """Reset the state of modules, so that the next engine starts as in a new process."""
     engine.destroy()
     for name in (
         "mpu",

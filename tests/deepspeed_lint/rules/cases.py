@@ -1,10 +1,9 @@
 """For every kind: configs that break only its rule, and near misses that do not. DeepSpeed itself
-is asked about them too.
+judges them too.
 
-A config is a change to `BASE`: sections are merged, `GONE` takes a key away. `asked` says how
-DeepSpeed is asked in the slow tests: where it must refuse a broken config, or how far it must take
-a near miss. It stays empty where a CPU cannot show
-    it.
+A config is a change to `BASE`: sections are merged, `GONE` takes a key away. `asked` is the
+question to DeepSpeed in the slow tests: where it must refuse a broken config, or how far it must
+take a near miss. It stays empty where a CPU cannot show it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ BASE: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One config, where it is to run, and how DeepSpeed is asked about it."""
+    """One config, the ranks it is for, and the question to DeepSpeed about it."""
 
     change: Mapping[str, Any]
     asked: Asked = ""
@@ -40,11 +39,11 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The whole config."""
+        """Return the whole config."""
         return merged(BASE, self.change)
 
     def facts(self, config: Mapping[str, Any] | None = None) -> Facts:
-        """What the rules see."""
+        """Return the facts that the rules see."""
         topology = Topology(
             world_size=self.world, device=self.device, gpu=gpu_kinds().get(self.gpu)
         )
@@ -54,7 +53,7 @@ class Case:
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the changes in it."""
+    """Return `base` with the changes in it."""
     result = {key: value for key, value in base.items() if change.get(key) != GONE}
     for key, value in change.items():
         if isinstance(value, Mapping):
@@ -82,7 +81,7 @@ def scheduler(kind: str, **params: Any) -> dict[str, Any]:
 
 
 def zenflow(stage: int, **rest: Any) -> dict[str, Any]:
-    """ZenFlow with an offloaded optimizer."""
+    """Return ZenFlow with an offloaded optimizer."""
     return zero(stage, offload_optimizer={"device": "cpu"}, zenflow=rest) | ADAM
 
 

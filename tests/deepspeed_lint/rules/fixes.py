@@ -1,6 +1,4 @@
-"""Reads the fix of a problem as a machine would: `set a.b: 1 and c: 2 or remove d` is two ways
-out.
-"""
+"""Fixes of problems, as a machine reads them: `set a.b: 1 and c: 2 or remove d` is two ways out."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _SETTING = re.compile(
 
 
 def alternatives(fix: str) -> list[Changes]:
-    """Each of them mends the config; what is said in words only is none."""
+    """List the ways out, each of which fixes the config; a description without keys is no way out."""
     found: list[Changes] = []
     for clause in re.split(r" or (?=set |remove |[a-z_0-9.]+: )", fix):
         changes = [(key, json.loads(value.rstrip(".,"))) for key, value in _SETTING.findall(clause)]
@@ -29,7 +27,7 @@ def alternatives(fix: str) -> list[Changes]:
 
 
 def mended(case: Case, changes: Changes) -> dict[str, Any]:
-    """The config with one alternative applied."""
+    """Return the config with one alternative applied."""
     config = case.config
     for key, value in changes:
         change: Any = value

@@ -1,5 +1,5 @@
-"""DeepSpeed itself is asked: it refuses every broken config where the case says, takes every near
-miss, and shows the effect.
+"""DeepSpeed itself judges the cases: it refuses every broken config at the place that the case
+names, takes every near miss, and shows the effect.
 
 Two processes on CPU, forked from one that has imported it, answer everything; the first run on a
 machine compiles DeepSpeed's Adam for CPU.
@@ -45,7 +45,7 @@ pytestmark = [
 RELEASE = "0.19.8"
 ASK = Path(__file__).with_name("ask_deepspeed.py")
 NUM_PROCESSES = 2
-# What DeepSpeed's refusal says, where another reason could be taken for it.
+# Text of DeepSpeed's refusal, where another reason could be taken for it.
 WORDS: Mapping[str, str] = {
     "batch-size-missing": "needs to be provided",
     "sequence-parallel-mesh": "Mesh",
@@ -125,8 +125,8 @@ def peak(saw: Mapping[str, Any]) -> float:
     return max(saw["rates"])
 
 
-# kind of a silent rule -> (change, steps, what the engine says of itself). The config alone does
-# not say so.
+# kind of a silent rule -> (change, steps, what the engine reports of itself). The config alone does
+# not show it.
 EFFECTS: Mapping[str, tuple[Mapping[str, Any], int, Callable[[Mapping[str, Any]], bool]]] = {
     "clipping-left-out": ({"gradient_clipping": GONE}, 1, lambda saw: saw["clipping"] == 1.0),
     "zero-stage-left-out": (
@@ -237,12 +237,12 @@ EFFECTS: Mapping[str, tuple[Mapping[str, Any], int, Callable[[Mapping[str, Any]]
         lambda saw: saw["steps"] == 1,
     ),
 }
-# Silent rules that one process on CPU cannot show, or whose effect is on disk or in the pipeline
+# Silent rules that one process on CPU cannot show, or with an effect on disk or in the pipeline
 # engine.
 NOT_SHOWN = {
     "warmup-without-steps",
     "autosp-at-stage",
-    # the cases show what breaks: positional inputs, as those of the tests' engine
+    # the cases show what breaks: positional inputs, like the inputs of the tests' engine
     "auto-cast-without-fp16",
     "batch-with-tensor-parallel",
     "sequence-parallel-fraction",
@@ -262,7 +262,7 @@ NOT_SHOWN = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """DeepSpeed's answers to all questions, then to the effects."""
+    """Return DeepSpeed's answers to all questions, then to the effects."""
     folder = tmp_path_factory.mktemp("ask")
     asked = [
         {"config": case.config, "asked": case.asked, "world": case.world}
@@ -291,7 +291,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def ask(questions: list[dict[str, Any]], folder: Path) -> Job:
-    """One process of DeepSpeed, which writes its answers into the folder."""
+    """Start one process of DeepSpeed, which writes its answers into the folder."""
     folder.mkdir()
     (folder / "questions.json").write_text(json.dumps(questions), encoding="utf-8")
     return session_ranks().start(
@@ -322,7 +322,7 @@ def test_deepspeed_refuses_what_breaks_and_takes_near_misses(answers: list[dict[
 @pytest.mark.skipif(
     find_spec("deepspeed") is not None and version("deepspeed") != RELEASE, reason=f"asks {RELEASE}"
 )
-def test_deepspeed_takes_every_mended_config(answers: list[dict[str, Any]]) -> None:
+def test_deepspeed_takes_every_fixed_config(answers: list[dict[str, Any]]) -> None:
     refused = [
         f"{kind}: after {changes}: {answer['error']}"
         for (kind, changes, _), answer in zip(MENDED, answers[len(QUESTIONS) :], strict=False)

@@ -71,7 +71,7 @@ def test_no_rule_finds_an_error_in_a_near_miss(kind: str, case: Case) -> None:
 
 
 def functions() -> dict[str, Any]:
-    """Every function of the package that is a rule."""
+    """List every function of the package that is a rule."""
     found = {}
     for module in vars(rules).values():
         if inspect.ismodule(module) and module.__name__.startswith(f"{rules.__name__}."):
@@ -85,7 +85,7 @@ def functions() -> dict[str, Any]:
 
 
 def rows() -> dict[str, Any]:
-    """Every row of the table of rules, by its kind."""
+    """Return every row of the table of rules, by its kind."""
     found: dict[str, Any] = json.loads((TABLES / "rules.json").read_text(encoding="utf-8"))
     return found
 
@@ -133,7 +133,7 @@ def test_every_rule_is_listed_and_has_one_kind_of_its_own() -> None:
 
 @pytest.mark.skipif(not DEEPSPEED.exists(), reason="needs an installed DeepSpeed")
 @pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.__name__)
-def test_every_docstring_cites_a_file_of_deepspeed_and_a_name_or_words_in_it(rule: Any) -> None:
+def test_every_docstring_cites_a_file_of_deepspeed_and_a_name_or_text_in_it(rule: Any) -> None:
     text = " ".join((rule.__doc__ or "").split())
     files = re.findall(r"(?:\w+/)*\w+\.py", text)
     assert files, "no file"
@@ -157,7 +157,7 @@ def test_every_docstring_cites_a_file_of_deepspeed_and_a_name_or_words_in_it(rul
         assert all(piece in joined for piece in pieces if piece), f"{words!r} is not in {files}"
 
 
-def test_every_setting_that_a_fix_names_mends_the_config() -> None:
+def test_every_setting_that_a_fix_names_fixes_the_config() -> None:
     tried = set()
     for kind, case in BREAKING:
         for problem in apply_rules(case.facts()):
@@ -179,5 +179,5 @@ def test_the_readme_counts_them() -> None:
     )
 
 
-def test_a_plain_config_has_nothing_to_say_against_it() -> None:
+def test_a_plain_config_has_no_problem() -> None:
     assert apply_rules(Case({}).facts()) == []

@@ -1,6 +1,4 @@
-"""Hjson texts as nobody would lay them out: values written with every freedom that the format
-gives.
-"""
+"""Hjson texts of unusual layout: values written with every freedom that the format gives."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ _NUMBER_LIKE = re.compile(r"-?\d|(null|true|false)\b")
 
 @st.composite
 def hjson_texts(draw: st.DrawFn) -> str:
-    """The text of a generated object. Nearly all are valid, and every comment in one has another
-    text.
-    """
+    """Draw the text of an object. Nearly all are valid, and every comment in one has another text."""
     value = draw(SECTIONS)
     writer = _Writer(draw(st.randoms(use_true_random=False)))
     if draw(st.booleans()) and value:
@@ -71,7 +67,7 @@ class _Writer:
         self.num_comments = 0
 
     def blank(self) -> str:
-        """Blanks and comments."""
+        """Draw blanks and comments."""
         chosen = self.choices.choice(["", "", " ", "\n", "\n  ", "\t", "//", "#", "/*", "/*\n"])
         if chosen[:1] not in ("/", "#"):
             return chosen
@@ -95,7 +91,7 @@ class _Writer:
         return "".join(parts)
 
     def key(self, key: str) -> str:
-        """A key, and the blanks before its colon; a comment there needs a quoted key."""
+        """Draw a key, and the blanks before its colon; a comment there needs a quoted key."""
         if _WORD.fullmatch(key) and self.choices.random() < 0.5:
             return key + self.choices.choice(["", "", " ", "\n\t"])
         return self.quoted(key) + self.blank()
@@ -111,7 +107,7 @@ class _Writer:
         return json.dumps(text, ensure_ascii=self.choices.random() < 0.5)
 
     def value(self, value: Any) -> tuple[str, str]:
-        """How a value is written, and what it needs behind it: a new line, something that ends a
+        """Draw the text of a value, and what it needs behind it: a new line, something that ends a
         number, or nothing.
         """
         if isinstance(value, dict):

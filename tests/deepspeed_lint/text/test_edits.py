@@ -50,7 +50,7 @@ def edited(text: str, *edits: Edit) -> str:
 
 
 def lines_of(text: str, *edits: Edit) -> tuple[list[str], list[str]]:
-    """Lines that went and lines that came."""
+    """List the lines that went and the lines that came."""
     diff = unified_diff(text, edited(text, *edits), "x").split("\n")[2:]
     return [line[1:] for line in diff if line[0] == "-"], [
         line[1:] for line in diff if line[0] == "+"
@@ -231,7 +231,7 @@ def test_edits_that_do_not_fit_are_refused(edit: Edit) -> None:
 
 @st.composite
 def edits_of(draw: st.DrawFn, document: Document) -> list[Edit]:
-    """Edits that fit a document and do not overlap."""
+    """Draw edits that fit a document and do not overlap."""
     keys = [path for path, span in document.spans.items() if span.key is not None]
     sections = [path for path in document.spans if isinstance(value_at(document.value, path), dict)]
     edits: list[Edit] = []

@@ -40,7 +40,9 @@ REFUSED_ON_PURPOSE = {
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """DeepSpeed's dict_raise_error_on_duplicate_keys (runtime/config_utils.py)."""
+    """Refuse duplicates as DeepSpeed's dict_raise_error_on_duplicate_keys (runtime/config_utils.py)
+    does.
+    """
     values = dict(pairs)
     if len(values) != len(pairs):
         raise ValueError("duplicate keys")
@@ -61,8 +63,8 @@ def problems_of(text: str) -> list[Problem]:
 
 
 def check_agreement(text: str) -> None:
-    """Both refuse, or both read the same; or it is on the list, or one text is all that hjson sees
-    in broken members.
+    """Check that both refuse, or both read the same; or it is on the list, or one text is all that
+    hjson sees in broken members.
     """
     theirs = by_hjson(text)
     try:
@@ -336,7 +338,7 @@ def test_what_python_writes_is_read() -> None:
         ("-Infinity", "write a finite number"),
     ],
 )
-def test_a_word_of_python_is_named_where_it_swallows_its_line(word: str, fix: str) -> None:
+def test_a_keyword_of_python_is_named_where_it_swallows_its_line(word: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_hjson(f'{{"train_batch_size": 1, "fp16": {{"enabled": {word}}}}}', name="x.json")
     (problem,) = caught.value.problems

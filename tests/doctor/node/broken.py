@@ -1,5 +1,5 @@
-"""Runs `doctor` in a process of its own, where something is really broken: mounts of its own, lower
-limits, fewer capabilities.
+"""Runs `doctor` in a process of its own, on a machine that is really broken: mounts of its own,
+lower limits, fewer capabilities.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ QUICKSTART = str(ROOT / "ds_configs" / "quickstart.yaml")
 
 @functools.cache
 def why_no_mounts() -> str:
-    """Why no process here can have mounts of its own; empty where it can."""
+    """Return why no process here can have mounts of its own; empty if it can."""
     try:
         done = subprocess.run([*_own_mounts(), "true"], capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -43,7 +43,7 @@ def doctor(
     """Run the command.
 
     Args:
-        words: of the command line.
+        words: arguments of the command line.
         before: shell commands run before it, such as ``ulimit -n 200``.
         mounts: arguments of `mount`, run in a mount namespace of its own.
         cwd: working folder.
@@ -64,7 +64,7 @@ def doctor(
 
 
 def findings(*words: str | Path, **how: Any) -> dict[str, dict[str, Any]]:
-    """What it found, by id; the exit code fits to it."""
+    """Return the findings of `doctor`, by id; the exit code fits to them."""
     done = doctor(*words, "--json", **how)
     assert done.returncode in (0, 78), done.stderr
     found = json.loads(done.stdout)
@@ -77,7 +77,7 @@ def findings(*words: str | Path, **how: Any) -> dict[str, dict[str, Any]]:
 
 
 def programs(folder: Path, *names: str, **scripts: str) -> str:
-    """A PATH with these programs of this machine and no others, and with scripts by name."""
+    """Return a PATH with these programs of this machine and no others, and with scripts by name."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         found = subprocess.run(
@@ -96,7 +96,7 @@ def programs(folder: Path, *names: str, **scripts: str) -> str:
 
 
 def with_own_programs(environment: Mapping[str, str]) -> dict[str, str]:
-    """With those of this Python, such as ninja, as `launch` gives it to ranks."""
+    """Return a PATH with the programs of this Python, such as ninja, as `launch` gives it to ranks."""
     return dict(environment) | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
     }

@@ -1,4 +1,4 @@
-"""What only shows when nodes are compared."""
+"""Problems that show only in a comparison of nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FACTS: dict[str, Any] = {
 
 
 def nodes(**changes: Any) -> dict[str, Any]:
-    """Three equal nodes with GPUs of their own; the last one differs."""
+    """Return three equal nodes with GPUs of their own; the last one differs."""
     equal = {name: FACTS | {"gpus": [f"{name}-1", f"{name}-2"]} for name in ("a", "b", "c")}
     return equal | {"c": equal["c"] | changes}
 

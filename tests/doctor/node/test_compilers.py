@@ -1,4 +1,4 @@
-"""Ops that a run loads, on machines without what compiling takes."""
+"""Ops that a run loads, on machines without a compiler or its libraries."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_no_compiler(tmp_path: Path, cache: dict[str, str]) -> None:
 
 
 def test_no_compiler_for_graphs(tmp_path: Path, cache: dict[str, str]) -> None:
-    """Also where no op is compiled: `training.compile` needs C++ on processors, and C beside
-    Triton.
+    """It counts without ops to compile, too: `training.compile` needs C++ on processors, and C
+    beside Triton.
     """
 
     def found(device: Device, name: str, **environment: str) -> list[str]:
@@ -101,8 +101,8 @@ def test_a_machine_without_a_compiler_is_refused(tmp_path: Path) -> None:
 
 
 def test_libaio_is_linked_as_deepspeed_does(tmp_path: Path, cache: dict[str, str]) -> None:
-    """Without the library on this machine, and with one that is made here; `pin_memory` comes
-    before it and is no matter here.
+    """The library is missing on this machine, or is made here; `pin_memory` comes before it and is
+    no matter here.
     """
     op = Op("async_io", "zero.offload_optimizer.device is nvme", library="aio")
     environment = cache | {"PATH": f"{programs(tmp_path / 'bin', 'ninja')}:{os.environ['PATH']}"}
@@ -117,7 +117,7 @@ def test_libaio_is_linked_as_deepspeed_does(tmp_path: Path, cache: dict[str, str
 
 
 @pytest.mark.skipif(torch_text("cuda") is None, reason="torch is built without CUDA")
-def test_nvcc_is_asked_for_its_release(tmp_path: Path, cache: dict[str, str]) -> None:
+def test_nvcc_prints_its_release(tmp_path: Path, cache: dict[str, str]) -> None:
     op = Op("fused_adam", "optimizer.implementation is deepspeed", needs_nvcc=True)
     compiled(cache, "fused_adam")
     path, home = programs(tmp_path / "bin", "ninja"), tmp_path / "cuda"
@@ -130,8 +130,8 @@ def test_nvcc_is_asked_for_its_release(tmp_path: Path, cache: dict[str, str]) ->
     assert kinds(op, environment, device="cuda") == []
 
 
-def test_a_lock_that_somebody_holds(tmp_path: Path, cache: dict[str, str]) -> None:
-    """This torch asks the system; a file that is left behind is no lock."""
+def test_a_lock_that_is_held(tmp_path: Path, cache: dict[str, str]) -> None:
+    """This torch reads the lock from the system; a file that is left behind is no lock."""
     lock = compiled(cache, "cpu_adam") / "lock"
     lock.touch()
     os.utime(lock, (time.time() - 3600,) * 2)

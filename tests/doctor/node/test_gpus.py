@@ -44,7 +44,7 @@ def look(
         os.environ["PATH"] = before
 
 
-def test_nothing_to_say(tmp_path: Path) -> None:
+def test_gpus_without_problems(tmp_path: Path) -> None:
     assert look(tmp_path, FINE) == []
 
 
@@ -65,7 +65,7 @@ def test_no_device_where_gpus_are_planned() -> None:
     ]
 
 
-def test_devices_that_nobody_counts_are_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_are_not_counted_are_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "framework.doctor.node.gpus.find_devices",
         lambda environment: devices.LocalDevices("cuda", 0),
@@ -74,7 +74,7 @@ def test_devices_that_nobody_counts_are_not_missing(monkeypatch: pytest.MonkeyPa
     assert (found.outcome, found.problems) == ("1 rank on cuda devices, which nobody counts", ())
 
 
-def test_gpus_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_torch_cannot_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "count_gpus", lambda: 0)
     monkeypatch.setattr(devices, "count_amd_gpus", lambda environment: 8)
     monkeypatch.setattr(devices, "torch_text", lambda name: None)
@@ -85,7 +85,7 @@ def test_gpus_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) ->
     ).problems
 
 
-def test_somebody_else_computes_there(tmp_path: Path) -> None:
+def test_another_process_computes_there(tmp_path: Path) -> None:
     assert look(tmp_path, FINE, "GPU-b, 4711, python, 30000\n") == [("gpu-busy", "GPU 1")]
     only = look(
         tmp_path / "other", FINE, "GPU-b, 4711, python, 30000\n", ranks=1, CUDA_VISIBLE_DEVICES="0"
@@ -93,7 +93,7 @@ def test_somebody_else_computes_there(tmp_path: Path) -> None:
     assert only == []  # this run does not take that one
 
 
-def test_memory_that_nobody_owns_up_to(tmp_path: Path) -> None:
+def test_memory_without_a_known_process(tmp_path: Path) -> None:
     assert look(tmp_path, [FINE[0].replace(" 4,", " 40000,"), FINE[1]]) == [
         ("gpu-memory-used", "GPU 0")
     ]
@@ -107,7 +107,7 @@ def test_memory_errors(tmp_path: Path, row: str) -> None:
 
 
 def test_a_driver_older_than_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever torch is installed: any CUDA of these years is newer than that driver."""
+    """The installed torch does not matter: any CUDA of these years is newer than that driver."""
     monkeypatch.setattr("framework.doctor.node.gpus.torch_text", lambda name: "12.8")
     assert look(tmp_path, [row.replace("580.82.07", "470.57.02") for row in FINE]) == [
         ("driver-too-old", "driver")

@@ -1,4 +1,4 @@
-"""Who reaches whom, and who sees whose files."""
+"""Which node reaches another, and which node sees another's files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.ports import free_ports
 
 @contextmanager
 def server(answer: bytes) -> Iterator[int]:
-    """Takes every connection, as a proxy does."""
+    """Take every connection, as a proxy does."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
@@ -77,7 +77,7 @@ def is_free(address: str, port: int) -> bool:
 
 
 def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ranks do: the first may be one on which nobody listens."""
+    """Ranks try every address as well: the first may have no listener."""
     echo = Echo(0, address="127.0.0.2")
     found = [
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, echo.port))
@@ -93,13 +93,13 @@ def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
     echo.close()
 
 
-def test_whoever_else_answers_is_no_answer() -> None:
+def test_an_answer_of_another_program_is_no_answer() -> None:
     with server(b"HTTP/1.1 400 Bad Request") as port:
         assert call("127.0.0.1", port, token="t").reason == "something else answers there"
 
 
 def test_a_call_that_is_given_the_port_it_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody listens, the kernel may choose the very port that is called for the caller's own
+    """Without a listener the kernel may choose the very port that is called for the caller's own
     end: it answers itself.
     """
 

@@ -1,4 +1,4 @@
-"""What a machine cannot do, on a machine that really cannot do it."""
+"""Limits of a machine, on a machine that really has them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_few_open_files(limit: str, severity: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("may_lock", [False, True])
 def test_memory_that_cannot_be_locked(tmp_path: Path, may_lock: bool) -> None:
-    """Root may lock whatever the limit is, unless it lacks the capability, as in a container."""
+    """Root may lock memory at any limit, unless it lacks the capability, as in a container."""
     if may_lock and os.geteuid() != 0:
         pytest.skip("locking beyond the limit needs root")
     drop = (
@@ -135,7 +135,7 @@ def test_one_host_may_be_called_anything() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 @pytest.mark.parametrize(("environment", "kinds"), [({}, "user-unknown"), ({"USER": "pod"}, "")])
 def test_a_user_without_a_name(environment: dict[str, str], kinds: str) -> None:
-    """As OpenShift gives to each container."""
+    """OpenShift gives such a user to each container."""
     read, write = os.pipe()
     if not (child := os.fork()):
         try:
@@ -152,7 +152,7 @@ def test_a_user_without_a_name(environment: dict[str, str], kinds: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_this_machine_says_is_all_there() -> None:
+def test_the_report_of_this_machine_is_complete() -> None:
     done = doctor("--num_gpus", "1")
     assert "fit to train" in done.stdout
     for name in (

@@ -1,4 +1,4 @@
-"""Hashes of code: what they see, and what they do not."""
+"""Hashes of code: changes that they show, and changes that they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node tells before a start, and what node 0 makes of it."""
+"""Report of a node before a start, and the comparison of all reports on node 0."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
 
 @pytest.fixture
 def looks(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """Two nodes, as their HELLOs bring it to node 0."""
+    """Return the reports of two nodes, as their HELLOs bring them to node 0."""
     config = config_from_values({"run": {"name": "r", "output_dir": str(tmp_path)}})
     with ExitStack() as stack:
         reported = [
@@ -56,18 +56,18 @@ def test_other_code_and_a_folder_that_is_not_shared(looks: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "relative/.preflight-0123456789abcdef-1", "\0"])
-def test_a_node_cannot_ask_for_any_file(looks: dict[str, Any], path: str) -> None:
+def test_a_node_cannot_read_any_file(looks: dict[str, Any], path: str) -> None:
     looks["1 (b)"]["mark"] = path
     assert [each.kind for each in differences(looks, seen=set())] == ["run-folder-not-shared"]
 
 
-def test_what_the_hello_holds_is_told_once(looks: dict[str, Any]) -> None:
+def test_what_the_hello_holds_is_reported_once(looks: dict[str, Any]) -> None:
     looks["1 (b)"] |= {"config": "other", "slots": 9, "code": {"framework": "other"}}
     assert differences(looks, seen=set()) == []
 
 
 def test_a_hello_and_a_look_hash_alike(looks: dict[str, Any], tmp_path: Path) -> None:
-    """What differs has one number, with a preflight and without."""
+    """A difference has one number, with a preflight and without."""
     facts = node_facts(config_from_values({"run": {"name": "r", "output_dir": str(tmp_path)}}))
     look = looks["0 (a)"]
     assert (facts["config"], facts["code"]) == (look["config"], look["code"]["framework"])
@@ -109,11 +109,11 @@ def test_what_has_another_shape_is_not_compared(
         Look.model_validate([])
 
 
-def test_a_node_that_is_not_fit_tells_all_reasons_to_everybody(
+def test_a_node_that_is_not_fit_reports_all_reasons_to_all_nodes(
     tmp_path: Path, looks: dict[str, Any]
 ) -> None:
-    """A folder that cannot be written to may be mended while a platform tries again: training ends
-    with 74 for that, not 78.
+    """A folder that cannot be written to may be repaired while a platform tries again: training
+    ends with 74 for that, not 78.
     """
     config = config_from_values(
         {"run": {"output_dir": "/proc/runs"}, "checkpoint": {"init_weights": "/no/such.pt"}}
@@ -134,7 +134,7 @@ def test_a_node_that_is_not_fit_tells_all_reasons_to_everybody(
     )
 
 
-def test_what_does_not_stand_in_the_way_is_told(tmp_path: Path) -> None:
+def test_warnings_that_do_not_prevent_a_start_are_reported(tmp_path: Path) -> None:
     config = config_from_values({"run": {"output_dir": str(tmp_path)}})
     warned: list[Problem] = []
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "4096"}
@@ -161,11 +161,11 @@ def hello(rank: int, look: dict[str, Any] | None, **changes: Any) -> dict[str, A
     return stated | changes | ({} if look is None else {"look": look})
 
 
-def test_node_0_refuses_what_the_looks_say(looks: dict[str, Any]) -> None:
+def test_node_0_refuses_by_the_reports(looks: dict[str, Any]) -> None:
     first, second = looks.values()
     assert disagreements([hello(0, first), hello(1, second)], seen=set()) == []
     second["code"]["my_nets"] = "other"
-    second["versions"]["numpy"] = "0.1"  # a warning, which stops nobody
+    second["versions"]["numpy"] = "0.1"  # a warning, which stops no node
     found = disagreements([hello(0, first), hello(1, second)], seen=set())
     assert {(each.kind, each.file, each.key, each.severity) for each in found} == {
         ("code-differs", "node 1 (b)", "my_nets", "error"),
@@ -187,7 +187,7 @@ def test_a_hello_with_another_look_is_a_strangers(looks: dict[str, Any]) -> None
 def test_a_folder_is_listed_once_however_many_nodes(
     looks: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a mark that was seen is not looked for again: node 0 compares again and again while nodes
+    """A mark that was seen is not looked for again: node 0 compares again and again while nodes
     come.
     """
     first, second = looks.values()

@@ -63,8 +63,8 @@ def test_a_read_only_store(tmp_path: Path) -> None:
 def test_room_for_the_next_checkpoints(
     tmp_path: Path, free: int, keep_last: int, severity: str | None
 ) -> None:
-    """Two of 20 MiB are there; one more than is kept must fit, because it is written before the
-    oldest goes.
+    """Two checkpoints of 20 MiB are there; one more than is kept must fit, because it is written
+    before the oldest goes.
     """
     saved = [f"mkdir -p {tmp_path}/quickstart/checkpoints/global_step{step}" for step in (1, 2)]
     saved += [
@@ -100,7 +100,7 @@ def test_room_for_the_next_checkpoints(
 def test_everything_that_is_kept_must_fit(
     checkpoint: dict[str, Any], num_kept: int, kept_by: str, tmp_path: Path
 ) -> None:
-    """Of the steps that `keep_every` names, those that are saved: here every 50th."""
+    """Only saved steps count among the steps that `keep_every` names: here every 50th."""
     config = config_from_values(
         {
             "run": {"name": "x", "output_dir": str(tmp_path)},
@@ -115,7 +115,9 @@ def test_everything_that_is_kept_must_fit(
     saved.mkdir(parents=True)
     free = os.statvfs(tmp_path)
     (saved / "weights").touch()
-    os.truncate(saved / "weights", free.f_bavail * free.f_frsize * 3 // 4)  # of nothing but a size
+    os.truncate(
+        saved / "weights", free.f_bavail * free.f_frsize * 3 // 4
+    )  # with nothing but a size
     saved.with_name("global_step5.replaced").mkdir()
     check = check_run_folder(found, counts_replaced=True)
     assert f"{num_kept} more must fit ({kept_by})" in check.problems[0].reason
@@ -125,8 +127,8 @@ def test_everything_that_is_kept_must_fit(
 def test_what_was_set_aside_is_counted_for_a_person_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be a terabyte in ten thousand files on a store that is slow to list them, and every
-    start would wait for that.
+    """The files may be a terabyte in ten thousand files on a store that is slow to list them, and
+    every start would wait for that.
     """
     for name in (
         "global_step10",
@@ -156,7 +158,9 @@ def _said_of(name: str, node: Node) -> str:
     return next(check.outcome for check in node.checks if check.name == name)
 
 
-def test_doctor_says_what_was_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_lists_what_was_set_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "quickstart" / "checkpoints" / "global_step5.replaced").mkdir(parents=True)
     doctor([QUICKSTART, f"run.output_dir={tmp_path}"])
     assert "in 1 that a resume has set aside (*.replaced)" in capsys.readouterr().out
@@ -173,7 +177,7 @@ def test_a_small_disk_for_the_first_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_mounts
-def test_a_home_that_nobody_can_write_to(tmp_path: Path) -> None:
+def test_a_home_that_cannot_be_written_to(tmp_path: Path) -> None:
     found = findings(
         "--num_gpus",
         "2",

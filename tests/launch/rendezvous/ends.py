@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 def run(work: Coroutine[Any, Any, _T], *, seconds: float = 60) -> _T:
-    """Run a test's coroutine, for so long at most."""
+    """Run a test's coroutine, within a time limit."""
 
     async def bounded() -> _T:
         return await asyncio.wait_for(work, seconds)
@@ -33,7 +33,7 @@ def run(work: Coroutine[Any, Any, _T], *, seconds: float = 60) -> _T:
 
 
 def hello(node_rank: int, *, nnodes: int = 2, **other: object) -> dict[str, Any]:
-    """What a node says of itself."""
+    """Return the HELLO of a node."""
     return {
         "protocol": PROTOCOL,
         "job": "",
@@ -52,7 +52,7 @@ def hello(node_rank: int, *, nnodes: int = 2, **other: object) -> dict[str, Any]
 
 
 def looked(node_rank: int, *, port: int = 0, **changes: Any) -> dict[str, Any]:
-    """The same of a node that has looked at itself, and answers at a port."""
+    """Return the HELLO of a node that has inspected itself and answers at a port."""
     look = {**EMPTY_LOOK, **changes}
     return hello(node_rank, look=look) | ({"echo": ["127.0.0.1", port]} if port else {})
 
@@ -60,7 +60,7 @@ def looked(node_rank: int, *, port: int = 0, **changes: Any) -> dict[str, Any]:
 def session(
     node_rank: int, *, nnodes: int = 2, port: int = 0, address: str = "127.0.0.1", **terms: Any
 ) -> Session:
-    """One node's part in a job, with nobody else who asks it to stop."""
+    """Return one node's part in a job that no other process asks to stop."""
     spares, restarts = terms.pop("spares", 0), terms.pop("restarts", None)
     given = terms.pop("stated", None) or hello(node_rank, nnodes=nnodes, spares=spares)
     topology = HostTopology(nnodes, 8, node_rank, address, port or 29500)
@@ -70,7 +70,7 @@ def session(
 
 
 async def pair() -> tuple[Channel, Channel]:
-    """Two ends of one connection."""
+    """Return the two ends of one connection."""
     accepted: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
     server = await asyncio.get_running_loop().create_server(
         lambda: Channel(accepted.set_result), "127.0.0.1", 0
@@ -81,20 +81,20 @@ async def pair() -> tuple[Channel, Channel]:
 
 
 async def call(port: int) -> Channel:
-    """Connect."""
+    """Connect to a port."""
     _, channel = await asyncio.get_running_loop().create_connection(Channel, "127.0.0.1", port)
     return channel
 
 
 async def read(channel: Channel, kind: str) -> Message:
-    """The next message of a kind."""
+    """Return the next message of a kind."""
     while (message := await channel.receive())["type"] != kind:
         pass
     return message
 
 
 async def introduce(channel: Channel, stated: Mapping[str, Any], *, token: str = "") -> None:
-    """Say HELLO, as a node does."""
+    """Send HELLO, as a node does."""
     nonces = ((await read(channel, "challenge"))["nonce"], "n")
     signed = proof(token, role="node", nonces=nonces, content=dict(stated))
     channel.send("hello", hello=dict(stated), nonce="n", proof=signed)
@@ -104,7 +104,7 @@ async def introduce(channel: Channel, stated: Mapping[str, Any], *, token: str =
 
 @asynccontextmanager
 async def coordinating(nnodes: int, **terms: Any) -> Any:
-    """Node 0 that waits for others, its port, and the task of its start."""
+    """Yield node 0 that waits for others, its port, and the task of its start."""
     port = terms.pop("port", 0) or free_ports(2)
     lead = Coordinator(
         session(0, nnodes=nnodes, port=port, **terms), socket.create_server(("127.0.0.1", port + 1))
@@ -119,7 +119,7 @@ async def coordinating(nnodes: int, **terms: Any) -> Any:
 
 
 async def meet(*sessions: Session) -> list[Start | FrameworkError]:
-    """How each of them begins; all leave then."""
+    """Return how each node begins; all leave then."""
 
     async def one(each: Session) -> Start | FrameworkError:
         try:
@@ -143,5 +143,5 @@ def reset(channel: Channel) -> None:
 
 
 def kinds(problems: Sequence[Any]) -> list[str]:
-    """Of problems."""
+    """Return the kinds of problems."""
     return [problem.kind for problem in problems]

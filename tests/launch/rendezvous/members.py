@@ -1,6 +1,4 @@
-"""Starts agents of one job on this machine and sees how they end; whatever they leave ends with the
-test.
-"""
+"""Agents of one job on this machine and their ends; processes that they leave end with the test."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class Members:
         terms: dict[str, Any] | None = None,
         **topology: int,
     ) -> subprocess.Popen[str]:
-        """An agent; `topology` and `terms` differ from the job's where given."""
+        """Start an agent; `topology` and `terms` differ from the job's where given."""
         place = {
             "nnodes": self.nnodes,
             "slots": self.slots,
@@ -65,13 +63,13 @@ class Members:
             text=True,
             stdin=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
-            preexec_fn=heed_signals,
+            preexec_fn=restore_signals,
         )
         self.processes.append(process)
         return process
 
     def ready(self, num_ranks: int, *, timeout: float = 60) -> dict[int, dict[str, Any]]:
-        """What the ranks wrote once they ran."""
+        """Return what the ranks wrote once they ran."""
         end = time.monotonic() + timeout
         while len(files := list(self.folder.glob("*.json"))) < num_ranks:
             assert time.monotonic() < end, (
@@ -81,11 +79,11 @@ class Members:
         return {int(file.stem): json.loads(file.read_text()) for file in files}
 
     def signals(self, rank: int) -> list[str]:
-        """What a rank received."""
+        """Return the signals that a rank received."""
         return (self.folder / f"{rank}.signals").read_text().split()
 
     def close(self) -> None:
-        """End what is left, by process id."""
+        """End the processes that are left, by process id."""
         for process in self.processes:
             process.kill()
         for file in self.folder.glob("*.json"):
@@ -96,13 +94,13 @@ class Members:
 
 
 def ended(process: subprocess.Popen[str], *, timeout: float = 60) -> tuple[int, str]:
-    """Exit code, and what it said."""
+    """Return the exit code of an agent, and its output."""
     stated = process.communicate(timeout=timeout)[1]
     return process.returncode, stated
 
 
 def running(pid: int, *, folder: Path) -> bool:
-    """The process is there and is one of this test's, not another of the same number."""
+    """Check whether the process runs and is one of this test's, not another of the same number."""
     try:
         process = psutil.Process(pid)
         return bool(str(folder) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE)
@@ -111,14 +109,14 @@ def running(pid: int, *, folder: Path) -> bool:
 
 
 def kill_what_is_left(pid: int, *, folder: Path) -> None:
-    """SIGKILL, if the process is there and is one of this test's."""
+    """Send SIGKILL, if the process runs and is one of this test's."""
     if running(pid, folder=folder):
         with suppress(ProcessLookupError):  # it has just ended by itself
             os.kill(pid, signal.SIGKILL)
 
 
 def gone(pids: list[int], *, folder: Path, timeout: float = 20) -> bool:
-    """All have ended, or do within the time."""
+    """Check whether all have ended, or do within the time."""
     end = time.monotonic() + timeout
     while any(running(pid, folder=folder) for pid in pids):
         if time.monotonic() > end:
@@ -133,9 +131,9 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
-def heed_signals() -> None:
-    """Under nohup, and behind a shell's `&`, tests inherit signals that are ignored, and ignored
-    ones stay ignored.
+def restore_signals() -> None:
+    """Give signals their default effect: under nohup, and behind a shell's `&`, tests inherit
+    ignored ones, and those stay ignored.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)

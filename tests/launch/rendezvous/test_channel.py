@@ -36,8 +36,8 @@ def test_messages_come_whole_however_they_are_cut() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
-def test_what_was_said_before_the_end_is_received(how: str) -> None:
-    """Also where a message to the one that has gone finds out first."""
+def test_messages_before_the_end_are_received(how: str) -> None:
+    """It is received even if a message to the lost node is the first to fail."""
 
     async def case() -> None:
         near, far = await pair()
@@ -99,7 +99,7 @@ def send_on_and_on(channel: Channel) -> None:
 
 
 async def signed_pair() -> tuple[Channel, Channel]:
-    """Two ends that know the token."""
+    """Return two ends that know the token."""
     near, far = await pair()
     near.sign(TOKEN, is_lead=True, nonces=("a", "b"))
     far.sign(TOKEN, is_lead=False, nonces=("a", "b"))
@@ -137,7 +137,7 @@ def test_a_line_that_is_not_of_the_other_end_in_this_order_ends_the_channel(chan
             "sent back": [],
             "other key": [],
         }[change]
-        if change == "sent back":  # what node 0 has said, as if a node had
+        if change == "sent back":  # a message of node 0, as if a node had sent it
             near._transport.write, written = forged.append, near._transport.write  # type: ignore[method-assign]
             near.send("beat")
             near._transport.write = written  # type: ignore[method-assign]

@@ -1,5 +1,5 @@
-"""Whether nodes reach each other: who calls whom, what is tried again, and what is told of
-failures.
+"""Whether nodes reach each other: which node calls which, what is tried again, and how failures are
+reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def until(holds: Callable[[], Any]) -> None:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails is not tried again."""
+    """Try no failed call again."""
     monkeypatch.setattr("framework.launch.rendezvous.connectivity._AGAIN_FOR_SECONDS", 0.0)
 
 
@@ -50,7 +50,7 @@ def round_of(count: int, *, master: tuple[str, int] = (UNKNOWN, 1)) -> Round:
 
 @pytest.fixture
 def reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Node 0 does; the nodes of these tests are only told of."""
+    """Let every call succeed; the nodes of these tests exist as entries only."""
     monkeypatch.setattr(
         "framework.launch.rendezvous.connectivity.call_all",
         lambda targets, **terms: [CallResult(host) for host, _ in targets],
@@ -88,7 +88,7 @@ def test_calls_that_are_answered_later_are_no_failures() -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_what_fails_is_told() -> None:
+def test_failures_are_reported() -> None:
     ((number, reached),) = call_others([(UNKNOWN, 1)], "t").items()
     assert (number, reached.address) == (0, "")
     assert "name is not known" in reached.reason
@@ -96,7 +96,7 @@ def test_what_fails_is_told() -> None:
 
 @pytest.mark.usefixtures("reaches_all")
 def test_a_node_behind_a_firewall_is_one_line() -> None:
-    """From either side: nobody reaches it, or it reaches nobody."""
+    """The firewall may block either direction: calls to the node, or calls of the node."""
     job = round_of(9)
     token = job.order(1)["token"]
     for node in range(1, 9):

@@ -39,9 +39,9 @@ pytestmark = pytest.mark.timing
 
 
 @pytest.mark.parametrize("count", [1, 64, 400])
-def test_what_differs_is_told_on_one_line_however_many_nodes(count: int) -> None:
-    """A line above the limit would be taken for nonsense, and the others would wait on for node
-    0.
+def test_differences_of_any_number_of_nodes_take_one_line(count: int) -> None:
+    """A line above the limit would be taken for an invalid message, and the others would wait on
+    for node 0.
     """
     hellos = [
         hello(
@@ -84,7 +84,7 @@ def test_go_is_one_line_however_many_nodes(nnodes: int, length: int) -> None:
         ("", "a,b", ("2 hosts", "none")),
     ],
 )
-def test_the_first_difference_of_hostfiles_is_told(
+def test_the_first_difference_of_hostfiles_is_reported(
     first: str, second: str, reported: tuple[str, str]
 ) -> None:
     (problem,) = disagreements(
@@ -178,7 +178,7 @@ def test_what_the_way_takes_is_no_difference_of_clocks(clock: float, expected: f
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of nodes of each comparison."""
+    """Record the number of nodes of each comparison."""
     compared: list[int] = []
 
     def compare(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
@@ -190,8 +190,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_many_that_come_at_once_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compared now and then, and when all are there: each with all others for each that comes takes
-    minutes.
+    """Nodes are compared at intervals, and when all are there: a comparison of all for each that
+    comes takes minutes.
     """
     compared = counted(monkeypatch)
 
@@ -232,8 +232,8 @@ def test_a_node_that_dies_at_go_is_lost_to_all() -> None:
 
 
 def test_who_refuses_lets_the_others_hang_up_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their beats lie unread in its connections: closing these would take back a refusal that is
-    still on its way.
+    """Heartbeats lie unread in the connections of the node that refuses: closing these would take
+    back a refusal that is still on its way.
     """
     monkeypatch.setattr(coordinator, "_SEE_OFF_SECONDS", 20.0)
 
@@ -283,14 +283,14 @@ def test_others_hear_who_was_turned_away_and_why_node_0_gives_up(
 
 
 async def beat(channel: Channel) -> None:
-    """Until it is cancelled."""
+    """Send heartbeats until the task is cancelled."""
     while True:
         channel.send("beat")
         await asyncio.sleep(0.5)
 
 
-def test_strangers_are_told_once_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever scans ports must not fill the log of node 0."""
+def test_strangers_are_logged_once_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """A port scan must not fill the log of node 0."""
     rejections = Rejections()
     for _ in range(250):
         rejections.add("10.0.0.9", ConnectionLost("it does not speak this protocol"))
@@ -327,7 +327,7 @@ def test_a_clock_that_is_wrong_refuses_the_start() -> None:
     run(case())
 
 
-def test_warnings_between_nodes_are_told_and_stop_nobody(
+def test_warnings_between_nodes_are_logged_and_stop_no_node(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def case() -> None:
@@ -349,14 +349,14 @@ def test_warnings_between_nodes_are_told_and_stop_nobody(
 
 
 def test_nodes_that_do_not_reach_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Node 0 does not get through to node 1, and node 1 says that it does not reach the port of the
-    ranks.
+    """Node 0 does not get through to node 1, and node 1 reports that it does not reach the port of
+    the ranks.
     """
     monkeypatch.setattr("framework.launch.rendezvous.connectivity._AGAIN_FOR_SECONDS", 0.2)
 
     async def case() -> None:
         with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))  # nobody listens
+            taken.bind(("127.0.0.1", 0))  # without a listener
             async with coordinating(2, stated=looked(0)) as (_, port, beginning):
                 channel = await call(port)
                 await introduce(channel, looked(1, port=taken.getsockname()[1]))
@@ -385,7 +385,7 @@ def test_nodes_that_do_not_reach_each_other_are_refused(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("how", ["close", "stop"])
 def test_a_node_that_goes_while_all_call_each_other(how: str) -> None:
-    """It may come again; one that was asked to stop says so, and nobody starts."""
+    """The node may come again; a node that received a stop request reports it, and no node starts."""
 
     async def case() -> None:
         echo = Echo(0, address="127.0.0.1")
@@ -412,7 +412,7 @@ def test_a_node_that_goes_while_all_call_each_other(how: str) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_is_refused_for_a_node_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_node_is_refused_for_a_node_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "_SETTLE_SECONDS", 1.0)
 
     async def case() -> None:

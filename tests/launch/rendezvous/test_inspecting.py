@@ -93,7 +93,9 @@ def test_a_port_of_the_ranks_that_is_taken_is_one_finding(monkeypatch: pytest.Mo
     ]
 
 
-def test_a_node_that_does_not_reach_node_0_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_reach_node_0_reports_the_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     port = free_ports(2)
     (checks,) = checks_of([1], port, [])
     (problem,) = checks[0].problems

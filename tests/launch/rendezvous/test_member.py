@@ -24,7 +24,7 @@ GO = {"epoch": 1, "resumes": False, "nodes": [0, 1], "hosts": {"0": "a", "1": "b
 
 
 def go_of(caller: Member) -> dict[str, object]:
-    """The GO of an honest node 0, for the first start."""
+    """Return the GO of an honest node 0, for the first start."""
     return GO | {"port": caller._session.topology.master_port}
 
 
@@ -36,7 +36,7 @@ def restarts_in(folder: Path) -> Restarts:
 def end_of(
     node_0: Callable[[Channel, Member], Awaitable[None]], *, node_rank: int = 1, **terms: object
 ) -> tuple[Start | FrameworkError, Session]:
-    """How a node's wait ends where whoever calls meets this; without a token every HELLO is
+    """Return how a node's wait ends if each caller meets this; without a token every HELLO is
     welcome.
     """
 
@@ -79,7 +79,7 @@ def end_of(
 
 @pytest.mark.parametrize("token", ["", TOKEN])
 def test_go_names_ranks_port_and_settings_and_what_comes_behind_it_is_heard(token: str) -> None:
-    """Node 0 may have much to say at once; what it says behind GO names who is to blame."""
+    """Node 0 may send many messages at once; a message behind GO names the node that is to blame."""
 
     async def node_0(channel: Channel, caller: Member) -> None:
         failure = {"node": 0, "what": "node 0 rank 0: killed", "code": 137, "at": "x"}
@@ -187,11 +187,11 @@ def test_go_of_another_shape_is_not_node_0(
     ],
     ids=str,
 )
-def test_a_stranger_has_nobody_called(
+def test_a_stranger_cannot_make_a_node_call_others(
     monkeypatch: pytest.MonkeyPatch, request_: dict[str, object]
 ) -> None:
-    """A node calls others where node 0 asks for it: places of nodes alone, as many as there are,
-    and no text of its own choice is sent.
+    """A node calls others at the request of node 0: only addresses of nodes, as many as there are,
+    and no text that node 0 chooses is sent.
     """
     called: list[object] = []
     monkeypatch.setattr(member, "call_others", lambda targets, token: called.append(targets) or {})
@@ -220,7 +220,7 @@ def test_a_refusal_is_heard_although_the_connection_behind_it_is_gone() -> None:
     assert "two of them" in str(end)
 
 
-def test_a_request_is_one_for_all_and_says_how_it_came() -> None:
+def test_a_request_is_one_for_all_and_names_its_signal() -> None:
     heard: list[object] = []
 
     async def node_0(channel: Channel, caller: Member) -> None:
@@ -242,7 +242,7 @@ def test_node_0_ends_the_wait(kind: str, error: type[FrameworkError]) -> None:
     assert str(end) == "node 0: because"
 
 
-def test_what_node_0_waits_for_is_said_here() -> None:
+def test_a_member_logs_what_node_0_waits_for() -> None:
     said: list[str] = []
 
     async def node_0(channel: Channel, caller: Member) -> None:
@@ -262,7 +262,7 @@ def test_what_node_0_waits_for_is_said_here() -> None:
 def test_only_what_speaks_another_language_is_another_program(
     monkeypatch: pytest.MonkeyPatch, stated: bytes, code: int | None
 ) -> None:
-    """A node 0 that a thousand nodes call at once may be silent for a while, or have no place
+    """A node 0 that a thousand nodes call at once may be silent for a while, or have no free place
     yet.
     """
     monkeypatch.setattr(member, "_NO_AGENT_SECONDS", 0.0)

@@ -1,5 +1,5 @@
-"""State of a start as all nodes know it: only news travels, and nobody believes what no agent
-says.
+"""State of a start as all nodes know it: only changes travel, and a state that no agent sends is
+not believed.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ async def until(ready: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_what_a_thousand_say_at_once_is_passed_on_once() -> None:
-    """Relayed one by one it took a million messages, and half a minute in which nobody was
-    heard.
+def test_what_a_thousand_send_at_once_is_passed_on_once() -> None:
+    """Relayed one by one, the changes took a million messages, and half a minute without any other
+    message.
     """
 
     async def case() -> None:
@@ -93,7 +93,7 @@ def test_what_a_thousand_say_at_once_is_passed_on_once() -> None:
     run(case())
 
 
-def test_what_failed_by_itself_is_kept_among_many_that_lost_somebody() -> None:
+def test_a_failure_of_its_own_is_kept_among_many_that_lost_a_peer() -> None:
     """A host that loses its power is found lost after all others have missed it; and every message
     fits on a line.
     """
@@ -124,14 +124,14 @@ def test_ends_reach_all_and_ranks_that_are_left_are_named() -> None:
         assert net.members[2].missing == ["node 2 (c)"]
         net.members[2].send("ended", code=0)
         await until(lambda: all(peers.all_ended for peers in (lead, *net.members.values())))
-        net.far[1].close()  # who has said its last word may leave
+        net.far[1].close()  # a node may leave after its last message
         await asyncio.sleep(0.1)
         assert lead.failures == []
 
     run(case())
 
 
-def test_that_a_rank_was_asked_is_known_to_all_and_asks_nobody_else() -> None:
+def test_a_request_to_one_rank_is_known_to_all_and_stops_no_other() -> None:
     async def case() -> None:
         net = Net(HOSTS)
         lead = await net.open()
@@ -144,7 +144,7 @@ def test_that_a_rank_was_asked_is_known_to_all_and_asks_nobody_else() -> None:
     run(case())
 
 
-def test_a_lost_node_is_a_failure_and_its_last_word_comes_first() -> None:
+def test_a_lost_node_is_a_failure_and_its_last_message_comes_first() -> None:
     async def case() -> None:
         net = Net(HOSTS)
         lead = await net.open()
@@ -168,7 +168,7 @@ def test_messages_of_another_start_are_none_of_this_one() -> None:
         net.members[2].send("stop", why="SIGTERM")
         await until(lambda: net.members[2].stop)
         assert (lead.failures, net.members[1].stop) == ([], "")
-        # who was asked to stop before it heard GO knows of no start
+        # a node that received a stop request before GO knows of no start
         net.far[1].send("stop", why="SIGINT")
         net.far[1].send("kill")
         await until(lambda: net.members[2].killed)
@@ -179,7 +179,7 @@ def test_messages_of_another_start_are_none_of_this_one() -> None:
 @pytest.mark.parametrize(
     "content", [{"what": 1, "code": 1}, {"what": "x", "code": "1"}, {"what": "x", "code": True}]
 )
-def test_what_no_agent_says_loses_who_says_it(content: dict[str, object]) -> None:
+def test_a_node_that_sends_what_no_agent_sends_is_lost(content: dict[str, object]) -> None:
     async def case() -> None:
         net = Net(HOSTS)
         lead = await net.open()

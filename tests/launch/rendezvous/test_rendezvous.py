@@ -33,7 +33,7 @@ HELLO = hello(0, slots=1, host="a", machine="", clock=1.0, facts={"torch": "2.15
 
 
 def refused(members: Members, *, kinds: tuple[str, ...]) -> list[str]:
-    """What the agents said, all of which ended with 78 in seconds and named every problem."""
+    """Return the output of the agents; all ended with 78 in seconds and named every problem."""
     ends = [ended(process) for process in members.processes]
     assert [code for code, _ in ends] == [78] * len(ends), ends
     assert time.monotonic() - members.started_at < 30
@@ -45,7 +45,7 @@ def refused(members: Members, *, kinds: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_everything_that_differs_is_told_at_once_on_every_node(members: Members) -> None:
+def test_all_differences_are_reported_at_once_on_every_node(members: Members) -> None:
     members.start(0, facts={"torch": "2.15", "config": "aa"})
     members.start(1, facts={"torch": "2.14", "config": "bb"}, slots=2)
     for stated in refused(members, kinds=("nodes-differ",)):
@@ -78,7 +78,7 @@ def test_a_rank_that_is_there_twice_is_refused(members: Members, ranks: tuple[in
 
 
 def own_address() -> str:
-    """An address of this machine that is no loopback."""
+    """Return an address of this machine that is no loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # documentation addresses; nothing is sent
@@ -89,7 +89,7 @@ def own_address() -> str:
 
 
 @pytest.mark.slow
-def test_who_is_missing_is_told_and_the_wait_ends(members: Members) -> None:
+def test_missing_nodes_are_reported_and_the_wait_ends(members: Members) -> None:
     code, stated = ended(members.start(0, terms={"deadline_seconds": 6}))
     assert code == 76
     assert stated.count("waiting for 1/2 nodes: node 1") == 2  # after some seconds, and at the end
@@ -97,7 +97,7 @@ def test_who_is_missing_is_told_and_the_wait_ends(members: Members) -> None:
 
 
 @pytest.mark.slow
-def test_a_wait_for_node_0_says_why(members: Members) -> None:
+def test_a_wait_for_node_0_names_the_reason(members: Members) -> None:
     code, stated = ended(
         members.start(1, master_addr="no-such-host.invalid", terms={"deadline_seconds": 4})
     )
@@ -127,7 +127,7 @@ def test_a_request_before_any_rank_ends_every_node(members: Members) -> None:
 
 
 @pytest.mark.slow
-def test_a_shared_token_lets_nodes_in_whoever_starts_first(members: Members) -> None:
+def test_a_shared_token_lets_nodes_in_in_any_order(members: Members) -> None:
     members.start(1, "exit=0", terms={"token": TOKEN})
     time.sleep(1.5)
     members.start(0, "exit=0", terms={"token": TOKEN})
@@ -161,7 +161,7 @@ def test_another_job_is_turned_away_alone(members: Members) -> None:
 
 @pytest.fixture
 def rejections(members: Members) -> Iterator[list[socket.socket]]:
-    """Connections to node 0, which is up."""
+    """Yield connections to node 0, which is up."""
     members.start(0, "exit=0")
     connections: list[socket.socket] = []
     deadline = time.monotonic() + 30
@@ -209,7 +209,7 @@ def test_a_slow_stranger_is_cut_off(members: Members, rejections: list[socket.so
 
 
 @pytest.mark.slow
-def test_a_port_of_the_ranks_that_is_in_use_is_told_to_all(members: Members) -> None:
+def test_a_port_of_the_ranks_that_is_in_use_is_reported_to_all(members: Members) -> None:
     with socket.socket() as other:
         other.bind(("", members.port))
         other.listen()
@@ -288,7 +288,7 @@ def test_the_name_of_a_peer(rank: int, master: str, names: tuple[str, ...], expe
 # ----------------------------------------------------------------------------------------------- agents in one loop
 
 
-def test_nodes_that_reach_each_other_meet_and_answer_nobody_afterwards(
+def test_nodes_that_reach_each_other_meet_and_answer_no_caller_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     port = free_ports(2)
@@ -312,7 +312,7 @@ def test_nodes_that_reach_each_other_meet_and_answer_nobody_afterwards(
 
 @pytest.mark.slow
 def test_a_node_that_is_not_reached_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A firewall that lets node 1 call, and nobody call node 1."""
+    """A firewall lets calls of node 1 pass, and blocks calls to node 1."""
     monkeypatch.setattr("framework.launch.rendezvous.connectivity._AGAIN_FOR_SECONDS", 0.2)
     port = free_ports(2)
     with socket.socket() as closed:
@@ -382,8 +382,10 @@ def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again() -> 
 
 
 @pytest.mark.slow
-def test_node_0_ends_the_wait_and_the_others_say_why(capsys: pytest.CaptureFixture[str]) -> None:
-    """Who gives up first must not be who is blamed."""
+def test_node_0_ends_the_wait_and_the_others_report_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The node that gives up first must not be the one that is blamed."""
     port = free_ports(2)
     nodes = (
         session(rank, nnodes=3, port=port, deadline_seconds=4.5 - 1.5 * rank) for rank in (0, 1)
@@ -398,7 +400,7 @@ def test_node_0_ends_the_wait_and_the_others_say_why(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_who_refuses_the_challenge_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_that_refuses_the_challenge_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_ports(2)
     ends = run(
         meet(session(0, port=port, token=TOKEN, deadline_seconds=4.0), session(1, port=port))

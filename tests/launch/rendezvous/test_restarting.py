@@ -1,5 +1,5 @@
-"""Further starts of one job: who takes part in them, and what a new node 0 learns from the
-others.
+"""Further starts of one job: the nodes that take part in them, and what a new node 0 learns from
+the others.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def test_a_node_that_comes_back_otherwise_is_refused_alone(tmp_path: Path) -> No
 def test_a_spare_that_was_not_needed_ends_as_the_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the others train, and with one line about it."""
+    """The spare waits as long as the others train, and prints one line about it."""
 
     async def case() -> None:
         async with coordinating(2, token=TOKEN, spares=1, restarts=restarts(tmp_path)) as (
@@ -264,7 +264,7 @@ def test_what_is_no_state_of_restarts_changes_nothing(tmp_path: Path, state: obj
     assert kept.state == before
 
 
-def test_a_member_calls_a_lost_node_0_again_and_tells_what_it_knows(tmp_path: Path) -> None:
+def test_a_member_calls_a_lost_node_0_again_and_sends_what_it_knows(tmp_path: Path) -> None:
     """The start is counted, and a new node 0, which takes all checkpoints for older ones, learns of
     them.
     """
@@ -330,8 +330,8 @@ def test_fewer_nodes_are_enough_for_a_new_node_0_too(
 
 
 @pytest.mark.parametrize("end", [JobEnd(0), JobEnd(137), JobEnd(75)], ids=str)
-def test_who_was_asked_to_stop_ends_as_its_ranks_have(end: JobEnd, tmp_path: Path) -> None:
-    """And not as one that never began."""
+def test_a_node_that_was_stopped_ends_as_its_ranks_have(end: JobEnd, tmp_path: Path) -> None:
+    """The node does not end as one that never began."""
     port = free_ports(2)
 
     async def case() -> None:
@@ -376,7 +376,7 @@ def test_a_node_that_has_lost_its_launcher_is_missed_and_stops_nothing_for_good(
     run(case())
 
 
-def test_a_node_0_that_has_lost_its_launcher_leaves_without_a_word(tmp_path: Path) -> None:
+def test_a_node_0_that_has_lost_its_launcher_leaves_silently(tmp_path: Path) -> None:
     """The others take it for lost, and go on once it is back."""
 
     async def case() -> None:
@@ -428,8 +428,8 @@ def test_a_request_between_two_starts_is_one_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_whose_ranks_have_not_ended_takes_no_part_in_the_next_start(tmp_path: Path) -> None:
-    """It is heard on, and has its turn when it is done."""
+def test_a_node_with_ranks_that_have_not_ended_misses_the_next_start(tmp_path: Path) -> None:
+    """Its messages are still read, and it takes part once its ranks have ended."""
     port = free_ports(2)
 
     async def case() -> None:

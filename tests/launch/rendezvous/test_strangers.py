@@ -32,7 +32,7 @@ from tests.ports import free_ports
 
 
 async def strange(port: int) -> Channel:
-    """A connection from an address where no node is."""
+    """Connect from an address without a node."""
     _, channel = await asyncio.get_running_loop().create_connection(
         Channel, "127.0.0.1", port, local_addr=("127.0.0.2", 0)
     )
@@ -41,7 +41,7 @@ async def strange(port: int) -> Channel:
 
 @pytest.mark.timing
 def test_who_holds_every_place_keeps_no_node_out() -> None:
-    """Two hundred connections that are opened again as soon as they are closed."""
+    """A stranger opens two hundred connections again as soon as they are closed."""
 
     async def case() -> None:
         async with coordinating(3, token=TOKEN) as (lead, port, beginning):
@@ -166,7 +166,7 @@ def test_the_name_of_a_host_is_one_that_a_host_can_have(
     assert "\x1b" not in stated
 
 
-def test_silent_callers_take_no_threads_of_an_echo_and_keep_nobody_out() -> None:
+def test_silent_callers_take_no_threads_of_an_echo_and_block_no_node() -> None:
     echo = Echo(0, address="127.0.0.1")
     before = threading.active_count()
     callers = [socket.create_connection(("127.0.0.1", echo.port)) for _ in range(600)]
@@ -183,7 +183,7 @@ def test_silent_callers_take_no_threads_of_an_echo_and_keep_nobody_out() -> None
 @pytest.mark.timing
 @pytest.mark.parametrize("token", ["", TOKEN])
 def test_what_answers_in_the_place_of_node_0_starts_nothing(members: Members, token: str) -> None:
-    """An agent whose node 0 is a stranger: every GO that holds a setting, a variable or another
+    """The node 0 of an agent is a stranger: every GO that holds a setting, a variable or another
     address is refused.
     """
     words = ["model={target: 'os:system', args: {command: 'touch x'}}"]
@@ -232,7 +232,9 @@ def test_what_answers_in_the_place_of_node_0_starts_nothing(members: Members, to
 
 @pytest.mark.slow
 def test_neither_ranks_nor_ps_see_the_token(tmp_path: Path) -> None:
-    """A process is shown with what it was started with, whatever it forgets afterwards."""
+    """`ps` shows the arguments and variables that a process was started with, even if it deletes
+    them afterwards.
+    """
     pytest.importorskip("deepspeed")
     words = [
         "launch",
