@@ -54,18 +54,30 @@ def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ
     if name:
         return listed_target(name, devices_per_host=ranks, host_bytes=host)
     if cluster.device == "cpu":
-        measured = measured_target(cluster)
-        if measured is not None and measured.name == "cpu":
-            return measured
-        return Hardware("cpu", host // ranks)
-    smallest = _ask_driver() if cluster.device == "cuda" else None
+        return _processors(cluster, host)
+    if cluster.device == "cuda":
+        return _gpus_of_driver(ranks, host)
+    return Hardware()
+
+
+def _processors(cluster: Cluster, host_bytes: int) -> Hardware:
+    """Return the CPUs of this machine, with their rates if these were measured."""
+    measured = measured_target(cluster)
+    if measured is not None and measured.name == "cpu":
+        return measured
+    return Hardware("cpu", host_bytes // cluster.devices_per_host)
+
+
+def _gpus_of_driver(ranks: int, host_bytes: int) -> Hardware:
+    """Return the GPUs that NVIDIA's driver finds, with their rates if they are listed."""
+    smallest = _ask_driver()
     if smallest is None:
         return Hardware()
     name, memory = smallest
     known = _listed_name(name, memory)
     if known is None:
-        return Hardware(name, memory, host)
-    target = listed_target(known, devices_per_host=ranks, host_bytes=host)
+        return Hardware(name, memory, host_bytes)
+    target = listed_target(known, devices_per_host=ranks, host_bytes=host_bytes)
     return replace(target, memory_bytes=memory)
 
 
@@ -200,7 +212,6 @@ def resolve(
             kept = _with(config, settings, source)
             make_plan(kept, cluster)
             return kept, settings, f"auto: {settings_text(settings)}, as in the checkpoint"
-    key = min(config.auto)
     if target.memory_bytes is None and not is_proposal:
         reason = "it cannot be chosen without knowing the device"
         ranks = cluster.world_size
@@ -208,12 +219,22 @@ def resolve(
             f"write what `plan CONFIG --num_gpus {ranks} --gpu KIND` proposes, or set "
             f"{GPU_VARIABLE} to the kind"
         )
-        raise _refused("auto-without-device", reason, fix, key, source)
+        raise _refused("auto-without-device", reason, fix, min(config.auto), source)
     free = set(config.auto)
     if config.batch.accumulation_steps is None:
         free.add(ACCUMULATION)
+    request = Request(config, cluster, target, free, num_train_samples, work)
+    best = _fastest(request, source)
+    settings = _chosen_settings(config, best)
+    line = f"auto: {settings_text(settings)}: {choice_text(best, target)}"
+    return _with(config, settings, source), settings, line
+
+
+def _fastest(request: Request, source: Source) -> Candidate:
+    """Return the first candidate of a search; raises ConfigError if there is none."""
+    key = min(request.config.auto)
     try:
-        result = search(Request(config, cluster, target, free, num_train_samples, work))
+        result = search(request)
     except NotEstimatedError as error:
         reason = f"the memory of this run is not known: {error}"
         fix = "let `plan CONFIG --apply` look at it and write it"
@@ -221,13 +242,15 @@ def resolve(
     if not result.ranked:
         fix = "use more devices, or `plan` with --search, which may also offload and recompute"
         raise _refused("auto-nothing-fits", result.block, fix, key, source)
-    best = result.ranked[0]
+    return result.ranked[0]
+
+
+def _chosen_settings(config: RunConfig, best: Candidate) -> dict[str, Any]:
+    """Return those settings of a candidate that the config leaves to be chosen."""
     chosen = set(config.auto)
     if best.plan.layout.pipe_size > 1 and MICRO in config.auto:
         chosen.add(ACCUMULATION)
-    settings = {name: value for name, value in best.settings.items() if name in chosen}
-    line = f"auto: {settings_text(settings)}: {choice_text(best, target)}"
-    return _with(config, settings, source), settings, line
+    return {name: value for name, value in best.settings.items() if name in chosen}
 
 
 def chosen_here(
@@ -277,13 +300,19 @@ def _as_saved(config: RunConfig, cluster: Cluster, saved: Mapping[str, Any]) -> 
         return {}
     if layout.get("world_size") != cluster.world_size:
         return {}
-    values = {"parallel.pipe": layout.get("pipe_size", 1), MICRO: layout.get("micro_size")}
-    with suppress(KeyError, TypeError):
-        values["zero.stage"] = before["zero"]["stage"]
+    values = _saved_values(layout, before)
     kept = {key: values[key] for key in sorted(config.auto) if isinstance(values.get(key), int)}
     if kept.keys() == config.auto:
         return kept
     return {}
+
+
+def _saved_values(layout: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return key -> value in a checkpoint's manifest of all that may be `auto`."""
+    values = {"parallel.pipe": layout.get("pipe_size", 1), MICRO: layout.get("micro_size")}
+    with suppress(KeyError, TypeError):
+        values["zero.stage"] = before["zero"]["stage"]
+    return values
 
 
 def _refused(kind: str, reason: str, fix: str, key: str, source: Source) -> ConfigError:

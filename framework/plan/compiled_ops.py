@@ -47,22 +47,13 @@ def needed_ops(ds_config: Mapping[str, Any], *, device: Device) -> tuple[Op, ...
     """
     if device not in ("cuda", "cpu"):
         return ()
-    zero = ds_config.get("zero_optimization") or {}
-    offload_devices = {}
-    for key in ("offload_optimizer", "offload_param"):
-        offload_devices[key] = (zero.get(key) or {}).get("device", "none")
     reasons = {}
     if device == "cpu":
         reasons["deepspeed_shm_comm"] = "ranks on processors talk through shared memory"
-    on_host = offload_devices["offload_optimizer"] in ("cpu", "nvme")
+    zero = ds_config.get("zero_optimization") or {}
+    on_host = _offload_device(zero, "offload_optimizer") in ("cpu", "nvme")
     reasons |= _op_of_optimizer(ds_config.get("optimizer") or {}, on_host=on_host)
-    for key, offload_device in offload_devices.items():
-        if offload_device == "nvme":
-            reasons["pin_memory"] = f"zero.{key}.device is nvme"
-            reasons["async_io"] = f"zero.{key}.device is nvme"
-    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
-        if zero.get(key):
-            reasons["quantizer"] = f"{key} is on"
+    reasons |= _ops_of_zero(zero)
     ops = []
     for name, reason in reasons.items():
         # On a machine with CUDA every op is a CUDAOpBuilder, also an op for the host's optimizers
@@ -70,6 +61,23 @@ def needed_ops(ds_config: Mapping[str, Any], *, device: Device) -> tuple[Op, ...
         library = "aio" if name == "async_io" else None
         ops.append(Op(name, reason, needs_nvcc=device == "cuda", library=library))
     return tuple(ops)
+
+
+def _offload_device(zero: Mapping[str, Any], key: str) -> Any:
+    return (zero.get(key) or {}).get("device", "none")
+
+
+def _ops_of_zero(zero: Mapping[str, Any]) -> dict[str, str]:
+    """Return the ops for NVMe and for quantized values, and the reasons."""
+    reasons = {}
+    for key in ("offload_optimizer", "offload_param"):
+        if _offload_device(zero, key) == "nvme":
+            reasons["pin_memory"] = f"zero.{key}.device is nvme"
+            reasons["async_io"] = f"zero.{key}.device is nvme"
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if zero.get(key):
+            reasons["quantizer"] = f"{key} is on"
+    return reasons
 
 
 def _op_of_optimizer(optimizer: Mapping[str, Any], *, on_host: bool) -> dict[str, str]:

@@ -60,17 +60,25 @@ def judge_rendered(
     topology = replace(cluster, world_size=plan.layout.world_size // plan.layout.tensor_size)
     all_problems = lint(Document("", _rendering(plan)), release=release, topology=topology)
     problems = [problem for problem in all_problems if not _is_off_anyway(problem)]
-    if any(problem.severity != "error" for problem in problems):
-        on_purpose = _problems_on_purpose(plan, topology)
-        problems = [
-            problem
-            for problem in problems
-            if problem.severity == "error" or (problem.kind, problem.key) not in on_purpose
-        ]
+    problems = _without_those_on_purpose(problems, plan, topology)
     reported = [_under_our_keys(problem, plan.config) for problem in problems]
     if source is None:
         return reported
     return [source.locate(problem) for problem in reported]
+
+
+def _without_those_on_purpose(
+    problems: list[Problem], plan: Plan, topology: Topology
+) -> list[Problem]:
+    """Return the errors, and the warnings and notes that rendering does not cause on purpose."""
+    if all(problem.severity == "error" for problem in problems):
+        return problems
+    on_purpose = _problems_on_purpose(plan, topology)
+    return [
+        problem
+        for problem in problems
+        if problem.severity == "error" or (problem.kind, problem.key) not in on_purpose
+    ]
 
 
 def _problems_on_purpose(plan: Plan, topology: Topology) -> set[tuple[str, str]]:
@@ -163,6 +171,11 @@ def _our_key(path: str, config: RunConfig) -> str:
         return TYPED[path]
     if path in _PRECISIONS:
         return "precision.dtype"
+    return _key_of_section(path)
+
+
+def _key_of_section(path: str) -> str:
+    """Return the key of the run config that decides the section that a path is in."""
     for deepspeed_section, our_key in TYPED.items():
         if path.startswith(f"{deepspeed_section}."):
             return our_key
@@ -190,7 +203,11 @@ def _our_word(word: str, config: RunConfig) -> str:
     """
     if word in TYPED or (word in OWNED and "_" in word):
         return _our_key(word, config)
-    is_path = "." in word or "_" in word
-    if is_path and load_table().get(word) is not None:
+    if _is_listed_path(word):
         return f"deepspeed.{word}"
     return word
+
+
+def _is_listed_path(word: str) -> bool:
+    is_path = "." in word or "_" in word
+    return is_path and load_table().get(word) is not None

@@ -215,10 +215,7 @@ class Tape:
             ends: what the part is given and what it returns: it stays.
             keeps: whether the pass saves values for a backward pass.
         """
-        last_use: dict[Value, int] = {}
-        for number, operation in enumerate(self._operations):
-            for value in chain(operation.reads, [operation.made], operation.holds):
-                last_use[value.storage] = number
+        last_use = self._last_uses()
         stays = {end.storage for end in ends}
         kept = self.saved if keeps else set[Value]()
         live = set[Value]()
@@ -235,14 +232,19 @@ class Tape:
             return most - self.saved_bytes
         return most
 
+    def _last_uses(self) -> dict[Value, int]:
+        """Map each tensor to the last operation that needs it in the forward pass."""
+        last_use: dict[Value, int] = {}
+        for number, operation in enumerate(self._operations):
+            for value in chain(operation.reads, [operation.made], operation.holds):
+                last_use[value.storage] = number
+        return last_use
+
     def backward_bytes(self, outputs: Sequence[Value]) -> int:
         """Return the bytes at the fullest moment of the backward pass, beside what the part has
         saved: gradients of values, without gradients of weights.
         """
-        first_save: dict[Value, int] = {}
-        for number, operation in enumerate(self._operations):
-            for value in operation.saves:
-                first_save.setdefault(value.storage, number)
+        first_save = self._first_saves()
         gradients: dict[Value, int] = {}
         for output in outputs:
             gradients[output.storage] = output.num_bytes if output.has_gradient else 0
@@ -250,22 +252,26 @@ class Tape:
         most = saved + sum(gradients.values())
         for number in reversed(range(len(self._operations))):
             operation = self._operations[number]
-            is_reached = operation.made.storage in gradients
+            inputs = []
+            if operation.made.storage in gradients:
+                inputs = [value for value in operation.reads if value.has_gradient]
             output_gradient = gradients.pop(operation.made.storage, 0)
-            inputs = [value for value in operation.reads if is_reached and value.has_gradient]
             made = 0 if operation.passes else _num_bytes(inputs)
             here = saved + sum(gradients.values()) + output_gradient + made
             most = max(most, here + operation.temporary)
-            for value in inputs:
-                if not operation.passes:
-                    size = value.num_bytes
-                elif value is inputs[0]:
-                    size = output_gradient  # it is passed on, and one stands for all inputs
-                else:
-                    size = 0
+            sizes = _sizes_of_gradients(inputs, output_gradient, passes=operation.passes)
+            for value, size in zip(inputs, sizes, strict=True):
                 gradients[value.storage] = max(gradients.get(value.storage, 0), size)
             saved -= _num_bytes([value for value in self._new if first_save[value] == number])
         return most - self.saved_bytes
+
+    def _first_saves(self) -> dict[Value, int]:
+        """Map each tensor that is saved to the first operation that saves it."""
+        first_save: dict[Value, int] = {}
+        for number, operation in enumerate(self._operations):
+            for value in operation.saves:
+                first_save.setdefault(value.storage, number)
+        return first_save
 
     # Operations, named as torch names them.
 
@@ -568,6 +574,15 @@ class Tape:
             temporary = -probabilities.num_bytes
         return self.run(logits, shape=(), saves=[probabilities, targets], temporary=temporary)
 
+    def _half_gradient(self, logits: Value) -> Value:
+        """Turn a tile's logits in half precision into their gradient, by exponentials in fp32."""
+        make = partial(self.run, shape=logits.shape, has_gradient=False)
+        converted = []
+        if self.device == "cpu":  # converts numbers of two types before they meet
+            converted.append(make(logits, width=_FP32))
+        exponentials = make(logits, *converted, width=_FP32)
+        return make(exponentials, logits, *converted, width=logits.width)
+
     def tiled_loss(self, value: Value, outputs: int, tile: int) -> Value:
         """Map (..., inputs) to the loss of `outputs` logits of each position, 0-d, by tiles
         (`models.tiled_loss`).
@@ -596,11 +611,7 @@ class Tape:
             copies.append(make(value, shape=filled))
         logits = make(value, shape=(tile, filled[0]), flops=flops)
         if is_half:
-            converted = []
-            if self.device == "cpu":  # converts numbers of two types before they meet
-                converted.append(make(logits, shape=logits.shape, width=_FP32))
-            exponentials = make(logits, *converted, shape=logits.shape, width=_FP32)
-            logits = make(exponentials, logits, *converted, shape=logits.shape, width=value.width)
+            logits = self._half_gradient(logits)
         # Of every logit largest, difference, exponential, sum and gradient; of each tile the sum of
         # the weight's gradient.
         moved = rows * filled[0] * (26 if is_half else 32)
@@ -630,6 +641,15 @@ class Tape:
             temporary=temporary,
             has_gradient=flows or is_trained,
         )
+
+
+def _sizes_of_gradients(
+    inputs: Sequence[Value], output_gradient: int, *, passes: bool
+) -> list[int]:
+    """List the bytes of each input's gradient; one that is passed on stands for all inputs."""
+    if not passes:
+        return [value.num_bytes for value in inputs]
+    return [output_gradient if value is inputs[0] else 0 for value in inputs]
 
 
 def _num_bytes(values: Iterable[Value]) -> int:

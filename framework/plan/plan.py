@@ -16,6 +16,7 @@ from framework.config.training import (
     FAST_ROWS,
     HALF_ROWS,
     CausalLM,
+    LoRA,
     MaskedLM,
     positions_of_tile,
     slow_rows,
@@ -71,17 +72,19 @@ class Length:
         # a loop with data of its own
         if self.steps_per_epoch is None or self.total_steps < self.steps_per_epoch / 1e6:
             return steps
-        epochs = self.total_steps / self.steps_per_epoch
-        if epochs < 0.01:
-            in_words = "less than 0.01 epochs"
-        elif epochs.is_integer():
-            in_words = counted(int(epochs), "epoch")
-        else:
-            in_words = f"{epochs:.2f} epochs"
-        text = f"{steps} = {in_words} of {self.steps_per_epoch}"
+        epochs = _epochs_text(self.total_steps / self.steps_per_epoch)
+        text = f"{steps} = {epochs} of {self.steps_per_epoch}"
         if self.unused_samples_per_epoch:
             text += f", {self.unused_samples_per_epoch} samples left out of each"
         return text
+
+
+def _epochs_text(epochs: float) -> str:
+    if epochs < 0.01:
+        return "less than 0.01 epochs"
+    if epochs.is_integer():
+        return counted(int(epochs), "epoch")
+    return f"{epochs:.2f} epochs"
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, as written to ``plan.json``."""
         values: dict[str, Any] = {}
-        chosen = {}
-        for key in sorted(self.config.was_auto):
-            section, name = key.split(".")
-            chosen[key] = getattr(getattr(self.config, section), name)
+        chosen = self._chosen()
         if chosen:
             values["auto"] = chosen
         values["cluster"] = asdict(self.cluster) | {"world_size": self.cluster.world_size}
@@ -111,6 +111,14 @@ class Plan:
         values["length"] = asdict(self.length)
         values["findings"] = [finding.to_dict() for finding in self.findings]
         return values
+
+    def _chosen(self) -> dict[str, Any]:
+        """Return key -> value of what was `auto`."""
+        chosen = {}
+        for key in sorted(self.config.was_auto):
+            section, name = key.split(".")
+            chosen[key] = getattr(getattr(self.config, section), name)
+        return chosen
 
     def on_device(self, device: Device, source: Source) -> Plan:
         """Return the plan for a kind of device that has become known: layout and length are the
@@ -196,12 +204,7 @@ def make_plan(
         ConfigError: with every problem found.
     """
     source = source or Source()
-    if config.auto:
-        reason = "it has not been chosen"
-        fix = "write a number, or let `check`, `plan`, `launch` or `fit` choose it"
-        keys = sorted(config.auto)
-        problems = [Problem("auto-not-chosen", reason, fix, key, AUTO) for key in keys]
-        raise ConfigError(map(source.locate, problems))
+    _refuse_auto(config, source)
     findings = _findings_of_rules(config, cluster, source)
     layout = make_layout(config.batch, world_size=cluster.world_size, **config.parallel.sizes())
     if isinstance(layout, Problem):
@@ -213,6 +216,17 @@ def make_plan(
     findings += _findings_of_layout(config, cluster, layout, length)
     findings += further
     return Plan(config, cluster, layout, length, accepted(findings, source))
+
+
+def _refuse_auto(config: RunConfig, source: Source) -> None:
+    """Raise ConfigError for keys that are still `auto`."""
+    if not config.auto:
+        return
+    reason = "it has not been chosen"
+    fix = "write a number, or let `check`, `plan`, `launch` or `fit` choose it"
+    keys = sorted(config.auto)
+    problems = [Problem("auto-not-chosen", reason, fix, key, AUTO) for key in keys]
+    raise ConfigError(map(source.locate, problems))
 
 
 def _findings_of_rules(config: RunConfig, cluster: Cluster, source: Source) -> list[Problem]:
@@ -257,11 +271,16 @@ def errors_of_known(
     checks: list[Iterable[Problem]] = [rule(known, where) for rule in rules.all_rules()]
     checks.append(overruled(known, source))
     checks.append(layout_problem())
+    return _errors(_as_far_as_known(checks), source)
+
+
+def _as_far_as_known(checks: Iterable[Iterable[Problem]]) -> list[Problem]:
+    """List the problems that each check finds until it reads a section that is not known."""
     all_problems: list[Problem] = []
     for problems in checks:
         with suppress(AttributeError):
             all_problems.extend(problems)
-    return _errors(all_problems, source)
+    return all_problems
 
 
 def _errors(findings: Iterable[Problem], source: Source) -> list[Problem]:
@@ -291,17 +310,7 @@ def _length(config: RunConfig, layout: Layout, num_samples: int | None) -> Lengt
 def _length_findings(config: RunConfig, layout: Layout, length: Length) -> Iterator[Problem]:
     """Find contradictions to the length of the run."""
     if length.num_train_samples is not None and not length.steps_per_epoch:
-        samples = length.num_train_samples
-        key = "batch.global_size"
-        largest = largest_global_size(
-            config.batch, parallel=layout.data_parallel_size, at_most=samples
-        )
-        reason = f"the training data has only {samples} samples, not enough for one step"
-        if largest:
-            fix = f"set {key}: {largest} or less"
-        else:
-            fix = "use fewer devices or smaller micro-batches"
-        yield Problem("dataset-smaller-than-batch", reason, fix, key, layout.global_size)
+        yield _too_few_samples(config, layout, length.num_train_samples)
     if length.total_steps is None and getattr(config.data, "streaming", False):
         yield _WITHOUT_LENGTH
     yield from length_for_schedule(config, length.total_steps)
@@ -313,6 +322,18 @@ def _length_findings(config: RunConfig, layout: Layout, length: Length) -> Itera
         from framework.config.freezing import length_for_freeze
 
         yield from length_for_freeze(config.training.freeze, length.total_steps)
+
+
+def _too_few_samples(config: RunConfig, layout: Layout, samples: int) -> Problem:
+    """Return the problem of data that does not fill a global batch."""
+    key = "batch.global_size"
+    largest = largest_global_size(config.batch, parallel=layout.data_parallel_size, at_most=samples)
+    reason = f"the training data has only {samples} samples, not enough for one step"
+    if largest:
+        fix = f"set {key}: {largest} or less"
+    else:
+        fix = "use fewer devices or smaller micro-batches"
+    return Problem("dataset-smaller-than-batch", reason, fix, key, layout.global_size)
 
 
 def one_line(plan: Plan) -> str:
@@ -333,16 +354,21 @@ def loss_tile(config: RunConfig, micro_size: int) -> int:
     is_named_task = isinstance(config.task, CausalLM | MaskedLM)
     if not isinstance(model, LanguageModel) or not is_named_task or parallel.pipe > 1:
         return 0
-    if lora and not getattr(model, "tie_embeddings", True):
-        from framework.config.groups import is_adapted
-
-        if is_adapted("head", lora):
-            return 0
+    if lora and _has_adapted_head(model, lora):
+        return 0
     length = getattr(config.data, "sequence_length", None) or model.max_positions
     positions = micro_size * ceil(length / parallel.sequence)
     tokens = ceil(model.vocab_size / parallel.tensor)
     is_half = config.precision.dtype != "fp32"
     return positions_of_tile(config.training.loss_tile, positions, tokens, is_half=is_half)
+
+
+def _has_adapted_head(model: LanguageModel, lora: LoRA) -> bool:
+    if getattr(model, "tie_embeddings", True):
+        return False
+    from framework.config.groups import is_adapted
+
+    return is_adapted("head", lora)
 
 
 def _slow_vocabulary(config: RunConfig, cluster: Cluster, layout: Layout) -> Iterator[Problem]:
@@ -358,20 +384,23 @@ def _slow_vocabulary(config: RunConfig, cluster: Cluster, layout: Layout) -> Ite
     tokens = ceil(model.vocab_size / layout.tensor_size)
     if not tokens % FAST_ROWS or loss_tile(config, layout.micro_size):
         return
-    filled = model.vocab_size + -model.vocab_size % HALF_ROWS
-    if layout.tensor_size == 1 and filled:
-        size = f"{filled}"
-    else:
-        size = f"a multiple of {HALF_ROWS * layout.tensor_size}"
     reason = f"{slow_rows(tokens)}; no text has the tokens that fill it up"
     yield Problem(
         "slow-vocabulary",
         reason,
-        f"set it to {size}",
+        f"set it to {_fast_size(model.vocab_size, layout.tensor_size)}",
         "model.vocab_size",
         model.vocab_size,
         severity="note",
     )
+
+
+def _fast_size(vocab_size: int, tensor_size: int) -> str:
+    """Return the size of a vocabulary that GPUs compute fast, in words."""
+    filled = vocab_size + -vocab_size % HALF_ROWS
+    if tensor_size == 1 and filled:
+        return f"{filled}"
+    return f"a multiple of {HALF_ROWS * tensor_size}"
 
 
 def rows(plan: Plan) -> dict[str, str]:

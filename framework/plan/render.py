@@ -125,9 +125,14 @@ def _zero(zero: Zero) -> Json:
     if zero.stage < 3:
         section["allgather_bucket_size"] = zero.allgather_bucket_size
     else:
-        section |= {key: getattr(zero, key) for key in STAGE3_KEYS}
-        if zero.offload_param.device != "none":
-            section["offload_param"] = zero.offload_param.model_dump()
+        section |= _stage3(zero)
+    return section
+
+
+def _stage3(zero: Zero) -> Json:
+    section: Json = {key: getattr(zero, key) for key in STAGE3_KEYS}
+    if zero.offload_param.device != "none":
+        section["offload_param"] = zero.offload_param.model_dump()
     return section
 
 
@@ -139,19 +144,27 @@ def _optimizer(plan: Plan) -> Json:
         return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": not offloaded}
     params: Json = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     name = type(optimizer).__name__  # DeepSpeed's too
-    if isinstance(optimizer, AdamW):  # or Adam, which differs in adam_w_mode only
-        params["betas"] = list(optimizer.betas)
-        params["eps"] = optimizer.eps
-        params["torch_adam"] = optimizer.implementation != "deepspeed"
-        params["adam_w_mode"] = name == "AdamW"
-        if optimizer.implementation == "fused":
-            params["fused"] = True
+    if isinstance(optimizer, AdamW):
+        params |= _adam(optimizer)
     else:
         params |= optimizer.model_dump(exclude={"kind", "lr", "weight_decay", *GROUP_KEYS})
     return {
         "optimizer": {"type": name, "params": params},
         "zero_allow_untested_optimizer": not isinstance(optimizer, AdamW),
     }
+
+
+def _adam(optimizer: AdamW) -> Json:
+    """Return the parameters of AdamW, or of Adam, which differs in adam_w_mode only."""
+    params: Json = {
+        "betas": list(optimizer.betas),
+        "eps": optimizer.eps,
+        "torch_adam": optimizer.implementation != "deepspeed",
+        "adam_w_mode": type(optimizer).__name__ == "AdamW",
+    }
+    if optimizer.implementation == "fused":
+        params["fused"] = True
+    return params
 
 
 def _scheduler(plan: Plan) -> Json:

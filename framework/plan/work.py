@@ -5,7 +5,7 @@ backward pass.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import chain
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from framework.config.freezing import always_frozen
 from framework.config.groups import LORA, is_inside_saved
 from framework.config.model import ModelSection
-from framework.config.precision import BF16, FP16, Autocast
+from framework.config.precision import BF16, FP16, Autocast, PrecisionSection
 from framework.config.run_config import RunConfig
 from framework.config.training import LoRA
 from framework.plan.layers import UNDIVIDED, Layers, RankShare, Run, forward_of
@@ -78,6 +78,11 @@ class LayerWork:
     masked_flops: int = 0
     is_product: bool = False
 
+    def scaled(self, count: int, num_samples: int) -> LayerWork:
+        """Return the work on `count` samples, of that on `num_samples`."""
+        sizes = {name: getattr(self, name) * count // num_samples for name in _GROWS}
+        return replace(self, **sizes)
+
 
 # What grows with the samples of a micro-batch: all but weights.
 _GROWS: Final = tuple(
@@ -118,14 +123,11 @@ class ModelWork:
         """
         if count == self.num_samples or not self.num_samples:
             return self
-        parts = []
-        for part in self.parts:
-            sizes = {name: getattr(part, name) * count // self.num_samples for name in _GROWS}
-            parts.append(replace(part, **sizes))
+        parts = tuple(part.scaled(count, self.num_samples) for part in self.parts)
         num_tokens = None
         if self.num_tokens is not None:
             num_tokens = self.num_tokens * count // self.num_samples
-        return replace(self, parts=tuple(parts), num_samples=count, num_tokens=num_tokens)
+        return replace(self, parts=parts, num_samples=count, num_tokens=num_tokens)
 
     @cached_property
     def num_params(self) -> int:
@@ -162,21 +164,25 @@ class ModelWork:
 
         facts = []
         for layer in list(self.layers())[:-1]:
-            groups = set()
-            for name in self.names_of(layer):
-                if name in self.weights:
-                    is_matrix = len(self.weights[name]) > 1
-                    groups.add("matrices" if is_matrix else "biases and norms")
             facts.append(
                 LayerFacts(
                     layer.name,
                     layer.name,
                     layer.num_params + layer.shared_params,
                     may_start_stage=layer.may_start_stage,
-                    groups=frozenset(groups),
+                    groups=self._groups_of(layer),
                 )
             )
         return tuple(facts)
+
+    def _groups_of(self, layer: LayerWork) -> frozenset[str]:
+        """Return the optimizer's groups that have trained weights of a layer."""
+        groups = set()
+        for name in self.names_of(layer):
+            if name in self.weights:
+                is_matrix = len(self.weights[name]) > 1
+                groups.add("matrices" if is_matrix else "biases and norms")
+        return frozenset(groups)
 
     def layers(self) -> Iterator[LayerWork]:
         """Yield every part by itself, as often as it is there; the names of equal ones are numbered
@@ -200,28 +206,35 @@ def named_work(
     If only the user's own data has the length of sequences, the model's longest is taken; a loss of
     the user's own counts as the one that belongs to the model.
     """
-    model = config.model
-    image_size = getattr(model, "image_size", None)
-    if not image_size:
-        image_shape = config.data.image_shape()
-        image_size = image_shape.size if image_shape else None
-    arithmetic: Arithmetic = "fp32"
-    if isinstance(config.precision, BF16 | FP16):
-        arithmetic = "half"
-    elif isinstance(config.precision, Autocast):
-        arithmetic = "autocast"
     return model_work(
-        model,
+        config.model,
         micro_size=micro_size,
         sequence_length=getattr(config.data, "sequence_length", None),
-        image_size=image_size,
-        arithmetic=arithmetic,
+        image_size=_image_size(config),
+        arithmetic=_arithmetic(config.precision),
         device=device,
         freeze=always_frozen(config.training.freeze),
         lora=config.training.lora,
         zero_stage=config.zero.stage,
         share=replace(share, tile=loss_tile(config, micro_size)),
     )
+
+
+def _image_size(config: RunConfig) -> int | None:
+    """Return height and width of images as the model takes them, or else as the data has them."""
+    image_size: int | None = getattr(config.model, "image_size", None)
+    if image_size:
+        return image_size
+    image_shape = config.data.image_shape()
+    return image_shape.size if image_shape else None
+
+
+def _arithmetic(precision: PrecisionSection) -> Arithmetic:
+    if isinstance(precision, BF16 | FP16):
+        return "half"
+    if isinstance(precision, Autocast):
+        return "autocast"
+    return "fp32"
 
 
 def work_of_rank(plan: Plan) -> ModelWork | None:
@@ -326,13 +339,7 @@ def _work(
         inputs = Value((micro_size, channels, image_size, image_size), width, has_gradient=False)
     else:
         return None
-
-    @cache
-    def is_trained(name: str) -> bool:
-        if lora is None:
-            return not any(re.fullmatch(pattern, name) for pattern in freeze)
-        return LORA in name or is_inside_saved(name, lora)
-
+    is_trained = _test_of_trained(freeze, lora)
     product_width = 2 if arithmetic == "autocast" else width
     tape = Tape(width, product_width, device, is_trained, is_stage3, lora)
     parts = tuple(_parts(tape, layers, inputs))
@@ -344,6 +351,18 @@ def _work(
         num_tokens=num_tokens,
         frozen={name: shape for name, shape in tape.weights.items() if not is_trained(name)},
     )
+
+
+def _test_of_trained(freeze: tuple[str, ...], lora: LoRA | None) -> Callable[[str], bool]:
+    """Return a function that checks whether a weight of a name is trained."""
+
+    @cache
+    def is_trained(name: str) -> bool:
+        if lora is None:
+            return not any(re.fullmatch(pattern, name) for pattern in freeze)
+        return LORA in name or is_inside_saved(name, lora)
+
+    return is_trained
 
 
 def weights_alone(
@@ -365,28 +384,36 @@ def _parts(tape: Tape, layers: Layers, inputs: Value) -> Iterator[LayerWork]:
     """
     value: Any = inputs
     for name, run, count in layers:
-        part: LayerWork | None = None
-        shapes: dict[str, Shape] = {}  # of the last part's weights, named within it
-        kind: Any = None  # which of its weights are trained, and whether its input has a gradient
-        for number in range(count):
-            place = name.format(number)
-            weights = {f"{place}.{weight}": shape for weight, shape in shapes.items()}
-            flows = getattr(value, "has_gradient", True)
-            if part is not None and kind == ([tape.is_trained(full) for full in weights], flows):
-                tape.weights |= weights
-                part = replace(part, count=part.count + 1)
-                continue
-            if part is not None:
-                yield part
-            before = len(tape.weights)
-            part, value = _part(tape, place, run, value)
-            new_names = list(tape.weights)[before:]
-            shapes = {full.removeprefix(f"{place}."): tape.weights[full] for full in new_names}
-            kind = ([tape.is_trained(f"{place}.{weight}") for weight in shapes], flows)
-        if part is not None:
-            yield part
+        places = [name.format(number) for number in range(count)]
+        value = yield from _like_parts(tape, places, run, value)
     outputs = value if isinstance(value, tuple) else (value,)
     yield _part(tape, "loss", _loss, outputs)[0]
+
+
+def _like_parts(
+    tape: Tape, places: Iterable[str], run: Run, value: Any
+) -> Generator[LayerWork, None, Any]:
+    """Yield the parts of layers that do the same, one after the other; return the last outputs."""
+    part: LayerWork | None = None
+    shapes: dict[str, Shape] = {}  # of the last part's weights, named within it
+    kind: Any = None  # which of its weights are trained, and whether its input has a gradient
+    for place in places:
+        weights = {f"{place}.{weight}": shape for weight, shape in shapes.items()}
+        flows = getattr(value, "has_gradient", True)
+        if part is not None and kind == ([tape.is_trained(full) for full in weights], flows):
+            tape.weights |= weights
+            part = replace(part, count=part.count + 1)
+            continue
+        if part is not None:
+            yield part
+        before = len(tape.weights)
+        part, value = _part(tape, place, run, value)
+        new_names = list(tape.weights)[before:]
+        shapes = {full.removeprefix(f"{place}."): tape.weights[full] for full in new_names}
+        kind = ([tape.is_trained(f"{place}.{weight}") for weight in shapes], flows)
+    if part is not None:
+        yield part
+    return value
 
 
 def _loss(tape: Tape, outputs: tuple[Value, ...]) -> Value:
@@ -407,8 +434,8 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
     before = len(tape.weights)
     tape.start(name)
     made = run(tape, value)
-    inputs = value if isinstance(value, tuple) else (value,)
-    outputs = made if isinstance(made, tuple) else (made,)
+    inputs = _values(value)
+    outputs = _values(made)
     ends = inputs + outputs
     new_names = [full for full in list(tape.weights)[before:] if tape.is_trained(full)]
     input_bytes = 0
@@ -418,9 +445,7 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
     shared_params = 0
     if tape.prefix != name:  # the layer uses the weights of an earlier one
         shares = tape.prefix
-        shared = tape.place("")
-        if shares and tape.is_trained(shared):
-            shared_params = prod(tape.weights[shared])
+        shared_params = _shared_params(tape)
     part = LayerWork(
         name,
         num_params=sum(prod(tape.weights[full]) for full in new_names),
@@ -440,3 +465,18 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
         is_product=tape.products == 1,
     )
     return part, made
+
+
+def _values(value: Any) -> tuple[Value, ...]:
+    """Return what goes into a layer, or comes out of it, as a tuple."""
+    if isinstance(value, tuple):
+        return value
+    return (value,)
+
+
+def _shared_params(tape: Tape) -> int:
+    """Count the trained elements of the earlier layer that the last one has used."""
+    shared = tape.place("")
+    if not tape.prefix or not tape.is_trained(shared):
+        return 0
+    return prod(tape.weights[shared])
