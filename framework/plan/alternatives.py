@@ -86,17 +86,25 @@ def with_settings(
     """
     values = config.written()
     for key, value in settings.items():
-        first, *sections, last = key.split(".")
-        if first in values:
-            place = values[first]
-        else:
-            place = values.setdefault(first, kind_of_default(first))
-        for name in sections:
-            place = place.setdefault(name, {})
+        *sections, last = key.split(".")
+        place = _section_at(values, sections)
         if last in {"device", "dtype"} and place.get(last) != value:
             place.clear()
         place[last] = value
     return config_from_values(values, source=source)
+
+
+def _section_at(values: dict[str, Any], sections: Sequence[str]) -> dict[str, Any]:
+    """Return the section of a config's values at a path; sections that are left out are added."""
+    first, *inner = sections
+    section: dict[str, Any]
+    if first in values:
+        section = values[first]
+    else:
+        section = values.setdefault(first, kind_of_default(first))
+    for name in inner:
+        section = section.setdefault(name, {})
+    return section
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:

@@ -368,8 +368,9 @@ def _costs(layers: Sequence[LayerFacts], parallel: Parallel) -> list[float] | Pr
         return _costs_by_type(layers, method, parallel.pipe)
     if method == "uniform":
         return [1.0 for _ in layers]
-    if method == "measured" and all(layer.seconds is not None for layer in layers):
-        return [layer.seconds or 0.0 for layer in layers]
+    seconds = [layer.seconds for layer in layers if layer.seconds is not None]
+    if method == "measured" and len(seconds) == len(layers):
+        return seconds
     # also `measured` before the measurement
     return [float(layer.num_params) for layer in layers]
 

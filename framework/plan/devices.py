@@ -157,6 +157,18 @@ class Machine:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures that are known as plain values, each with its origin."""
+        known = {}
+        for name, value in _without_none(self._figures()).items():
+            known[name] = {"value": value, "origin": self.origin(name)}
+        return {
+            "device": self.device.name,
+            "network": self.network.name if self.network else None,
+            "devices_per_host": self.devices_per_host,
+            "figures": known,
+        }
+
+    def _figures(self) -> dict[str, float | None]:
+        """Return all figures by name; None: not known."""
         device = self.device
         figures: dict[str, float | None] = {"memory_bytes": device.memory_bytes}
         for dtype, flops in device.flops_per_second.items():
@@ -165,20 +177,10 @@ class Machine:
             figures[name] = getattr(device, name)
         for name in _MEASURED_TIMES.values():
             figures[name] = getattr(self, name)
-        network = None
         if self.network:
-            network = self.network.name
             figures["network_bytes_per_second"] = self.network.bytes_per_second
             figures["network_latency_seconds"] = self.network.latency_seconds
-        known = {}
-        for name, value in _without_none(figures).items():
-            known[name] = {"value": value, "origin": self.origin(name)}
-        return {
-            "device": device.name,
-            "network": network,
-            "devices_per_host": self.devices_per_host,
-            "figures": known,
-        }
+        return figures
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,21 +240,26 @@ def find_device(name: str) -> Device:
         UsageError: it is not listed.
     """
     figures = _listed("devices", "--gpu", name)
-    peaks = {}
-    for dtype in _DTYPES:
-        teraflops = figures[f"tflops_{dtype}"]
-        if teraflops:
-            peaks[dtype] = 1e12 * teraflops
     best = figures["matmul_tflops_bf16"]
     return Device(
         name.lower(),
-        flops_per_second=peaks,
+        flops_per_second=_peaks(figures),
         matmul_flops_per_second=1e12 * best if best else None,
         capability=tuple(figures["capability"]) if figures["capability"] else None,
         memory_bytes=figures["memory_bytes"],
         network=figures["network"],
         **{key: figures[key] for key in _LISTED_RATES},
     )
+
+
+def _peaks(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the peaks of a device's figures in FLOP/s, by the type of numbers."""
+    peaks = {}
+    for dtype in _DTYPES:
+        teraflops = figures[f"tflops_{dtype}"]
+        if teraflops:
+            peaks[dtype] = 1e12 * teraflops
+    return peaks
 
 
 def find_network(name: str) -> Network:
@@ -268,9 +275,16 @@ def _listed(table: str, what: str, name: str) -> dict[str, Any]:
     listed = tables()[table]
     wanted = name.lower()
     if wanted not in listed:
-        meant = nearest(wanted, listed)
-        if not meant:
-            meant = next((known for known in listed if known.startswith(wanted)), None)
-        guess = f"did you mean {meant}? " if meant else ""
+        guess = _guess(wanted, listed)
         raise UsageError(f"{what} {name}: not known; {guess}known are {', '.join(listed)}")
     return {key: value_of(figure) for key, figure in listed[wanted].items()}
+
+
+def _guess(wanted: str, listed: Mapping[str, Any]) -> str:
+    """Return a question for the listed name that is probably meant; empty if none is near."""
+    meant = nearest(wanted, listed)
+    if not meant:
+        meant = next((known for known in listed if known.startswith(wanted)), None)
+    if meant:
+        return f"did you mean {meant}? "
+    return ""

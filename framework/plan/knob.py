@@ -35,18 +35,22 @@ def find_knob(
     less than one part in a hundred.
     """
     planned = judge(plan, work=work).peak_bytes
-    machine = target.machine if target else None
-    half = "bf16"
-    if machine is not None and "bf16" not in machine.device.flops_per_second:
-        half = "fp16"
     lowered = []
-    for key, before, after in knobs(plan, half=half):
+    for key, before, after in knobs(plan, half=_half_type(target)):
         for alternative in alternatives(plan, [{key: after}], work=work):
             lowered.append(Knob(key, before, after, planned - alternative.peak_bytes))
     best = max(lowered, key=lambda knob: knob.freed_bytes, default=None)
     if best is not None and best.freed_bytes >= planned / 100:
         return best
     return None
+
+
+def _half_type(target: Hardware | None) -> str:
+    """Return the type of half width that a device computes in; bf16 if it is not known."""
+    machine = target.machine if target else None
+    if machine is not None and "bf16" not in machine.device.flops_per_second:
+        return "fp16"
+    return "bf16"
 
 
 def _number(value: Any) -> str:

@@ -102,13 +102,8 @@ class PlanAgainstRun:
             ("step time", self._time, _milliseconds),
         ):
             if values["measured"] and values["estimate"] is not None:
-                ratio = values["estimate"] / values["measured"] - 1
-                estimated = text(values["estimate"])
-                measured = text(values["measured"])
-                self._print_line(
-                    f"plan against run: {name}: estimate {estimated}, measured {measured} "
-                    f"({ratio:+.1%})"
-                )
+                compared = _compared(values["estimate"], values["measured"], text)
+                self._print_line(f"plan against run: {name}: {compared}")
         self._unwritten = {
             "step": self._step,
             "device_peak_bytes": self._memory,
@@ -129,6 +124,11 @@ class PlanAgainstRun:
                 raise
         else:
             self._unwritten = {}
+
+
+def _compared(estimate: float, measured: float, text: Callable[[float], str]) -> str:
+    ratio = estimate / measured - 1
+    return f"estimate {text(estimate)}, measured {text(measured)} ({ratio:+.1%})"
 
 
 def _milliseconds(seconds: float) -> str:

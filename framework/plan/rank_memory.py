@@ -290,20 +290,30 @@ class RankMemory:
 
     def weights(self) -> dict[str, int]:
         """Return the bytes of weights and of their fp32 copies; ZeRO copies fp32 weights too."""
-        if self.stage == 0:
-            num_held = self.total + sum(self.frozen)
-        elif self.stage == 3:
-            num_held = self.share + sum(self.share_of(size) for size in self.frozen)
-        else:
-            padded = sum(group.padded_share * group.num_ranks for group in self.groups)
-            num_held = padded + sum(self.frozen)
-        if self.stage == 3 and self.zero.offload_param.device != "none":
-            num_held = 0
-        components = {"weights": self.width * num_held + self.work.buffer_bytes}
-        has_copies = self.is_half or self.stage > 0
-        if has_copies and not self.is_offloaded:
+        components = {"weights": self.width * self.num_on_device() + self.work.buffer_bytes}
+        if self.has_copies and not self.is_offloaded:
             components["fp32 weights"] = _FP32 * self.share
         return components
+
+    def num_on_device(self) -> int:
+        """Return the elements of weights, frozen ones included, that stay on the device."""
+        if self.stage == 0:
+            return self.total + sum(self.frozen)
+        if self.stage == 3:
+            return self.num_sharded_on_device()
+        padded = sum(group.padded_share * group.num_ranks for group in self.groups)
+        return padded + sum(self.frozen)
+
+    def num_sharded_on_device(self) -> int:
+        """Return the elements of the rank's shares at stage 3 that stay on the device."""
+        if self.zero.offload_param.device != "none":
+            return 0
+        return self.share + sum(self.share_of(size) for size in self.frozen)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether fp32 copies of the weights are stepped."""
+        return self.is_half or self.stage > 0
 
     def optimizer_state(self) -> dict[str, int]:
         """Return the bytes of the optimizer's state and of the moving average of weights."""
@@ -343,20 +353,16 @@ class RankMemory:
     @cached_property
     def shares(self) -> Shares:
         """The rank's shares, for what is elsewhere than on its device."""
-        if self.stage == 3:
-            groups = [[self.share_of(size) for size in group.sizes] for group in self.groups]
-        else:
-            groups = [[part] for part in self.parts]
         return Shares(
             stage=self.stage,
             ranks=self.ranks,
             zero=self.zero.model_dump(),
             width=self.width,
             sum_width=self.sum_width,
-            has_copies=self.is_half or self.stage > 0,
+            has_copies=self.has_copies,
             state_bytes=self.state_width + self.average_width,
             copies=self.copies_per_element * self.largest_part,
-            groups=groups,
+            groups=self.shares_by_group(),
             parts=self.parts,
             weights=self.sizes,
             touched=self.touched if self.stage in (1, 2) else 0,
@@ -367,6 +373,12 @@ class RankMemory:
             pins=not self.is_cpu,
             accumulates=self.steps > 1,
         )
+
+    def shares_by_group(self) -> list[list[int]]:
+        """List the rank's shares of each group: of every weight at stage 3, else of all in one."""
+        if self.stage == 3:
+            return [[self.share_of(size) for size in group.sizes] for group in self.groups]
+        return [[part] for part in self.parts]
 
     # Weights that stage 3 gathers.
 
@@ -462,18 +474,27 @@ class RankMemory:
 
     def kept_gradients(self) -> dict[str, int]:
         """Return the bytes of gradients that wait for the next micro-batch."""
-        in_flight = 1 if self.pipeline is None else self.pipeline.in_flight
-        if self.steps <= in_flight or self.stage == 3:
+        if self.steps <= self.in_flight or self.stage == 3:
             return {}
         if self.stage == 2:
-            if self.is_offloaded:
-                return {"gradients": 0}
-            num_kept = self.share if self.sum_width > self.width else self.touched
-            return {"gradients": self.sum_width * num_kept}
+            return {"gradients": self._kept_at_stage_2()}
         components = {"gradients": self.sum_width * self.total}
         if self.stage == 1 and self.pipeline is None:
             components["reduce bucket"] = self.bucket
         return components
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that have their values held at once."""
+        if self.pipeline is None:
+            return 1
+        return self.pipeline.in_flight
+
+    def _kept_at_stage_2(self) -> int:
+        if self.is_offloaded:
+            return 0
+        num_kept = self.share if self.sum_width > self.width else self.touched
+        return self.sum_width * num_kept
 
     def backward(self, between: Bytes, kept: Bytes) -> Bytes:
         """Return the bytes at the fullest moment of the backward pass.
@@ -580,18 +601,23 @@ class RankMemory:
             "reduce bucket": self.bucket,
         }
 
+    @property
+    def num_reduced(self) -> int:
+        """Elements of the gradients in flight, and of their copies, within the backward pass."""
+        num_reduced = 2 * self.flight
+        if self.largest <= self.zero.reduce_bucket_size:
+            num_reduced = min(num_reduced, self.total)
+        if self.is_offloaded:  # on its way to the host
+            num_reduced += self.flight
+        return num_reduced
+
     def _summed_as_made(self, kept: Bytes) -> dict[str, int]:
         """Return the bytes of sums within the backward pass, as gradients are made.
 
         What is reduced is there twice; where a weight is larger than a bucket its gradient stays
         beside the copy.
         """
-        if self.largest > self.zero.reduce_bucket_size:
-            num_reduced = 2 * self.flight
-        else:
-            num_reduced = min(2 * self.flight, self.total)
-        if self.is_offloaded:  # on its way to the host
-            num_reduced += self.flight
+        num_reduced = self.num_reduced
         if self.sum_width > self.width:  # summed into the rank's own share, which is kept
             gradients = self.sum_width * self.share + self.width * num_reduced
         else:
@@ -643,6 +669,10 @@ class RankMemory:
             return 2 * self.width * self.total
         if getattr(optimizer, "implementation", "") != "deepspeed":
             return (self.width + _FP32) * self.total
+        return self._joined_by_group()
+
+    def _joined_by_group(self) -> int:
+        """Return the bytes of gradients while groups of them are joined, at the fullest."""
         most = 0
         num_joined = 0
         for group in self.groups:
@@ -652,6 +682,15 @@ class RankMemory:
             num_joined += size
         return most
 
+    @property
+    def num_whole(self) -> int:
+        """Elements of the gradients that are whole when a step of ZeRO begins."""
+        if self.stage == 3:
+            return 0
+        if self.stage == 1 and self.steps > 1 and self.sum_width == _FP32:
+            return self.total
+        return self.touched
+
     def _step_with_zero(self) -> dict[str, int]:
         """Return the bytes of a step of the largest part.
 
@@ -660,15 +699,11 @@ class RankMemory:
         """
         part = self.largest_part
         stays = 0
-        num_whole = 0
         if self.stage < 3:
             stays = self.sum_width * self.touched_before
-            num_whole = self.touched
-        if self.stage == 1 and self.steps > 1 and self.sum_width == _FP32:
-            num_whole = self.total
         flat = self.sum_width * part
         in_fp32 = _FP32 * part if self.sum_width < _FP32 else 0
-        copied = self.sum_width * num_whole + flat + in_fp32
+        copied = self.sum_width * self.num_whole + flat + in_fp32
         # of one weight alone nothing is copied: it stays whole
         if self.stage < 3 and self.largest > part:
             flat = self.sum_width * self.largest
