@@ -229,7 +229,7 @@ def _num_shared(layers: Sequence[LayerWork]) -> int:
 
 
 def _known_bounds(config: RunConfig, work: ModelWork) -> Bounds:
-    """Return where the stages of a config are cut; raises NotEstimatedError if that is not known."""
+    """Return where the stages are cut; raises NotEstimatedError if that is not known."""
     from framework.plan.balance import needs_same_groups
 
     parallel = config.parallel

@@ -277,7 +277,7 @@ class _Judge:
         """Return the smallest candidate of those that do not fit; None if none is known.
 
         Raises:
-            NotEstimatedError: no memory is known, for a reason that a quick search does not ask for.
+            NotEstimatedError: the search is not quick, and no memory is known.
         """
         smallest = min(self.too_large, key=lambda large: large.peak_bytes, default=None)
         if smallest is None and self.unknown is not None and not self.is_quick:
