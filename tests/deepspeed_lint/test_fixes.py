@@ -173,7 +173,7 @@ def test_layout_stays() -> None:
 
 
 def test_hjson_stays_and_its_lines_to_change_are_listed() -> None:
-    """The list is in the order of lines: a key to rename, one to move, a value, and one that goes."""
+    """Lines are listed in order: a key to rename, one to move, a value, and one that goes."""
     text = """{
   // mine
   gradient_cliping: 1.0   # half of it

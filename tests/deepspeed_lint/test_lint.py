@@ -58,7 +58,7 @@ def test_a_fine_config_has_no_problem() -> None:
     assert found(json.dumps(FINE)) == []
 
 
-# ------------------------------------------------------------------------------------------------------------- names
+# -------------------------------------------------------------------------------------------- names
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_choices_are_written_as_json_writes_them() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ places
+# ------------------------------------------------------------------------------------------- places
 
 
 def test_problems_stand_at_their_keys_in_the_order_of_the_file() -> None:
@@ -168,7 +168,7 @@ def test_values_from_python_have_no_file() -> None:
     assert (problem.file, problem.line) == ("", 1)
 
 
-# ------------------------------------------------------------------------------------------------------------- kinds
+# -------------------------------------------------------------------------------------------- kinds
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_parameters_belong_to_the_type() -> None:
     ]
 
 
-# -------------------------------------------------------------------------------------------------- whole documents
+# ---------------------------------------------------------------------------------- whole documents
 
 
 def test_several_problems_come_at_once() -> None:
@@ -328,7 +328,7 @@ def test_the_schema_key_of_editors_is_no_mistake() -> None:
     assert only('{"fp16": {"$schema": "x"}}').kind == "unknown-key"
 
 
-# ----------------------------------------------------------------------------------------------- releases, topology
+# ------------------------------------------------------------------------------- releases, topology
 
 
 @pytest.mark.parametrize(

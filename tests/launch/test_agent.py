@@ -31,7 +31,7 @@ def alone(members: Members) -> Members:
     return members
 
 
-# ---------------------------------------------------------------------------------------------------------- one node
+# ----------------------------------------------------------------------------------------- one node
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ print(sum(os.path.exists(f"/proc/{pid}") for pid in strangers))
     assert done.stdout == "0\n"
 
 
-# ------------------------------------------------------------------------------------------------------- several nodes
+# ------------------------------------------------------------------------------------ several nodes
 
 
 @pytest.mark.slow
@@ -319,7 +319,7 @@ def test_a_node_that_only_finished_is_no_success_for_the_job(members: Members) -
     assert [ended(process)[0] for process in processes] == [76, 70]
 
 
-# ------------------------------------------------------------------------------------------------------ descriptions
+# ------------------------------------------------------------------------------------- descriptions
 
 
 def test_the_cause_is_not_a_rank_that_only_lost_a_peer() -> None:

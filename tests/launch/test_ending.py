@@ -57,7 +57,7 @@ def alone(members: Members) -> Members:
     return members
 
 
-# ----------------------------------------------------------------------------------------------------- without reader
+# ----------------------------------------------------------------------------------- without reader
 
 
 def unread(process: subprocess.Popen[str]) -> int:
@@ -89,7 +89,7 @@ def test_a_failure_stays_one_without_a_reader(alone: Members) -> None:
     assert unread(alone.start(0, "1:exit=70", "wait")) == EXIT_TRAINING
 
 
-# ---------------------------------------------------------------------------------------------------- too early to save
+# -------------------------------------------------------------------------------- too early to save
 
 
 def test_a_rank_that_does_not_listen_yet_is_no_failure(alone: Members) -> None:
@@ -236,7 +236,7 @@ def test_a_request_during_the_check_starts_nothing(
         signal.signal(signal.SIGTERM, before)
 
 
-# ---------------------------------------------------------------------------------------------- processes of the ranks
+# --------------------------------------------------------------------------- processes of the ranks
 
 
 def attempt(

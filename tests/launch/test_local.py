@@ -60,7 +60,7 @@ def listening() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-# ------------------------------------------------------------------------------------------- what has to be compiled
+# -------------------------------------------------------------------------- what has to be compiled
 
 
 def test_a_missing_compiler_is_refused_before_any_rank_starts(
@@ -95,7 +95,7 @@ def test_what_will_be_compiled_is_announced(
     assert "compiling" not in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------ the command line
+# --------------------------------------------------------------------------------- the command line
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_every_option_of_hosts_is_taken_with_them_and_stands_together_in_the_hel
     )
 
 
-# ------------------------------------------------------------------------------------------------------ the checks
+# --------------------------------------------------------------------------------------- the checks
 
 
 def test_default_is_every_gpu_or_two_ranks_on_cpu(config: str) -> None:
@@ -297,7 +297,7 @@ def test_ports(listening: int) -> None:
         usable_port(listening)
 
 
-# ----------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 
 
 def test_the_plain_command() -> None:

@@ -148,7 +148,7 @@ def rank_of(agent: int) -> int:
     return int(child)
 
 
-# ------------------------------------------------------------------------------------------- what starts nothing
+# ------------------------------------------------------------------------------ what starts nothing
 
 
 def test_a_dry_run_prints_everything_and_starts_nothing(
@@ -228,7 +228,7 @@ def test_the_plain_command_is_what_a_shell_can_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A `deepspeed` script prints its arguments. A thousand nodes take no longer line than three."""
+    """A `deepspeed` script prints its arguments. A thousand nodes take no longer line than 3."""
     monkeypatch.chdir(tmp_path)
     chosen = None if visible is None else tuple(sorted(map(int, visible.split(",")))[:2])
     devices = LocalDevices("cpu", 0) if visible is None else LocalDevices("cuda", 2, chosen)

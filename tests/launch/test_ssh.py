@@ -317,7 +317,7 @@ def test_an_agent_without_its_launcher_stops_its_ranks(members: Members) -> None
     assert "with 15 s to save" in stated
 
 
-# --------------------------------------------------------------------------------------------------------- messages
+# ----------------------------------------------------------------------------------------- messages
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_the_environment_is_not_on_the_command_line(path: str) -> None:
     assert start(path, "a", look).communicate(timeout=60)[0] == "a: False\n"
 
 
-# ----------------------------------------------------------------------------------------------- before the start
+# --------------------------------------------------------------------------------- before the start
 
 
 def reported(

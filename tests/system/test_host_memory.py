@@ -1,4 +1,4 @@
-"""Amount of memory that can be taken, by the files of a made-up system; and a save that needs more."""
+"""Memory that can be taken, by the files of a made-up system; and a save that needs more."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_launch_starts_no_job_in_each_task(environment: dict[str, str]) -> None:
     refuse_lone_start(step(0, tasks=1), options)
 
 
-# ------------------------------------------------------------------------------------------------------- real launchers
+# ----------------------------------------------------------------------------------- real launchers
 
 
 def settings(folder: Path, name: str) -> list[str]:

@@ -64,7 +64,7 @@ def ask_deepspeed(
 
 
 def compare(questions: Sequence[Question], folder: Path, *, start_most: int) -> Comparison:
-    """Let DeepSpeed parse all, and start and step up to `start_most` of the configs that it parses."""
+    """Let DeepSpeed parse all, and start and step up to `start_most` of the parsed configs."""
     result = Comparison(parsed=len(questions))
     asked = [_asked(question) for question in questions]
     answers = ask_deepspeed(asked, folder, start_most=start_most)

@@ -1,4 +1,4 @@
-"""Answers of DeepSpeed itself, to many configs in one process on CPU: ask_deepspeed.py QUESTIONS.json
+"""Answers of DeepSpeed to many configs, in one process on CPU: ask_deepspeed.py QUESTIONS.json
 ANSWERS.json.
 
 A question is {"config", "asked", "world"}: how far is it taken? An answer is {"refused": step or

@@ -16,7 +16,7 @@ _SETTING = re.compile(
 
 
 def alternatives(fix: str) -> list[Changes]:
-    """List the ways out, each of which fixes the config; a description without keys is no way out."""
+    """List the ways out, each of which fixes the config; one without keys does not count."""
     found: list[Changes] = []
     for clause in re.split(r" or (?=set |remove |[a-z_0-9.]+: )", fix):
         changes = [(key, json.loads(value.rstrip(".,"))) for key, value in _SETTING.findall(clause)]

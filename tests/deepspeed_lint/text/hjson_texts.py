@@ -50,7 +50,7 @@ _NUMBER_LIKE = re.compile(r"-?\d|(null|true|false)\b")
 
 @st.composite
 def hjson_texts(draw: st.DrawFn) -> str:
-    """Draw the text of an object. Nearly all are valid, and every comment in one has another text."""
+    """Draw the text of an object. Nearly all are valid; every comment in one has another text."""
     value = draw(SECTIONS)
     writer = _Writer(draw(st.randoms(use_true_random=False)))
     if draw(st.booleans()) and value:

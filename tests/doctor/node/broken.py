@@ -96,7 +96,7 @@ def programs(folder: Path, *names: str, **scripts: str) -> str:
 
 
 def with_own_programs(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a PATH with the programs of this Python, such as ninja, as `launch` gives it to ranks."""
+    """Return a PATH with this Python's programs, such as ninja, as `launch` gives it to ranks."""
     return dict(environment) | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
     }

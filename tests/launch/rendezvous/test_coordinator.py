@@ -174,7 +174,7 @@ def test_what_the_way_takes_is_no_difference_of_clocks(clock: float, expected: f
     assert ahead(clock, sent=99.0, received=101.0) == pytest.approx(expected)
 
 
-# ------------------------------------------------------------------------------------------------ over real connections
+# ---------------------------------------------------------------------------- over real connections
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -309,7 +309,7 @@ def test_strangers_are_logged_once_and_counted(capsys: pytest.CaptureFixture[str
     assert rejections.reported() == ""
 
 
-# --------------------------------------------------------------------------------- nodes that have looked at themselves
+# ------------------------------------------------------------- nodes that have looked at themselves
 
 
 def test_a_clock_that_is_wrong_refuses_the_start() -> None:
@@ -385,7 +385,7 @@ def test_nodes_that_do_not_reach_each_other_are_refused(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("how", ["close", "stop"])
 def test_a_node_that_goes_while_all_call_each_other(how: str) -> None:
-    """The node may come again; a node that received a stop request reports it, and no node starts."""
+    """The node may come again; a node that received a stop request reports it; no node starts."""
 
     async def case() -> None:
         echo = Echo(0, address="127.0.0.1")

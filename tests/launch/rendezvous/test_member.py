@@ -79,7 +79,7 @@ def end_of(
 
 @pytest.mark.parametrize("token", ["", TOKEN])
 def test_go_names_ranks_port_and_settings_and_what_comes_behind_it_is_heard(token: str) -> None:
-    """Node 0 may send many messages at once; a message behind GO names the node that is to blame."""
+    """Node 0 may send many messages at once; one behind GO names the node that is to blame."""
 
     async def node_0(channel: Channel, caller: Member) -> None:
         failure = {"node": 0, "what": "node 0 rank 0: killed", "code": 137, "at": "x"}

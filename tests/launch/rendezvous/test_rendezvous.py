@@ -123,7 +123,7 @@ def test_a_request_before_any_rank_ends_every_node(members: Members) -> None:
         assert "[stopped-early]" in stated
 
 
-# -------------------------------------------------------------------------------------------------- tokens, strangers
+# -------------------------------------------------------------------------------- tokens, strangers
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def read_until_closed(connection: socket.socket) -> bytes:
     return content
 
 
-# ---------------------------------------------------------------------------------------------------- pure functions
+# ----------------------------------------------------------------------------------- pure functions
 
 
 def test_equal_nodes_agree() -> None:
@@ -285,7 +285,7 @@ def test_the_name_of_a_peer(rank: int, master: str, names: tuple[str, ...], expe
     )
 
 
-# ----------------------------------------------------------------------------------------------- agents in one loop
+# ------------------------------------------------------------------------------- agents in one loop
 
 
 def test_nodes_that_reach_each_other_meet_and_answer_no_caller_afterwards(

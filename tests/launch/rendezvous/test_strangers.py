@@ -227,7 +227,7 @@ def test_what_answers_in_the_place_of_node_0_starts_nothing(members: Members, to
     assert not [*members.folder.iterdir()]  # no rank has run
 
 
-# ------------------------------------------------------------------------------------------------------------ tokens
+# ------------------------------------------------------------------------------------------- tokens
 
 
 @pytest.mark.slow
