@@ -212,14 +212,8 @@ def resolve(
             kept = _with(config, settings, source)
             make_plan(kept, cluster)
             return kept, settings, f"auto: {settings_text(settings)}, as in the checkpoint"
-    if target.memory_bytes is None and not is_proposal:
-        reason = "it cannot be chosen without knowing the device"
-        ranks = cluster.world_size
-        fix = (
-            f"write what `plan CONFIG --num_gpus {ranks} --gpu KIND` proposes, or set "
-            f"{GPU_VARIABLE} to the kind"
-        )
-        raise _refused("auto-without-device", reason, fix, min(config.auto), source)
+    if not is_proposal:
+        _refuse_unknown_device(config, cluster, target, source)
     free = set(config.auto)
     if config.batch.accumulation_steps is None:
         free.add(ACCUMULATION)
@@ -228,6 +222,20 @@ def resolve(
     settings = _chosen_settings(config, best)
     line = f"auto: {settings_text(settings)}: {choice_text(best, target)}"
     return _with(config, settings, source), settings, line
+
+
+def _refuse_unknown_device(
+    config: RunConfig, cluster: Cluster, target: Hardware, source: Source
+) -> None:
+    """Raise ConfigError if the memory of the devices is not known."""
+    if target.memory_bytes is not None:
+        return
+    reason = "it cannot be chosen without knowing the device"
+    fix = (
+        f"write what `plan CONFIG --num_gpus {cluster.world_size} --gpu KIND` proposes, or set "
+        f"{GPU_VARIABLE} to the kind"
+    )
+    raise _refused("auto-without-device", reason, fix, min(config.auto), source)
 
 
 def _fastest(request: Request, source: Source) -> Candidate:

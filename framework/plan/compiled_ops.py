@@ -50,10 +50,7 @@ def needed_ops(ds_config: Mapping[str, Any], *, device: Device) -> tuple[Op, ...
     reasons = {}
     if device == "cpu":
         reasons["deepspeed_shm_comm"] = "ranks on processors talk through shared memory"
-    zero = ds_config.get("zero_optimization") or {}
-    on_host = _offload_device(zero, "offload_optimizer") in ("cpu", "nvme")
-    reasons |= _op_of_optimizer(ds_config.get("optimizer") or {}, on_host=on_host)
-    reasons |= _ops_of_zero(zero)
+    reasons |= _ops_of_settings(ds_config)
     ops = []
     for name, reason in reasons.items():
         # On a machine with CUDA every op is a CUDAOpBuilder, also an op for the host's optimizers
@@ -61,6 +58,14 @@ def needed_ops(ds_config: Mapping[str, Any], *, device: Device) -> tuple[Op, ...
         library = "aio" if name == "async_io" else None
         ops.append(Op(name, reason, needs_nvcc=device == "cuda", library=library))
     return tuple(ops)
+
+
+def _ops_of_settings(ds_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the ops that the optimizer and ZeRO need, and the reasons."""
+    zero = ds_config.get("zero_optimization") or {}
+    on_host = _offload_device(zero, "offload_optimizer") in ("cpu", "nvme")
+    reasons = _op_of_optimizer(ds_config.get("optimizer") or {}, on_host=on_host)
+    return reasons | _ops_of_zero(zero)
 
 
 def _offload_device(zero: Mapping[str, Any], key: str) -> Any:

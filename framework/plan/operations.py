@@ -245,9 +245,7 @@ class Tape:
         saved: gradients of values, without gradients of weights.
         """
         first_save = self._first_saves()
-        gradients: dict[Value, int] = {}
-        for output in outputs:
-            gradients[output.storage] = output.num_bytes if output.has_gradient else 0
+        gradients = _output_gradients(outputs)
         saved = self.saved_bytes
         most = saved + sum(gradients.values())
         for number in reversed(range(len(self._operations))):
@@ -574,6 +572,15 @@ class Tape:
             temporary = -probabilities.num_bytes
         return self.run(logits, shape=(), saves=[probabilities, targets], temporary=temporary)
 
+    def _copies_for_tiles(self, value: Value, weight: Shape, filled: Shape) -> list[Value]:
+        """Copy the weight of a loss by tiles: for autocast, and to fill up its rows."""
+        copies = []
+        if self.product_width < self.weight_width:
+            copies.append(self.run(value, shape=weight, has_gradient=False))
+        if filled != weight:
+            copies.append(self.run(value, shape=filled, has_gradient=False))
+        return copies
+
     def _half_gradient(self, logits: Value) -> Value:
         """Turn a tile's logits in half precision into their gradient, by exponentials in fp32."""
         make = partial(self.run, shape=logits.shape, has_gradient=False)
@@ -604,11 +611,7 @@ class Tape:
         weight_gradient = Value(filled, _FP32)
         before = self.moved_bytes
         make = partial(self.run, has_gradient=False)
-        copies = []
-        if self.product_width < self.weight_width:
-            copies.append(make(value, shape=weight))
-        if filled != weight:
-            copies.append(make(value, shape=filled))
+        copies = self._copies_for_tiles(value, weight, filled)
         logits = make(value, shape=(tile, filled[0]), flops=flops)
         if is_half:
             logits = self._half_gradient(logits)
@@ -641,6 +644,14 @@ class Tape:
             temporary=temporary,
             has_gradient=flows or is_trained,
         )
+
+
+def _output_gradients(outputs: Iterable[Value]) -> dict[Value, int]:
+    """Map each tensor that a part returns to the bytes of its gradient."""
+    gradients = {}
+    for output in outputs:
+        gradients[output.storage] = output.num_bytes if output.has_gradient else 0
+    return gradients
 
 
 def _sizes_of_gradients(

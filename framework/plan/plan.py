@@ -263,15 +263,16 @@ def errors_of_known(
     with suppress(AttributeError):
         where = cluster or default_cluster(known)
 
-    def layout_problem() -> Iterator[Problem]:
-        layout = make_layout(known.batch, world_size=where.world_size, **known.parallel.sizes())
-        if isinstance(layout, Problem):
-            yield layout
-
     checks: list[Iterable[Problem]] = [rule(known, where) for rule in rules.all_rules()]
     checks.append(overruled(known, source))
-    checks.append(layout_problem())
+    checks.append(_layout_problem(known, where))
     return _errors(_as_far_as_known(checks), source)
+
+
+def _layout_problem(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+    layout = make_layout(config.batch, world_size=cluster.world_size, **config.parallel.sizes())
+    if isinstance(layout, Problem):
+        yield layout
 
 
 def _as_far_as_known(checks: Iterable[Iterable[Problem]]) -> list[Problem]:
@@ -314,14 +315,19 @@ def _length_findings(config: RunConfig, layout: Layout, length: Length) -> Itera
     if length.total_steps is None and getattr(config.data, "streaming", False):
         yield _WITHOUT_LENGTH
     yield from length_for_schedule(config, length.total_steps)
+    yield from _length_for_weights(config, length.total_steps)
+
+
+def _length_for_weights(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
+    """Find an average, or frozen weights, that the length of the run contradicts."""
     if config.training.ema is not None:
         from framework.plan.rules.metrics_and_ema import length_for_ema
 
-        yield from length_for_ema(config, length.total_steps)
+        yield from length_for_ema(config, total_steps)
     if config.training.freeze:
         from framework.config.freezing import length_for_freeze
 
-        yield from length_for_freeze(config.training.freeze, length.total_steps)
+        yield from length_for_freeze(config.training.freeze, total_steps)
 
 
 def _too_few_samples(config: RunConfig, layout: Layout, samples: int) -> Problem:

@@ -335,8 +335,7 @@ def _work(
         num_tokens = micro_size * length
         inputs = Value((micro_size, length), 8, has_gradient=False)
     elif image_size:
-        channels = model.in_channels  # type: ignore[union-attr]
-        inputs = Value((micro_size, channels, image_size, image_size), width, has_gradient=False)
+        inputs = _images(model, micro_size, image_size, width)
     else:
         return None
     is_trained = _test_of_trained(freeze, lora)
@@ -351,6 +350,10 @@ def _work(
         num_tokens=num_tokens,
         frozen={name: shape for name, shape in tape.weights.items() if not is_trained(name)},
     )
+
+
+def _images(model: Any, micro_size: int, size: int, width: int) -> Value:
+    return Value((micro_size, model.in_channels, size, size), width, has_gradient=False)
 
 
 def _test_of_trained(freeze: tuple[str, ...], lora: LoRA | None) -> Callable[[str], bool]:
@@ -438,9 +441,6 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
     outputs = _values(made)
     ends = inputs + outputs
     new_names = [full for full in list(tape.weights)[before:] if tape.is_trained(full)]
-    input_bytes = 0
-    if inputs and tape.saves_first(inputs[0]):
-        input_bytes = inputs[0].storage.num_bytes
     shares = ""
     shared_params = 0
     if tape.prefix != name:  # the layer uses the weights of an earlier one
@@ -455,7 +455,7 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
         split_bytes=tape.split_bytes,
         peak_bytes=tape.forward_bytes(ends),
         output_bytes=sum(output.num_bytes for output in outputs),
-        input_bytes=input_bytes,
+        input_bytes=_saved_input_bytes(tape, inputs),
         backward_bytes=tape.backward_bytes(outputs),
         passing_bytes=tape.forward_bytes(ends, keeps=False),
         shared_params=shared_params,
@@ -472,6 +472,12 @@ def _values(value: Any) -> tuple[Value, ...]:
     if isinstance(value, tuple):
         return value
     return (value,)
+
+
+def _saved_input_bytes(tape: Tape, inputs: tuple[Value, ...]) -> int:
+    if inputs and tape.saves_first(inputs[0]):
+        return inputs[0].storage.num_bytes
+    return 0
 
 
 def _shared_params(tape: Tape) -> int:

@@ -196,11 +196,14 @@ def credentials_of_monitors(config: RunConfig, cluster: Cluster) -> Found:
     for number, other in enumerate(config.monitors.others):
         prefix = ".args" if isinstance(other, Target) else ""
         for name in other.factory().kwargs:
-            if _CREDENTIAL.search(name):
-                reason = "it looks like a credential, and would be copied into the run folder"
-                fix = "read it from the environment in your code"
-                key = f"monitors.others.{number}{prefix}.{name}"
-                yield Problem("credential-in-config", reason, fix, key)
+            yield from _secret_argument(name, f"monitors.others.{number}{prefix}.{name}")
+
+
+def _secret_argument(name: str, key: str) -> Iterator[Problem]:
+    if _CREDENTIAL.search(name):
+        reason = "it looks like a credential, and would be copied into the run folder"
+        fix = "read it from the environment in your code"
+        yield Problem("credential-in-config", reason, fix, key)
 
 
 def _has_password(uri: str) -> bool:

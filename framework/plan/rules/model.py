@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,17 +35,29 @@ def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Found:
     for key, expected, data_key, value, words in pairs:
         if expected is None or value is None or expected == value:
             continue
-        fixes = []
-        if _takes(model, key, value):
-            fixes.append(f"model.{key}: {value}")
-        if _takes(data, data_key, expected):
-            fixes.append(f"data.{data_key}: {expected}")
-        fix = "choose another model or other data"
-        if fixes:
-            fix = f"set {' or '.join(fixes)}"
+        settings: list[_Setting] = [
+            ("model", model, key, value),
+            ("data", data, data_key, expected),
+        ]
+        fix = _ways_to_agree(settings)
         kind = f"model-data-{key.replace('_', '-')}"
         reason = f"the {data.kind} data has {value} {words}"
         yield Problem(kind, reason, fix, f"model.{key}", expected)
+
+
+# Name of a section, the section, one of its keys and a value.
+_Setting = tuple[str, Section, str, int]
+
+
+def _ways_to_agree(settings: Iterable[_Setting]) -> str:
+    """Return as a fix the settings that their sections accept."""
+    fixes = []
+    for name, section, key, value in settings:
+        if _takes(section, key, value):
+            fixes.append(f"{name}.{key}: {value}")
+    if fixes:
+        return f"set {' or '.join(fixes)}"
+    return "choose another model or other data"
 
 
 @rule()

@@ -102,14 +102,20 @@ def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
         yield key, f"{model.kind} reads no sequences", f"set {key}: 1"
         return
     length = getattr(config.data, "sequence_length", None)
-    heads = model.num_heads // config.parallel.tensor  # of a rank's tensor group
+    yield from _uneven_sequences(model, length, config.parallel)
+
+
+def _uneven_sequences(model: LanguageModel, length: Any, parallel: Parallel) -> Found:
+    """Find heads, or else positions, that the ranks of a sequence cannot share evenly."""
+    size = parallel.sequence
+    heads = model.num_heads // parallel.tensor  # of a rank's tensor group
     if heads % size:
         reason = f"the {heads} heads of attention cannot be shared evenly"
-        yield key, reason, _ways_to_share(heads, config.parallel)
+        yield "parallel.sequence", reason, _ways_to_share(heads, parallel)
     elif isinstance(length, int) and length % size:
         near = max(1, length // size) * size
         yield (
-            key,
+            "parallel.sequence",
             f"sequences of {length} positions cannot be shared evenly",
             f"set data.sequence_length: {near}",
         )

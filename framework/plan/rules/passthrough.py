@@ -83,12 +83,9 @@ def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str,
         setting = OWNED.get(path)
     if setting is not None:
         return "section-clash", f"{setting} decides it", f"set {setting} and remove it here"
-    if path in REMOVED:
-        release, instead = REMOVED[path]
-        return "removed-deepspeed-key", f"DeepSpeed removed it in {release} and refuses it", instead
-    refusal = not_in_a_run(path, value)
+    refusal = _refusal(path, value)
     if refusal is not None:
-        return "not-in-a-run", *refusal
+        return refusal
     if not name:
         return _unknown_key(path)
     if section == "zero_optimization" and name in OFFLOADS:
@@ -102,6 +99,17 @@ def _deciding_setting(config: RunConfig, section: str, path: str) -> str | None:
     if setting and _is_typed(config, setting):
         return setting
     return _why_absent(config, section)
+
+
+def _refusal(path: str, value: Any) -> tuple[str, str, str] | None:
+    """Return kind, reason and fix of a key that DeepSpeed, or a run, refuses; else None."""
+    if path in REMOVED:
+        release, instead = REMOVED[path]
+        return "removed-deepspeed-key", f"DeepSpeed removed it in {release} and refuses it", instead
+    refusal = not_in_a_run(path, value)
+    if refusal is None:
+        return None
+    return "not-in-a-run", *refusal
 
 
 def _unknown_key(path: str) -> tuple[str, str, str] | None:

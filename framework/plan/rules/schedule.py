@@ -119,19 +119,12 @@ def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[
     key, needed = _ways(config)
     if not total_steps:
         return
-    run = f"the run has {total_steps} steps"
-    profile = config.profile
-    if profile is not None and profile.last > total_steps:
-        missed = "them" if profile.first > total_steps else "the last of them"
-        reason = f"{run} and never reaches {missed}"
-        fix = f"profile steps up to {total_steps}"
-        yield Problem(
-            "profile-beyond-run", reason, fix, "profile.steps", profile.steps, severity="warning"
-        )
+    if config.profile is not None:
+        yield from _length_for_profile(config.profile, total_steps)
     if isinstance(scheduler, OneCycle):
         yield from _length_for_cycle(scheduler, total_steps)
     elif getattr(scheduler, "total_steps", None) is None and needed >= total_steps:
-        reason = f"{run} and never reaches the full learning rate"
+        reason = f"the run has {total_steps} steps and never reaches the full learning rate"
         value = getattr(scheduler, key)
         yield Problem(
             "warmup-too-long",
@@ -141,6 +134,18 @@ def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[
             value,
             severity="warning",
         )
+
+
+def _length_for_profile(profile: Profile, total_steps: int) -> Iterator[Problem]:
+    """Find a run that ends before the profiled steps."""
+    if profile.last <= total_steps:
+        return
+    missed = "them" if profile.first > total_steps else "the last of them"
+    reason = f"the run has {total_steps} steps and never reaches {missed}"
+    fix = f"profile steps up to {total_steps}"
+    yield Problem(
+        "profile-beyond-run", reason, fix, "profile.steps", profile.steps, severity="warning"
+    )
 
 
 def _length_for_cycle(cycle: OneCycle, total_steps: int) -> Iterator[Problem]:

@@ -135,12 +135,10 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
     if lora is None:
         return
     pattern = lora.target_modules
-    if isinstance(pattern, str) and pattern != ALL_LINEAR:
-        fix = "write for example .*query, or a list of names"
-        wrong = list(pattern_problem(pattern, key=_ADAPTED, value=pattern, fix=fix))
-        yield from wrong
-        if wrong:
-            return
+    wrong = _bad_targets(pattern)
+    yield from wrong
+    if wrong:
+        return
     size = getattr(config.model, "image_size", 32)
     work = model_work(config.model, micro_size=1, image_size=size, lora=lora)
     if work is None:
@@ -151,6 +149,14 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
     if not problems and pattern != ALL_LINEAR:
         named = [module for module in modules if is_named(module, pattern)]
         yield from _not_adaptable(named, work, pattern)
+
+
+def _bad_targets(pattern: str | Sequence[str]) -> list[Problem]:
+    """List the problems of a pattern that is no regular expression."""
+    if not isinstance(pattern, str) or pattern == ALL_LINEAR:
+        return []
+    fix = "write for example .*query, or a list of names"
+    return list(pattern_problem(pattern, key=_ADAPTED, value=pattern, fix=fix))
 
 
 def _not_adaptable(
@@ -217,18 +223,24 @@ def _groups_in_stages(config: RunConfig, groups: Sequence[Any]) -> Iterator[Prob
     is_fp16 = config.precision.dtype == "fp16"
     if config.parallel.pipe == 1 or not (config.zero.stage or is_fp16):
         return
-    key = "optimizer.groups"
-    value: Any = [group.match for group in groups]
-    if not groups:
-        key = "optimizer.layer_decay"
-        value = getattr(config.optimizer, "layer_decay", 1.0)
-        if value == 1.0:
-            return
+    key, value = _grouping(config.optimizer, groups)
+    if value is None:
+        return
     how = "with ZeRO" if config.zero.stage else "in fp16"
     reason = f"{how} every stage of a pipeline must have weights of every group"
     other = _other_than_pipeline(config.zero.stage, is_fp16=is_fp16)
     fix = f"set {other}parallel.pipe: 1, or use weight_decay_on: matrices alone"
     yield Problem("groups-with-pipeline", reason, fix, key, value)
+
+
+def _grouping(optimizer: Any, groups: Sequence[Any]) -> tuple[str, Any]:
+    """Return the key that makes groups, and its value; None if there are none."""
+    if groups:
+        return "optimizer.groups", [group.match for group in groups]
+    layer_decay = getattr(optimizer, "layer_decay", 1.0)
+    if layer_decay == 1.0:
+        layer_decay = None
+    return "optimizer.layer_decay", layer_decay
 
 
 def _other_than_pipeline(stage: int, *, is_fp16: bool) -> str:
