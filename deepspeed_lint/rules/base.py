@@ -3,8 +3,8 @@
 A rule that asks for settings only, and computes nothing, is a row of `tables/rules.json`, as
 `deepspeed_lint/rows.py` has it. A key of DeepSpeed is ``given``, ``left out``, ``written`` (null,
 perhaps), ``true`` (any true value will do), ``on``, ``off`` (in the file), ``not on``, ``not off``
-(or left out), ``above`` or ``below`` a number; a fact of `Facts`, or a key that holds text, has one of
-the values of a list. In a sentence ``{stage}`` is that fact's value, and
+(or left out), ``above`` or ``below`` a number; a fact of `Facts`, or a key that holds text, has
+one of the values of a list. In a sentence ``{stage}`` is that fact's value, and
 ``{zero_optimization.offload_param}`` that key as the file spells it.
 """
 

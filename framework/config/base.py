@@ -449,8 +449,8 @@ class ModelKind(Kind):
     """A model that the framework builds, without torch."""
 
     registered_in: ClassVar[str] = "dsf.models"
-    # Function that lists the layers on a tape (`framework.plan.layers`), so that work and memory are
-    # known without torch; empty: the model is traced.
+    # Function that lists the layers on a tape (`framework.plan.layers`), so that work and memory
+    # are known without torch; empty: the model is traced.
     work: ClassVar[str] = ""
     # Table of transformers' names for it (`framework.checkpoint.huggingface`), as package:file.
     transformers_table: ClassVar[str] = ""

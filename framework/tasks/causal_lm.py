@@ -93,8 +93,8 @@ def token_loss(
     targets.
 
     Args:
-        logits: (..., vocabulary); this rank's part of the last axis, where `vocabulary` is given; or
-            a `TiledLoss`, which holds the sum already.
+        logits: (..., vocabulary); this rank's part of the last axis, where `vocabulary` is given;
+            or a `TiledLoss`, which holds the sum already.
         targets: (...,) int64.
         ignore_index: the target that is left out.
         vocabulary: this rank's part, where the vocabulary is divided.

@@ -76,7 +76,7 @@ def test_the_reason_is_the_first_error_and_not_another_line_in_brackets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = tmp_path / "failures.jsonl"
-    stderr = "warning: set it [a-note]\nlaunch: rank 0 exited with 70\n"
+    stderr = "warning: set it [image-damaged]\nlaunch: rank 0 exited with 70\n"
     assert failure_of(stderr, failures) == "launch: rank 0 exited with 70"
     assert failure_of("", failures) == "it printed nothing"
     monkeypatch.setenv(FAILURES_VARIABLE, str(failures))
