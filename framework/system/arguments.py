@@ -61,8 +61,9 @@ def parse_command(
     *,
     description: str | None = None,
 ) -> argparse.Namespace:
-    """Parse the words behind a command's name. Settings, the argument `words`, may also stand
-    behind options: argparse alone takes positional words from one place only.
+    """Parse the words behind a command's name. Settings (``key=value``), if the command has the
+    positional argument `words`, may stand before, between and behind options: argparse alone takes
+    positional words from one place only.
 
     Args:
         name: of the command.
@@ -72,6 +73,7 @@ def parse_command(
 
     Raises:
         UsageError: the words are wrong.
+        HelpShown: the words request the help, which is printed.
     """
     parser = CommandParser(prog=f"python -m framework {name}", description=description)
     add_arguments(parser)
@@ -158,7 +160,8 @@ def add_options(
         terms = dict(option_field.metadata)
         del terms["names"]
         terms["dest"] = name
-        # argparse would convert a default that is a text, and append to one that is a list.
+        # argparse would convert a default that is a text, and append to one that is a list. With
+        # SUPPRESS it sets no value, and the dataclass's own default holds.
         default = option_field.default
         is_converted = isinstance(default, str) and terms.get("type", str) is not str
         terms["default"] = argparse.SUPPRESS if default == () or is_converted else default
@@ -167,7 +170,7 @@ def add_options(
 
 
 def refuse(command: str, mistakes: Iterable[tuple[object, str]]) -> None:
-    """Raise UsageError with the sentence of the first condition that holds."""
+    """Raise UsageError for the first of the pairs (condition, sentence) with a true condition."""
     for is_wrong, sentence in mistakes:
         if is_wrong:
             raise UsageError(f"{command}: {sentence}")
@@ -198,11 +201,12 @@ def whole(least: int, below: int, error: str) -> Callable[[str], int]:
     """Return the type of an option that is a whole number.
 
     Args:
-        least, below: limits of the number.
-        error: message with a place for the wrong text.
+        least, below: the number is at least `least`, and less than `below`.
+        error: message with ``{}`` for the wrong text.
     """
 
     def read(text: str) -> int:
+        # int() has an error of its own for a text of more than 4300 digits
         is_number = text.isascii() and text.isdecimal() and len(text) < 20
         if not is_number or not least <= int(text) < below:
             raise argparse.ArgumentTypeError(error.format(text))
@@ -212,7 +216,10 @@ def whole(least: int, below: int, error: str) -> Callable[[str], int]:
 
 
 def like(pattern: str, convert: Callable[[str], _T], error: str) -> Callable[[str], _T]:
-    """Return the type of an option with a pattern; `error` has a place for the wrong text."""
+    """Return the type of an option that `convert` makes of a text if all of it matches `pattern`.
+
+    `error` is the message otherwise, with ``{}`` for the text.
+    """
 
     def read(text: str) -> _T:
         if not re.fullmatch(pattern, text, re.ASCII):

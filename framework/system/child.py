@@ -67,7 +67,10 @@ class Child(MessageSocket):
         self.pid = self._process.pid
 
     def close(self) -> None:
-        """End the process: it ends by itself if it waits for a message, and is killed if not."""
+        """Close the connection and wait for the process's end; kill it after five seconds.
+
+        A child that waits for a message ends by itself.
+        """
         super().close()
         try:
             self._process.wait(_END_SECONDS)
@@ -76,7 +79,9 @@ class Child(MessageSocket):
             self._process.wait()
 
     def exit_reason(self) -> str:
-        """Return how the process ended, as the rest of a sentence."""
+        """Wait up to five seconds for the end, and return how the process ended, as the rest of a
+        sentence.
+        """
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(_END_SECONDS)
             if code < 0:
@@ -86,7 +91,7 @@ class Child(MessageSocket):
 
 
 def main() -> None:
-    """Run the function of a `Child`.
+    """Run, in the child process, the function that `Child` has put on its command line.
 
     Signals to the whole process group, which request a stop, are left to the parent.
     """

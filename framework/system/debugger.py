@@ -31,6 +31,8 @@ _OWN: Final = str(Path(__file__).resolve().parents[1])
 def is_at_prompt(thread: int) -> bool:
     """Check whether code that this package has called is in a debugger, or in a prompt of its own.
 
+    `thread` is its identifier, as of `threading.get_ident`.
+
     The frames of a notebook or of IPython are around the call, so that they do not count. A tracer,
     such as one that measures coverage, has no frames.
     """

@@ -90,6 +90,10 @@ class _Hook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        """End the process with one line for a FrameworkError. Report any other error to the agent,
+        leave its output to the former hook, and end with EXIT_TRAINING if it came out of a
+        run and the process group is up.
+        """
         if isinstance(error, FrameworkError) and sys.excepthook is self:
             _end(error)
         if isinstance(error, Exception):
@@ -144,8 +148,8 @@ def _group_is_up() -> bool:
 
 
 def _came_through_fit(trace: TracebackType | None) -> bool:
-    doors = ("framework.training", "framework.run")
-    return any(frame.f_globals.get("__name__") in doors for frame, _ in walk_tb(trace))
+    entry_modules = ("framework.training", "framework.run")
+    return any(frame.f_globals.get("__name__") in entry_modules for frame, _ in walk_tb(trace))
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class _Writer:
 
     def hand_over(self, write: Callable[[], object], *, settles: bool = False) -> None:
         thread = self._thread
-        # as in a process that was forked
+        # Done at once: before `start`, in a forked process, and what the thread itself hands over.
         if thread is None or thread is current_thread() or not thread.is_alive():
             write()
             return
@@ -68,7 +68,10 @@ def start() -> None:
 
 
 def hand_over(write: Callable[[], object]) -> None:
-    """Do a write, after all that were handed over before; it has to handle its errors itself."""
+    """Do a write in the writer's thread, after all that were handed over before.
+
+    Wait 50 ms for it at most, or longer if 1000 writes are queued. It handles its errors itself.
+    """
     _WRITER.hand_over(write)
 
 

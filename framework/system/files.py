@@ -185,6 +185,9 @@ def replace_text(path: Path, text: str, *, mode: int | None = None) -> None:
         path: of the file.
         text: new content.
         mode: permissions to set.
+
+    Raises:
+        OSError: it cannot be written or flushed; the file has the former or the new content.
     """
     replace_bytes(path, text.encode("utf-8"), mode=mode)
 
@@ -193,7 +196,7 @@ def replace_bytes(path: Path, content: bytes, *, mode: int | None = None) -> Non
     """Replace a file as `replace_text` does."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        aside.unlink(missing_ok=True)  # of an earlier process with this number
+        aside.unlink(missing_ok=True)  # of an earlier process with this process id
         write_new(aside, memoryview(content))
         if mode is not None:
             aside.chmod(mode)
@@ -206,7 +209,7 @@ def replace_bytes(path: Path, content: bytes, *, mode: int | None = None) -> Non
 
 
 def refuse_foreign(path: Path, *, marks: Sequence[bytes]) -> None:
-    """Check that a file which is about to be replaced is one of ours.
+    """Check that a file which is about to be replaced is one of ours, empty, or not there.
 
     Args:
         path: of the file.

@@ -43,9 +43,14 @@ _num_requests: Counter[str] = Counter()  # by subject
 
 
 class HostValue:
-    """A picklable value in anonymous memory; its numpy arrays are read-only views of the memory."""
+    """A picklable value in anonymous memory; its numpy arrays are read-only views of the memory.
+
+    The memory: the number of parts, the size of each part (8 bytes each), and the parts, each
+    filled up to a multiple of 8 bytes. The first part is the pickle, the others are its buffers.
+    """
 
     def __init__(self, descriptor: int) -> None:
+        """Map the memory of a descriptor, which is closed together with this object."""
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
         memory = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
@@ -107,7 +112,7 @@ def _in_worker(duplicate: Any) -> HostValue:
 
 
 def made_once_on_host(subject: str, make: Callable[[], object]) -> HostValue:
-    """Make a value, or take the one that another rank of this host makes in the same start.
+    """Make a value, or wait for the one that another rank of this host makes in the same start.
 
     A process that requests a subject again gets a value that was made again.
 
@@ -125,6 +130,7 @@ def made_once_on_host(subject: str, make: Callable[[], object]) -> HostValue:
         return HostValue.of(make())
     failure = None
     with file:
+        # the address of the value's memory, and the number of ranks that have it
         address, _, num_taken = file.read().partition(b"\n")
         shared = HostValue.at(address)
         if shared is None:

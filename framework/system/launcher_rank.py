@@ -65,7 +65,7 @@ _JOBS: Final = (
 )
 _FIRST_PORT: Final = 20_000
 _NUM_PORTS: Final = 12_000  # below the ports that Linux hands out by itself
-_LARGEST: Final = 1 << 20
+_LARGEST: Final = 1 << 20  # more than the ranks of any job
 # launchers under which this process was started to train alone: it may train again
 _alone: set[str] = set()
 _TASKS: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -110,11 +110,12 @@ def take_rank(environment: MutableMapping[str, str]) -> None:
     if task is None:
         return
     if "RANK" in environment and any(name in environment for name in _BELOW):
-        # DeepSpeed compares it with LOCAL_RANK (runtime/engine.py, _do_args_sanity_check), although
-        # it is that of the single process on this node which started the launcher of the ranks.
+        # DeepSpeed compares Open MPI's local rank with LOCAL_RANK (runtime/engine.py,
+        # _do_args_sanity_check), although Open MPI's is that of the single process on this node
+        # which started the launcher of the ranks.
         environment.pop(_OPEN_MPI_LOCAL_RANK, None)
         return
-    # each task is to train alone
+    # A user who sets WORLD_SIZE=1 for all tasks wants each of them to train alone.
     if "RANK" not in environment and environment.get("WORLD_SIZE") == "1":
         _alone.add(task.launcher)
     if task.launcher in _alone:
@@ -139,7 +140,7 @@ def launched_rank(environment: Mapping[str, str]) -> LauncherRank | None:
     for launcher, names in _LAUNCHERS.items():
         sources = {name: _first_set(environment, variables) for name, variables in names.items()}
         if sources["RANK"] and _is_of_step(environment, launcher):
-            # With --mpi=pmi2 srun sets both.
+            # srun --mpi=pmi2 sets PMI's variables too: the row of srun has more of the rank.
             if launcher == "mpiexec (PMI)" and _is_same(environment, "srun", sources):
                 continue
             set_sources = {name: variable for name, variable in sources.items() if variable}
@@ -180,6 +181,11 @@ def _is_same(environment: Mapping[str, str], launcher: str, sources: Mapping[str
 def _rank_of(
     environment: Mapping[str, str], launcher: str, sources: Mapping[str, str]
 ) -> LauncherRank:
+    """Return the rank of this process; `sources`: the variable for each of torch's names.
+
+    Raises:
+        ConfigError: a value is no valid number, or the number of processes is missing.
+    """
     values = {
         name: _number(name, environment[variable], variable) for name, variable in sources.items()
     }
@@ -220,7 +226,7 @@ def _slurm_num_nodes(environment: Mapping[str, str]) -> int:
 
 
 def _slurm_local_size(environment: Mapping[str, str], size: int) -> dict[str, int]:
-    """Return the number of tasks on a node, if it is the same on all nodes.
+    """Return LOCAL_WORLD_SIZE; nothing if it is not the same on all nodes, or not known.
 
     Slurm writes it as ``2(x3),1``, for four nodes.
     """
@@ -234,6 +240,7 @@ def _slurm_local_size(environment: Mapping[str, str], size: int) -> dict[str, in
 
 
 def _contradictions(environment: Mapping[str, str], task: LauncherRank) -> Iterator[Problem]:
+    """Yield a problem for each of torch's variables that has another value than the launcher's."""
     for name, value in task.values.items():
         text = environment.get(name, "")
         if text and text != str(value):
@@ -245,6 +252,8 @@ def _contradictions(environment: Mapping[str, str], task: LauncherRank) -> Itera
 
 
 def _missing(environment: Mapping[str, str], task: LauncherRank) -> Iterator[Problem]:
+    """Yield a problem for each value that is missing, and for ranks not placed node by node."""
+
     def problem(key: str, reason: str, fix: str) -> Problem:
         reason = f"{task.launcher} started {task.size} processes, and {reason}"
         return Problem(KIND, reason, fix, key=key)

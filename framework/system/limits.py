@@ -80,7 +80,8 @@ def memory_groups(system: Path = Path("/")) -> Iterator[tuple[Path, str, bool]]:
 
 
 def _of_groups(system: Path) -> Iterator[tuple[int, int, str]]:
-    """Yield the limits of this process's groups, and of all groups above them.
+    """Yield the free and the total bytes, and the name of the limit, of each group of this process
+    and each group above it.
 
     In a container, where the host's name of a group does not exist, the root is the container's.
     """
@@ -108,7 +109,7 @@ def _of_group(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[tup
 
 
 def require(wanted: int, what: str, *, fix: str = "") -> None:
-    """Make sure that `wanted` files can be open at once, also in processes that this one starts.
+    """Raise this process's limit to `wanted` open files, also for processes that it starts.
 
     Args:
         wanted: number of files.

@@ -92,7 +92,7 @@ def _reported(error: Exception) -> str:
         return traceback.format_exc().rstrip()
     reported = [str(error)]
     cause = error.__cause__
-    # of a data loader's worker: its text is the worker's traceback
+    # A cause of this class comes from a data loader's worker: its text has the worker's traceback.
     while isinstance(cause, FrameworkError):
         if str(cause) not in reported:
             reported.append(str(cause))
@@ -126,8 +126,8 @@ def warn(
         text: the warning, with its kind in brackets.
         is_of_all_ranks: whether every rank meets it at the same time: rank 0 prints it, and the
             others only log it.
-        kind: of the event.
-        details: of the event.
+        kind: of the event that the listener gets (`listen_to_events`).
+        details: of that event.
     """
     line = " ".join(text.split())
     note_warning(line)

@@ -33,7 +33,8 @@ _LONGEST_REPORT: Final = 600
 _LOOK_SECONDS: Final = 0.5
 _STOPPING_SECONDS: Final = 10.0
 _DIE_WITH_PARENT: Final = 1  # prctl's PR_SET_PDEATHSIG
-# its place in /proc/<pid>/stat after the name in parentheses, which is the second
+# Field 22 of /proc/<pid>/stat, in a list that begins with field 3: field 2, the name in
+# parentheses, may contain spaces.
 _START_TIME: Final = 22 - 3
 
 
@@ -97,6 +98,7 @@ def watch_parent(
 
 
 def _lost(parent: int | None, agent: str | None) -> str:
+    """Return which of the two processes is gone, for a message; empty: neither."""
     if parent is not None and os.getppid() != parent:
         return f"launcher (process {parent})"
     if agent is not None:
@@ -114,6 +116,7 @@ def _lost(parent: int | None, agent: str | None) -> str:
 
 
 def _agent(environment: Mapping[str, str]) -> str | None:
+    """Return the value of DSF_AGENT, or None without one; raises ConfigError if it is not valid."""
     text = environment.get(AGENT_VARIABLE)
     if not text:
         return None
@@ -167,6 +170,7 @@ def report_asked(name: str) -> None:
 
 
 def _report(**content: str | bool) -> None:
+    """Write a message to the agent's pipe, if the agent is the parent of this process."""
     number = os.environ.get(REPORT_VARIABLE, "")
     if not number.isdecimal():
         return

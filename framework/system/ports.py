@@ -21,7 +21,7 @@ def free_port() -> int:
     If possible, it is a port that the kernel does not hand out by itself, so that no other program
     gets it in the seconds until a rank listens there.
     """
-    outside = range(_last_given() + 1, _LARGEST)  # without the last: agents use the next one
+    outside = range(_last_given() + 1, _LARGEST)  # not _LARGEST: an agent uses the port behind
     if len(outside) >= _ENOUGH:
         for port in random.SystemRandom().sample(outside, _TRIES):
             with suppress(OSError):
@@ -36,6 +36,7 @@ def _last_given() -> int:
 
 
 def _bound(port: int) -> int:
+    """Bind to a port for a moment, and return it; 0: any port. Raises OSError if it is taken."""
     with socket.socket() as probe:
         probe.bind(("", port))
         number: int = probe.getsockname()[1]

@@ -180,7 +180,13 @@ class StopRequest:
         return self._phase == "over"
 
     def receive(self, number: int) -> Meaning:
-        """Note a signal, and return what it means."""
+        """Note a signal, and return what it means; at the first one, report it to the agent and do
+        the work of `when_asked`.
+
+        Returns:
+            "noted" or, before training, "nothing to save" for the first signal; "now" or "known"
+            (nothing new) for a later one.
+        """
         now = self._clock()
         with self._lock:
             again = self._insistence.again(now, is_notice=number in NOTICES)
@@ -229,7 +235,7 @@ class StopRequest:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in handled():
-            signal.signal(number, lambda number, frame: None)  # the thread sees it
+            signal.signal(number, lambda number, frame: None)  # `_attend` reads it
         _leave_children_alone()
         threading.Thread(
             target=self._attend, args=(reader,), name="stop-requests", daemon=True
@@ -242,6 +248,7 @@ class StopRequest:
                     self._act(number)
 
     def _act(self, number: int) -> None:
+        """Receive a signal in the listening thread, and end the process if there is reason to."""
         with self._lock:  # so that training does not begin after the decision to end
             meaning = self.receive(number)
             name = signal.Signals(number).name

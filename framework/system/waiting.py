@@ -35,7 +35,9 @@ def waiting(what: str, *, usually: str = "", limit_seconds: float | None = None)
     done = threading.Event()
     _open.append(done)
     arguments = (done, what, usually, limit_seconds, threading.get_ident())
-    threading.Thread(target=_speak, args=arguments, name="waiting", daemon=True).start()
+    threading.Thread(
+        target=_print_while_waiting, args=arguments, name="waiting", daemon=True
+    ).start()
     try:
         yield
     finally:
@@ -43,9 +45,14 @@ def waiting(what: str, *, usually: str = "", limit_seconds: float | None = None)
         _open.remove(done)
 
 
-def _speak(
-    done: threading.Event, what: str, usually: str, limit_seconds: float | None, waits: int
+def _print_while_waiting(
+    done: threading.Event, what: str, usually: str, limit_seconds: float | None, thread: int
 ) -> None:
+    """Print the message of `waiting` again and again until `done` is set.
+
+    It is left out while the waiting thread, `thread`, is at a prompt, or waits for another thing
+    inside this wait.
+    """
     began = time.time()
     wait = _FIRST_SECONDS
     if limit_seconds is not None:
@@ -58,7 +65,7 @@ def _speak(
         expected = ""
     while not done.wait(wait):
         wait = _AGAIN_SECONDS
-        if _open and _open[-1] is done and not is_at_prompt(waits):
+        if _open and _open[-1] is done and not is_at_prompt(thread):
             line = (
                 f"waiting for {what} since {_clock(began)}, {time.time() - began:.0f} "
                 f"s{expected}{until}"
