@@ -255,6 +255,7 @@ class OneOf:
     key: str = "kind"
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return pydantic's tagged union, or `_RegisteredUnion` for one with a base of kinds."""
         if _registered_base(union) is not None:
             return core_schema.no_info_plain_validator_function(_RegisteredUnion(union, self._tag))
         choices = {
@@ -273,6 +274,7 @@ class OneOf:
         return handler(schema)
 
     def _tag(self, value: Any) -> str | None:
+        """Return the tag of the member that a mapping or a section is of; None if it has none."""
         if isinstance(value, Mapping):
             get = value.get
         else:
@@ -295,6 +297,9 @@ class _RegisteredUnion:
     tag_of: Callable[[Any], str | None]
 
     def __call__(self, value: Any) -> Section:
+        """Return the value as the section that its tag names, with errors as pydantic's own unions
+        have them.
+        """
         tag = self.tag_of(value)
         if tag is None:
             raise PydanticKnownError("union_tag_not_found", {"discriminator": "kind"})
@@ -308,6 +313,9 @@ class _RegisteredUnion:
         return section
 
     def _member(self, tag: str) -> type[Section] | None:
+        """Return the member with a tag, for which a registered kind is imported; None if the tag is
+        unknown. Raises pydantic's error ``plug_in`` if the import fails.
+        """
         for member in get_args(self.union):
             if not _is_base(member):
                 if _tag_of(member) == tag:
@@ -423,6 +431,9 @@ def load_all_kinds() -> None:
 
 
 def _tag_of(member: type[Section]) -> str:
+    """Return the value of the key that distinguishes a union's member, or that key itself for the
+    user's own code and for objects.
+    """
     for key in TAG_KEYS:
         if key in member.model_fields:
             tag: str = member.model_fields[key].default

@@ -56,6 +56,7 @@ _OPTIMIZER: Final = (
     "max_coeff",
     "min_coeff",
 )
+# fields of a precision that DeepSpeed has outside of its section `fp16` or `bf16`
 _ELSEWHERE: Final = {"dtype", "grad_accumulation", "grad_reduction"}
 
 
@@ -64,6 +65,7 @@ def _typed_keys() -> dict[str, str]:
     for name in Zero.model_fields:
         if name not in OFFLOADS:
             keys[f"zero_optimization.{name}"] = f"zero.{name}"
+            # DeepSpeed takes its stage 3 keys without the prefix too
             keys[f"zero_optimization.{name.removeprefix('stage3_')}"] = f"zero.{name}"
     for name, devices in OFFLOADS.items():
         for device in devices.values():

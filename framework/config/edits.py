@@ -76,12 +76,12 @@ def _edited_yaml(document: Document, edits: Sequence[Edit]) -> str:
         after = _dumped(yaml, root)
     except (YAMLError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise EditError(f"ruamel.yaml: {error}") from error
-    own = text.splitlines(keepends=True)
-    newline = "\r\n" if own[0].endswith("\r\n") else "\n"
+    file_lines = text.splitlines(keepends=True)
+    newline = "\r\n" if file_lines[0].endswith("\r\n") else "\n"
     has_end = text.endswith(("\n", "\r"))
     if not has_end:
-        own[-1] += newline
-    result = mark + "".join(_merged(own, before, after, newline))
+        file_lines[-1] += newline
+    result = mark + "".join(_merged(file_lines, before, after, newline))
     if not has_end:
         result = result.removesuffix(newline)
     value = parse_document(result, name=document.name).value
@@ -133,7 +133,7 @@ def _make_edits(root: CommentedMap, edits: Sequence[Edit], yaml: YAML) -> None:
             case RenameKey(path, name):
                 names.append((path, name))
             case MoveMember((*_, key), to):
-                comment = _take_comment(section, key)
+                comment = _line_comment(section, key)
                 additions.append((to, section.pop(key), comment))
             case RemoveMember((*_, key)):
                 del section[key]
@@ -222,9 +222,9 @@ def _append(section: CommentedMap, key: Any, value: Any, comment: CommentToken |
     _set_comment(section, key, text + lines, column)
 
 
-def _take_comment(section: CommentedMap, key: Any) -> CommentToken | None:
-    """Return the comment in a member's line."""
-    tokens = section.ca.items.get(key)
+def _line_comment(section: CommentedMap, key: Any) -> CommentToken | None:
+    """Return the comment in a member's line, or None."""
+    tokens = section.ca.items.get(key)  # the third one stands behind the value
     if not tokens or tokens[2] is None or not tokens[2].value.startswith("#"):
         return None
     comment: CommentToken = tokens[2]
@@ -262,40 +262,45 @@ def _set_comment(section: CommentedMap, key: Any, text: str, column: int) -> Non
 
 @dataclass(frozen=True)
 class _Piece:
-    """Lines of the file, and those that ruamel.yaml writes for them."""
+    """Lines of the file, and the numbers of those that ruamel.yaml writes for them: from `begin` to
+    before `end`.
+    """
 
-    own: Sequence[str]
+    file_lines: Sequence[str]
     begin: int
     end: int
 
 
 def _merged(
-    own: Sequence[str], before: Sequence[str], after: Sequence[str], newline: str
+    file_lines: Sequence[str], before: Sequence[str], after: Sequence[str], newline: str
 ) -> Iterator[str]:
     """Yield the lines of a file with the changes between two texts of ruamel.yaml.
 
     Args:
-        own: lines of the file, with their ends.
+        file_lines: lines of the file, with their ends.
         before: as ruamel.yaml writes the file.
         after: as it writes it with the edits.
         newline: end of a new line.
     """
     kept, replaced = _matched(before, after)
-    done = 0
-    for piece in _pieces(own, before):
+    done = 0  # lines of `after` that are in the result
+    for piece in _pieces(file_lines, before):
         places = range(piece.begin, piece.end)
         if not places or all(place in kept for place in places):
+            # The edits change none of these lines: they stay as the file has them, behind new ones.
             if places:
                 yield from _ended(after[done : kept[piece.begin]], newline)
                 done = kept[piece.end - 1] + 1
-            yield from piece.own
-        elif len(places) == len(piece.own) == 1 and piece.begin in replaced:
+            yield from piece.file_lines
+        elif len(places) == len(piece.file_lines) == 1 and piece.begin in replaced:
+            # A line with another value: the file's blanks, and ruamel.yaml's text.
             line = replaced[piece.begin]
             yield from _ended(after[done:line], newline)
-            yield _laid_out(after[line], like=piece.own[0]) + newline
+            yield _laid_out(after[line], like=piece.file_lines[0]) + newline
             done = line + 1
-        elif all(not line.strip() or line.lstrip().startswith("#") for line in piece.own):
-            yield from piece.own
+        elif all(not line.strip() or line.lstrip().startswith("#") for line in piece.file_lines):
+            # Blank lines and comments always stay. Other lines are gone, or follow from `after`.
+            yield from piece.file_lines
     yield from _ended(after[done:], newline)
 
 
@@ -318,18 +323,20 @@ def _matched(before: Sequence[str], after: Sequence[str]) -> tuple[dict[int, int
     return kept, replaced
 
 
-def _pieces(own: Sequence[str], before: Sequence[str]) -> Iterator[_Piece]:
+def _pieces(file_lines: Sequence[str], before: Sequence[str]) -> Iterator[_Piece]:
     """Yield the lines of a file with the numbers of ruamel.yaml's lines for them: single ones that
     differ in blanks alone, and blocks of others.
     """
-    matcher = SequenceMatcher(None, _without_blanks(own), _without_blanks(before), autojunk=False)
+    texts = _without_blanks(file_lines)
+    matcher = SequenceMatcher(None, texts, _without_blanks(before), autojunk=False)
     for tag, begin, end, dump_begin, dump_end in matcher.get_opcodes():
         if tag == "equal":
             for number in range(end - begin):
                 place = dump_begin + number
-                yield _Piece(own[begin + number : begin + number + 1], place, place + 1)
+                line = begin + number
+                yield _Piece(file_lines[line : line + 1], place, place + 1)
         else:
-            yield _Piece(own[begin:end], dump_begin, dump_end)
+            yield _Piece(file_lines[begin:end], dump_begin, dump_end)
 
 
 def _without_blanks(lines: Sequence[str]) -> list[str]:

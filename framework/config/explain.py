@@ -78,7 +78,7 @@ def _one_of(problems: Sequence[Problem]) -> Problem:
 
 
 def numbers_for_text(error: ValidationError, model: type[BaseModel]) -> Iterator[KeyPath]:
-    """Find numbers and truth values where text belongs."""
+    """Yield the paths of numbers and truth values where text belongs."""
     for details in error.errors(include_url=False):
         if details["type"] == "string_type" and isinstance(details["input"], (bool, int, float)):
             yield descend(details["loc"], model)[0]
@@ -87,6 +87,7 @@ def numbers_for_text(error: ValidationError, model: type[BaseModel]) -> Iterator
 def _problem(
     details: ErrorDetails, model: type[BaseModel], texts: Mapping[KeyPath, str]
 ) -> tuple[KeyPath, Problem]:
+    """Return the path and the problem of one of pydantic's errors; `texts` as for `explain`."""
     path, owner, annotation = descend(details["loc"], model)
     key = ".".join(map(str, path))
     kind = details["type"]
@@ -165,6 +166,9 @@ def fields_of(owner: Any) -> Mapping[str, FieldInfo]:
 
 
 def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -> Problem:
+    """Return the problem of a key that the section `owner` does not have, with the best guess at
+    what was meant: DeepSpeed's name, a key of another section of `root`, or a similar key.
+    """
     name = str(path[-1])
     key = ".".join(map(str, path))
     known = fields_of(owner)
@@ -205,6 +209,10 @@ def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
 
 
 def _unknown_kind(path: KeyPath, value: Any, union: Any) -> tuple[KeyPath, Problem]:
+    """Return path and problem of a section without a kind, or with one that `union` does not have.
+
+    `path` is the section's; the path of the problem may be that of its key.
+    """
     tag_key, choices = choices_of(union)
     choices_text = ", ".join(choices)
     if "target" in members_of(union):

@@ -111,6 +111,7 @@ def _problems(values: Mapping[str, Any]) -> list[tuple[KeyPath, list[Edits]]]:
 
 
 def _candidates(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Edits]:
+    """Yield the edits, all made together, that may solve one of pydantic's errors."""
     path, owner, annotation = descend(details["loc"], RunConfig)
     kind = details["type"]
     value = details["input"]
@@ -127,6 +128,7 @@ def _candidates(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Ed
 
 
 def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> Iterator[Edits]:
+    """Yield another name in the same section, or the move to the only section that has the name."""
     name = str(path[-1])
     known = fields_of(owner)
     if name == "kind" and "target" in known:
@@ -154,6 +156,7 @@ def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> It
 
 
 def _for_unknown_kind(path: KeyPath, value: Any, union: Any) -> Iterator[Edits]:
+    """Yield a section for a kind in the section's place, or the kind that a misspelt one means."""
     tag_key, choices = choices_of(union)
     if isinstance(value, str) and value in choices:
         yield (ReplaceValue(path, {tag_key: value}),)

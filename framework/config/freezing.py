@@ -93,7 +93,7 @@ def _unmatched(names: Sequence[str], entries: Sequence[FreezeEntry]) -> Iterator
 
 
 def _overlaps(names: Sequence[str], entries: Sequence[FreezeEntry]) -> Iterator[Problem]:
-    """Find weights that match two entries, at least one of them with steps.
+    """Yield a problem for each entry with steps that has a weight in common with another entry.
 
     Several patterns for the whole run may overlap.
     """
@@ -123,7 +123,10 @@ def _shown(entry: FrozenSteps) -> Mapping[str, object]:
 
 
 def length_for_freeze(entries: Sequence[FreezeEntry], total_steps: int | None) -> Iterator[Problem]:
-    """Find steps that a run of this length never reaches."""
+    """Yield a problem for each step of an entry that a run of `total_steps` makes useless.
+
+    None if `total_steps` is not known.
+    """
     for number, entry in scheduled(entries).items():
         until = entry.until_step
         first = entry.from_step

@@ -50,6 +50,9 @@ def group_values(
             values.
         layers: names of all layers of the model in order, where `shapes` has only the weights of a
             pipeline's stage.
+
+    Raises:
+        ConfigError: kind ``muon-needs-matrices``, see `stepped_by_muon`.
     """
     weight_decay = getattr(optimizer, "weight_decay", 0.0)
     base_lr = getattr(optimizer, "lr", None) or 1.0

@@ -167,6 +167,7 @@ def load_known(
 def _unknown_sections(
     problems: Iterable[tuple[KeyPath, Problem]], values: Mapping[str, Any]
 ) -> Iterator[str]:
+    """Yield the names of the sections that are unknown because of problems, see `load_known`."""
     from framework.config.explain import homes_of
 
     for path, problem in problems:
@@ -182,6 +183,13 @@ def _unknown_sections(
 
 
 def _with_overrides(document: Document, overrides: Sequence[str]) -> tuple[dict[str, Any], Source]:
+    """Make the overrides in the document's own value, and return it without `$schema`, and the
+    source of its values.
+
+    Raises:
+        ConfigError: the file is no mapping, or an override is given twice or is not in a section.
+        UsageError: an override is not ``key=value``.
+    """
     source = Source(document)
     values = {} if document.value is None else document.value
     if not isinstance(values, dict):
@@ -244,7 +252,12 @@ def _missing_objects(values: Mapping[str, Any]) -> Iterator[Problem]:
 def config_from_values(
     values: Mapping[str, Any] | RunConfig, *, source: Source | None = None
 ) -> RunConfig:
-    """Validate plain values; problems carry the places that `source` knows."""
+    """Validate plain values; problems carry the places that `source` knows.
+
+    Raises:
+        ConfigError: with every problem found.
+        UsageError: the values are no mapping.
+    """
     if isinstance(values, RunConfig):
         return values
     if not isinstance(values, Mapping):
@@ -267,7 +280,7 @@ def config_from_values(
 
 
 def _validated(values: Mapping[str, Any], source: Source) -> RunConfig:
-    """Validate values, and take numbers from the command line as text where text belongs.
+    """Validate values, and replace numbers from the command line by text where text belongs.
 
     A shell removes the quotes that would make them text.
     """
@@ -307,6 +320,7 @@ def _name_changed_kind(
 
 
 def _apply_override(values: dict[str, Any], override: str, source: Source) -> None:
+    """Set the key of one override in `values`, with missing sections, and note it in `source`."""
     match = _SETTING.fullmatch(override)
     if not match:
         raise UsageError(

@@ -149,6 +149,7 @@ class RunConfig(Section):
         return self._with_auto(self.model_dump(exclude_unset=True))
 
     def _with_auto(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Set the keys that are still to be chosen to ``auto``, and return the same dict."""
         for key in self._auto:
             section, _, name = key.partition(".")
             values.setdefault(section, {})[name] = AUTO
@@ -173,6 +174,7 @@ def auto_keys(values: Any) -> frozenset[str]:
 
 
 def _without(values: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
+    """Return plain values of a config without keys, such as ``zero.stage``, that are `auto`."""
     kept = dict(values)
     for key in keys:
         section_name, _, name = key.partition(".")

@@ -134,7 +134,11 @@ def _further_keys() -> dict[str, Any]:
 
 
 def _without(typed: Set[str], schema: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return a section's schema without typed keys; empty if none is left."""
+    """Return a section's schema without typed keys, references and deprecated keys; empty if no key
+    is left.
+
+    `path` is the section's, such as ``zero_optimization``.
+    """
     members: dict[str, Any] = {}
     for name, member in schema.get("properties", {}).items():
         member_path = f"{path}.{name}"

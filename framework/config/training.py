@@ -112,7 +112,7 @@ def positions_of_tile(tile: LossTile, positions: int, tokens: int, *, is_half: b
     Args:
         tile: `training.loss_tile`.
         positions: number of all positions.
-        tokens: number of logits of a position.
+        tokens: number of logits of a position, one for each token of the vocabulary.
         is_half: whether the logits are in half precision.
 
     Returns:
