@@ -224,7 +224,15 @@ def _resolve(arguments: argparse.Namespace) -> int:
 
 
 def _resolved(arguments: argparse.Namespace) -> tuple[str, CheckResult]:
-    """Resolve a file, write it if the command line names a place for it, and check it."""
+    """Resolve a file, write it if the command line names a place for it, and check it.
+
+    Returns:
+        The text and its check; an empty text, which is not written, if it cannot be resolved.
+
+    Raises:
+        ConfigError: the file cannot be read, or its place is that of another file.
+        UsageError: a word is no ``NAME=VALUE``, or names no argument.
+    """
     from deepspeed_lint.files import replace_text
     from deepspeed_lint.resolve import check_resolved, is_of_another_origin, parsed_setting
 

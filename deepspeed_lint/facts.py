@@ -89,7 +89,7 @@ class Facts:
     def flag(self, path: str, default: bool = False) -> bool | None:
         """Return a truth value, None when it is something else."""
         value = self.get(path, default)
-        # a release that reads them by hand: text is true
+        # `_walk` keeps "auto" for a release that reads these sections by hand: any text is true.
         if value == "auto" and path.startswith(("fp16.", "bf16.")):
             return True
         if isinstance(value, bool):
@@ -262,8 +262,8 @@ class Facts:
 
     @cached_property
     def uses_bf16_optimizer(self) -> bool:
-        """Stage 1 in bf16 with fp32 accumulation has a wrapper of its own (engine.py
-        `_do_optimizer_sanity_check`).
+        """Check whether DeepSpeed wraps the optimizer as only stage 1 in bf16 with fp32
+        accumulation has it (engine.py `_do_optimizer_sanity_check`).
         """
         dtypes = (self.model_dtype, self.accumulation_dtype)
         return self.stage == 1 and dtypes == ("bf16", "fp32") and self.optimizer_device != "cpu"
@@ -302,6 +302,7 @@ def _todays_name(written: str) -> str:
         path = "bf16" + written.removeprefix("bfloat16")
     name = path
     if path.startswith("tensor_parallel.tensor_parallel."):
+        # the inner section is an alias itself, and its key stays
         name = path.rsplit(".", 1)[0]
     return _other_names().get(name, name) + path[len(name) :]
 
@@ -345,7 +346,7 @@ def _as_whole(value: Any) -> int | None:
         return int(value)
     if isinstance(value, float):
         return int(value) if value.is_integer() else None
-    if isinstance(value, str) and value.isdecimal() and len(value) < 19:
+    if isinstance(value, str) and value.isdecimal() and len(value) < 19:  # fits 64 bits
         return int(value)
     return None
 

@@ -106,8 +106,8 @@ def without_variant(path: str) -> str:
 
 
 def is_of_another_type(path: str, section: str | None) -> bool:
-    """Check whether a key is for another type than the one that the section, written as a table
-    does, names.
+    """Check whether a key is in the table of another type than a section:
+    ``optimizer.params[Lamb].lr`` for ``optimizer.params[AdamW]``.
     """
     home = path.rpartition(".")[0]
     if section is None or not section.endswith("]") or home == section:

@@ -42,7 +42,7 @@ _VERY_ALIKE: Final = 0.8
 # A name that stands in more sections than this ("enabled") gives no hint of the section that was
 # meant.
 _COMMON: Final = 3
-# Each has keys of its own service: one of another is no place for them.
+# Each monitor has keys of its own service: another monitor is no place for them.
 _MONITORS: Final = ("tensorboard", "wandb", "csv_monitor", "comet")
 _MOST_GUESSES: Final = 3
 _RELEASE: Final = re.compile(r"\d{1,4}\.\d{1,4}\.\d{1,4}")
@@ -69,8 +69,9 @@ class Key:
         required: the section does not work without it.
         enum: the only values; empty when any value of the type will do.
         any_case: a text may be written in upper or lower case.
-        examples: known values where others pass too. minimum, maximum, exclusive_minimum,
-        exclusive_maximum, multiple_of: limits of a number, None for none.
+        examples: known values where others pass too.
+        minimum, maximum, exclusive_minimum, exclusive_maximum, multiple_of: limits of a number,
+            None for none.
         items: type of an array's items.
         unknown: for a section: unknown keys in it are an error, ignored, or its point (free).
         aliases: other names that mean the same; both at once are an error.
@@ -201,7 +202,7 @@ class KeyTable:
     def _find(self, path: str | Sequence[str], variant: str | None) -> str | None:
         """Return the path of a key as this table writes it, following aliases and ``*``."""
         parts = _parts(path)
-        places = [""]
+        places = [""]  # paths of the parts so far; several if a section has a table per type
         for depth, part in enumerate(parts):
             places = self._step_down(places, part)
             if not places:
@@ -236,7 +237,7 @@ class KeyTable:
         """Return the tables that hold the keys of a section."""
         entry = self.entries.get(place, {})
         if entry.get("status") == "deprecated" and place not in self._children:
-            return list(entry.get("replaced_by", ()))  # bfloat16
+            return list(entry.get("replaced_by", ()))  # `bfloat16` has the keys of `bf16`
         tables = self._variants.get(place, [])
         if variant is not None:
             wanted = f"{place}[{variant}]".lower()
@@ -341,6 +342,7 @@ class KeyTable:
         peers = _MONITORS if section in _MONITORS else ()
         close = self._alike(tables, name, ALIKE)
         homes = self._homes(name, section, peers)
+        # Alike in the section, 0.74 + 0.2 at least, goes before just this name elsewhere.
         guesses = [(near + 0.2, path) for near, path in close]
         guesses += self._ranked([(0.9, path) for path in _likely_homes(homes, section)])
         if not close and not homes:
@@ -387,7 +389,7 @@ class KeyTable:
         return names
 
     def _ranked(self, guesses: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
-        """Lower inert and deprecated keys, and drop refused ones."""
+        """Lower the likeness of inert and deprecated keys, and drop refused ones."""
         ranked = []
         for near, path in guesses:
             status = self._status(path)

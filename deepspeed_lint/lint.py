@@ -164,7 +164,7 @@ def _with_indices(path: KeyPath) -> KeyPath:
 
 @dataclass(frozen=True)
 class _KeyChecker:
-    """Holds every key by itself against the table."""
+    """Holds every key by itself against the table; problems come with the path of their key."""
 
     table: KeyTable
     facts: Facts
@@ -181,7 +181,7 @@ class _KeyChecker:
     def _missing(
         self, path: KeyPath, values: Mapping[str, Any]
     ) -> Iterator[tuple[KeyPath, Problem]]:
-        """Find keys that a section does not work without.
+        """Yield a problem for each key that a section does not work without and does not have.
 
         Parameters of a type are looked for once the type is known.
         """
@@ -208,8 +208,8 @@ class _KeyChecker:
     def _both_names(
         self, path: KeyPath, values: Mapping[str, Any]
     ) -> Iterator[tuple[KeyPath, Problem]]:
-        """Find keys under two of their names, which DeepSpeed's models refuse; they drop "auto"
-        before they look.
+        """Yield a problem for each key under two of its names. DeepSpeed's models refuse this, but
+        drop "auto" before they look.
         """
         seen: dict[str, str] = {}
         for name, value in values.items():
@@ -223,6 +223,7 @@ class _KeyChecker:
                 yield _problem((*path, name), fault, value)
 
     def _walk(self, values: Mapping[str, Any], section: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+        """Yield path and value of each key that is to be judged, a section before its members."""
         for name, value in values.items():
             path = (*section, name)
             if self._is_untabled(path) or path == _SCHEMA:
@@ -234,7 +235,7 @@ class _KeyChecker:
 
     def _walk_inside(self, key: Key, value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         if isinstance(value, Mapping):
-            # Where no section belongs, that is what is wrong, not what is in it.
+            # A section where none belongs is one problem, and its members are not judged.
             if not key.from_python and not {"object", "any"}.isdisjoint(key.types):
                 yield from self._walk(value, path)
         elif isinstance(value, list) and self._key((*path, "0")) is not None:
@@ -263,6 +264,7 @@ class _KeyChecker:
         return variant is None or variant.lower() not in known
 
     def _judge(self, path: KeyPath, value: Any) -> Iterator[Fault]:
+        """Yield what is wrong with one key, or with its value."""
         key = self._key(path)
         if key is None:
             yield self._unknown(path, value)

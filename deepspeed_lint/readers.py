@@ -1,9 +1,9 @@
 """Who reads DeepSpeed JSON before DeepSpeed itself: Hugging Face's Trainer or Accelerate.
 
-Those two read with
-`json.load`, fill in "auto" where they know the key, and stop at any other "auto" with a ValueError
-(accelerate/utils/dataclasses.py `DeepSpeedPlugin.deepspeed_config_process`, which the Trainer ends
-in as well). A file with "auto" where the Trainer fills it in is taken for one of the Trainer's.
+Those two read with `json.load`, fill in "auto" where they know the key, and stop at any other
+"auto" with a ValueError (accelerate/utils/dataclasses.py
+`DeepSpeedPlugin.deepspeed_config_process`, which the Trainer ends in as well). A file with "auto"
+where the Trainer fills it in is taken for one of the Trainer's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES: Final[Mapping[Reader, str]] = {
     "huggingface": "Hugging Face's Trainer",
     "accelerate": "Accelerate",
 }
-# The Trainer overwrites it with save_on_each_node.
+# The Trainer overwrites this key with save_on_each_node.
 _NODE_LOCAL: Final = "checkpoint.use_node_local_storage"
 # transformers/integrations/deepspeed.py `trainer_config_process` and `trainer_config_finalize`, and
 # what Accelerate adds: their arguments, each with its type, its default in transformers'
@@ -47,10 +47,10 @@ FILLED: Final = frozenset(_filled_keys()) - {_NODE_LOCAL}
 # accelerate/accelerator.py `_prepare_deepspeed`: of a `DummyOptim` it knows the rate and the decay
 # only.
 _NOT_BY_ACCELERATE: Final = frozenset({"optimizer.params.betas", "optimizer.params.eps"})
-# Accelerate writes infinity there before it looks for "auto", and DeepSpeed itself takes any
-# number.
+# Accelerate writes infinity into this key before it looks for "auto", and DeepSpeed itself takes
+# any number.
 _WRITTEN_OVER: Final = "steps_per_print"
-# They pass an optimizer, and allow DeepSpeed any.
+# Both readers pass an optimizer from code, and let DeepSpeed take any.
 _FROM_CODE: Final = frozenset({"optimizer-from-code", "offload-needs-cpu-optimizer"})
 _UNREAD_KINDS: Final = ("unknown-key", "dotted-key")
 
@@ -91,8 +91,8 @@ def _assumed_reader(document: Document, path: KeyPath) -> Problem:
 def as_read(
     document: Document, text: str, reader: Reader, table: KeyTable
 ) -> tuple[Document, list[Problem]]:
-    """Return the values as the reader gets them, and where `json.load` stops or sees other numbers
-    than DeepSpeed.
+    """Return the values as the reader gets them, and a problem for each place where `json.load`
+    stops, or sees another number than DeepSpeed.
     """
     try:
         plain = json.loads(text)
@@ -214,7 +214,9 @@ def _other_number(
 def _fractions(
     hjson_value: Any, json_value: Any, path: KeyPath = ()
 ) -> Iterator[tuple[KeyPath, int, float]]:
-    """Find numbers, such as 1e2, that are whole to Hjson and have a fraction to JSON."""
+    """Yield path and both values of numbers, such as 1e2, that Hjson reads as int and JSON as
+    float.
+    """
     if isinstance(hjson_value, Mapping) and isinstance(json_value, Mapping):
         for name in hjson_value.keys() & json_value.keys():
             yield from _fractions(hjson_value[name], json_value[name], (*path, name))

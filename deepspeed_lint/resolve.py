@@ -187,7 +187,7 @@ def is_of_another_origin(path: Path, document: Document) -> bool:
         return True
     if not text.strip():
         return False
-    return _names(_value_of(text)).isdisjoint(_names(document.value))
+    return _top_level_keys(_value_of(text)).isdisjoint(_top_level_keys(document.value))
 
 
 def _value_of(text: str) -> Any:
@@ -198,13 +198,14 @@ def _value_of(text: str) -> Any:
         return None
 
 
-def _names(value: Any) -> set[str]:
+def _top_level_keys(value: Any) -> set[str]:
     if isinstance(value, Mapping):
         return set(value)
     return set()
 
 
 def _check_key_settings(settings: Mapping[str, Any], autos: Sequence[KeyPath]) -> None:
+    """Raise UsageError for a key that is not "auto" in the file, or a value that is not JSON's."""
     for name, value in settings.items():
         if tuple(name.split(".")) not in autos:
             raise UsageError(f'{name}: only "auto" is filled in, and the file has none there')
@@ -316,7 +317,7 @@ class _Filler:
         self.problems = list(self._mismatches())
 
     def _mismatches(self) -> Iterator[Problem]:
-        """Find keys with another value than the argument that was given."""
+        """Yield a problem for each key with another value than the argument that was given."""
         for name in self.arguments:
             if "may_differ" not in ARGUMENTS[name]:
                 yield from self._mismatches_of(name)
@@ -351,7 +352,7 @@ class _Filler:
         argument = ARGUMENTS[name]
         for path in argument.get("keys", ()):
             value = value_at(self.values, path.split("."), None)
-            # another type is for the lint to name
+            # A value of another type is the lint's to report.
             if value != "auto" and mismatch(value, argument) is None:
                 return value
         if "default" not in argument:
@@ -377,7 +378,7 @@ class _Filler:
         if value is not MISSING:
             self._note_assumed(name, value)
             yield ReplaceValue(path, value)
-        elif key is not None:  # an unknown key is for the lint to name
+        elif key is not None:  # an unknown key is the lint's to report
             yield from self._without_value(path, key)
 
     def _without_value(self, path: KeyPath, key: Key) -> Iterator[Edit]:
@@ -441,6 +442,7 @@ class _Filler:
         return max(1, int(steps))
 
     def _by_hidden_size(self, path: str) -> Any:
+        """Return the value of a key of `_BY_HIDDEN_SIZE`; MISSING if the Trainer leaves "auto"."""
         if "stage3_" in path and not self._is_stage_3():
             return MISSING  # the Trainer leaves it, and DeepSpeed does not look
         size = self._get("hidden_size")

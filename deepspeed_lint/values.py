@@ -51,6 +51,7 @@ TYPE_WORDS: Final = {
     "array": "a list",
     "object": "a section of keys",
 }
+# Limit -> what is true of (value, limit) outside of it (`mod`: a remainder), and its words.
 _LIMITS: Final[tuple[tuple[str, Callable[[float, float], object], str], ...]] = (
     ("minimum", lt, "at least"),
     ("exclusive_minimum", le, "more than"),

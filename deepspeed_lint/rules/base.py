@@ -139,9 +139,9 @@ def in_the_way(keys: Mapping[str, tuple[str, object]], reason: str, otherwise: s
     """Yield a finding for each key that is in the way.
 
     Args:
-        keys: key -> the value that is not in the way, and whether the file's is.
-        reason: why it is.
-        otherwise: another fix, beside the value.
+        keys: key -> (text of the value to set, whether the file's own value is in the way).
+        reason: why that is in the way.
+        otherwise: text of another fix, which follows the value.
     """
     for key, (right, is_wrong) in keys.items():
         if is_wrong:

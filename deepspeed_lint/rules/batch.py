@@ -40,7 +40,7 @@ def _can_multiply(facts: Facts) -> bool:
         return False  # elasticity sets all three
     if any(_is_at_fault(facts, name) for name in (GLOBAL, MICRO, STEPS)):
         return False
-    # without the last one `sequence_parallel_fraction` speaks, or a range is at fault
+    # Without a data-parallel size `sequence_parallel_fraction` or the key table has the reason.
     return facts.world_size is None or facts.data_parallel_size is not None
 
 

@@ -201,4 +201,5 @@ def autocast_module_path(facts: Facts) -> Found:
 
 
 def _lacks_package(name: object) -> bool:
+    """Check whether a text is no ``package.Class``, with a dot between two names."""
     return isinstance(name, str) and not all(name.rpartition("."))

@@ -301,6 +301,7 @@ class _NodeReader(Builder):
     too_many = f"{Builder.too_many} (nested aliases?)"
 
     def read(self) -> Document:
+        """Return the document; raises ConfigError with all problems."""
         document = self.document
         text = document.text.removeprefix(BYTE_ORDER_MARK)
         self.offset = len(document.text) - len(text)
@@ -439,6 +440,7 @@ class _NodeReader(Builder):
     def _add_span(
         self, node: yaml.MappingNode, key_node: yaml.Node, value_node: yaml.Node, path: KeyPath
     ) -> None:
+        """Note the extents of a member of `node`, but not of what an alias stands for."""
         key_extent = self._extent(key_node)
         value_extent = self._extent(value_node)
         # the value of an alias stands before its key

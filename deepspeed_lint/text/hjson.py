@@ -96,6 +96,7 @@ class _Reader(Builder):
     """
 
     def read(self) -> Document:
+        """Return the document; raises ConfigError at a syntax problem, or with all duplicates."""
         self.text = self.document.text
         self._line_starts = [0] + [match.end() for match in _LINE_END.finditer(self.text)]
         self._has_lone_return = bool(re.search(r"\r(?!\n)", self.text))
@@ -161,6 +162,7 @@ class _Reader(Builder):
             )
 
     def _without_braces(self, begin: int) -> tuple[Any, int]:
+        """Read a document of members without braces around them, or of a single value."""
         try:
             return self._members(begin, (), closing="")
         except ConfigError as error:
@@ -191,6 +193,7 @@ class _Reader(Builder):
         return self.text[at] not in "\"'" and any(mark in value for mark in _MISLEADING)
 
     def _members(self, at: int, path: KeyPath, *, closing: str) -> tuple[dict[str, Any], int]:
+        """Read members up to a closing brace, or with an empty `closing` to the end of the text."""
         values: dict[str, Any] = {}
         begin = at
         at = self._skip(at)
@@ -312,6 +315,7 @@ class _Reader(Builder):
             fix = "add the missing colon or comma, or quote the key"
             self._refuse(at, f"the key {show_value(written)} has a blank in it", fix)
         name = bare
+        # The hjson package strips Unicode's other blanks too, but only if a plain one follows.
         if bare != written:
             name = written.rstrip()
         return name, at + len(bare)
@@ -445,6 +449,7 @@ def _outdented(written: list[str], indent: int) -> list[str]:
 
 
 def _whole_if_small(number: float) -> int | float:
+    """Return a whole number below 1e10 as int, as the hjson package does."""
     if number.is_integer() and abs(number) < 1e10:
         return int(number)
     return number

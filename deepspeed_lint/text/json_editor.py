@@ -137,6 +137,9 @@ class JsonEditor:
         return self._sections.setdefault(path, _Section())
 
     def _add(self, path: KeyPath, value: _Value) -> None:
+        """Note a new member of the innermost section on its path that is there, with the missing
+        sections around it.
+        """
         depth = max(depth for depth in range(len(path)) if path[:depth] in self.spans)
         new = self._section(path[:depth]).new
         for key in path[depth:-1]:
@@ -209,6 +212,7 @@ class JsonEditor:
         return deletions
 
     def _widened(self, start: int, end: int) -> _Extent:
+        """Return a cut with the blanks beside it, or with its line if nothing else stands there."""
         blanks, is_first = self._line_indent(start)
         behind = self._blanks_end(end)
         is_last = self.text[behind : behind + 1] in ("", "\r", "\n")
@@ -217,7 +221,7 @@ class JsonEditor:
         if self.text[start:end] == ",":
             return start, end
         if is_first or not (is_last or self.text[behind] == "}"):
-            return start, behind
+            return start, behind  # something else follows on the line
         blanks_start = len(self.text[:start].rstrip(" \t"))
         return blanks_start, behind if is_last else end
 
@@ -265,6 +269,7 @@ class JsonEditor:
         return separator.join(members)
 
     def _behind_key(self, body: _Value | _New, indent: str | None) -> str:
+        """Return colon and value of a new member; the lines of a moved one get the indentation."""
         if isinstance(body, dict):
             return ": " + self._object(body, indent=indent)
         if not body.tail:
