@@ -28,7 +28,7 @@ _REPEATS: Final = 5
 
 
 _TIMED: Final = tuple(phase for phase in PHASES if phase != REST)
-# What the ranks put together, beside the loss.
+# Metrics that `over_ranks` gathers, beside the loss.
 _OF_RANKS: Final = (
     *[time_of(phase) for phase in _TIMED],
     "memory/host_peak_bytes",
@@ -42,13 +42,14 @@ def over_ranks(
     rank_metrics: Mapping[str, float],
     look: Callable[[Mapping[str, Sequence[float]]], object] = lambda parts: None,
 ) -> dict[str, float]:
-    """Return the metrics of all ranks together: means of loss and times, the largest memory, and
-    how much longer the slowest rank works than the others. Collective: one small gather.
+    """Return the metrics of all ranks together: means, which count 0 on ranks without the metric,
+    the largest memory, and how much longer the slowest rank works than the others. Collective: one
+    small gather.
 
     Args:
         rank_metrics: this rank's; stages of a pipeline may have different ones.
-        look: called with the times of all ranks in milliseconds, by the part of a step; -1 on
-            ranks without the part.
+        look: called with every rank's milliseconds in each phase of a step; -1 on ranks without
+            the phase.
     """
     names = ("train/loss", *_OF_RANKS)
     ranks = torch.distributed.get_world_size()
@@ -74,8 +75,8 @@ def over_ranks(
 
 
 def _slowest_rank(work: list[float]) -> dict[str, float]:
-    """Return the rank that works longest, and its time over the median of the others; nothing for a
-    single rank.
+    """Return ``ranks/slowest``, the rank with the most `work` (milliseconds by rank), and
+    ``ranks/slowest_factor``, its work over the median of the others'; nothing if no other works.
     """
     if len(work) == 1:
         return {}
@@ -89,7 +90,9 @@ def _slowest_rank(work: list[float]) -> dict[str, float]:
 def engine_metrics(
     engine: deepspeed.DeepSpeedEngine, kept_norm: KeptNorm | None
 ) -> dict[str, float]:
-    """Read the metrics of DeepSpeed's last step."""
+    """Return gradient norm, loss scale and number of skipped steps, as of DeepSpeed's last step;
+    the norm is `kept_norm`'s, before clipping, if it has one.
+    """
     norm: float | torch.Tensor | None
     if kept_norm is not None and kept_norm.norm is not None:
         norm = kept_norm.norm
@@ -109,6 +112,7 @@ def memory_metrics() -> dict[str, float]:
     device if it is not the host.
     """
     metrics = {
+        # in KiB on Linux
         "memory/host_peak_bytes": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     }
     accelerator = get_accelerator()
@@ -151,7 +155,7 @@ class EvalSums:
         """Return every metric as total / count over all ranks. Collective.
 
         A task may measure something in some batches only: a metric that a rank has not measured
-        counts as nothing there.
+        counts as nothing there. It is NaN if its count is 0 on all ranks.
         """
         names = sorted(set().union(*gather(sorted(self._sums))))
         if not names:
@@ -184,13 +188,13 @@ def _number(name: str, value: Any, *, task: Task) -> float:
 def time_layers(
     layers: Sequence[Layer], inputs: Any, *, seed: int, precision: FP32 | FP16 | BF16 | Autocast
 ) -> list[float]:
-    """Return the median seconds of every layer, measured one after the other on this rank's device;
-    each layer is built and thrown away in turn.
+    """Return the median seconds of a forward and a backward pass of every layer, measured one after
+    the other on this rank's device; each layer is built and thrown away in turn.
 
     `inputs` is one micro-batch for the first layer, on the CPU.
 
     Raises:
-        ConfigError: kind ``layer-failed``: layers that ran elsewhere need not run on the device.
+        ConfigError: kind ``layer-failed``: a layer fails on this device.
     """
     half = HALF.get(precision.dtype)
     compute = None

@@ -169,6 +169,9 @@ def _build_in_turn(
 ) -> torch.nn.Module:
     """Build on one rank of a host after the other. Only rank 0 of `group` keeps its weights; the
     group is of the data-parallel ranks, or None for all ranks. Collective.
+
+    `host_bytes` is a limit only if ZeRO-3 partitions the weights (`is_cut`). Raises `_NotThisWay`
+    on a rank whose model does not fit.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not is_cut:
@@ -190,13 +193,14 @@ def _build_in_turn(
 
 
 def _drop_weights(model: torch.nn.Module) -> None:
+    """Replace weights by views of one element: shapes and types stay, the memory is free."""
     for parameter in model.parameters():
         parameter.data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
 
 
 def _make_room(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
-    """Replace weights by memory on the device, in the type to which DeepSpeed will cast rank 0's
-    weights before it sends them.
+    """Replace weights by uninitialised memory on the device, in the type to which DeepSpeed will
+    cast rank 0's weights before it sends them.
     """
     half: torch.dtype | None = None
     for key, dtype in HALF.items():
@@ -215,9 +219,11 @@ def _make_room(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
 def _build_in_pieces(
     build: Build, ds_config: Mapping[str, Any], host_bytes: int | None
 ) -> torch.nn.Module:
-    """Build inside `zero.Init`, so that no rank ever holds all weights. Collective."""
+    """Build inside `zero.Init`, so that no rank ever holds all weights; raises `_NotThisWay` if the
+    model cannot be built there. Collective.
+    """
     try:
-        with _PiecewiseInit(tensor_overrides=[], **_arguments(ds_config)), _WatchForLoss():
+        with _PiecewiseInit(tensor_overrides=[], **_arguments(ds_config)), _LostWeightWatch():
             return build()
     except Exception as error:  # the model may fail in `zero.Init` only: other ways show it
         raise _NotThisWay(
@@ -231,7 +237,9 @@ def _local_size() -> int:
 
 @contextmanager
 def _limited(num_bytes: int | None) -> Iterator[None]:
-    """Raise `_NotThisWay` when modules have registered more bytes of weights than this."""
+    """Raise `_NotThisWay` as soon as modules register more bytes of weights than this, within the
+    block; None is no limit.
+    """
     known: set[int] = set()
     total = 0
 
@@ -320,7 +328,7 @@ class _PiecewiseInit(deepspeed.zero.Init):  # type: ignore[misc]
         super()._post_init_method(module)
 
 
-class _WatchForLoss(TorchFunctionMode):
+class _LostWeightWatch(TorchFunctionMode):
     """Raises `_NotThisWay` if code other than DeepSpeed's uses a weight that has been taken
     away.
     """
@@ -330,7 +338,7 @@ class _WatchForLoss(TorchFunctionMode):
             is_gone = getattr(value, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE
             if not is_gone or _is_harmless(func):
                 continue
-            place = _caller()
+            place = _place_in_model()
             if place is not None:
                 weight = getattr(value, "weight_of", "a weight")
                 raise _NotThisWay(
@@ -341,13 +349,14 @@ class _WatchForLoss(TorchFunctionMode):
 
 
 def _is_harmless(func: Any) -> bool:
+    """Check whether a function of torch reads or sets only what `_HARMLESS` names."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", "")
     return name in _HARMLESS
 
 
-def _caller() -> str | None:
+def _place_in_model() -> str | None:
     """Return ``file:line`` of the innermost frame of a model, or None if DeepSpeed's code comes
     first.
     """

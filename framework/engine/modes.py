@@ -55,7 +55,8 @@ class Modes:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Put the model into evaluation mode for the time of the block, and into training mode
-        after it.
+        after it. Modes of single modules that the user's code has set come back then; a mode of the
+        whole model does not, which is logged.
         """
         root = self._engine.module
         set_by_user: dict[torch.nn.Module, bool] = {}
@@ -78,7 +79,7 @@ class Modes:
 
     def _train(self) -> None:
         self._engine.train()
-        # as `train()` has set them
+        # as `train()` has set them; what differs later was set by the user's code
         self._modes = {part: part.training for part in self._engine.module.modules()}
 
 

@@ -108,6 +108,7 @@ class Phases:
         return float(end - begin)
 
     def _mark(self, phase: str) -> None:
+        """End the current phase and begin this one; an empty one ends the step."""
         now = self._clock()
         if self.current:
             self._seconds[self.current] += now - self._since
@@ -149,6 +150,7 @@ class EventPhases(Phases):
         self.current = phase
 
     def _collect(self, is_passed: Callable[[Any], bool] = lambda event: True) -> None:
+        """Add up the phases between events that the device has passed, and reuse these events."""
         while len(self._marks) > 1 and is_passed(self._marks[1][1]):
             phase, event = self._marks.popleft()
             if phase:
@@ -219,6 +221,8 @@ class _PhaseTimers(NoopTimer):  # type: ignore[misc]
 
 
 class _PhaseTimer(NoopTimer.Timer):  # type: ignore[misc]
+    """A timer that measures nothing: from `start` to `stop` the phase is "communication"."""
+
     def __init__(self, phases: Phases) -> None:
         self._phases = phases
         self._before = ""

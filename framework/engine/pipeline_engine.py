@@ -132,6 +132,7 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         return plain_name(name, layers=[layer.name for layer in self._layers], tied_keys=first)
 
     def _partition_layers(self, method: str = "") -> None:
+        """Stand in for DeepSpeed's: cut at the given bounds, not by `method`."""
         self.parts = self._bounds
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
@@ -220,7 +221,7 @@ class _HiddenTargets:
     targets: Any
 
 
-def _taken(take: Callable[[], tuple[Any, Any]], count: int) -> Iterator[tuple[Any, Any]]:
+def _take_each(take: Callable[[], tuple[Any, Any]], count: int) -> Iterator[tuple[Any, Any]]:
     return (take() for _ in range(count))
 
 
@@ -245,6 +246,9 @@ class _LastStageLoss:
         self.counts: Iterator[bool] = iter(())  # whether the batches of an evaluation count
 
     def __call__(self, outputs: Any, hidden: _HiddenTargets) -> torch.Tensor:
+        """Return the loss of a micro-batch, 0-d; in an evaluation add its metrics to `sums`, and
+        return 0.
+        """
         if self.sums is None:
             assert self.of_step is not None
             loss = self.of_step(outputs, hidden.targets)
@@ -270,7 +274,8 @@ class PipelineEngine(BaseEngine):
         self._loss = loss
         self._shapes: Any = None
         if self.bad_steps is not None and engine.is_last_stage():
-            # The mean over all ranks is taken as the loss, and only one stage has it.
+            # The watch takes the mean over all ranks, of which those of one stage have a loss:
+            # the sum over micro-batches.
             factor = engine.num_stages / engine.gradient_accumulation_steps()
             self.bad_steps.loss = lambda: engine.total_loss.detach() * factor
 
@@ -286,7 +291,7 @@ class PipelineEngine(BaseEngine):
             if self._loss.of_step is not None:
                 halves = self._loss.of_step.weighted(take)
             else:
-                halves = _taken(take, self.engine.gradient_accumulation_steps())
+                halves = _take_each(take, self.engine.gradient_accumulation_steps())
             self.engine.module.holds_modes = True
             try:
                 loss = self.engine.train_batch(_hiding_targets(halves))
@@ -328,14 +333,14 @@ class PipelineEngine(BaseEngine):
         return sums.metrics(self._task)
 
     def _evaluate_alike(self, pairs: list[tuple[Any, bool]]) -> None:
-        """Evaluate batches of one size: the stages agree only once on the shapes that they send.
-        Collective.
+        """Evaluate batches of one size, in pairs with whether they count: the stages agree only
+        once on the shapes that they send. Collective.
         """
         self._forget_shapes()
         self._loss.counts = iter([counts for _, counts in pairs])
         batches = iter([batch for batch, _ in pairs])
         self.engine.eval_batch(
-            _hiding_targets(_taken(partial(self._next_halves, batches), len(pairs))),
+            _hiding_targets(_take_each(partial(self._next_halves, batches), len(pairs))),
             compute_loss=True,
             reduce_output=None,
             bcast_loss=False,
@@ -369,8 +374,8 @@ class PipelineEngine(BaseEngine):
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Mark errors of a stage for a report by one of its ranks: the other stages do not have
-        them.
+        """Mark errors of a stage for a report by one of its ranks, and note rank and stage in them:
+        the other stages do not have them.
         """
         try:
             yield
@@ -386,7 +391,7 @@ class PipelineEngine(BaseEngine):
 
 
 def _with_last_alone(batches: Iterable[Any], *, size: int) -> Iterator[list[Any]]:
-    """Yield lists of at most `size` batches; the last batch, which may be smaller, alone.
+    """Yield lists of at most `size` batches; the last batch, which may have fewer samples, alone.
 
     The lists are as long on every rank for the same number of batches: `eval_batch` is collective.
     """

@@ -124,7 +124,7 @@ class PlainEngine(BaseEngine):
 
             group = SequenceGroup(positions.rank, positions.size, make_groups(plan.layout).sequence)
             self._sharing = group.shared
-            # Tests check the shipped models.
+            # Shipped models need none: tests compare them.
             if plan.config.model.is_own_code:
                 from framework.engine.shared_positions import PositionCheck
 
@@ -184,6 +184,7 @@ class PlainEngine(BaseEngine):
         return chain([first], micro_batches)
 
     def _take(self, micro_batches: Iterator[Any]) -> Step:
+        """Take one step on the next micro-batches; its loss stays on the device."""
         engine = self.engine
         task = self._task
         phases = self.phases
@@ -258,7 +259,8 @@ Tiles = Callable[[Any], AbstractContextManager[None]]
 
 
 def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Tiles:
-    """Have the output layer of a model compute the loss tile by tile, if it can and should.
+    """Have the output layer of a model compute the loss tile by tile, if it can and should; else
+    warn if GPUs compute it slowly. Return the context of each forward pass.
 
     Raises:
         ConfigError: kind ``loss-not-tiled``: the config sets a tile, and it cannot.

@@ -24,11 +24,11 @@ class PlainWeights:
         """Refuse nothing."""
 
     def close(self) -> None:
-        """Let go of nothing."""
+        """Release nothing."""
 
     @contextmanager
     def gathered(self, module: torch.nn.Module | None = None) -> Iterator[torch.nn.Module]:
-        """Return the model, or one of its modules, which are complete."""
+        """Yield the model, or one of its modules: their weights are complete at any time."""
         yield module or self._module
 
     def unguarded(self) -> AbstractContextManager[None]:

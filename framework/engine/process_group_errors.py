@@ -106,7 +106,9 @@ class _KeptStore:
         self._num_groups = 0
 
     def meet(self, _url: str, *, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-        """Handle `INIT_METHOD` as torch does ``env://``."""
+        """Handle `INIT_METHOD` as torch does ``env://``: yield the next group's store, this rank
+        and the world size. Waits for rank 0 if no store is kept.
+        """
         place = tuple(map(os.environ.get, _NAMES_OF_PLACE))
         if self._store is None or place != self._place:
             self._store = next(rendezvous("env://", timeout=timeout))[0]
@@ -123,8 +125,8 @@ with suppress(RuntimeError):  # it is registered already, where this module is i
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Check whether an error is of a collective in which another rank could not take part, as it
-    has ended.
+    """Check whether an error is of a collective that failed as another rank has ended, or cannot be
+    reached.
     """
     message = str(error)
     if isinstance(error, torch.distributed.DistBackendError):
@@ -154,8 +156,8 @@ def failure_of_nccl(error: BaseException) -> TrainingError | None:
 
 
 def lost_peer(error: BaseException) -> FrameworkError | None:
-    """Return the error of a collective that failed; None for other errors. The reason is in the log
-    of the rank that has ended.
+    """Return the error to raise for a collective that failed: of a lost rank, the log of which has
+    the reason, or of NCCL on this rank; None for other errors.
     """
     if not is_lost_peer(error):
         return failure_of_nccl(error)
@@ -170,7 +172,7 @@ def lost_peer(error: BaseException) -> FrameworkError | None:
     )
 
 
-def _not_met(error: BaseException) -> FrameworkError | None:
+def _explain_not_met(error: BaseException) -> FrameworkError | None:
     """Return the error of joining the process group, with the address or NCCL's reason; None for
     other errors.
     """
@@ -184,6 +186,7 @@ def _not_met(error: BaseException) -> FrameworkError | None:
 
 
 def _reason_not_met(error: RuntimeError) -> str:
+    """Return why ranks did not meet, by the message of torch; empty for other messages."""
     message = str(error)
     is_of_backend = isinstance(error, torch.distributed.DistBackendError)
     is_network = isinstance(error, torch.distributed.DistError) and not is_of_backend
@@ -236,4 +239,4 @@ def _this_rank() -> str:
     return f"rank {os.environ.get('RANK', '0')}"
 
 
-explaining_rendezvous = partial(explaining, _not_met)
+explaining_rendezvous = partial(explaining, _explain_not_met)

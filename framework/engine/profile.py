@@ -127,6 +127,7 @@ class Profiler:
             replace_text(self._folder / f"tables{self._rank}.json", json.dumps(self._tables))
 
     def _guard(self, call: Callable[..., object], *arguments: Any) -> None:
+        """Call a function, and warn if it raises: training goes on without a whole profile."""
         try:
             call(*arguments)
         except Exception as error:
@@ -165,36 +166,39 @@ class _Trace:
         self._phases.watch(self._note)
 
     def _note(self, phase: str) -> None:
+        """Note that a phase begins, or the step ends where it is empty; end the range of the phase
+        before, and begin the next one.
+        """
         if self._marks and self._marks[-1][1]:
-            self._close()
+            self._close_range()
         else:
             self._step += 1
-            self._open(f"{_STEP}{self._step}")
+            self._open_range(f"{_STEP}{self._step}")
             self._spans.append((time.time(), math.inf))
         self._marks.append((self._step, phase, self._phases.moment()))
         if phase:
-            self._open(phase)
+            self._open_range(phase)
         else:
-            self._close()
+            self._close_range()
             self._spans[-1] = (self._spans[-1][0], time.time())
             self._steps.append(self._step)
 
-    def _open(self, name: str) -> None:
+    def _open_range(self, name: str) -> None:
         self._ranges.append(torch.profiler.record_function(name))
         self._ranges[-1].__enter__()
 
-    def _close(self) -> None:
+    def _close_range(self) -> None:
         self._ranges.pop().__exit__(None, None, None)
 
     def end(self) -> None:
         """Write the trace, whole or not at all; once."""
-        if not self._path.name:
+        if not self._path.name:  # written already
             return
         path = self._path
         self._path = Path()
         self._phases.unwatch()
         while self._ranges:  # of a step that has failed
-            self._close()
+            self._close_range()
         get_accelerator().synchronize()
         self._sent = _sizes_sent(self._spans)
         self._profiler.stop_trace()
@@ -206,7 +210,9 @@ class _Trace:
             aside.unlink(missing_ok=True)
 
     def tables(self, *, has_operations: bool) -> dict[str, Any]:
-        """Return what the report shows of the steps that were taken."""
+        """Return what the report shows of the steps that were taken; operations and collectives
+        only if `has_operations`.
+        """
         if not self._steps:
             return {}
         timeline = [interval for interval in self._timeline() if interval["step"] in self._steps]
@@ -323,6 +329,7 @@ def _add_own_times(sums: dict[str, _Sum], spans: Iterable[tuple[int, int, str]])
             stack.pop()
         if stack:
             outer_end, outer_name = stack[-1]
+            # negative: the outer operation's own time is without this one
             sums[outer_name].add(0, start - min(end, outer_end))
         sums[name].add(1, end - start)
         stack.append((end, name))
@@ -359,11 +366,11 @@ def collectives_of(
         if sizes.get(name):
             num_bytes = mean(sizes[name]) * count
         kind = name.partition(":")[2]
-        rows.append(_row_of_sent(kind, count, num_bytes, total.time_ns / 1e6 / num_steps))
+        rows.append(_traffic_row(kind, count, num_bytes, total.time_ns / 1e6 / num_steps))
     return sorted(rows, key=lambda row: -row["ms"])
 
 
-def _row_of_sent(
+def _traffic_row(
     name: str, count: float, num_bytes: float | None, milliseconds: float
 ) -> dict[str, Any]:
     if num_bytes and milliseconds:
@@ -406,7 +413,7 @@ class _Instruments:
         self._reads: list[tuple[str, Callable[[], Any]]] = []
         try:
             if section.deepspeed_timers:
-                self._time(engine.engine)
+                self._use_timers(engine.engine)
             if section.communication:
                 self._log_communication()
             if section.modules:
@@ -422,7 +429,7 @@ class _Instruments:
                 self._tables[name] = read()
             return self._tables
 
-    def _put(self, owner: Any, **values: Any) -> None:
+    def _replace_attributes(self, owner: Any, **values: Any) -> None:
         """Replace attributes of an object until the step has ended."""
         attributes = vars(owner)
         for name, value in values.items():
@@ -432,21 +439,23 @@ class _Instruments:
                 self._undo.callback(attributes.pop, name)
             attributes[name] = value
 
-    def _time(self, engine: deepspeed.DeepSpeedEngine) -> None:
+    def _use_timers(self, engine: deepspeed.DeepSpeedEngine) -> None:
         """Let DeepSpeed's timers measure."""
         timers = _SilentTimers()
         engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=True)
         if isinstance(engine, deepspeed.PipelineEngine):
-            self._put(engine._config, wall_clock_breakdown=True)
-            if not engine.is_last_stage():  # it starts these itself, and may not twice
+            self._replace_attributes(engine._config, wall_clock_breakdown=True)
+            # Stages before the last one start these in their own code; no timer may start twice.
+            if not engine.is_last_stage():
                 engine_timers.backward_timers = []
                 engine_timers.backward_inner_timers = []
                 engine_timers.backward_reduce_timers = []
-        self._put(engine, timers=timers, engine_timers=engine_timers)
-        for name in ("_start_timers", "_stop_timers"):  # left out, as an idle measurement
-            self._put(engine, **{name: partial(getattr(type(engine), name), engine)})
+        self._replace_attributes(engine, timers=timers, engine_timers=engine_timers)
+        # instead of the empty functions of engine/workarounds/idle_measurements.py
+        for name in ("_start_timers", "_stop_timers"):
+            self._replace_attributes(engine, **{name: partial(getattr(type(engine), name), engine)})
         if hasattr(engine.optimizer, "timers"):
-            self._put(engine.optimizer, timers=timers)
+            self._replace_attributes(engine.optimizer, timers=timers)
 
         def read() -> dict[str, float]:
             return {name: timer.elapsed(reset=False) for name, timer in timers.get_timers().items()}
@@ -473,10 +482,10 @@ class _Instruments:
         def read() -> Rows:
             rows = []
             for name, (count, num_bytes, milliseconds) in sums.items():
-                rows.append(_row_of_sent(name, count, num_bytes, milliseconds))
+                rows.append(_traffic_row(name, count, num_bytes, milliseconds))
             return rows
 
-        self._put(
+        self._replace_attributes(
             comm.comms_logger,
             enabled=True,
             prof_all=True,
@@ -529,6 +538,9 @@ class ModuleWatch:
         self._undo.close()
 
     def _enter(self, module: Module, inputs: Any) -> None:
+        """Begin to measure a module that is called: its time, and in the first forward pass FLOPs
+        and kept activations.
+        """
         if self._phases.current != "forward":  # it runs again, for the backward pass
             return
         if not self._seconds:
@@ -543,6 +555,7 @@ class ModuleWatch:
         self._running.append((module, time.perf_counter(), self._flops.total))
 
     def _leave(self, module: Module, inputs: Any, output: Any) -> None:
+        """Add time and FLOPs to a module that returns, the last one that was entered."""
         if self._phases.current != "forward":
             return
         get_accelerator().synchronize()
@@ -553,6 +566,9 @@ class ModuleWatch:
             self._first.close()
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count the memory of a tensor that autograd saves for all running modules, once, and not
+        that of weights.
+        """
         storage = tensor.untyped_storage()
         modules = [module for module, _, _ in self._running]
         gathered = _addresses(modules[-1].parameters(recurse=False))

@@ -58,6 +58,9 @@ def capture() -> torch.Tensor:
 
     A thousand ranks' states go into one file: as numbers of Python each would be 15 kB and 1,900
     objects.
+
+    Raises:
+        TrainingError: kind ``generator-unknown``: numpy's generator is not its default one.
     """
     version, words, gauss = random.getstate()
     if gauss is None:

@@ -52,6 +52,8 @@ class RankGroups:
 def make_groups(layout: Layout) -> RankGroups:
     """Make the groups of a layout, with the time limit of the default group. Collective."""
     shape = (layout.pipe_size, layout.data_parallel_size, layout.sequence_size, layout.tensor_size)
+    # Neighbouring ranks are in one tensor group. Each group is a row of ranks that are alike in all
+    # other dimensions of `shape`.
     ranks = torch.arange(layout.world_size).view(shape)
     return RankGroups(
         tensor=_make_group(ranks.flatten(0, 2)),

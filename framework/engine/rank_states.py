@@ -77,16 +77,16 @@ def is_compiling() -> bool:
 
 
 def compiles(states: Mapping[int, State]) -> bool:
-    """Check whether a rank compiles something, and not for too long."""
+    """Check whether any rank compiles, less than `COMPILE_SECONDS` after its last sign of life."""
     return any(
         state.get("compiles") and state["seconds"] < COMPILE_SECONDS for state in states.values()
     )
 
 
 def kind_of(states: Mapping[int, State], *, world_size: int) -> str:
-    """Return the kind of a stall: a hang if a rank does not answer, or the ranks that do not wait
-    in a collective are in a step or an evaluation; else slow, as a save or a callback may rightly
-    be.
+    """Return the kind of a stall: `HANG` if a rank does not answer, all ranks wait in collectives,
+    or those that do not are in a step or an evaluation; else `SLOW`, as a save or a callback may
+    rightly be.
     """
     outside = [state for state in states.values() if _waits_in(state) is None]
     if len(states) < world_size or not outside:
@@ -98,7 +98,7 @@ def kind_of(states: Mapping[int, State], *, world_size: int) -> str:
 
 def collectives() -> dict[str, dict[str, Any]]:
     """Return the last collective that this rank began in each process group, from torch's flight
-    recorder.
+    recorder: number, name, number of elements, and whether the rank waits in it.
     """
     from torch._C import _distributed_c10d as c10d
 
@@ -121,8 +121,8 @@ def sentence(states: Mapping[int, State], *, world_size: int) -> str:
     """Describe which ranks keep the others waiting.
 
     Args:
-        states: by rank, of the ranks that answered.
-        world_size: of the run.
+        states: the states of the ranks that answered, by rank.
+        world_size: the number of ranks of the run.
     """
     silent = [rank for rank in range(world_size) if rank not in states]
     waiting: dict[int, Mapping[str, Any]] = {}
@@ -140,10 +140,12 @@ def sentence(states: Mapping[int, State], *, world_size: int) -> str:
     if silent:
         do = "does" if len(silent) == 1 else "do"
         reason = "(stopped, or Python's lock is held)"
-        return f"{begin}{_ranks(silent)} {do} not answer {reason}{_where(waiting, states)}"
+        return (
+            f"{begin}{_ranks(silent)} {do} not answer {reason}{_describe_waiting(waiting, states)}"
+        )
     if outside:
-        return f"{begin}{_where_outside(outside, waiting)}{_where(waiting, states)}"
-    calls = {rank: _shown(call) for rank, call in waiting.items()}
+        return f"{begin}{_describe_outside(outside, waiting)}{_describe_waiting(waiting, states)}"
+    calls = {rank: _describe_call(call) for rank, call in waiting.items()}
     if len(set(calls.values())) == 1:
         place = states[min(states)]["place"]
         return f"{begin}all ranks are in {next(iter(calls.values()))} at {place}"
@@ -153,14 +155,16 @@ def sentence(states: Mapping[int, State], *, world_size: int) -> str:
     return begin + "; ".join(parts)
 
 
-def _where_outside(outside: Mapping[int, State], waiting: Mapping[int, Mapping[str, Any]]) -> str:
+def _describe_outside(
+    outside: Mapping[int, State], waiting: Mapping[int, Mapping[str, Any]]
+) -> str:
     """Describe the ranks that do not wait in a collective."""
     ranks = _ranks(outside)
     be = "is" if len(outside) == 1 else "are"
     place = next(iter(outside.values()))["place"]
     if not waiting:
         return f"{ranks} {be} at {place}"
-    call = _shown(next(iter(waiting.values())))
+    call = _describe_call(next(iter(waiting.values())))
     return f"{ranks} did not enter {call}, and {be} at {place}"
 
 
@@ -174,17 +178,17 @@ def _waits_in(state: State) -> dict[str, Any] | None:
     return next((call for call in state["calls"].values() if call["waits"]), None)
 
 
-def _shown(call: Mapping[str, Any]) -> str:
+def _describe_call(call: Mapping[str, Any]) -> str:
     return f"{call['name']} #{call['number']} of {call['elements']:,} elements"
 
 
-def _where(waiting: Mapping[int, Mapping[str, Any]], states: Mapping[int, State]) -> str:
+def _describe_waiting(waiting: Mapping[int, Mapping[str, Any]], states: Mapping[int, State]) -> str:
     if not waiting:
         return ""
     rank = next(iter(waiting))
     others = counted(len(waiting), "other")
     wait = "waits" if len(waiting) == 1 else "wait"
-    return f"; {others} {wait} in {_shown(waiting[rank])} at {states[rank]['place']}"
+    return f"; {others} {wait} in {_describe_call(waiting[rank])} at {states[rank]['place']}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

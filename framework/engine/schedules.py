@@ -22,6 +22,7 @@ optimizer's.
 """
 MakeSchedule = Callable[[torch.optim.Optimizer], Any]
 """The user's schedule, with the interface of torch's LRScheduler."""
+# Keys of a parameter group that a schedule may set.
 _MOVED: Final = ("lr", "momentum", "betas", "weight_decay")
 
 
@@ -29,10 +30,10 @@ def factor(schedule: Constant | InverseSqrt, step: int, total_steps: int) -> flo
     """Return the share of the learning rate at a step counted from 0: (t + 1) / W while warming up,
     then by kind.
 
-    With p the share of the steps after the warm-up: cosine m + (1 - m) (1 + cos(pi p)) / 2
-    (Loshchilov & Hutter 2017, eq. 5), polynomial m + (1 - m) (1 - p)^k, inverse_sqrt sqrt(W / (t +
-    1)) (Vaswani et al. 2017, eq. 3); wsd 1 until the last `decay_steps`, over which p counts then
-    (Haegele et al. 2024).
+    W is `warmup_steps`, m `min_ratio`, k `power`, p the share of the steps after the warm-up that
+    is over: cosine m + (1 - m) (1 + cos(pi p)) / 2 (Loshchilov & Hutter 2017, eq. 5), polynomial
+    m + (1 - m) (1 - p)^k, inverse_sqrt sqrt(W / (t + 1)) (Vaswani et al. 2017, eq. 3); wsd 1 until
+    the last `decay_steps`, over which p counts then (Haegele et al. 2024).
     """
     warmup = schedule.warmup_steps
     if step < warmup:
@@ -47,6 +48,7 @@ def factor(schedule: Constant | InverseSqrt, step: int, total_steps: int) -> flo
     if isinstance(schedule, Cosine):
         cycle_progress = 1.0
         if progress < 1.0:
+            # the remainder of integers, so that rounding moves no begin of a cycle
             cycle_progress = (step - first) * schedule.cycles % length / length
         left = _half_cosine(cycle_progress)
     elif isinstance(schedule, Polynomial):

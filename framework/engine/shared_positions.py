@@ -57,7 +57,7 @@ class PositionCheck:
         self._task = task
         self._group = group
         self._model: nn.Module = engine.module
-        self._part = Positions(group.rank, group.size)
+        self._positions = Positions(group.rank, group.size)
         weights = [weight for weight in self._model.parameters() if weight.is_floating_point()]
         is_half = any(weight.dtype.itemsize < torch.float32.itemsize for weight in weights)
         is_exact = not is_half and not engine.torch_autocast_enabled()
@@ -79,14 +79,18 @@ class PositionCheck:
                     self._settle(module, numbering, probe)
 
     def _settle(self, module: nn.Module, numbering: Numbering, probe: dict[str, Tensor]) -> None:
+        """Set the first rule of `numbering` by which a model computes the same for shared
+        sequences as for whole ones. Warn if it cannot be compared; raise ConfigError if no rule is
+        right. Collective.
+        """
         model = self._engine if module is self._model else module
         mask = probe["attention_mask"].bool()
-        shared = probe | {"input_ids": self._part.of(probe["input_ids"])}
+        shared = probe | {"input_ids": self._positions.of(probe["input_ids"])}
         try:
             with whole():
                 expected = model(**probe)
         except _FAILURES as error:
-            _warn_of_no_look(module, in_one_line(error))
+            _warn_not_compared(module, in_one_line(error))
             return
         differences = list[float]()
         for rule in Numbering.RULES:
@@ -98,9 +102,9 @@ class PositionCheck:
                 reason = f"it fails where ranks share the positions: {in_one_line(error)}"
                 raise refused_positions(module, reason) from error
             if not pairs:
-                _warn_of_no_look(module, "it returns nothing that has positions")
+                _warn_not_compared(module, "it returns nothing that has positions")
                 return
-            differences.append(self._difference(pairs, self._part.of(mask)))
+            differences.append(self._difference(pairs, self._positions.of(mask)))
             if differences[-1] <= self._bound:
                 return
         numbering.rule = Numbering.IN_ORDER
@@ -110,14 +114,18 @@ class PositionCheck:
             pair for pair in _tensor_pairs(expected, second) if pair[0].shape[:2] == mask.shape
         ]
         if self._difference(repeated, mask) > self._bound:
-            _warn_of_no_look(module, "it computes other numbers from the same tokens every time")
+            _warn_not_compared(module, "it computes other numbers from the same tokens every time")
             return
         raise refused_positions(module, _reason(min(differences)))
 
     def look_at_batch(
         self, batch: Any, split: Callable[[Any], Any], as_read: Callable[[Any], Any]
     ) -> None:
-        """Compare the task's outputs and loss for the first rows of a batch. Collective.
+        """Compare the task's outputs and loss for the first rows of a batch; warn if they cannot be
+        compared. Collective.
+
+        `split` returns inputs and targets of a batch, on the device; `as_read` converts inputs to
+        the type that the model reads.
 
         Raises:
             ConfigError: kind ``sequence-needs-attention``.
@@ -126,8 +134,8 @@ class PositionCheck:
         engine = self._engine
         try:
             with _looking(engine):
-                inputs, targets = _cut(split(batch), most=_MOST_POSITIONS * self._group.size)
-                shared_inputs, shared_targets = task.share(inputs, targets, self._part)
+                inputs, targets = _first_rows(split(batch), most=_MOST_POSITIONS * self._group.size)
+                shared_inputs, shared_targets = task.share(inputs, targets, self._positions)
                 with whole():
                     expected = task.forward(engine, as_read(inputs))
                     loss = task.loss(expected, targets)
@@ -136,7 +144,7 @@ class PositionCheck:
                     shared_loss = task.loss(outputs, shared_targets)
                 pairs = self._pairs(expected, outputs)
         except _FAILURES as error:
-            _warn_of_no_look(self._model, in_one_line(error))
+            _warn_not_compared(self._model, in_one_line(error))
             return
         difference = self._difference(pairs, self._counting_positions(inputs))
         if difference > self._bound:
@@ -152,11 +160,11 @@ class PositionCheck:
         mask = inputs.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             return None
-        return self._part.of(mask.bool(), fill=0)
+        return self._positions.of(mask.bool(), fill=0)
 
     def _compare_losses(self, expected: Tensor, shared: Tensor, *, is_mean: bool) -> None:
         """Compare sums and counts (parts, 2) of a loss over whole sequences with the sums and
-        counts of all ranks of the group together.
+        counts of all ranks of the group together. Collective.
         """
         torch.distributed.all_reduce(shared, group=self._group.group)
         count = float(expected[0, 1])
@@ -190,13 +198,14 @@ class PositionCheck:
             if part_length != length and shared_output.shape[1] == part_length:
                 # without the positions that were added so that all parts are equally long
                 end = max(0, min(part_length, length - rank * part_length))
-                part = self._part.of(whole_output, fill=0)
+                part = self._positions.of(whole_output, fill=0)
                 pairs.append((part[:, :end], shared_output[:, :end]))
         return pairs
 
     def _difference(self, pairs: Pairs, counts: Tensor | None) -> float:
         """Return the largest difference on any rank, as a share of the largest number of its
         tensor. `counts` (rows, positions) are the positions that are compared; None for all.
+        Collective.
         """
         worst = torch.zeros((), device=device())
         for expected, output in pairs:
@@ -250,7 +259,7 @@ def _reason(difference: float) -> str:
     )
 
 
-def _warn_of_no_look(module: nn.Module, reason: str) -> None:
+def _warn_not_compared(module: nn.Module, reason: str) -> None:
     warn(
         f"parallel.sequence: {type(module).__name__} was not compared for shared and for whole "
         f"sequences: {reason}; compare train/loss of some steps with those of parallel.sequence: "
@@ -285,7 +294,7 @@ def _probe(module: nn.Module, numbering: Numbering, *, size: int) -> dict[str, T
     return {"input_ids": ids.to(device()), "attention_mask": mask.to(device())}
 
 
-def _cut(pair: tuple[Any, Any], *, most: int) -> tuple[Any, Any]:
+def _first_rows(pair: tuple[Any, Any], *, most: int) -> tuple[Any, Any]:
     """Return the first rows and positions of inputs and targets; tensors without rows or positions
     stay whole.
 

@@ -88,7 +88,7 @@ class SpreadWeights:
     def forget(self) -> None:
         """Forget what was compared so far."""
         least = torch.iinfo(torch.int32).min
-        shape = len(self._weights), 2  # the largest sum and the negated least
+        shape = len(self._weights), 2  # by weight: the largest sum and the negated least
         self._ends = torch.full(shape, least, dtype=torch.int32, device=self._device)
         self._lost = torch.zeros(len(self._weights), dtype=torch.bool, device=self._device)
         self.has_compared = False
@@ -167,7 +167,9 @@ class SpreadWeights:
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """Stand in for `partition` of a weight (`Init._convert_to_deepspeed_param`)."""
+        """Stand in for `partition` of a weight (`Init._convert_to_deepspeed_param`): write back
+        what was written into gathered weights, and guard the released ones.
+        """
         weights = [weight] if param_list is None else param_list
         if not has_been_updated:
             with torch.no_grad():
@@ -181,7 +183,8 @@ class SpreadWeights:
 
     def _write_back(self, weight: Any) -> None:
         """Write a gathered weight into this rank's share of it, and sum it up for the comparison
-        between ranks.
+        between ranks. A write is noted as lost if the share lies on another device, or has a second
+        copy (hpZ).
         """
         kept = weight.ds_tensor
         gathered = weight.data
@@ -271,6 +274,7 @@ def _watch_silent_writes() -> None:
 
 
 def _refuse_writes_by(owner: Any, name: str) -> None:
+    """Have a function of torch raise if its first argument is, or holds, a spread weight."""
     write = getattr(owner, name)
 
     @functools.wraps(write)

@@ -34,7 +34,13 @@ class Step:
     further: Callable[[], dict[str, float]] = dict
 
     def read(self) -> Mapping[str, float]:
-        """Return the metrics of the step. Collective; waits for the device."""
+        """Return the metrics of the step, and look for stragglers in its times. Collective; waits
+        for the device.
+
+        Raises:
+            ConfigError: as `GradientCheck.compare`.
+            TrainingError: as `WrittenWeights.refuse`.
+        """
         engine = self.engine
         loss = float(self.read_loss())  # first: this waits for the device
         if engine.tensor_check is not None:

@@ -173,7 +173,7 @@ class StepLoss:
         self._group = group
         self._sums = sums
         self._dividing: GradientSums | None = None  # divides this step's gradients by the count
-        self._has_one_count: bool | None = None  # rather than none or several; for every batch
+        self._has_one_count: bool | None = None  # the task's, not none or several; None: not asked
         self._is_checked = False
         # Returns one factor for each sum of a loss, once the ranks' counts are there; None for a
         # task that counts nothing.
@@ -211,8 +211,8 @@ class StepLoss:
         yield from following
 
     def _dividing_sums(self, targets: Any) -> GradientSums | None:
-        """Return the sums that divide by the count when the gradients are there: for one target per
-        sample, as the count is nearly known then.
+        """Return the sums that divide by the count when the gradients are there, if each sample has
+        one target and the task counts one number, which is nearly known then; else None.
         """
         if self._sums is None or not isinstance(targets, torch.Tensor) or targets.ndim != 1:
             return None
@@ -241,7 +241,7 @@ class StepLoss:
         """
         device = _device_of(counts)
         summands = [
-            torch.stack([_number(part, device) for part in _parts(count)]) for count in counts
+            torch.stack([_as_float32(part, device) for part in _parts(count)]) for count in counts
         ]
         sums = summands[0]
         if len(summands) > 1:
@@ -280,7 +280,7 @@ class StepLoss:
         if len(ratios) != len(scales) or not all(isinstance(ratio, Ratio) for ratio in ratios):
             raise self._refusal()
         if self._dividing is not None:
-            self._dividing.count(_number(ratios[0].count, self._dividing.device))
+            self._dividing.count(_as_float32(ratios[0].count, self._dividing.device))
         pairs = zip(ratios, scales, strict=True)
         losses: list[torch.Tensor] = [ratio.total.float() * scale for ratio, scale in pairs]
         if len(losses) == 1:
@@ -321,7 +321,7 @@ def _parts(value: Any) -> tuple[Any, ...]:
     return (value,)
 
 
-def _number(part: Any, device: torch.device | None) -> torch.Tensor:
+def _as_float32(part: Any, device: torch.device | None) -> torch.Tensor:
     """Return a count as float32, 0-d. A number is filled in on the device: copying it from the host
     would wait for the device.
     """

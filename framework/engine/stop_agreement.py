@@ -163,17 +163,18 @@ class StopAgreement:
         self._thread.start()
 
     def decision_after(self, step: int) -> Decision:
-        """Return what all ranks do after this step.
+        """Return what all ranks do after this step. At the step that this rank has posted, waits
+        until all ranks have posted theirs.
 
         Raises:
-            PeerLostError: a rank does not post its step.
+            PeerLostError: a rank does not post its step in time.
         """
         with self._changed:
             self._step = step
             if self._is_held() and not self._changed.wait_for(
                 lambda: not self._is_held(), timeout=self._wait_seconds
             ):
-                raise _lost(self._rank)
+                raise _peer_lost(self._rank)
             if not self._agreed or step < self._agreed[0][0]:
                 return GO_ON
             decision = self._agreed[0][1]
@@ -186,8 +187,8 @@ class StopAgreement:
         return 0 <= self._posted <= self._step
 
     def leave(self) -> None:
-        """End this rank's part, as it has trained to its end or stopped: a later request does not
-        wait for it.
+        """End this rank's part, as it has trained to its end or stopped: wait for the thread, and
+        post a step, so that a later request does not wait for this rank.
         """
         self._closing.set()
         self._thread.join(self._wait_seconds)
@@ -203,6 +204,7 @@ class StopAgreement:
             self._giving_up.cancel()
 
     def _watch(self) -> None:
+        """Look for requests, in the thread, until one stops the run or this rank leaves."""
         while not self._closing.wait(self._look_seconds):
             # the store is where rank 0 is: without it, no rank trains on for long
             with suppress(RuntimeError):
@@ -211,7 +213,12 @@ class StopAgreement:
                     return
 
     def _agree(self) -> None:
-        """Take part in the agreement on a request, if there is one."""
+        """Take part in the agreement on a request, if there is one.
+
+        Raises:
+            RuntimeError: the ranks have not all posted yet, or the store does not answer; the next
+                look calls this again.
+        """
         if self._posted < 0:
             request = Decision.of_signal(self._request.signal)
             if request == GO_ON:
@@ -259,11 +266,11 @@ class StopAgreement:
 
     def _give_up(self) -> None:
         if not self._is_stopping and not self._closing.is_set():
-            announce(str(_lost(self._rank)))
+            announce(str(_peer_lost(self._rank)))
             os._exit(EXIT_PEER_LOST)
 
 
-def _lost(rank: int) -> PeerLostError:
+def _peer_lost(rank: int) -> PeerLostError:
     return PeerLostError(
         f"rank {rank}: the ranks are to agree on a step, and another one has ended or does not "
         "answer; what that one said last tells why. The last complete checkpoint stands: "

@@ -62,7 +62,7 @@ class Straggler:
     @property
     def factor(self) -> float:
         """Return how many times longer the rank computes; or how many times longer the step is by
-        the wait for its data.
+        the wait for its data. It is 100 at most.
         """
         if self.part == "data":
             return self.step_ms / max(self.step_ms - self.excess_ms, 0.01 * self.step_ms)
@@ -84,8 +84,8 @@ class Straggler:
 
 
 def find(parts: Parts, *, sees_forward: bool) -> Straggler | None:
-    """Return the rank that the others wait for longest, or None if that is a small part of a
-    step.
+    """Return the rank that the others wait for longest, or None if that is a small part of a step.
+    `sees_forward` is whether a rank also computes the forward pass before the first collective.
     """
     ranks = len(parts["data"])
     times: dict[str, list[float]] = {}
@@ -99,7 +99,7 @@ def find(parts: Parts, *, sees_forward: bool) -> Straggler | None:
         before = _totals(times, (*_OWN, "forward"))
     rank = before.index(max(before))
     late = _excess(rank, before)
-    # Then all ranks are, and the backward pass is compared.
+    # If the latest rank is on time, all ranks are, and the backward passes are compared.
     is_on_time = sees_forward and late < _SHARE_OF_STEP * step
     if is_on_time:
         rank = times["backward"].index(max(times["backward"]))
@@ -129,6 +129,7 @@ def _totals(times: Mapping[str, list[float]], names: Sequence[str]) -> list[floa
 
 
 def _excess(rank: int, values: list[float]) -> float:
+    """Return a rank's value less the median of the others'."""
     return values[rank] - median(values[:rank] + values[rank + 1 :])
 
 
@@ -163,7 +164,7 @@ class Stragglers:
             return
         key = (straggler.rank, straggler.part.partition("+")[0])
         if key != self._current:
-            self._begin(key)
+            self._restart_counts(key)
         self._points_without = 0
         self._points += 1
         self._seconds += 0.001 * straggler.excess_ms * steps
@@ -176,12 +177,13 @@ class Stragglers:
 
     def _note_none(self) -> None:
         if self._current is not None:
-            self._begin(None)
+            self._restart_counts(None)
         self._points_without += 1
         if self._points_without >= _GONE_POINTS:
             self._reported_ms.clear()
 
-    def _begin(self, key: tuple[int, str] | None) -> None:
+    def _restart_counts(self, key: tuple[int, str] | None) -> None:
+        """Count anew, for another straggler (rank and part) or for none."""
         self._current = key
         self._points = 0
         self._seconds = 0.0

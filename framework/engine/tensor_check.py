@@ -101,9 +101,10 @@ class GradientCheck:
         torch.distributed.all_gather(rows, rank_sums, group=self._group)
         sums, squares = torch.stack(rows).double().unbind(2)  # (ranks, weights) each
         norms = squares.sqrt()
+        # each weight's largest norm on any rank, but not less than a share of the largest of all
         scale = norms.amax(0)
         scale = torch.maximum(scale, self._floor * scale.amax()).clamp(min=1e-300)
-        differences = torch.maximum(_spread(sums), _spread(norms)) / scale
+        differences = torch.maximum(_range_over_ranks(sums), _range_over_ranks(norms)) / scale
         differences = differences.nan_to_num(0.0, posinf=0.0)  # of a step that overflowed
         torch.distributed.all_reduce(differences, torch.distributed.ReduceOp.MAX)
         by_name = dict(zip(self._weights, differences.tolist(), strict=True))
@@ -139,5 +140,5 @@ class GradientCheck:
         return ConfigError.of("tensor-plan", reason, fix, _KEY, names[0])
 
 
-def _spread(values: Tensor) -> Tensor:
+def _range_over_ranks(values: Tensor) -> Tensor:
     return values.amax(0) - values.amin(0)

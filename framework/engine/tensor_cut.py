@@ -83,7 +83,9 @@ class TensorCut:
         modules = dict(model.named_modules())
         weights = dict(model.named_parameters())
         sizes = {weight: weight.numel() for weight in weights.values() if weight.ndim > 1}
-        entries = _matched(plan, [*modules, *weights], may_be_idle=self._config_plan is None)
+        entries = _entries_by_name(
+            plan, [*modules, *weights], may_be_idle=self._config_plan is None
+        )
         for name, module in modules.items():
             if name in entries:
                 self._cut_module(model, name, module, entries[name])
@@ -160,6 +162,7 @@ class TensorCut:
     def _cut_module(
         self, model: nn.Module, name: str, module: nn.Module, entry: TensorSplit
     ) -> None:
+        """Cut a module as its entry in the plan has it, or sum the gradients of its weights."""
         self._divide_attributes(name, module, entry)
         kind = entry.split
         if kind == "summed":
@@ -199,6 +202,7 @@ class TensorCut:
         return module
 
     def _cut_column(self, name: str, linear: nn.Linear, entry: TensorSplit) -> None:
+        """Divide the outputs of a layer; unless it is the last one, a row layer has to follow."""
         width = linear.out_features
         is_last = entry.split in ("vocabulary", "column_gathered")  # may be divided unevenly
         if is_last:
@@ -225,6 +229,7 @@ class TensorCut:
             linear.widths = self._widths(width)
 
     def _cut_row(self, model: nn.Module, name: str, linear: nn.Linear) -> None:
+        """Divide the inputs of a layer, which are the outputs of the column layers before it."""
         if linear.in_features % self.part.size:
             reason = (
                 f"its {linear.in_features} inputs cannot be divided over {self.part.size} ranks"
@@ -240,11 +245,15 @@ class TensorCut:
         linear.part = self.part
         names = [name]
         names += [column for column, _ in self._columns]
-        # When it has run, however it ended: a layer that is computed again may stop in between.
-        model.get_submodule(_around(names)).register_forward_hook(self.part.end, always_call=True)
+        # The module around these layers ends the part when it has run, also by an error: a layer
+        # that is computed again may stop in between.
+        model.get_submodule(_innermost_parent(names)).register_forward_hook(
+            self.part.end, always_call=True
+        )
         self._columns.clear()
 
     def _cut_embedding(self, model: nn.Module, name: str, module: nn.Embedding, kind: str) -> None:
+        """Divide the rows of an embedding over the ranks, by tokens."""
         size = module.num_embeddings
         if kind != "vocabulary":
             self._refuse(name, f"an embedding cannot be split as {kind}", "write vocabulary")
@@ -298,6 +307,7 @@ class TensorCut:
         return widths
 
     def _divide(self, name: str, weight: torch.Tensor, split: Split) -> None:
+        """Leave this rank's part in a weight; refuse one that was divided otherwise before."""
         known = vars(weight).get("split")
         if known not in (None, split):
             self._refuse(
@@ -312,12 +322,14 @@ class TensorCut:
             vars(weight).update(split=split, tensor_model_parallel=True)
 
     def _copy_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Copy the first argument of a module for the group, as a hook (`TensorPart.copy`)."""
         if args:
             return (self.part.copy(args[0]), *args[1:]), kwargs
         first = next(iter(kwargs))
         return args, kwargs | {first: self.part.copy(kwargs[first])}
 
     def _summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a gradient over the group, as a hook. Collective."""
         total = gradient.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=self.part.group)
         return total
@@ -360,7 +372,7 @@ def _is_head(model: nn.Module, name: str) -> bool:
     return any(layer.call is not None and model.place_of(layer) == name for layer in model.recipes)
 
 
-def _around(names: Sequence[str]) -> str:
+def _innermost_parent(names: Sequence[str]) -> str:
     """Return the name of the innermost module that holds all of these modules."""
     parents = [name.split(".")[:-1] for name in names]
     common = [parts[0] for parts in zip(*parents, strict=False) if len(set(parts)) == 1]
@@ -413,9 +425,11 @@ def _refuse_heads(config: Any, size: int) -> None:
             )
 
 
-def _matched(plan: Plan, names: Iterable[str], *, may_be_idle: bool) -> dict[str, TensorSplit]:
-    """Return the plan's entry by name of a module or weight; the last pattern that matches
-    counts.
+def _entries_by_name(
+    plan: Plan, names: Iterable[str], *, may_be_idle: bool
+) -> dict[str, TensorSplit]:
+    """Return the plan's entry by name of a module or weight; the last pattern that matches counts.
+    A pattern that matches nothing is refused unless `may_be_idle`.
     """
     entries: dict[str, TensorSplit] = {}
     names = list(names)

@@ -43,7 +43,7 @@ class TrainedWeights:
         self._flags = [weight.requires_grad for weight in self._weights]
         self._accepted = self._flags
         self._has_warned = False
-        self._look()
+        self._note_members()
         # torch's optimizers leave out a weight without a gradient. DeepSpeed's own give it zeros.
         is_of_torch = isinstance(engine.optimizer, torch.optim.Optimizer)
         self._may_freeze = engine.zero_optimization_stage() == 0 and is_of_torch
@@ -65,16 +65,16 @@ class TrainedWeights:
         self.refuse_changed_flags()
         if self._members() != self._known:
             self._refuse_replaced()
-            self._look()
+            self._note_members()
 
     def refuse_changed_flags(self) -> None:
         """Refuse weights with another `requires_grad` than before; raises as `refuse_changes`."""
         flags = list(map(attrgetter("requires_grad"), self._weights))
         if flags != self._accepted:
-            self._judge(flags)
+            self._check_changed_flags(flags)
 
     def _taken(self, *arguments: Any, **named: Any) -> None:
-        """Stand in for `DeepSpeedEngine._take_model_step`."""
+        """Stand in for `DeepSpeedEngine._take_model_step`: refuse changes before it."""
         is_due = len(self._known) < _MANY or self._engine.global_steps % _STEPS_OF_A_LOOK == 0
         # At stage 3 DeepSpeed's own step fails at once on a weight that it has not divided.
         if is_due or self._engine.zero_optimization_stage() == 3:
@@ -88,7 +88,7 @@ class TrainedWeights:
         self.refuse_changed_flags()
         self._end_pass()
 
-    def _judge(self, flags: list[bool]) -> None:
+    def _check_changed_flags(self, flags: list[bool]) -> None:
         """Refuse changed flags; accept frozen weights if the optimizer then leaves them as they
         are.
         """
@@ -156,7 +156,7 @@ class TrainedWeights:
                 _REPLACED,
             )
 
-    def _look(self) -> None:
+    def _note_members(self) -> None:
         """Note the dicts in which modules keep their weights and submodules, and the members."""
         modules = list(self._engine.module.modules())
         self._places: list[dict[str, Any]] = [module._parameters for module in modules]

@@ -47,6 +47,7 @@ def weights_in_blocks(
         flat: the tensor that was summed.
     """
     num_integers = _as_integers(flat).numel()
+    # of a block, in elements of `flat`, of which an integer may hold two or half of one
     size = _block_size(num_integers) * flat.numel() // max(num_integers, 1)
     starts = torch.tensor(blocks, dtype=torch.int64) * size
     overlaps = list[tuple[int, Parameter]]()
@@ -61,6 +62,7 @@ def weights_in_blocks(
 
 def differing_positions(sums: Tensor, process_group: Any) -> list[int]:
     """List the positions at which ranks have different sums. Collective; waits for the device."""
+    # one reduction for the largest sum and the negated least: they differ where ranks do
     ends = torch.stack((sums, -sums))
     torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX, group=process_group)
     positions: list[int] = (ends[0] != -ends[1]).nonzero().flatten().tolist()
@@ -69,7 +71,7 @@ def differing_positions(sums: Tensor, process_group: Any) -> list[int]:
 
 def _as_integers(flat: Tensor) -> Tensor:
     """View the bits of a tensor as integers: their sum is the same in any order, even where it
-    overflows.
+    overflows. Two numbers of 2 bytes are one integer where they can be.
     """
     size = flat.element_size()
     if size == 8 or (size == 2 and flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0):

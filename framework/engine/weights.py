@@ -71,7 +71,9 @@ def find_weights(
 
 
 def _renamed(weights: LazyWeights, model: Any) -> LazyWeights:
-    """Return weights under the names of a shipped model, if `model` is the section of one."""
+    """Return weights under the names of a shipped model, if `model` is the section of one and they
+    do not have them yet.
+    """
     from framework.checkpoint.huggingface import form_of
     from framework.checkpoint.state.weight_files import as_ours
 
@@ -161,6 +163,7 @@ def _expected_shapes(
 
 
 def _load(tensor: torch.Tensor, weight: torch.Tensor, tensor_group: Any) -> None:
+    """Copy a whole weight, or this rank's part if a tensor group divides it, into a tensor."""
     split = split_of(tensor)
     if split:
         rank = torch.distributed.get_rank(tensor_group)
@@ -214,6 +217,9 @@ def refuse_other_layers(
 ) -> None:
     """Refuse weights of other names or shapes than all layers of a pipeline have, on every rank: a
     stage that failed alone would leave the others waiting.
+
+    Raises:
+        ConfigError: kind ``weights-differ``.
     """
     shapes: dict[str, torch.Size] = {}
     ties: set[str] = set()
@@ -273,6 +279,7 @@ def _not_read(file: Path, reason: str) -> StorageError:
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights and the saved buffers of a module without its submodules, by name."""
     yield from module.named_parameters(recurse=False)
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:
@@ -299,6 +306,7 @@ def _difference(
     *,
     may_lack: Collection[str],
 ) -> str:
+    """Return the first difference of names or shapes, as a reason; empty if there is none."""
     missing = sorted(expected.keys() - shapes.keys() - set(may_lack))
     if missing:
         more = ""

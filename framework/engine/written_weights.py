@@ -50,7 +50,7 @@ _AT_ONCE: Final = 2**22
 
 
 Pairs = list[tuple[Tensor, Tensor]]
-"""Weights of the module and what is stepped for them."""
+"""(low, copy): weights of the module, and the fp32 copy that the optimizer steps for them."""
 
 
 class WrittenWeights:
@@ -157,12 +157,14 @@ class WrittenWeights:
         return self._spread.unguarded()
 
     def close(self) -> None:
-        """Let go of the engine's weights."""
+        """Leave the weights as DeepSpeed has them."""
         if self._spread is not None:
             self._spread.close()
 
     def _step(self, step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Stand in for the optimizer's `step`."""
+        """Stand in for the optimizer's `step`: carry before it, and sum up after it what the next
+        look compares with.
+        """
         with torch.no_grad():
             if self._spread is not None:
                 self._optimizer._partition_all_parameters()  # as its `step` begins
@@ -173,12 +175,13 @@ class WrittenWeights:
             for number, low in self._shares_apart():
                 self._share_sums[number] = block_sums(low)
         if self._spread is not None:
-            following = self._engine.global_steps + 2  # DeepSpeed counts this one when it is over
+            following = self._engine.global_steps + 2  # DeepSpeed counts this step when it is over
             is_logged = following % self._log_every == 0
             self._spread.compares = is_logged or following <= self._first_step + 2
         return result
 
     def _carry(self) -> None:
+        """Write the module's numbers into the copies, where a copy rounds to another."""
         for group in self._groups:
             self._put_back(group)
         self._sort_pairs()
@@ -209,6 +212,7 @@ class WrittenWeights:
         self._addresses = addresses
 
     def _compared_tensors(self) -> Iterable[Tensor]:
+        """Return tensors that are at another address if any pair is."""
         optimizer = self._optimizer
         if not _is_half(optimizer):
             return chain.from_iterable(self._pairs())
