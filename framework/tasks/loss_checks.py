@@ -161,7 +161,7 @@ def _name(node: Any) -> str:
 
 
 def _terms(node: Any) -> list[Any]:
-    """Return the terms of an addition, and of additions among its terms."""
+    """Return the terms of an addition, and of additions among its terms, 256 at most."""
     nodes: list[Any] = [node]
     terms: list[Any] = []
     while nodes and len(terms) < _MOST_TERMS:
@@ -188,6 +188,7 @@ def _is_large_factor(node: Any, size: int) -> bool:
     if not isinstance(constant, (int, float)) or not constant:
         return False
     factor = constant if _name(node) == "Mul" else 1 / constant
+    # 1 if the factor is a division by `size`
     return abs(factor) * size > 1.5
 
 

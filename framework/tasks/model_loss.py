@@ -70,7 +70,11 @@ class ModelLoss(Task):
         )
 
     def loss(self, outputs: Any, targets: Tensor) -> Ratio:
-        """Return the model's loss, a mean, as a sum and its count."""
+        """Return the model's loss, a mean, as a sum and its count.
+
+        Raises:
+            ConfigError: kind ``task-loss-result``: the model returned no loss, or a sum.
+        """
         mean = _loss_in(outputs)
         if not isinstance(mean, Tensor) or mean.numel() != 1:
             reason = f"the model returned no loss, but {type(outputs).__name__}"

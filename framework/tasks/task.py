@@ -137,6 +137,7 @@ class Task(ABC):
 
     @staticmethod
     def _fix_of(batch: Any) -> str:
+        """Return how a fix begins for a mapping without known targets; empty for other batches."""
         if not isinstance(batch, Mapping):
             return ""
         keys = ", ".join(str(key) for key in batch)
@@ -368,6 +369,7 @@ class _ClassLossTask(Task):
         counts = targets != self.function.ignore_index
         if self.function.weight is None:
             return counts.sum()
+        # an ignored target, which may be no class, is looked up as class 0 and not counted
         return self.function.weight[targets * counts].mul(counts).sum()
 
 
