@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(argv)
     try:
         code = _run(words)
-        # here, and not at exit, where it would be an error message if the reader has left
+        # stdout is flushed here: at exit, a reader that has left would be an error message
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has closed its end
         for stream in (sys.stdout, sys.stderr):
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _starts_a_run(words: Sequence[str]) -> bool:
     if words[:1] != [_STARTS_A_RUN]:
         return False
-    command, _ = find_command(words)  # `launch k8s` is another one
+    command, _ = find_command(words)  # `launch k8s` is another command
     return command.name == _STARTS_A_RUN
 
 

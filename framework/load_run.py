@@ -28,13 +28,13 @@ class LoadedRun:
     """A run config with the settings of the command line.
 
     Attributes:
-        config_path: of the run config.
+        config_path: path of the run config.
         overrides: the settings, as ``key=value``.
-        config: both together.
+        config: the run config with the settings.
         source: the place of every value.
         deepspeed_config: path of a DeepSpeed JSON that decides a part of the run, or None.
         choice: one line on the values that were chosen for ``auto``, or "".
-        lookup: of the checkpoint to resume, if it was needed to choose them.
+        lookup: the search for the checkpoint to resume, if it was needed to choose them.
     """
 
     config_path: str
@@ -70,8 +70,8 @@ class LoadedRun:
         """Return the run with a value for every key that its config leaves ``auto``, and `choice`.
 
         Args:
-            cluster: left out: as the config implies.
-            target: devices to choose for; left out: those of this machine.
+            cluster: by default the one that the config implies.
+            target: devices to choose for; by default those of this machine.
             is_proposal: nothing is started, so that the device may be unknown.
             work: of a model of the user's own.
 

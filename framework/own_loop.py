@@ -307,6 +307,7 @@ class OpenEngine:
         return [engine._passes for engine in _OPEN if engine is not self]
 
     def _explain_double_backward(self, error: Exception) -> TrainingError | None:
+        """Explain an error of a backward pass through spread weights; None for other errors."""
         if isinstance(error, FrameworkError):  # explained already
             return None
         if self._plan.config.zero.stage < 3 or not _PARTITIONED.search(str(error)):

@@ -94,8 +94,8 @@ class Registered:
     """A name and what it stands for.
 
     Attributes:
-        group: of entry points, such as ``dsf.models``.
-        name: in the group.
+        group: group of entry points, such as ``dsf.models``.
+        name: name in the group.
         path: what it stands for, as ``package.module:name``.
         package: the distribution that registers it, with its version.
     """

@@ -65,7 +65,7 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
     it.
 
     Raises:
-        RunStopped: by the outcome the loop was stopped.
+        RunStopped: the loop was stopped, as `outcome` shows.
     """
     config = prepared.plan.config
     folder = RunFolder(config.run.folder)
@@ -95,6 +95,7 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
 
 
 def _leaving_nothing(stage: int) -> AbstractContextManager[None]:
+    """Return a context after which nothing of ZeRO stage 3 is left in the process."""
     if stage < 3:
         return nullcontext()
     from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
@@ -111,7 +112,7 @@ def _at_work(
     watch: HangWatch,
 ) -> Iterator[OpenRun]:
     """Assemble the engine and everything around it, load the start, and close all of it in order at
-    the end of the block.
+    the end of the block. Collective.
     """
     plan = prepared.plan
     config = plan.config

@@ -90,11 +90,11 @@ def fit_loaded(
     """Train a run that was read from a file and planned.
 
     Args:
-        plan: of the run.
+        plan: the plan of the run.
         source: the places of its values.
-        request: to stop.
+        request: a request to stop this process.
         words: the file and its settings, for the commands proposed at the end.
-        lookup: of the checkpoint to resume, if one was made before.
+        lookup: the search for the checkpoint to resume, if it was made before.
     """
     with refusing_exits():
         prepared = prepare(plan.config, source=source, plan=plan, lookup=lookup)
