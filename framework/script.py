@@ -43,6 +43,7 @@ def _parser() -> CommandParser:
 
 
 def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
+    """Load the run that the command line names, plan it for the ranks at hand, and train it."""
     # Imported here, where requests to stop are handled already.
     from framework.load_run import load_run
     from framework.plan.cluster import Cluster

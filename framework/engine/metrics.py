@@ -148,7 +148,7 @@ class EvalSums:
         """
         metrics = self.over_ranks()
         derived = task.derive(metrics)
-        numbers = {name: _number(name, value, task=task) for name, value in derived.items()}
+        numbers = {name: _as_float(name, value, task=task) for name, value in derived.items()}
         return {f"eval/{name}": value for name, value in (metrics | numbers).items()}
 
     def over_ranks(self) -> dict[str, float]:
@@ -169,7 +169,8 @@ class EvalSums:
         return metrics
 
 
-def _number(name: str, value: Any, *, task: Task) -> float:
+def _as_float(name: str, value: Any, *, task: Task) -> float:
+    """Return a metric that `Task.derive` computed as a float; raise ConfigError if it is none."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -218,7 +219,7 @@ def time_layers(
                         _seconds_of_pass(layer, module, value) for _ in range(_WARM_UPS + _REPEATS)
                     ]
                     with torch.no_grad():
-                        value = layer.apply(module, _fresh(value))
+                        value = layer.apply(module, _copy_with_grad(value))
             except Exception as error:
                 raise ConfigError.of(
                     "layer-failed",
@@ -233,7 +234,7 @@ def time_layers(
 
 def _seconds_of_pass(layer: Layer, module: torch.nn.Module, value: Any) -> float:
     """Measure a forward and a backward pass."""
-    fresh = _fresh(value)
+    fresh = _copy_with_grad(value)
     get_accelerator().synchronize()
     begin = time.perf_counter()
     output = layer.apply(module, fresh)
@@ -248,9 +249,9 @@ def _seconds_of_pass(layer: Layer, module: torch.nn.Module, value: Any) -> float
     return time.perf_counter() - begin
 
 
-def _fresh(value: Any) -> Any:
+def _copy_with_grad(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(map(_fresh, value))
+        return tuple(map(_copy_with_grad, value))
     # A copy, for a layer that works in place: a leaf that requires a gradient forbids that, and
     # `value` is used again.
     return value.detach().requires_grad_(value.is_floating_point()).clone()

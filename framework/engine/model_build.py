@@ -319,6 +319,7 @@ class _PiecewiseInit(deepspeed.zero.Init):  # type: ignore[misc]
         torch.nn.Module.apply = apply_and_return  # type: ignore[method-assign, assignment]
 
     def _post_init_method(self, module: torch.nn.Module) -> None:
+        """Round the weights of a module that was built, note their names, and partition them."""
         for name, parameter in module.named_parameters(recurse=False):
             if not is_zero_param(parameter):
                 place = f"{name} of a {type(module).__name__} {list(parameter.shape)}"

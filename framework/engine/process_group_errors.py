@@ -44,7 +44,7 @@ _REMOTE: Final = re.compile(
     r"|Watchdog caught|timed? ?out|Connection (reset|closed) by",
     re.IGNORECASE,
 )
-_LONGEST: Final = 300
+_LONGEST: Final = 300  # characters of a reason from NCCL
 _IN_USE: Final = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _JOINED: Final = re.compile(r"(\d+)/(\d+) clients joined")
 _WAITED: Final = re.compile(r"after (\d+) ?(ms|milliseconds|s|seconds)")

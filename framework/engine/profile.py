@@ -39,6 +39,7 @@ from framework.errors import in_one_line
 from framework.system.files import make_own_folder, replace_text
 from framework.system.log import warn
 
+# Rows of tables and of a timeline that the report is to hold.
 _MOST_OPERATIONS: Final = 15
 _MOST_MODULES: Final = 400
 _MOST_INTERVALS: Final = 20_000

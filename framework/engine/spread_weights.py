@@ -288,6 +288,7 @@ def _refuse_writes_by(owner: Any, name: str) -> None:
 
 
 def _unwatch_silent_writes() -> None:
+    """Put torch's functions back when the last engine that watches has closed."""
     global _num_watching
     _num_watching -= 1
     while not _num_watching and _replaced_writes:

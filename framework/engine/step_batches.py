@@ -72,6 +72,7 @@ class DeviceBatches:
         return value
 
     def _converted(self, value: Any) -> Any:
+        """Return a value of the inputs in the type and layout that the model reads."""
         if isinstance(value, PackedSequence):
             if self.half is not None and value.data.is_floating_point():
                 return value.to(self.half)

@@ -176,6 +176,7 @@ class Stragglers:
             self._report(straggler)
 
     def _note_none(self) -> None:
+        """Note a logged point without a straggler; after 10 of them a report may come again."""
         if self._current is not None:
             self._restart_counts(None)
         self._points_without += 1

@@ -28,9 +28,10 @@ _FACTORS: Final = frozenset({"Mul", "Div"})
 _PASSED: Final = frozenset(
     {"Neg", "ToCopy", "View", "ReshapeAlias", "UnsafeView", "Squeeze", "Permute", "Clone"}
 )
+# Nodes in a row, and terms of one sum, that are looked at.
 _DEEPEST: Final = 16
 _MOST_TERMS: Final = 256
-_TOLERANCE: Final = 1e-4
+_TOLERANCE: Final = 1e-4  # of the loss: what rounding may differ by
 
 
 def refuse_without_graph(loss: Any, outputs: Any = None, *, key: str = "task") -> None:
