@@ -134,7 +134,7 @@ class PositionCheck:
         engine = self._engine
         try:
             with _looking(engine):
-                inputs, targets = _first_rows(split(batch), most=_MOST_POSITIONS * self._group.size)
+                inputs, targets = _cut(split(batch), most=_MOST_POSITIONS * self._group.size)
                 shared_inputs, shared_targets = task.share(inputs, targets, self._positions)
                 with whole():
                     expected = task.forward(engine, as_read(inputs))
@@ -294,7 +294,7 @@ def _probe(module: nn.Module, numbering: Numbering, *, size: int) -> dict[str, T
     return {"input_ids": ids.to(device()), "attention_mask": mask.to(device())}
 
 
-def _first_rows(pair: tuple[Any, Any], *, most: int) -> tuple[Any, Any]:
+def _cut(pair: tuple[Any, Any], *, most: int) -> tuple[Any, Any]:
     """Return the first rows and positions of inputs and targets; tensors without rows or positions
     stay whole.
 
