@@ -249,8 +249,8 @@ def evaluate_sets(
 
 
 class StepProfile(Protocol):
-    """A profile of some steps. Nothing in it is collective, and a failure costs only the
-    profile.
+    """A profile of some steps. Nothing in it is collective but a barrier in `begin`, and a failure
+    costs only the profile.
     """
 
     @property
