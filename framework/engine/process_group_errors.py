@@ -107,7 +107,7 @@ class _KeptStore:
 
     def meet(self, _url: str, *, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
         """Handle `INIT_METHOD` as torch does ``env://``: yield the next group's store, this rank
-        and the world size. Waits for rank 0 if no store is kept.
+        and the world size. Waits for the other ranks if no store is kept.
         """
         place = tuple(map(os.environ.get, _NAMES_OF_PLACE))
         if self._store is None or place != self._place:
