@@ -36,8 +36,8 @@ three ways.
 
 
 class AsyncCheckpointer(Checkpointer):
-    """A Checkpointer with a `save` that returns when the state is copied. `finish` and `close` are
-    to be called.
+    """A Checkpointer with a `save` that returns when the state is copied. Its owner calls `finish`
+    and then `close`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AsyncCheckpointer(Checkpointer):
         self._step: int | None = None  # of the save that is under way
         self._state: State = "published"
         self._failure = ""  # this rank's
-        self._has_waited = False
+        self._has_warned = False
         try:
             self._writer: WriterProcess | None = WriterProcess(self._staged.descriptor)
         except OSError as error:
@@ -74,17 +74,17 @@ class AsyncCheckpointer(Checkpointer):
             raise reported from error
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
-        """Copy the state; it is written, and becomes ``global_step<step>``, while training goes on.
+        """Copy the state, which becomes ``global_step<step>`` while training goes on. Collective.
 
-        Waits for the save before it. After the last step it waits for this one too.
+        Blocks until the save before it is published, and after the last step until this one is.
 
         Returns:
             True if the state was copied. If not, a warning gives the reason.
 
         Raises:
-            StorageError: the last save of the run failed.
+            StorageError: the save of the run's last step failed.
         """
-        self._mention_waiting(due=step)
+        self._warn_if_waiting(due=step)
         self.finish()
         tag = tag_of(step)
         state = {"step": step, **self._position(step)}
@@ -114,8 +114,8 @@ class AsyncCheckpointer(Checkpointer):
         return True
 
     def finish(self, *, is_final: bool = False) -> None:
-        """Wait until the save that is under way is published; it ends on every rank alike.
-        Collective.
+        """Wait until the save that is under way is published, or has failed on any rank, which
+        costs a warning. Collective.
 
         Raises:
             StorageError: it failed, and no other follows (`is_final`, or it was of the last step).
@@ -123,20 +123,21 @@ class AsyncCheckpointer(Checkpointer):
         if self._step is None:
             return
         step = self._step
-        failure = first_failure(self._await_all("writing", lambda: self._failure))
+        write_failure = first_failure(self._await_all("writing", lambda: self._failure))
         if self._state == "written" and self._is_main and self._writer is not None:
-            command = GIVE_UP if failure else ALL_WRITTEN
+            command = GIVE_UP if write_failure else ALL_WRITTEN
             with suppress(OSError):  # rank 0's writer may have ended or died: its answer shows it
-                self._writer.send(word=command, failure=failure)
+                self._writer.send(word=command, failure=write_failure)
 
         def conclusion() -> tuple[str, bool]:
             """Return rank 0's failure, and True if its writer has logged it."""
-            # All files were there: a writer that died before it reported that has done its part.
+            # Rank 0's writer publishes when the files of all ranks are there: another writer that
+            # died before it answered has written them.
             if self._state == "published":
                 return "", False
-            return failure or self._failure, self._state == "failed"
+            return write_failure or self._failure, self._state == "failed"
 
-        failure, is_reported = self._await_all("written", conclusion, is_mine=self._is_main)[0]
+        failure, is_reported = self._await_all("written", conclusion, awaits_mine=self._is_main)[0]
         self._step = None
         if failure:
             self._discard()
@@ -152,7 +153,7 @@ class AsyncCheckpointer(Checkpointer):
                 while self._is_awaited():
                     self._await_answer(max(0.0, deadline - time.monotonic()))
         self._step = None
-        self._reap()
+        self._close_writer()
         self._staged.close()
 
     def _is_awaited(self) -> bool:
@@ -166,8 +167,8 @@ class AsyncCheckpointer(Checkpointer):
         description: Mapping[str, Any],
         written: Mapping[str, FileRecord],
     ) -> dict[str, Any]:
-        """Build the writer's order; rank 0's publishes as well. The ticket is unique to this
-        save.
+        """Build the order for this rank's writer; rank 0's publishes as well. The ticket is unique
+        to this save; `written` has files that did not pass through memory.
         """
         root = self._folder / SAVING / tag
         files = []
@@ -185,6 +186,7 @@ class AsyncCheckpointer(Checkpointer):
             order["description"] = description
             order["retention"] = asdict(self._retention)
             order["world_size"] = self._world_size
+            # A failure to save the last step is raised by `finish` instead.
             order["warns"] = description["step"] != self._last_step
         return order
 
@@ -199,7 +201,7 @@ class AsyncCheckpointer(Checkpointer):
                 self._writer.send(**order)
                 return
             except OSError as error:
-                self._reap()
+                self._close_writer()
                 if is_last_try:
                     self._state = "dead"
                     self._failure = (
@@ -207,47 +209,48 @@ class AsyncCheckpointer(Checkpointer):
                     )
 
     def _await_all(
-        self, state: State, result: Callable[[], Any], *, is_mine: bool = True
+        self, state: State, result: Callable[[], Any], *, awaits_mine: bool = True
     ) -> list[Any]:
-        """Wait until no writer of a rank with `is_mine` is in this state any more; returns every
-        rank's result.
+        """Wait until no writer is in `state` any more, of the ranks that set `awaits_mine`; returns
+        `result()` of every rank, in the order of ranks. Collective.
 
         Ranks meet every few seconds: a disk may take longer than they wait for each other in a
         collective.
         """
         while True:
-            if is_mine and self._state == state:
+            if awaits_mine and self._state == state:
                 with suppress(TimeoutError):
                     self._await_answer(_BEAT_SECONDS)
-            is_waiting = is_mine and self._state == state
+            is_waiting = awaits_mine and self._state == state
             ranks = self._gather((is_waiting, result()))
             if not any(waits for waits, _ in ranks):
                 return [rank_result for _, rank_result in ranks]
 
     def _await_answer(self, timeout: float | None = None) -> None:
+        """Take the writer's next answer as this rank's state and failure. Raises TimeoutError."""
         assert self._writer is not None
         answer = self._writer.answer(timeout)
         self._state = answer["state"]
         self._failure = answer.get("failure", "")
         if self._state == "dead":
-            self._reap()
+            self._close_writer()
 
-    def _reap(self) -> None:
+    def _close_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def _mention_waiting(self, *, due: int) -> None:
-        """Warn, once, that training waits for the last save: the disk is too slow for the interval
-        of saves, which is not visible otherwise.
+    def _warn_if_waiting(self, *, due: int) -> None:
+        """Warn, once in a run, if the last save is not published when the next one is `due`: the
+        disk is too slow for the interval of saves, which is not visible otherwise.
         """
-        if self._step is None or not self._is_main or self._has_waited:
+        if self._step is None or not self._is_main or self._has_warned:
             return
         try:
             while self._state in ("writing", "written"):
                 self._await_answer(0.0)
         except TimeoutError:
-            self._has_waited = True
+            self._has_warned = True
             warn(
                 f"checkpoint.mode = async: step {due} is to be saved while step {self._step} is "
                 "still being written: training waits for it, now and from here on without a "

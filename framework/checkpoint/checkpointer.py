@@ -52,6 +52,7 @@ from framework.system.files import (
 )
 from framework.system.log import warn
 
+# DeepSpeed copies them into the folder above the checkpoint's, which is `.saving` during a save.
 _SCRIPTS: Final = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
@@ -96,7 +97,7 @@ class Checkpointer:
         self._gather = options.gather
         self._position = options.position
         self._description = options.description
-        self._kept: dict[str, SavedCheckpoint] = {}
+        self._kept: dict[str, SavedCheckpoint] = {}  # as `publish` has read them, by tag
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
         """Write ``global_step<step>``, point `latest` at it and delete superfluous checkpoints.
@@ -163,8 +164,8 @@ class Checkpointer:
         return description
 
     def _agree(self, work: Callable[[], None], *, only_main: bool = False) -> str:
-        """Call `work` on every rank, or on rank 0. Returns the first rank's failure, on every rank,
-        or empty text.
+        """Call `work` on every rank, or on rank 0 alone. Returns the first rank's OSError as text,
+        on every rank, or empty text. Collective.
         """
         failure = ""
         try:
@@ -175,8 +176,8 @@ class Checkpointer:
         return first_failure(self._gather(failure))
 
     def _discard(self) -> None:
-        """Remove the files of a failed save; those that cannot be removed now are removed before
-        the next save.
+        """Remove the files of a failed save, on rank 0; those that cannot be removed now are
+        removed before the next save.
         """
         if self._is_main:
             shutil.rmtree(self._folder / SAVING, ignore_errors=True)
@@ -283,10 +284,12 @@ def _step_and_metrics(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _all_records(
     written: Path, records: Mapping[str, FileRecord]
 ) -> tuple[dict[str, FileRecord], list[str]]:
-    """Return the records of all files, written by the ranks or by DeepSpeed itself; and the folders
-    that hold them.
+    """Return the records of all files in `written`, and the folders that hold them. Files without a
+    record, which DeepSpeed wrote by itself, are flushed and hashed here.
 
-    A run folder on a local disk of each host is refused: rank 0 sees nothing of the others' files.
+    Raises:
+        OSError: a file with a record is not whole here: the run folder is a local disk of each
+            host, and rank 0 sees nothing of the others' files.
     """
     all_records = dict(records)
     folders = [""]
@@ -307,8 +310,8 @@ def _all_records(
 
 
 def _finished(folder: Path, kept: dict[str, SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """List the finished checkpoints, oldest first, with step and metrics alone. Manifests of a
-    thousand ranks are large: each is read once in a run.
+    """List the finished checkpoints, oldest first, with step and metrics alone; brings `kept` up to
+    date with the folder. Manifests of a thousand ranks are large: each is read once in a run.
     """
     paths = {path.name: path for _, path in named_folders(folder)}
     for tag in kept.keys() - paths.keys():
@@ -330,8 +333,8 @@ def _clean_up(
     newest: int,
     kept: dict[str, SavedCheckpoint],
 ) -> None:
-    """Remove staging, the replaced checkpoint and superfluous ones. A failure is a warning: it
-    costs disk space, not the run, for the new checkpoint is complete.
+    """Keep DeepSpeed's scripts; remove staging, the replaced checkpoint and superfluous ones. A
+    failure is a warning: it costs disk space, not the run, for the new checkpoint is complete.
     """
     try:
         for script in _SCRIPTS:

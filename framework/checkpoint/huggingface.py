@@ -72,9 +72,9 @@ class Form:
         if getattr(self.model, "tie_embeddings", False):
             del names["head.weight"]
         for ours, theirs in self._modules().items():
-            for part in self._parts_of(ours):
-                our_names = " ".join(f"{module}.{part}" for module in ours.split())
-                names[our_names] = f"{theirs}.{part}"
+            for parameter in self._parameters_of(ours):
+                our_names = " ".join(f"{module}.{parameter}" for module in ours.split())
+                names[our_names] = f"{theirs}.{parameter}"
         weights = {}
         for ours, theirs in names.items():
             weights[theirs] = Joined(
@@ -86,7 +86,7 @@ class Form:
         return weights
 
     def _modules(self) -> dict[str, str]:
-        """Return our modules (several joined by spaces) -> their module."""
+        """Map our modules to theirs; names of ours that make up one of theirs, joined by spaces."""
         modules = dict(self.table["modules"])
         for number in range(self.model.num_layers):
             for ours, theirs in self.table["block"].items():
@@ -94,15 +94,15 @@ class Form:
                 modules[our_names] = f"{self.table['blocks']}.{number}.{theirs}"
         return modules
 
-    def _parts_of(self, module: str) -> tuple[str, ...]:
+    def _parameters_of(self, module: str) -> tuple[str, ...]:
         is_rms_norm = getattr(self.model, "norm", "") == "rmsnorm" and module.endswith("norm")
         if getattr(self.model, "bias", True) and not is_rms_norm:
             return ("weight", "bias")
         return ("weight",)
 
     def names_in(self, names: Collection[str]) -> dict[str, str]:
-        """Map names as `weights` has them to names in a file, which may lack a prefix or name norms
-        as BERT once did.
+        """Map names as `weights` has them to `names`, those in a file, which may lack a prefix or
+        name norms as BERT once did. Names that the table ignores are left out; unknown ones stay.
         """
         name_of = {}
         prefix = self.table["prefix"]
@@ -148,6 +148,9 @@ class Form:
         yield from self._other_values(described, file)
 
     def _other_architecture(self, described: Mapping[str, Any], file: Path) -> Iterator[Problem]:
+        """Find what the other model does not compute: values of their keys that ours lacks, and
+        values of our fields that theirs lacks.
+        """
         for key, allowed in self.table["theirs"].items():
             value = _find(described, key, allowed[0])
             if value not in allowed:
@@ -165,14 +168,18 @@ class Form:
                 )
 
     def _other_values(self, described: Mapping[str, Any], file: Path) -> Iterator[Problem]:
+        """Find the fields of our model with another value than their keys; a larger vocabulary of
+        ours is a note.
+        """
         reported: dict[str, Any] = {}
         for ours, keys in self.table["values"].items():
             own = getattr(self.model, ours)
             for key in keys:
                 theirs = self._theirs(described, key)
-                # Of positions the first are taken; key and value heads follow the others.
+                # Of more positions than ours the first are taken.
                 if own == theirs or (ours == "max_positions" and own < theirs):
                     continue
+                # Two of our fields may share a key, as heads and key-value heads do: report one.
                 if key in reported and own == reported[key]:
                     continue
                 reported[key] = own
@@ -187,6 +194,7 @@ class Form:
                     yield Problem("weights-differ", place, fix, f"model.{ours}", own)
 
     def _theirs(self, described: Mapping[str, Any], key: str) -> Any:
+        """Return the number at a key of config.json, or its default if there is no number."""
         absent = self.table["absent"][key]
         if isinstance(absent, list):
             factor, other_key = absent
@@ -197,7 +205,9 @@ class Form:
         return absent
 
     def misnamed(self, names: Collection[str], path: str) -> Iterator[Problem]:
-        """Find missing, further and drawn weights in the names of a folder's tensors."""
+        """Find weights that the tensors' names lack, names that the model lacks, and weights that
+        may be drawn instead. `path` is the value of `checkpoint.init_weights`.
+        """
         name_of = self.names_in(names)
         missing: list[str] = []
         drawn: list[str] = []
@@ -214,17 +224,17 @@ class Form:
                 extra.append(name)
         fix = "name weights of it"
         if missing:
-            reason = f"it lacks {_first_of(missing)}"
+            reason = f"it lacks {_shortened(missing)}"
             yield Problem("weights-differ", reason, fix, _KEY, path)
         if extra:
-            reason = f"it has {_first_of(extra)}, which the model has not"
+            reason = f"it has {_shortened(extra)}, which the model has not"
             yield Problem("weights-differ", reason, fix, _KEY, path)
         if drawn:
             reason = f"it lacks {', '.join(drawn)}, which are drawn from run.seed"
             yield Problem("weights-partial", reason, "", _KEY, path, severity="warning")
 
 
-def _first_of(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
     return f"{names[0]} and {len(names) - 1} more"
@@ -283,6 +293,7 @@ def published_problems(config: RunConfig) -> list[Problem]:
     form = _form(type_, table, model)
     problems = list(form.misfits(described, file))
     names = _tensors_in(weights_file)
+    # With this name of ours it is an export under our own names.
     has_errors = any(problem.severity == "error" for problem in problems)
     if names and "embed.weight" not in names and not has_errors:
         problems += form.misnamed(names, path)

@@ -26,7 +26,7 @@ FORMAT: Final = 2
 SEAL: Final = "sha256"
 # A line for each file and one for each metric: a checkpoint of a thousand ranks needs about 300 KB.
 LONGEST_BYTES: Final = 8 << 20
-_LONGEST_NUMBER: Final = 40
+_LONGEST_NUMBER: Final = 40  # digits of an integer
 _FORMER_NAME: Final = "dsframework"
 
 
@@ -156,8 +156,8 @@ def read_checkpoint(path: Path) -> SavedCheckpoint | None:
 
 
 def diagnose(path: Path) -> str:
-    """Explain why a folder with the name of a checkpoint cannot be read as one: the part, and the
-    reason.
+    """Explain why a folder with the name of a checkpoint cannot be read as one: ``manifest.json:
+    reason``, or that it is a link.
     """
     try:
         if path.is_symlink():
@@ -208,6 +208,7 @@ def _parse(text: bytes, *, step: int) -> dict[str, Any] | None:
 
 
 def _refuse(text: str) -> float:
+    """Raise ValueError in the place of a number; never return."""
     raise ValueError(f"{text} is no number of JSON")
 
 

@@ -192,7 +192,7 @@ def _is_raw(folder: Path) -> bool:
         if folder.is_symlink() or not folder.is_dir():
             return False
         names = {entry.name for entry in folder.iterdir()}
-    except OSError:  # the search for checkpoints before has met and reported it
+    except OSError:  # the search for checkpoints with manifests has reported it before
         return False
     return MANIFEST not in names and any(map(MODEL_FILE.fullmatch, names))
 
@@ -226,7 +226,9 @@ def _matches(pattern: re.Pattern[str], names: Iterable[str]) -> list[re.Match[st
 
 
 def _stages_of(spread: list[re.Match[str]], optimizers: list[re.Match[str]]) -> tuple[int, ...]:
-    """Return the ZeRO stages that write such files: spread model files are stage 3's."""
+    """Return the ZeRO stages that write such files: `spread` are model files of single ranks, which
+    only stage 3 writes.
+    """
     if spread:
         return (3,)
     if optimizers:
@@ -235,6 +237,7 @@ def _stages_of(spread: list[re.Match[str]], optimizers: list[re.Match[str]]) -> 
 
 
 def _num_ranks(matches: Iterable[re.Match[str]], group: str) -> int:
+    """Count the different ranks in a named group of the pattern that the file names match."""
     return len({int(match[group]) for match in matches})
 
 

@@ -33,7 +33,7 @@ for _rule, _keys in _KEYS.items():
 
 # Compared as samples per step: any one of the three keys of `batch` may be left out.
 _COMPARED_BY_LAYOUT: Final = "batch.global_size"
-# They belong to fp16, and go with it when the precision changes.
+# Keys of one precision alone, such as the loss scale of fp16, go when the precision changes.
 _OF_ONE_KIND: Final = "precision."
 _EMA: Final = "training.ema"
 _OBJECT_ARGS: Final = "optimizer.args."
@@ -166,6 +166,7 @@ def _other_data(
 
 
 def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each key with the rule ``refused`` that the checkpoint has otherwise."""
     if not checkpoint.verified:  # there is no config to be compared
         return
     saved = checkpoint.manifest["config"]
@@ -307,8 +308,8 @@ def describe_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str
 
 
 def _are_split_otherwise(checkpoint: SavedCheckpoint, description: Mapping[str, Any]) -> bool:
-    """Check whether the same number of tensor ranks have other parts; unknown, and False, for a
-    description from before the model is built.
+    """Check whether tensor ranks hold other parts of the weights, as may be with the same number of
+    ranks. False for a description from before the model is built, which does not have the parts.
     """
     before = checkpoint.manifest.get("tensor")
     now = description.get("tensor")
@@ -351,7 +352,7 @@ def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
     arrangement = {
         "ranks": layout["world_size"],
         "pipeline stages": layout["pipe_size"],
-        # Older checkpoints know of neither.
+        # Older checkpoints lack these three.
         "tensor-parallel ranks": layout.get("tensor_size", 1),
         "sequence-parallel ranks": layout.get("sequence_size", 1),
         "expert-parallel ranks": layout.get("expert_size", 1),

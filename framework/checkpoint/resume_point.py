@@ -90,14 +90,15 @@ def find_sound_checkpoint(
         damage = damage_of(candidate)
         if not damage:
             return candidate, newer
+        # Without a manifest the step is not known yet, and there is no other candidate.
         step = candidate.step if candidate.verified else -1
-        faults[step] = f"{candidate.path}/{_first_of(damage)}"
+        faults[step] = f"{candidate.path}/{_shortened(damage)}"
     if faults:
         raise _none_is_sound(resume, faults)
     return None, []
 
 
-def _first_of(damage: Sequence[str]) -> str:
+def _shortened(damage: Sequence[str]) -> str:
     if len(damage) == 1:
         return damage[0]
     return f"{damage[0]} (and {len(damage) - 1} more)"
@@ -246,7 +247,8 @@ def _checkpoints_at(
     path: str, *, key: str, allow_unverified: bool
 ) -> tuple[list[SavedCheckpoint], dict[int, str]]:
     """Return the finished checkpoints at a path, the newest first; and the unreadable ones, if it
-    is the path of their folder: step -> fault.
+    is the path of their folder: step -> fault. Raises ConfigError for one without a manifest, if
+    that is not allowed.
     """
     for name in own_names(Path(path)):
         checkpoint = read_checkpoint(name)
@@ -277,10 +279,14 @@ def _unreadable(folder: Path, *, known: Sequence[SavedCheckpoint], key: str) -> 
 
 
 def _newer(faults: Mapping[int, str], *, than: SavedCheckpoint) -> list[str]:
+    """List the faults at later steps than a checkpoint's, the newest first."""
     return [faults[step] for step in sorted(faults, reverse=True) if step > than.step]
 
 
 def _fault_of(path: Path, *, key: str) -> str:
+    """Describe the fault of a checkpoint that cannot be read, with the option that reads it without
+    a manifest, if one does.
+    """
     separator = ": " if path.is_symlink() else "/"
     fault = f"{path}{separator}{diagnose(path)}"
     if find_raw(path) is None:
@@ -317,8 +323,8 @@ def _not_found(resume: str) -> ConfigError:
 
 
 def set_aside_later(start: SavedCheckpoint) -> list[Path]:
-    """Rename the checkpoints of steps after the one that a run starts from; returns their new
-    paths.
+    """Rename the checkpoints of steps after the one that a run starts from, and point `latest` at
+    that; returns their new paths.
 
     Their steps are about to be taken again. Left where they are, `auto` would resume from them, and
     the Checkpointer would count them among the newest and delete its own.

@@ -43,7 +43,7 @@ OpenFile = Callable[[Path], SaveStream]
 
 
 _PAGE: Final = mmap.PAGESIZE
-_GROWTH: Final = 1 << 24
+_GROWTH: Final = 1 << 24  # bytes, as all sizes here: the memory is a multiple of it
 # All ranks of a host take their memory at the same time, and each sees what the others have taken
 # before its next piece.
 _PIECE: Final = 1 << 26  # a copy of it takes some 20 ms, and holds Python's lock
@@ -87,7 +87,7 @@ class StagedFiles:
 
     def open(self, path: Path) -> _Stream:
         """Begin a file for `path`; one at a time."""
-        self._used = -(-self._used // _PAGE) * _PAGE
+        self._used = -(-self._used // _PAGE) * _PAGE  # rounded up to a page
         return _Stream(self, path)
 
     @property
@@ -118,30 +118,30 @@ class StagedFiles:
 
     def close(self) -> None:
         """Release this process's hold on the memory. A second call does nothing."""
-        self._let_go()
+        self._unmap()
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def _grow(self, least: int) -> None:
-        """Grow the memory to `least` bytes or more. A failure is of this save alone: the memory
+        """Grow the memory to `least` bytes or more. An OSError is of this save alone: the memory
         that it had taken is given back, and the next save tries again.
         """
-        capacity = -(-least // _GROWTH) * _GROWTH
+        capacity = -(-least // _GROWTH) * _GROWTH  # rounded up
         try:
-            _take(self.descriptor, self._capacity, capacity)
+            _reserve(self.descriptor, self._capacity, capacity)
             self._remap(capacity)
         except OSError as error:
             self._refusal = error
             # Give back pieces that were taken earlier in this save.
             if self._capacity > self._capacity_before:
-                self._let_go()
+                self._unmap()
                 if self._capacity_before:
                     self._remap(self._capacity_before)
             os.ftruncate(self.descriptor, self._capacity)
             raise
 
-    def _let_go(self) -> None:
+    def _unmap(self) -> None:
         if self._map is not None:
             self._map.close()
         self._map = None
@@ -150,16 +150,16 @@ class StagedFiles:
     def _remap(self, capacity: int) -> None:
         """Map `capacity` bytes; the old map is closed when the new one is there."""
         mapped = mmap.mmap(self.descriptor, capacity)
-        self._let_go()
+        self._unmap()
         self._map = mapped
         self._capacity = capacity
         if hasattr(mmap, "MADV_DONTFORK"):  # data loaders that are forked have no use for it
             mapped.madvise(mmap.MADV_DONTFORK)
 
 
-def _take(descriptor: int, start: int, stop: int) -> None:
-    """Lengthen the file, with pages behind all of it. Raises OSError (ENOMEM) before the system
-    kills a process for want of memory.
+def _reserve(descriptor: int, start: int, stop: int) -> None:
+    """Lengthen the file from `start` to `stop` bytes, with memory for all of it. Raises OSError
+    (ENOMEM) before the system kills a process for want of memory.
     """
     for begin in range(start, stop, _PIECE):
         size = min(_PIECE, stop - begin)
@@ -199,8 +199,9 @@ class _Stream:
 
 
 def _anonymous_file() -> int:
+    """Return the descriptor of a new file without a name."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("dsf-save", os.MFD_CLOEXEC)
-    # Other systems than Linux: this file has no name, or has lost it.
+    # Other systems than Linux: the file is on disk, and has no name or loses it.
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

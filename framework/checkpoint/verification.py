@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MOST_THREADS: Final = 16
 _BEAT_SECONDS: Final = 5.0
-_BEATS_PER_LINE: Final = 6
+_BEATS_PER_LINE: Final = 6  # a line about the progress every half a minute
 
 
 class Verification:
@@ -52,7 +52,7 @@ class Verification:
         return sum(list(self._done.values()))
 
     def damage(self) -> list[str]:
-        """Find files that are not as they were written, a line for each."""
+        """Wait for all files; list those that are not as they were written, a line for each."""
         damage = []
         for line in self._lines:
             if line.result():
@@ -60,11 +60,12 @@ class Verification:
         return damage
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading, and wait for the threads."""
         self._is_closed.set()
         self._threads.shutdown(cancel_futures=True)
 
     def _compare(self, name: str, record: FileRecord) -> str:
+        """Return a line about a file that is not as its record, or empty text."""
         path = self._folder / name
         try:
             facts = path.lstat()
@@ -72,14 +73,17 @@ class Verification:
                 return f"{name}: it is not a regular file"
             if facts.st_size != record.num_bytes:
                 return f"{name}: {facts.st_size:,} bytes where {record.num_bytes:,} were written"
-            actual = hash_file(path, on_read=lambda num_bytes: self._note(name, num_bytes))
+            actual = hash_file(path, on_read=lambda num_bytes: self._note_progress(name, num_bytes))
             if actual == record:
                 return ""
             return f"{name}: its content has changed since it was written"
         except OSError as error:
             return f"{name}: {error.strerror or error}"
 
-    def _note(self, name: str, num_bytes: int) -> None:
+    def _note_progress(self, name: str, num_bytes: int) -> None:
+        """Note the bytes read of a file. Raises InterruptedError, which ends the read, after
+        `close`.
+        """
         if self._is_closed.is_set():
             raise InterruptedError
         self._done[name] = num_bytes
@@ -124,7 +128,9 @@ class SharedVerification:
         self._print_line = print_line
 
     def ask(self, checkpoint: SavedCheckpoint) -> list[str]:
-        """Find the changed files of a checkpoint, as `SavedCheckpoint.damage` does. On rank 0."""
+        """Find the changed files of a checkpoint, as `SavedCheckpoint.damage` does. On rank 0,
+        while the others are in `help`.
+        """
         if not checkpoint.verified:
             return checkpoint.damage()
         self._from_rank0(checkpoint)
@@ -151,6 +157,7 @@ class SharedVerification:
         records = checkpoint.records
         share = share_of(records, index=readers.index(self._rank), count=len(readers))
         num_bytes = sum(record.num_bytes for record in records.values())
+        # Read once, or with `on_every_host` once for each host.
         total_bytes = num_bytes * len(hosts) / len(readers)
         with closing(Verification(checkpoint.path, share, num_sharing=len(neighbours))) as work:
             self._meet_until_done(work, checkpoint.path, total_bytes)
@@ -163,6 +170,7 @@ class SharedVerification:
         return sorted(lines)
 
     def _meet_until_done(self, work: Verification, path: Path, total_bytes: float) -> None:
+        """Wait until every rank has read its share; rank 0 prints the progress. Collective."""
         beat = 0
         is_done = False
         while not is_done:

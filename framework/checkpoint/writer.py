@@ -60,10 +60,12 @@ def write_files(order: Mapping[str, Any], memory: memoryview) -> None:
     finally:
         # The memory is the rank's again only when no thread reads it any more.
         hashing.shutdown(cancel_futures=True)
-    replace_text(_record(order), json.dumps({"files": files | order["written"], "failure": ""}))
+    replace_text(
+        _record_path(order), json.dumps({"files": files | order["written"], "failure": ""})
+    )
 
 
-def _record(order: Mapping[str, Any]) -> Path:
+def _record_path(order: Mapping[str, Any]) -> Path:
     """Return the path of the record of one rank and one save; a late writer of an earlier run
     writes another one.
     """
@@ -86,6 +88,9 @@ class Writer:
                 self._save(order)
 
     def _save(self, order: Mapping[str, Any]) -> None:
+        """Carry out an order, and report each state to the rank. Rank 0's writer warns of a
+        failure; another one leaves it in its record, for rank 0's to find.
+        """
         try:
             self._write(order)
             self._report(state="written")
@@ -95,9 +100,9 @@ class Writer:
         except (OSError, _NotWrittenError) as error:
             failure = getattr(error, "strerror", None) or str(error)
             if order["rank"] != 0:
-                # If the disk has no room for it, the ranks exchange it at the next save.
+                # Without room for the record, the ranks exchange the failure at the next save.
                 with suppress(OSError):
-                    replace_text(_record(order), json.dumps({"files": {}, "failure": failure}))
+                    replace_text(_record_path(order), json.dumps({"files": {}, "failure": failure}))
             elif order["warns"]:
                 warn_of_failure(Path(order["folder"]), order["description"]["step"], failure)
             self._report(state="failed", failure=failure)
@@ -135,10 +140,13 @@ class Writer:
         )
 
     def _await_records(self, order: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """Yield each rank's record, when it is there. All are looked for in one listing: a file
+        """Yield each rank's record, when it is there; raises _NotWrittenError if the rank gives the
+        save up, or a record does not appear in time. All are looked for in one listing: a file
         system of several hosts may cache for a minute that a single name does not exist.
         """
-        missing = {_record({**order, "rank": rank}): rank for rank in range(order["world_size"])}
+        missing = {
+            _record_path({**order, "rank": rank}): rank for rank in range(order["world_size"])
+        }
         pause = _SHORTEST_PAUSE_SECONDS
         deadline = float("inf")
         while missing:
@@ -162,13 +170,16 @@ class Writer:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _report(self, **answer: str) -> None:
+        """Send an answer to the rank. If that is gone, end this process."""
         try:
             self._channel.send(**answer)
         except ConnectionError:  # the rank is gone: written and recorded files stay
             os._exit(0)
 
     def _listen(self, seconds: float) -> Mapping[str, Any]:
-        """Return a message from the rank, or an empty one after this many seconds."""
+        """Return a message from the rank, or an empty one after this many seconds. If the rank is
+        gone, end this process.
+        """
         try:
             message = self._channel.receive(seconds)
         except TimeoutError:
@@ -179,8 +190,8 @@ class Writer:
 
 
 def main(channel: MessageSocket, memory: str) -> None:
-    """Serve a `WriterProcess`. It must not outlive its rank: it could publish over the run that
-    takes its place.
+    """Serve a `WriterProcess`; `memory` is the number of a descriptor. The process must not outlive
+    its rank: it could publish over the run that takes its place.
     """
     Writer(channel, int(memory)).serve()
 

@@ -102,7 +102,7 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.keep_failure(lambda: Path(path).mkdir(parents=True, exist_ok=True))
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write one file, or keep the failure."""
+        """Show the content to `look`, then write one file, or keep the failure."""
         self._look(state_dict)
 
         def write() -> None:
@@ -132,11 +132,14 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
 
 def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
+    """Write one file, and return its record if the stream makes one. Raises OSError, also for want
+    of memory.
+    """
     stream = open_file(path)
     try:
         is_pinned = open_file is not NewFile and _may_pin(_largest_on_device(state))
         with _save_options(through_pinned_memory=is_pinned):
-            # It calls no more than `write` and `flush`.
+            # `torch.save` calls no more than `write` and `flush`.
             torch.save(state, stream)  # type: ignore[arg-type]
     except BaseException as error:
         stream.abandon()

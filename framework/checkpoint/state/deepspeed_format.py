@@ -83,6 +83,9 @@ def _refuse_other_kinds(folder: Path, names: RawNames) -> None:
 
 
 def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
+    """Make up a manifest from the first rank's files. Raises StorageError if files and names do not
+    agree, and any other error for files of another release.
+    """
     files = CheckpointFiles(folder)
     model_files = _files_by_rank(files, MODEL_FILE)
     optimizer_files = _files_by_rank(files, OPTIMIZER_FILE)
@@ -146,6 +149,7 @@ def _read(file: Path) -> Any:
 
 
 def _count(value: Any, name: str) -> int:
+    """Return the value of a counter; raises ValueError if it cannot be one."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{name} is {value!r}")
     return value

@@ -41,6 +41,7 @@ _FACTORED: Final = {"row_var": -1, "col_var": -2}
 
 
 def _shape_of_state(key: str, shape: torch.Size) -> list[int]:
+    """Return the shape of the state `key` for a weight of this shape."""
     sizes = list(shape)
     if key in _FACTORED:
         sizes[_FACTORED[key]] = 1
@@ -139,10 +140,11 @@ class OptimizerViews:
                 state[key] = stepped.data.new_zeros(_shape_of_state(key, stepped.shape))
 
     def _pieces(self) -> Iterator[_ParameterPiece]:
+        """Yield this rank's pieces of the parameters, as the ZeRO stage lays them."""
         optimizer = self._optimizer
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
             yield from self._stage3_pieces()
-        elif self._fragments():
+        elif self._groups_and_flats():
             yield from self._stage12_pieces()
         elif hasattr(optimizer, "fp32_groups_flat"):
             # Half precision at stage 0 with DeepSpeed's FusedAdam: the fp32 copies of a group lie
@@ -177,12 +179,14 @@ class OptimizerViews:
 
     def _stage12_pieces(self) -> Iterator[_ParameterPiece]:
         """Yield the pieces of stages 1 and 2: the parameters of a group lie in a row, and every
-        rank has an equal part of it. `_hp_mapping` is of another order if gradients go round robin.
+        rank has an equal part of it. DeepSpeed's `_hp_mapping` of a parameter does not serve: it is
+        of another order if gradients go round robin.
         """
-        fragments = self._fragments()
-        assert fragments is not None
+        groups_and_flats = self._groups_and_flats()
+        assert groups_and_flats is not None
         process_groups = self._optimizer.real_dp_process_group
-        for number, (group, flat) in enumerate(zip(*fragments, strict=True)):
+        for number, (group, flat) in enumerate(zip(*groups_and_flats, strict=True)):
+            # Where the parameter begins in this rank's part; negative if in an earlier rank's.
             offset = -flat.numel() * torch.distributed.get_rank(group=process_groups[number])
             for parameter in group:
                 start = max(offset, 0)
@@ -212,6 +216,7 @@ class OptimizerViews:
                 self._set_step(stepped, group, most)
 
     def _set_step(self, stepped: torch.nn.Parameter, group: Mapping[str, Any], step: float) -> None:
+        """Set the number of steps of one tensor, in the type and place that its optimizer reads."""
         state = self._base.state[stepped]
         known = state.get("step")
         is_tensor = isinstance(known, torch.Tensor)
@@ -220,8 +225,8 @@ class OptimizerViews:
         if not is_tensor:
             state["step"] = int(step)
             return
-        # As torch makes it: these two read it in kernels, where a tensor of the host is an illegal
-        # address.
+        # As torch makes it: fused and capturable optimizers read it in kernels, where a tensor of
+        # the host is an illegal address.
         if group.get("fused") or group.get("capturable"):
             device = stepped.device
         else:
@@ -249,13 +254,13 @@ class OptimizerViews:
         # stage 3 cuts groups into sub-groups
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
             members: list[list[torch.nn.Parameter]] = [[] for _ in self._base.param_groups]
-            for number, part in enumerate(optimizer.fp16_groups):
-                members[optimizer.sub_group_to_group_id[number]] += part
+            for number, sub_group in enumerate(optimizer.fp16_groups):
+                members[optimizer.sub_group_to_group_id[number]] += sub_group
             return members
-        fragments = self._fragments()
-        if fragments is None:
+        groups_and_flats = self._groups_and_flats()
+        if groups_and_flats is None:
             return stepped_groups(optimizer)
-        return [list(group) for group in fragments[0]]
+        return [list(group) for group in groups_and_flats[0]]
 
     def set_loss_scale(self, values: Mapping[str, float]) -> None:
         """Put back fp16's dynamic loss scale and its counters, if this optimizer has a dynamic
@@ -275,14 +280,15 @@ class OptimizerViews:
         Collective. Returns the parameters that are whole, and complete now.
         """
         optimizer = self._optimizer
-        fragments = self._fragments()
-        if fragments is not None:  # stages 1 and 2, bf16 pipelines
+        groups_and_flats = self._groups_and_flats()
+        if groups_and_flats is not None:  # stages 1 and 2, bf16 pipelines
             optimizer.update_lp_params()
-            return set(chain(*fragments[0]))
+            return set(chain(*groups_and_flats[0]))
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
             self._spread_stage3()
         if not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             return set()
+        # FP16_Optimizer has a flat copy of each group, FP16_UnfusedOptimizer a copy of each weight.
         flats = getattr(optimizer, "fp32_groups_flat", ())
         for group, flat in zip(optimizer.fp16_groups, flats, strict=False):
             sizes = [parameter.numel() for parameter in group]
@@ -294,13 +300,16 @@ class OptimizerViews:
         return set(chain(*optimizer.fp16_groups))
 
     def _spread_stage3(self) -> None:
+        """Copy the fp32 row of every sub-group into its row of the model's precision, and let the
+        model's partitions be stretches of that.
+        """
         optimizer = self._optimizer
         for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-            low = optimizer.fp16_partitioned_groups_flat[number]
+            model_flat = optimizer.fp16_partitioned_groups_flat[number]
             if flat.numel():
-                low.copy_(flat)
+                model_flat.copy_(flat)
             partitions = optimizer.fp16_partitioned_groups[number]
-            pieces = optimizer.unflatten(low, partitions)
+            pieces = optimizer.unflatten(model_flat, partitions)
             for partition, piece in zip(partitions, pieces, strict=True):
                 partition.data = piece.data
 
@@ -318,7 +327,7 @@ class OptimizerViews:
             for parameter in group["params"]:
                 yield parameter, group
 
-    def _fragments(self) -> tuple[Any, Any] | None:
+    def _groups_and_flats(self) -> tuple[Any, Any] | None:
         """Return the model's parameters group by group, and this rank's flat piece of each group,
         at stages 1 and 2; None at others.
         """

@@ -117,6 +117,7 @@ class StoredState:
             path = self._stored(name).first_state
             if path is None:
                 return None
+            # The path ends with "state" and the parameter's number.
             number = path.keys[-1]
             groups = self._files.value(ValuePath(path.file, (*path.keys[:-2], "param_groups")))
             group = next(group for group in groups if number in group["params"])
@@ -180,7 +181,7 @@ class StoredState:
         split = self._division.splits.get(name)
         if split is None:
             yield from stored.pieces(start, stop)
-        elif (split, size) == (stored.split, len(stored.parts)):
+        elif (split, size) == (stored.split, len(stored.parts)):  # divided as it was
             yield from stored.parts[rank].pieces(start, stop)
         else:
             for first, num in split.to_whole(stored.shape, rank, size, start, stop):
@@ -278,7 +279,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
             checkpoint: the checkpoint.
             average: read the moving average of every weight that was trained; others, and buffers,
                 have none and are read as they are.
-            damage: the result of a comparison that has been done.
+            damage: the result of a comparison that has been done; None: every byte is read here.
 
         Raises:
             ConfigError: kind ``ema-not-kept``: the run that wrote it kept no average.

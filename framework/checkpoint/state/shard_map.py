@@ -371,6 +371,7 @@ def _dict_tensors(
 def _layer_tensors(
     files: CheckpointFiles, pipeline: Mapping[str, Any], rank: int | None
 ) -> Iterator[_NamedTensor]:
+    """Yield the tensors of all layers but those that share the weights of an earlier layer."""
     for number, layer in enumerate(pipeline["layers"]):
         file = layer_file(number, rank)  # a layer without weights has no file
         if layer not in pipeline["tied"] and (files.folder / file).exists():
@@ -563,8 +564,10 @@ def _check_slices(parts: Sequence[tuple[Mapping[str, Stored], int]], content: An
 
 
 def _files_of_stage(files: Mapping[tuple[int, int], str], stage: int = 0) -> list[str]:
-    """Return the files of one pipeline stage, in the order of its data-parallel ranks."""
-    file_of = {rank: file for (rank, of), file in files.items() if of == stage}
+    """Return the files of one pipeline stage, in the order of its data-parallel ranks. Raises
+    LookupError if a rank has none.
+    """
+    file_of = {rank: file for (rank, file_stage), file in files.items() if file_stage == stage}
     result = []
     for rank in range(len(file_of)):
         if rank not in file_of:
@@ -603,7 +606,7 @@ def _stage3_weights(
     group = 0
     start = 0
     for name, shape in chain.from_iterable(shapes.items() for shapes in model["param_shapes"]):
-        size = -(-shape.numel() // len(ranks))
+        size = -(-shape.numel() // len(ranks))  # rounded up: the last piece is padded
         while group < len(sizes) and start == sizes[group]:
             group += 1
             start = 0
@@ -624,6 +627,7 @@ def _stage3_weights(
 def _frozen_weights(
     files: CheckpointFiles, models: Mapping[tuple[int, int], str]
 ) -> Iterator[tuple[str, Stored]]:
+    """Yield the weights that no optimizer has at stage 3, of which each model file has a piece."""
     shapes = files[models[0, 0]]["frozen_param_shapes"] or {}
     for name, shape in shapes.items():
         path = ValuePath(models[0, 0], ("frozen_param_fragments", name))
@@ -634,6 +638,7 @@ def _frozen_weights(
 
 
 def _check_rows(sizes: Sequence[int], content: Any) -> None:
+    """Compare the rows of a rank's file with the sizes of the first rank's. Raises ValueError."""
     if [flat.numel() for flat in content["optimizer_state_dict"][_ROWS]] != sizes:
         raise ValueError("a rank holds other numbers of the parameters than the first")
 

@@ -70,9 +70,9 @@ class Split:
         """Yield where numbers `start` to `stop` of the whole weight lie: rank, first number in its
         part, how many.
         """
-        spans, rows = _spans(self, shape, size)
+        spans, row_lengths = _spans(self, shape, size)
         for row, span, within, num in _follow([span.whole for span in spans], spans, start, stop):
-            yield span.rank, row * rows[span.rank] + span.part + within, num
+            yield span.rank, row * row_lengths[span.rank] + span.part + within, num
 
     def to_whole(
         self, shape: torch.Size, rank: int, size: int, start: int, stop: int
@@ -80,14 +80,14 @@ class Split:
         """Yield where numbers `start` to `stop` of a rank's part lie in the whole weight: first
         number, how many.
         """
-        spans, rows = _spans(self, shape, size)
+        spans, row_lengths = _spans(self, shape, size)
         rank_spans = []
         begins = []
         for span in spans:
             if span.rank == rank:
                 rank_spans.append(span)
                 begins.append(span.part)
-        width = sum(rows)
+        width = sum(row_lengths)
         for row, span, within, num in _follow(begins, rank_spans, start, stop):
             yield row * width + span.whole + within, num
 
@@ -115,22 +115,22 @@ def _spans(split: Split, shape: torch.Size, size: int) -> tuple[list[_Span], lis
     """
     inner = shape[split.dim + 1 :].numel()
     bounds = [list(split.bounds(rank, size)) for rank in range(size)]
-    rows = [0 for _ in range(size)]
+    row_lengths = [0 for _ in range(size)]
     spans = []
     for section in range(len(split.sections)):
         for rank in range(size):
             begin, end = bounds[rank][section]
-            span = _Span(rank, begin * inner, rows[rank], (end - begin) * inner)
+            span = _Span(rank, begin * inner, row_lengths[rank], (end - begin) * inner)
             spans.append(span)
-            rows[rank] += span.num
-    return spans, rows
+            row_lengths[rank] += span.num
+    return spans, row_lengths
 
 
 def _follow(
     begins: Sequence[int], spans: Sequence[_Span], start: int, stop: int
 ) -> Iterator[tuple[int, _Span, int, int]]:
     """Yield the stretches of numbers `start` to `stop`: row, span, first number within the span,
-    how many.
+    how many. `begins` is where each span begins in its row.
     """
     width = sum(span.num for span in spans)
     while start < stop:

@@ -42,8 +42,8 @@ _NAMES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_BLOCK: Final = 1 << 24
-_ALIGNMENT: Final = 8
+_BLOCK: Final = 1 << 24  # bytes
+_ALIGNMENT: Final = 8  # bytes, of the first tensor
 
 
 Read = Callable[[], torch.Tensor]
@@ -416,8 +416,9 @@ def _fill(
     shard: list[Entry],
     metadata: Mapping[str, str],
 ) -> None:
-    # The library orders by size of the type as well: every tensor then begins at a multiple of its
-    # own.
+    """Write the header and all tensors of a safetensors file."""
+    # The library orders by size of the type as well: every tensor then begins at a multiple of the
+    # size of its type.
     ordered = sorted(shard, key=lambda entry: -entry.dtype.itemsize)
     stream.write(_header(ordered, metadata))
     for entry in ordered:
@@ -426,6 +427,7 @@ def _fill(
 
 
 def _header(ordered: list[Entry], metadata: Mapping[str, str]) -> bytes:
+    """Return the length of the JSON text in 8 bytes, and the text, padded with spaces."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"} | dict(metadata)}
     start = 0
     for entry in ordered:
