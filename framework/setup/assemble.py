@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 # Logged losses in a row that may be infinite in fp16, where their steps are skipped: the dynamic
 # loss scale has found its level long before.
-_IN_FP16: Final = 4
+_MOST_INFINITE_LOSSES: Final = 4
 
 
 def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
@@ -322,7 +322,7 @@ def make_schedule(
             at_end=checkpoint.at_end,
         ),
         show_weights=show_weights,
-        not_finite_allowed=_IN_FP16 if in_fp16 else 0,
+        not_finite_allowed=_MOST_INFINITE_LOSSES if in_fp16 else 0,
     )
 
 
@@ -335,7 +335,7 @@ def make_checkpointer(
     further: Callable[[int], Mapping[str, Any]],
 ) -> Checkpointer:
     """Build the checkpointer that saves this run in `folder`, at once or in the background. The
-    caller closes it. `further` adds to the state of every save.
+    caller closes it. `further` returns more state for the save of a step.
 
     Raises:
         StorageError: the process that writes in the background does not start.
@@ -347,7 +347,9 @@ def make_checkpointer(
     )
 
     def position(step: int) -> dict[str, Any]:
-        """Return the position in the data; with the seed it determines the order of samples."""
+        """Return the position in the data, which determines the order of samples with the seed,
+        and the `further` state.
+        """
         epoch, step_in_epoch = divmod(step, plan.length.epoch)
         samples = step * plan.layout.global_size
         values: dict[str, Any] = {"epoch": epoch, "step_in_epoch": step_in_epoch}
@@ -385,8 +387,8 @@ def make_monitors(
 ) -> list[Monitor]:
     """Build the monitors: files of metrics, the console, services, and the user's own.
 
-    Files are written behind the check that the folder is `held`. If a monitor other than
-    ``metrics.jsonl`` cannot be made, that costs a warning.
+    Nothing is written to files before `held` has shown that this run still holds the folder. If a
+    monitor other than ``metrics.jsonl`` cannot be made, that costs a warning.
     """
     from framework.train.monitors.console import make_console
     from framework.train.monitors.metric_files import JsonlFile
@@ -445,7 +447,7 @@ def _services(config: RunConfig, folder: Path, *, from_step: int) -> list[Monito
 def make_eval_loaders(
     plan: Plan, splits: Splits, *, rank: int
 ) -> dict[str, EvalLoader | StreamEvalLoader]:
-    """Return this rank's share of every evaluation set, by its name."""
+    """Return this rank's loader of its share of every evaluation set, by the set's name."""
     make = partial(
         _eval_loader,
         batch_size=plan.config.evaluation.batch_size or plan.layout.micro_size,

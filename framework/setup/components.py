@@ -47,7 +47,7 @@ from framework.train.callbacks import EVENTS, EarlyStopping, ReduceOnPlateau
 if TYPE_CHECKING:
     from framework.data.streams import StreamLoader, StreamPlaces
 
-_IN_THE_BOX: Final = {"early_stopping": EarlyStopping, "reduce_on_plateau": ReduceOnPlateau}
+_BUILT_IN_CALLBACKS: Final = {"early_stopping": EarlyStopping, "reduce_on_plateau": ReduceOnPlateau}
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,9 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
 
 
 def _load_data(section: Any, *, key: str) -> Splits:
+    """Build the datasets of a section. A mixture has the evaluation data of its first part with
+    any.
+    """
     if not isinstance(section, Mixture):
         return as_splits(call_factory(section.factory(), key=key))
     from framework.data import mixtures
@@ -121,7 +124,7 @@ def _callbacks(config: RunConfig, objects: Objects) -> tuple[Any, ...]:
         if isinstance(section, Target):
             named.append((key, section.target, call_factory(section.factory(), key=key)))
         else:
-            build = _IN_THE_BOX[section.kind]
+            build = _BUILT_IN_CALLBACKS[section.kind]
             named.append((key, section.kind, build(**section.model_dump(exclude={"kind"}))))
     for number, callback in enumerate(objects.callbacks):
         named.append((f"callbacks.{number}", type_name(callback), callback))
@@ -348,6 +351,9 @@ def as_module(model: Any) -> torch.nn.Module:
 
 
 def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
+    """Return the function that makes Muon or the optimizer of a target, or None for other built-in
+    kinds. Raises ConfigError if the target cannot be called.
+    """
     section = config.optimizer
     if isinstance(section, Muon):
         from framework.engine.parameter_groups import MuonWithAdamW
@@ -370,6 +376,9 @@ def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
 
 
 def _handed_over_optimizer(make: Any) -> MakeOptimizer:
+    """Return a function that makes an optimizer with `make` and checks it. Raises ConfigError if
+    `make` cannot be called with parameters alone.
+    """
     fix = (
         "hand over a function from parameters to an optimizer, such as "
         "functools.partial(torch.optim.SGD, lr=0.1)"
@@ -394,6 +403,7 @@ def _handed_over_optimizer(make: Any) -> MakeOptimizer:
 
 
 def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.Optimizer:
+    """Return the optimizer, made savable. Raises ConfigError if it is none, or needs a closure."""
     if isinstance(optimizer, torch.optim.Optimizer):
         from framework.setup.user_optimizer import refuse_closure, savable
 

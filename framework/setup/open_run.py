@@ -115,7 +115,9 @@ class OpenRun:
         )
 
     def print_end(self) -> None:
-        """Write the report, and print the result; on rank 0, when the engine is closed."""
+        """Record the end in the events, write the report and print the result, or only the goodput
+        if the run was stopped; on rank 0, when the engine is closed.
+        """
         plan = self.prepared.plan
         folder = self.folder.path
         note_closed(folder / "events.jsonl", step=self.outcome.step)
@@ -143,6 +145,7 @@ class OpenRun:
         self.settle = held.settle
 
         def add_monitors() -> tuple[int, Mapping[str, float]]:
+            """Add the monitors of rank 0; return the counts that all ranks need."""
             since = time.monotonic() - self.began
             events.append(Events(folder.events, from_step=start_step, seconds=since))
             monitors.extend(
@@ -183,7 +186,7 @@ class OpenRun:
         )
 
     def save(self, step: int, metrics: Mapping[str, float]) -> object:
-        """Write a checkpoint into the folder, if it is held. Collective."""
+        """Wait until the folder is known to be held, then write a checkpoint. Collective."""
         with waiting(f"the save of step {step}"):
             self.settle()
             return self.checkpointer.save(step, metrics)
@@ -231,7 +234,9 @@ def build_trainer(run: OpenRun) -> Trainer:
 
 
 def _flops_per_step(plan: Plan) -> Mapping[str, float]:
-    """Count the operations of a step on rank 0: the other ranks load no estimates of time."""
+    """Count the floating-point operations of a step, by the metric that is their rate. On rank 0:
+    the other ranks load no estimates of time.
+    """
     from framework.plan.flops import flops_per_step
     from framework.plan.work import work_of
 

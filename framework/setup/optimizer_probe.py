@@ -38,7 +38,7 @@ _TOLERANCE: Final = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Allowed difference, as a fraction of the largest change: kernels for vectors and matrices differ
 in the last bits.
 """
-_ROUNDINGS: Final = 64
+_ROUNDINGS: Final = 64  # allowed in any case, of the largest weight
 _RATE_IF_NONE: Final = 1e-2  # for an optimizer made with lr 0, which a schedule sets later
 
 _BY_NUMBER: Final = "take an optimizer that works number by number, such as AdamW, Lion or SGD"
@@ -103,6 +103,7 @@ _TRIALS: Final = (
 
 
 def _slope(step: int) -> float:
+    """Return the factor of the loss at a step: now and then nearly flat, or many times as steep."""
     if step % 23 == 22:
         return 0.01
     if step % 17 == 16:
@@ -236,7 +237,7 @@ def _compared(
 class _Stepped:
     """An optimizer in a trial: its groups are those that it was made with, or shares of them."""
 
-    number = 0
+    number = 0  # in the trial, for its random generators: 0 for whole weights, from 1 for shares
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None:
         self.optimizer = optimizer
@@ -377,18 +378,19 @@ def _scalars(
     scalars: dict[str, list[float]] = {}
     for index, (group, weights) in enumerate(zip(optimizer.param_groups, held, strict=False)):
         for name, value in group.items():
-            number = _number(value)
+            number = _as_number(value)
             if number is not None:
                 scalars.setdefault(f"{name} of group {index}", []).append(number)
         for weight in weights:
             for name, value in optimizer.state.get(weight, {}).items():
-                number = _number(value)
+                number = _as_number(value)
                 if number is not None:
                     scalars.setdefault(f"{name} of group {index}'s state", []).append(number)
     return scalars
 
 
-def _number(value: Any) -> float | None:
+def _as_number(value: Any) -> float | None:
+    """Return a number, or a tensor of one number without axes, as a float; None for others."""
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
         return float(value)
     if isinstance(value, (int, float)):
@@ -397,6 +399,9 @@ def _number(value: Any) -> float | None:
 
 
 def _differing_scalar(whole: Mapping[str, list[float]], share: Mapping[str, list[float]]) -> str:
+    """Return the name of numbers that are not all the same, of whole weights and a share, or empty
+    text.
+    """
     for name, numbers in share.items():
         both = numbers + whole.get(name, [])
         least = min(both)
@@ -414,6 +419,7 @@ class _EqualDraws(TorchDispatchMode):
 
     def __init__(self, step: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        # Numbers that such draws may give, other ones at each step.
         self._normal = 1.4 * sin(2.4 * step + 1)
         self._uniform = 0.5 + 0.45 * sin(1.7 * step)
 

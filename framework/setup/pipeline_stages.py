@@ -228,6 +228,9 @@ def _checked_bounds(value: Any, *, num_layers: int, num_stages: int) -> list[int
 
 
 def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) -> StageTable:
+    """Divide the layers into stages. Raises ConfigError if they cannot be divided so, a value at a
+    cut cannot be sent, or two stages would share a weight that is not tied.
+    """
     config = plan.config
     table = cut(facts, config.parallel, same_groups=needs_same_groups(config))
     if isinstance(table, Problem):

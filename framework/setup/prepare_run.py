@@ -142,7 +142,8 @@ def prepare(
     plan: Plan | None = None,
     lookup: ResumeLookup | None = None,
 ) -> Prepared:
-    """Import and build the parts of a run, and render its DeepSpeed JSON.
+    """Import and build the parts of a run, and render its DeepSpeed JSON; makes this rank's device
+    the current one. Not collective.
 
     Args:
         config: of the run.
@@ -232,6 +233,7 @@ def _num_lanes(plan: Plan, parts: Parts) -> int:
 
 
 def _shared_lanes(plan: Plan, parts: Parts) -> Iterator[Problem]:
+    """Yield a warning if the lanes of the training stream cannot be divided evenly over ranks."""
     lanes = _num_lanes(plan, parts)
     ranks = plan.layout.data_parallel_size
     if lanes % ranks:

@@ -64,7 +64,9 @@ class Kept:
 
 
 def on_rank0(work: Callable[[], Any]) -> Any:
-    """Return the result of `work` on rank 0, or its error, for all ranks; None elsewhere."""
+    """Call `work` on rank 0, and return its result, or its error, which `from_rank0` raises on all
+    ranks; return None on others. A lost peer is raised at once.
+    """
     if rank() != 0:
         return None
     try:
@@ -76,7 +78,7 @@ def on_rank0(work: Callable[[], Any]) -> Any:
     except Exception as error:
         if is_lost_peer(error):
             raise
-        traceback.print_exc()  # and the other ranks wait for an answer
+        traceback.print_exc()  # and not raised: the other ranks wait for an answer
         return TrainingError(
             f"rank 0 failed before the first step: {in_one_line(error, longest=300)} [rank0-failed]"
         )
@@ -177,7 +179,9 @@ def choose_start(
     named: SavedCheckpoint | None = None,
     damage_of: DamageOf = SavedCheckpoint.damage,
 ) -> SavedCheckpoint | None:
-    """Lock the run's folder if it exists, and choose the checkpoint that the run starts from."""
+    """Lock the run's folder if it exists, and choose the checkpoint that the run starts from; None
+    for a fresh start. Faults of later checkpoints are printed. On rank 0.
+    """
     folder.lock_if_exists()
     start, damaged = find_sound_checkpoint(
         config.checkpoint.resume,
@@ -241,7 +245,8 @@ def keep_ds_config(folder: RunFolder, ds_config: Mapping[str, Any]) -> None:
 
 
 def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint | None) -> str:
-    """Refuse a start that the run cannot go on from, then open its folder.
+    """Refuse a start that the run cannot go on from; then open its folder, remove what an
+    interruption left, set aside later checkpoints, and describe the run there. On rank 0.
 
     Returns the folder's generation, for hosts that may still see another folder of its name.
     """

@@ -81,6 +81,9 @@ def _rank_share(weight: Any) -> Tensor:
 
 
 def _count(values: Tensor) -> Histogram:
+    """Count the finite values in each bucket; a bucket's key is its upper end. Waits for the
+    device.
+    """
     counts = torch.zeros(2 * _NUM_EDGES + 2, dtype=torch.int64)
     edges = _edges().to(values.device)
     flat = values.flatten()
@@ -100,7 +103,7 @@ def _count(values: Tensor) -> Histogram:
             total += part.double().sum().item()
             squares += part.double().square().sum().item()
     limits = _edges().tolist()
-    limits.append(1.8e308)
+    limits.append(1.8e308)  # stands for infinity
     filled = counts.nonzero().flatten().tolist()
     count_by_limit = {limits[bucket]: int(counts[bucket]) for bucket in filled}
     return Histogram("", low, high, num, total, squares, count_by_limit)
@@ -119,6 +122,9 @@ class SampleWatch:
         *,
         step: Callable[[], int] | None = None,
     ) -> None:
+        """Hand `count` samples to `show`. The run's `folder` has the tokenizer. Without `step`,
+        every call is a step of its own.
+        """
         self._show = show
         self._folder = folder
         self._count = count

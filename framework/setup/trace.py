@@ -93,10 +93,13 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._saved: set[int] = set()
         self._live_bytes = 0
         for tensor in inputs:
-            self._add(tensor)
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+            self._add_storage(tensor)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(
+            self._note_saved, lambda tensor: tensor
+        )
 
     def begin(self, name: str, module: nn.Module | None) -> _Record:
+        """Begin the record of a part; operations count for it from now on."""
         self.current = _Record(name, module)
         self.records.append(self.current)
         return self.current
@@ -107,7 +110,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if causal_length:
             self.current.figures["masked"] += masked(flops, causal_length)
 
-    def _add(self, tensor: Tensor) -> None:
+    def _add_storage(self, tensor: Tensor) -> None:
+        """Count the bytes of a tensor's storage until it is freed; a weight's do not count."""
         storage = tensor.untyped_storage()
         number = storage._cdata
         size = storage.nbytes()
@@ -115,13 +119,16 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._live.add(number)
         self._live_bytes += size
-        weakref.finalize(storage, self._drop, number, size).atexit = False
+        weakref.finalize(storage, self._drop_storage, number, size).atexit = False
 
-    def _drop(self, number: int, size: int) -> None:
+    def _drop_storage(self, number: int, size: int) -> None:
         self._live.discard(number)
         self._live_bytes -= size
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _note_saved(self, tensor: Tensor) -> Tensor:
+        """Count a storage that the forward pass saves for the backward pass, once; returns the
+        tensor.
+        """
         storage = tensor.untyped_storage()
         number = storage._cdata
         is_counted = number in self._of_weights or number in self._saved
@@ -131,6 +138,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def has_saved(self, tensor: Tensor) -> bool:
+        """Check whether the tensor's storage is saved for the backward pass."""
         return tensor.untyped_storage()._cdata in self._saved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,7 +148,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.phase == "forward":
             self._count_operation(func, args, kwargs, result)
         for tensor in outputs:
-            self._add(tensor)
+            self._add_storage(tensor)
         peak_bytes = self.current.peak_bytes
         peak_bytes[self.phase] = max(peak_bytes[self.phase], self._live_bytes)
         return result
@@ -243,6 +251,7 @@ class _AsOnGPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _attention(self, args: Any, kwargs: Any) -> Any:
+        """Count the operations of an attention, and return the output of its stand-in."""
         operands = list(args)
         operands += [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
         query, key, value = operands[:3]
@@ -252,7 +261,8 @@ class _AsOnGPU(TorchFunctionMode):
             key = key.to(dtype)
             value = value.to(dtype)
         size = query.shape[-1]
-        is_causal = kwargs.get("is_causal", args[5:6] == (True,))
+        is_causal = kwargs.get("is_causal", args[5:6] == (True,))  # the sixth argument
+        # Two products: of queries and keys, and of their scores and the values.
         flops = 2 * query.numel() // size * key.shape[-2] * (size + value.shape[-1])
         self._ledger.count(flops, query.shape[-2] if is_causal else 0)
         return _FusedAttention.apply(query, key, value)
@@ -402,6 +412,9 @@ def _part_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _children(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules in a module, by name. Lists, and modules with a large share of the model's
+    `total` weights, are divided further.
+    """
     for name, child in module.named_children():
         share = sum(weight.numel() for weight in child.parameters()) / total
         is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)

@@ -39,6 +39,7 @@ LayerList = Sequence[torch.nn.Module] | Sequence[Layer]
 ModelSource = torch.nn.Module | LayerList | Callable[[], torch.nn.Module | LayerList]
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
+# Keys with which a section names its part.
 _TAGS: Final = ("kind", "target", "object")
 
 
@@ -213,7 +214,7 @@ def _optimizer_section(optimizer: MakeOptimizer) -> dict[str, Any]:
     """Return the section of an optimizer: the class or function that makes it and, of a
     `functools.partial`, the arguments that JSON can hold. A resumed run must have the same ones.
     """
-    made_by = getattr(optimizer, "func", optimizer)  # as for the scheduler
+    made_by = getattr(optimizer, "func", optimizer)  # the function in a `partial`
     keywords: Mapping[str, Any] = {}
     if isinstance(optimizer, partial):
         keywords = optimizer.keywords
@@ -276,6 +277,7 @@ def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = (
 
 
 def _fix(name: str) -> str:
+    """Return what to write instead of an argument that `fit` does not take."""
     if name in _INSTEAD:
         return _INSTEAD[name]
     if name in RunConfig.model_fields:
@@ -330,6 +332,7 @@ def _import_failed(error: BaseException, module_name: str, path: str, *, key: st
 
 
 def _attribute(holder: Any, name: str, holder_name: str, path: str, *, key: str) -> Any:
+    """Return an attribute of a module or class on the way to a target. Raises ConfigError."""
     try:
         return getattr(holder, name)
     except AttributeError as error:

@@ -191,8 +191,9 @@ def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def measure_optimizer(make: MakeOptimizer) -> OptimizerState | str:
-    """Measure the memory of an optimizer on the CPU: its state after a step, and temporary bytes
-    of the next step. Returns the reason instead if it cannot be stepped.
+    """Measure the memory of an optimizer on the CPU, in bytes for each number of a weight: its
+    state after a step, and temporary bytes of the next step. Returns the reason instead if it
+    cannot be stepped.
     """
     try:
         return _memory_of(make)
@@ -213,7 +214,7 @@ def _memory_of(make: MakeOptimizer) -> OptimizerState:
         raise _not_judged(error) from error
     size_by_storage: dict[int, int] = {}
     for tensor in _tensors(list(optimizer.state.values())):
-        if tensor.numel() > 1:
+        if tensor.numel() > 1:  # single numbers, such as the step, do not grow with the weight
             storage = tensor.untyped_storage()
             size_by_storage[storage.data_ptr()] = storage.nbytes()
     state_bytes = sum(size_by_storage.values())
