@@ -298,7 +298,8 @@ def describe_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str
         return f"{before['ranks']} ranks, ZeRO {before['zero.stage']}, {before['precision.dtype']}"
     differences = []
     for key in before:
-        if before[key] is None or now.get(key) is None:  # it goes with another key's difference
+        if before[key] is None or now.get(key) is None:
+            # A key that only one of the two has goes with the difference of another key.
             continue
         if before[key] != now[key]:
             differences.append(f"{key}: {show_value(before[key])} -> {show_value(now[key])}")

@@ -429,6 +429,7 @@ def _stage0_weights_in(
         start = 0
         for index, name in enumerate(members):
             weight = stored[name]
+            # The flat copy of a group has one state.
             key: int = group if _FLAT in optimizer else number
             state: tuple[str | int, ...] | None = None
             if key in states:
