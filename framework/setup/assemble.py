@@ -226,7 +226,9 @@ def watch_samples(
 
 
 def _explained_write(error: Exception) -> str:
-    """Explain an error of a callback that writes into a weight which stage 3 has spread."""
+    """Explain an error of a callback that writes into a weight which stage 3 has spread; return
+    empty text for any other error.
+    """
     from framework.engine.spread_weights import written_while_spread
 
     problem = written_while_spread(error)

@@ -177,7 +177,7 @@ def _disagreement_in(
     make: MakeOptimizer, trial: _Trial, stage: int, is_divided: bool, *, key: str, value: str
 ) -> str:
     """Return the disagreement in one trial, in the first form of it that the optimizer takes: some
-    take only floats, or only matrices.
+    take only floats, or only matrices. Raises NotJudgedError if it takes none.
     """
     first_error: NotJudgedError | None = None
     for only_matrices in (False, True):
@@ -195,7 +195,9 @@ def _disagreement_in(
 def _compared(
     make: MakeOptimizer, trial: _Trial, stage: int, is_divided: bool, *, key: str, value: str
 ) -> str:
-    """Return the first disagreement between whole weights and shares over the steps of a trial."""
+    """Return the first disagreement between whole weights and shares over the steps of a trial, or
+    empty text. Raises NotJudgedError if whole weights cannot be stepped.
+    """
     start = trial.trained
     whole = _Whole(make, start, key=key, value=value)
     if not is_divided:
@@ -215,7 +217,7 @@ def _compared(
         gradients = trial.gradients(whole.weights, step)
         whole.step(gradients, step)
         weights = _joined(whole.weights)
-        if not torch.isfinite(weights).all():
+        if not torch.isfinite(weights).all():  # nothing is left to compare
             return ""
         farthest = max(farthest, float((weights - begin).abs().max()))
         least = _ROUNDINGS * torch.finfo(trial.dtype).eps * float(weights.abs().max())
@@ -318,7 +320,7 @@ class _Share(_Stepped):
             self._places.append(share)
             self._flat.append(torch.nn.Parameter(flat_start[share]))
             group["params"] = [self._flat[-1]]
-        if isinstance(optimizer, torch.optim.Adagrad):  # makes its state in its constructor
+        if isinstance(optimizer, torch.optim.Adagrad):  # its constructor makes its state
             optimizer = torch.optim.Adagrad(self._flat, **optimizer.defaults)
         super().__init__(optimizer, key=key, value=value)
 

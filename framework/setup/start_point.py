@@ -158,8 +158,8 @@ def choose_together(
 
 
 def decide_together(decide: Callable[[DamageOf], SavedCheckpoint | None]) -> SavedCheckpoint | None:
-    """Have rank 0 decide, while all ranks read the checkpoints that it has to verify.
-    Collective.
+    """Have rank 0 decide, while all ranks read the checkpoints that it has to verify; returns its
+    decision, or raises its error, on every rank. Collective.
     """
     shared = _verification()
     decision = None

@@ -237,6 +237,7 @@ def png(image: Tensor) -> bytes:
     low = image.min()
     high = image.max()
     pixels = ((image - low) / (high - low).clamp(min=1e-12) * 255).byte()
+    # Each line begins with the number of its filter: none.
     lines = b"".join(b"\0" + bytes(line.flatten().tolist()) for line in pixels.permute(1, 2, 0))
     bit_depth = 8
     color_type = 2 if image.shape[0] == 3 else 0  # RGB or gray

@@ -241,6 +241,7 @@ class _AsOnGPU(TorchFunctionMode):
             arguments = inspect.signature(func).bind(*args, **kwargs).arguments
             value = arguments["input"]
             if arguments.get("training", True) and 0 < arguments.get("p", 0.5) < 1:
+                # Read and written, and a mask of one byte for each element.
                 figures["moved"] += 2 * _bytes(value) + value.numel()
                 return _FusedDropout.apply(value)
         if func is functional.rms_norm:
