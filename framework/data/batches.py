@@ -38,17 +38,18 @@ _NUMBER_KINDS: Final = "biufc"  # numpy's `dtype.kind` of what torch has a type 
 
 
 def _stacking_problem(values: Sequence[Any], *, place: str = "") -> Problem | None:
-    """Find the first difference between the samples of a batch, or the first value in them that
-    torch cannot stack. Looked for only after torch has failed to, so that it costs nothing.
+    """Return the first difference between the samples of a batch, or the first value in them that
+    torch cannot stack; None if there is neither. `values` are one field of all samples, at `place`
+    within a sample. Called only after torch has failed to stack them.
     """
     first = values[0]
     shapes = [_shape(value) for value in values]
     reason = f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]}"
-    own = "or give the dataset a collate_fn(samples) that"
+    alternative = "or give the dataset a collate_fn(samples) that"
     for number, shape in enumerate(shapes):
         if shape != shapes[0]:
             reason += f" in sample 0 of the batch and {shape} in sample {number}"
-            fix = f"give all samples one shape (crop, resize, pad), {own} pads each batch"
+            fix = f"give all samples one shape (crop, resize, pad), {alternative} pads each batch"
             return Problem("samples-differ", reason, fix, "data")
     if isinstance(first, Mapping):
         names = list(first)
@@ -57,11 +58,11 @@ def _stacking_problem(values: Sequence[Any], *, place: str = "") -> Problem | No
     elif _is_stackable(first):
         return None
     else:
-        fix = f"return tensors, numpy arrays or numbers, {own} makes the batch"
+        fix = f"return tensors, numpy arrays or numbers, {alternative} makes the batch"
         return Problem("sample-type", reason, fix, "data")
     for name in names:
-        part = [value[name] for value in values]
-        problem = _stacking_problem(part, place=f"{place or 'sample'}[{name!r}]")
+        field_values = [value[name] for value in values]
+        problem = _stacking_problem(field_values, place=f"{place or 'sample'}[{name!r}]")
         if problem is not None:
             return problem
     return None
@@ -162,12 +163,14 @@ class _GeneratorStates:
         self._words = _words_of_numpy()
 
     def are_current(self) -> bool:
-        """Check that nothing was drawn since."""
+        """Check that no number was drawn from any of the generators since."""
         if not torch.equal(torch.get_rng_state(), self._torch):
             return False
         if random.getstate() != self._python or _words_of_numpy() != self._words:
             return False
-        has_second_normal = self._numpy[3]  # numpy returns it without a draw
+        # numpy draws two normal numbers at once, and keeps the second: its next normal number
+        # changes nothing but the end of this state.
+        has_second_normal = self._numpy[3]
         return not has_second_normal or self._numpy[3:] == tuple(np.random.get_state())[3:]
 
     def put_back(self) -> None:
@@ -177,8 +180,8 @@ class _GeneratorStates:
 
 
 def _words_of_numpy() -> bytes:
-    """Read the state of numpy's global generator from its memory (`mt19937_state`): `get_state`
-    takes 24 us.
+    """Read the state of numpy's global generator, 624 words of 4 bytes and a position, from its
+    memory (`mt19937_state`): `get_state` takes 24 us.
     """
     generator = np.random.mtrand._rand._bit_generator
     return ctypes.string_at(generator.ctypes.state_address, 4 * 625)
@@ -239,8 +242,10 @@ class SeededSamples(_Wrapper):
         self._draws = False
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
-        """Read the samples of (epoch, index) keys: a list, or the result of the dataset's
-        `items_from_seeds`.
+        """Read the samples of (epoch, index) keys: a list, or a `WholeBatch`.
+
+        An error of the first, unseeded reading is raised only if nothing was drawn before it:
+        otherwise it may be an error of that draw, and the samples are read again, seeded.
         """
         indices = [index for _, index in keys]
         if self._are_tensors:

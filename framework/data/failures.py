@@ -42,7 +42,7 @@ def death_of_worker(error: BaseException) -> Problem | None:
 
 def _dead_worker(error: BaseException) -> re.Match[str] | None:
     """Find the end of a worker in an error, or, if that names no signal, in the error that it was
-    raised from.
+    raised from. Group 1 is how the worker ended, group 2 the signal's name, or None.
     """
     dead = _DEAD_WORKER.search(str(error))
     cause = error.__cause__ or error.__context__
@@ -66,9 +66,11 @@ def explaining_data(claims: Claims) -> AbstractContextManager[None]:
 
 
 def _without_traceback(error: Exception, *, claims: Claims) -> FrameworkError | None:
-    """Return the error without a worker's traceback, which precedes its message; None if it has
-    none. The ranks read different samples: an error of one rank is reported by that rank, an error
-    of all by rank 0.
+    """Return a new error without the worker's traceback that torch puts before the message; None
+    if there is no such traceback.
+
+    Either error gets `is_of_one_rank`: whether `claims` has this rank report it. The ranks read
+    different samples: an error of one rank is reported by that rank, an error of all by rank 0.
     """
     if not isinstance(error, FrameworkError):
         return None

@@ -37,7 +37,8 @@ class _Taken:
             self.collate_fn = collate_fn
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_dataset" or name.startswith("__"):  # not set yet while it is unpickled
+        # While an object is unpickled, `_dataset` is not set yet.
+        if name == "_dataset" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
@@ -73,8 +74,12 @@ class TakenSet(_Taken):
         """Return the order of an epoch, drawn from the sampler with a seed of (seed, epoch): the
         same on every rank, at any time.
 
+        It calls the sampler's `set_epoch` and seeds its generator, if it has them; the global
+        generators are left as they were.
+
         Raises:
-            ConfigError: kind ``sampler-order``: the order has another length than the first.
+            ConfigError: kind ``sampler-order``: the order has another length than `num_ordered`, or
+                a number that is no sample's.
         """
         set_epoch = getattr(self._sampler, "set_epoch", None)
         if callable(set_epoch):
@@ -100,8 +105,15 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
     """Return the dataset of a `DataLoader`, and its settings: `micro_size`, `num_workers`, and
     `shuffle` if it is known. Another object is the dataset itself, without settings.
 
+    Args:
+        given: a `DataLoader`, or any dataset.
+        key: the argument or config key that messages name.
+        trains: whether it is for training: then an unknown sampler orders every epoch anew. For
+            evaluation its order is drawn once, here.
+
     Raises:
-        ConfigError: kind ``loader-not-taken``: something else than a sampler makes its batches.
+        ConfigError: kind ``loader-not-taken``: something else than a sampler makes its batches, its
+            sampler divides over ranks, or its `worker_init_fn` may divide a stream.
     """
     if not isinstance(given, DataLoader):
         return as_tensors(given), {}
@@ -114,7 +126,7 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
     collate_fn = None if given.collate_fn is default_collate else given.collate_fn
     size = given.batch_size or batches.batch_size  # type: ignore[union-attr]
     taken: dict[str, Any] = {"num_workers": given.num_workers, "micro_size": size}
-    _look_at_worker_init(given, key=key)
+    _check_worker_init(given, key=key)
     if is_stream(dataset):
         if collate_fn is None:
             return dataset, taken
@@ -141,14 +153,14 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
 
 
 def _shuffles_all(sampler: Any, dataset: Any) -> bool:
-    if type(sampler).__name__ != "RandomSampler":  # torchdata has one as well
+    if type(sampler).__name__ != "RandomSampler":  # torchdata has a class of that name as well
         return False
     return not sampler.replacement and len(sampler) == len(dataset)
 
 
-def _look_at_worker_init(given: DataLoader[Any], *, key: str) -> None:
-    """Refuse a `worker_init_fn` that may divide a stream over workers; warn of one over samples by
-    number.
+def _check_worker_init(given: DataLoader[Any], *, key: str) -> None:
+    """Raise a ConfigError for a `worker_init_fn` of a stream, which it may divide over workers;
+    warn of one of a dataset with samples by number.
     """
     if given.worker_init_fn is None or not given.num_workers:
         return

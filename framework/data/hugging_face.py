@@ -25,7 +25,8 @@ _READERS: Final = {
     ".tar": "webdataset",
 }
 _RANGE: Final = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_IMAGES: Final = 4  # dimensions of a batch of them
+_IMAGE_DIMENSIONS: Final = 4  # of a batch: (batch, channels, height, width)
+_MOST_SHARDS: Final = 64  # one for each lane of a run, as `_MOST_LANES` of data/streams.py
 
 
 def build(
@@ -88,7 +89,11 @@ def build(
 
 
 def _files(pattern: str, key: str) -> list[str]:
-    """List the files of a pattern, in order; a range ``{000..009}`` stands for all its numbers."""
+    """List the files of a pattern, in order; a range ``{000..009}`` stands for all its numbers.
+
+    Raises:
+        ConfigError: kind ``dataset-not-found``: there is none; it names `key`.
+    """
     range_match = _RANGE.search(pattern)
     if range_match:
         first, last = range_match.groups()
@@ -97,7 +102,8 @@ def _files(pattern: str, key: str) -> list[str]:
             text = f"{number:0{len(first)}}"
             files += _files(_RANGE.sub(text, pattern, count=1), key)
         return files
-    names = sorted(glob(str(Path(pattern).expanduser())))  # noqa: PTH207  # which may be absolute
+    # Path.glob takes no absolute pattern.
+    names = sorted(glob(str(Path(pattern).expanduser())))  # noqa: PTH207
     if not names:
         raise ConfigError.of(
             "dataset-not-found", "there is no such file", "check the path", key, pattern
@@ -108,6 +114,15 @@ def _files(pattern: str, key: str) -> list[str]:
 def _with_columns(
     rows: Any, columns: Sequence[str] | Mapping[str, str] | None, streaming: bool
 ) -> Any:
+    """Return a dataset of the rows with the chosen columns, or with all if there are none chosen: a
+    stream if `streaming`, else samples by number.
+
+    With a list of columns, batches are tuples in its order; otherwise dicts, with the new names of
+    a mapping (old -> new).
+
+    Raises:
+        ConfigError: kind ``dataset-columns``: there is no such column.
+    """
     requested = list(columns or ())
     missing = set(requested) - set(rows.column_names or requested)
     if missing:
@@ -119,7 +134,7 @@ def _with_columns(
     if isinstance(columns, Mapping):
         rows = rows.rename_columns({old: new for old, new in columns.items() if old != new})
     if streaming and hasattr(rows, "to_iterable_dataset"):
-        rows = rows.to_iterable_dataset(num_shards=min(len(rows), 64))
+        rows = rows.to_iterable_dataset(num_shards=min(len(rows), _MOST_SHARDS))
     rows = as_tensors(rows)
     names = None if isinstance(columns, Mapping) else columns
     collate_fn = partial(_collate, names=names)
@@ -129,10 +144,12 @@ def _with_columns(
 
 
 def _collate(rows: Sequence[Mapping[str, Any]], *, names: Sequence[str] | None) -> Any:
-    """Collate rows; images, bytes of (batch, channels, height, width), become numbers in [0, 1]."""
+    """Collate rows to a dict of columns, or to a tuple of the columns `names`; images, bytes of
+    (batch, channels, height, width), become numbers in [0, 1].
+    """
     batch = {}
     for name, value in collate(rows).items():
-        if getattr(value, "dtype", None) == torch.uint8 and value.ndim == _IMAGES:
+        if getattr(value, "dtype", None) == torch.uint8 and value.ndim == _IMAGE_DIMENSIONS:
             batch[name] = value / 255
         else:
             batch[name] = value

@@ -41,8 +41,8 @@ def bucketed(
     size: int,
     steps: int,
 ) -> Any:
-    """Return a function of an epoch, as `MicroBatchSampler` takes it: orders with steps of like
-    lengths. Arguments are as of `_bucketed_order`.
+    """Return a function that `MicroBatchSampler` takes as `order_of`: of an epoch (`epoch=`), it
+    returns the order with steps of like lengths. Arguments are as of `_bucketed_order`.
     """
     return partial(_bucketed_order, order_of, lengths, positions, seed=seed, size=size, steps=steps)
 
@@ -57,8 +57,19 @@ def _bucketed_order(
     size: int,
     steps: int,
 ) -> Order:
-    """Sort windows of `steps` steps, each of `size` samples, by length, and draw their steps in
-    random order.
+    """Return the order of an epoch with samples of like lengths in each step.
+
+    Windows of `steps` steps, each of `size` samples, are sorted by length, and the steps of a
+    window are put in random order. Last samples that fill no step stay where they are.
+
+    Args:
+        order_of: returns the order to begin with, given `epoch`.
+        lengths: of the samples, by number.
+        positions: 0 to N - 1.
+        epoch: from 0.
+        seed: `run.seed`.
+        size: global batch size.
+        steps: `data.bucket_steps`.
     """
     samples: Positions = order_of(epoch=epoch)(positions).copy()
     end = len(samples) // size * size
@@ -75,12 +86,13 @@ def _bucketed_order(
 
 def shortest_first(step: int, *, by_length: Positions, seed: int, size: int, steps: int) -> Order:
     """Return the order of one of the first steps: `size` of the shortest samples, drawn from a pool
-    that grows with every step.
+    that grows with every step. `by_length` are all sample numbers, the shortest first; `steps` is
+    the number of steps until the pool has all of them.
 
     Platanios et al. 2019, "Competence-based curriculum learning", the square-root schedule from
     0.01.
     """
     share = np.sqrt((step + 1) / steps * (1 - _EASIEST**2) + _EASIEST**2)
     pool = by_length[: max(size, int(share * len(by_length)))]
-    order = ComputedOrder(len(pool), seed=seed, epoch=-1 - step)
+    order = ComputedOrder(len(pool), seed=seed, epoch=-1 - step)  # epochs from 0 on are the run's
     return lambda positions: pool[order[positions]]

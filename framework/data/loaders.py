@@ -44,10 +44,11 @@ _EVALUATION_SEED: Final = 0xE7A2  # for draws of a `collate_fn`; `run.seed` is f
 def init_of_workers() -> Callable[[int], None]:
     """Return a `worker_init_fn` for the workers of this process, which is a rank.
 
-    A request that goes to a whole process group (Ctrl-C, `timeout`, Slurm, the deepspeed launcher)
-    would end the workers, and the run with them, while the rank still needs their batches to reach
-    the step that it saves. They end when the rank closes their queue; if it is gone, the kernel
-    ends them, which is sooner than torch's own look every five seconds.
+    It lets workers ignore the signals that stop a run. A signal to a whole process group (Ctrl-C,
+    `timeout`, Slurm, the deepspeed launcher) would otherwise end the workers, and the run with
+    them, while the rank still needs their batches to reach the step that it saves. Workers end when
+    the rank closes their queue; if the rank is gone, the kernel ends them, which is sooner than
+    torch's own check every five seconds.
     """
     return partial(_leave_signals_to_rank, os.getpid())
 
@@ -72,25 +73,34 @@ def _loader(
     worker_seed: int,
     fetching: dict[str, Any],
 ) -> DataLoader[Any]:
-    """Make a `DataLoader` of a dataset, read as `samples`; `seed` is for its own `collate_fn`."""
+    """Make a `DataLoader` of a dataset.
+
+    Args:
+        samples: the dataset as it is read, with the keys in `batches`.
+        batches: lists of keys.
+        dataset: the dataset itself, for its own `collate_fn`.
+        seed: for random draws of that `collate_fn`.
+        worker_seed: for the seeds that torch gives to workers.
+        fetching: further arguments of the `DataLoader`.
+    """
     own = own_collate(dataset)
     return DataLoader(
         LoaderSamples(samples, own=own, seed=seed),
         batch_sampler=batches,
         collate_fn=collate if own is None else as_it_is,
         worker_init_fn=init_of_workers(),
-        # Without one, every iterator draws its workers' seeds from the global generator.
+        # Without a generator here, every iterator draws its workers' seeds from the global one.
         generator=torch.Generator().manual_seed(worker_seed),
         **fetching,
     )
 
 
 def end_workers(batches: Iterator[Any]) -> None:
-    """End the workers behind the iterator of a `DataLoader`.
+    """End the workers behind the iterator of a `DataLoader`, if it has any, and wait for their end.
 
-    An iterator that is only dropped ends them when it is collected. A worker's error holds it in a
-    cycle: collected with that, its queues go first, and the workers, which leave signals to the
-    rank, wait on for ever, and an interpreter that ends waits for them.
+    An iterator that is only dropped ends its workers when it is collected. But a worker's error
+    holds the iterator in a reference cycle, and the collector may free its queues first: the
+    workers, which ignore signals, would then wait for ever, and so would the end of the process.
     """
     shut_down = getattr(batches, "_shutdown_workers", None)  # none without workers
     if shut_down is not None:
@@ -98,7 +108,9 @@ def end_workers(batches: Iterator[Any]) -> None:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Check for an iterable of the user's without samples by number."""
+    """Check whether a dataset is a stream: an `IterableDataset`, or an iterable of no builtin type
+    that has no samples by number (`__getitem__`).
+    """
     if isinstance(dataset, IterableDataset):
         return True
     if hasattr(dataset, "__getitem__") or type(dataset).__module__ == "builtins":
@@ -171,7 +183,9 @@ class TrainLoader:
         self._rank = share.rank
         self._reading = reading
         num_samples = num_samples_of(dataset) or 0
-        self._sampler = _samplers(dataset, num_samples, share, ordering, seed=reading.seed)
+        self._make_sampler = _sampler_maker(
+            dataset, num_samples, share, ordering, seed=reading.seed
+        )
         self.steps_per_epoch: int = num_samples // share.global_size
         if self.steps_per_epoch == 0:
             raise ConfigError.of(
@@ -193,7 +207,7 @@ class TrainLoader:
         in_one = own_collate(self._dataset) is None
         loader = _loader(
             SeededSamples(self._dataset, seed=sample_seed, in_one=in_one),
-            self._sampler(start_step=start_step),
+            self._make_sampler(start_step=start_step),
             dataset=self._dataset,
             seed=reading.seed,
             worker_seed=mix_int(_WORKER_SALT, reading.seed, self._rank),
@@ -207,13 +221,13 @@ class TrainLoader:
                 end_workers(batches)
 
 
-def _samplers(
+def _sampler_maker(
     dataset: Any, num_samples: int, share: Share, ordering: Ordering, *, seed: int
 ) -> Callable[..., MicroBatchSampler]:
     """Return the function that makes this rank's sampler, given its `start_step`.
 
     Raises:
-        ConfigError: kind ``data-without-lengths``.
+        ConfigError: kind ``data-without-lengths``: `ordering` orders by length.
     """
     if getattr(dataset, "num_ordered", None):
         order_of = partial(dataset.epoch_order, seed=seed)

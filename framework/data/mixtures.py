@@ -23,9 +23,14 @@ _PART_SALT: Final = 0x3B17
 
 @lru_cache
 def pattern(weights: tuple[float, ...]) -> Positions:
-    """Return the part of every position of a period: up to any position, each part has its share to
-    within one sample (Tijdeman 1980, "The chairman assignment problem": of the parts that lag by
-    1 / (2k - 2), the one that is due first).
+    """Return the numbers of the parts that the samples of a period come from, in order: an int64
+    array, repeated without end, of at most 10,000 positions.
+
+    Up to any position, each of the k parts has its share to within one sample (Tijdeman 1980, "The
+    chairman assignment problem": of the parts that lag by 1 / (2k - 2), the one that is due first).
+
+    Raises:
+        ConfigError: kind ``mixture-weights``: a share is too small to be read once in a period.
     """
     exact = np.array(weights)
     total = sum(weights)
@@ -33,6 +38,7 @@ def pattern(weights: tuple[float, ...]) -> Positions:
         exact = exact / total * _PERIOD
         total = _PERIOD
     counts = np.floor(exact).astype(np.int64)
+    # What rounding down has left goes to the parts that lost most.
     most_lacking = np.argsort(counts - exact, kind="stable")
     counts[most_lacking[: round(total) - counts.sum()]] += 1
     if not counts.all():
@@ -47,6 +53,7 @@ def pattern(weights: tuple[float, ...]) -> Positions:
     chosen = []
     for position in range(1, counts.sum() + 1):
         behind = shares * position - taken
+        # In how many positions each part would lag by 1 - lag; 1e-9 is for rounding errors.
         due = np.where(behind >= lag - 1e-9, (1 - lag - behind) / shares, np.inf)
         part = int(due.argmin())
         chosen.append(part)
@@ -108,6 +115,7 @@ class Mixture:
             self.collate_fn = first
 
     def shard(self, num_shards: int, index: int) -> Mixture:
+        """Return lane `index` of `num_shards` lanes, as a mixture of its own."""
         lane = Mixture(self._parts, shuffle=self._shuffle, seed=self.seed)
         lane._lane = index
         lane._lanes = num_shards
@@ -126,9 +134,13 @@ class Mixture:
         self._places = state["places"]
 
     def __iter__(self) -> Iterator[Any]:
-        # Parts are begun here, not with the first sample: the random draws of reading up to it are
-        # not the sample's.
+        """Start this lane of all parts at its place, and return the iterator of its samples.
+
+        The parts start in this call, not with the first sample: the random draws of reading up to
+        the place are not that sample's.
+        """
         chosen = pattern(tuple(weight for weight, _ in self._parts))
+        # Each lane begins at its own position of the pattern.
         chosen = np.roll(chosen, -(len(chosen) * self._lane // self._lanes))
         periods, rest = divmod(self._count, len(chosen))
         takes: list[Callable[[], Any]] = []
@@ -143,6 +155,7 @@ class Mixture:
         return self._take_in_turn(chosen, takes)
 
     def _start_lane(self, number: int, part: Any, num_read: int) -> Lane:
+        """Start this lane of a stream at its sample `num_read`, from the last known place."""
         seed = mix_int(_PART_SALT, self.seed, number)
         if getattr(part, "takes_seed", False):
             part.seed = seed

@@ -223,7 +223,8 @@ class MicroBatchSampler:
             start_step: counted from the beginning of the run; epoch e starts at step e x
                 floor(num_samples / global_size).
             version: of the order, as the run began with it.
-            order_of: returns the order of an epoch, instead of `order_of_epoch`.
+            order_of: returns the order of an epoch, given `epoch`, instead of `order_of_epoch`;
+                `version` is not used then.
             first_steps: number of steps before the first epoch.
             order_of_first: returns the order of one of these steps.
         """
@@ -240,15 +241,18 @@ class MicroBatchSampler:
         )
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
+        """Yield (epoch, sample index) keys of one micro-batch after the other, without end. The
+        first steps, before all epochs, count as epochs -1, -2, ...
+        """
         for step in range(self._start_step, self._first_steps):
             for indices in self._order_of_first(step)(self._share.positions(0, 1)).tolist():
                 yield [(-1 - step, index) for index in indices]
         epoch, step = divmod(max(self._start_step - self._first_steps, 0), self._steps_per_epoch)
-        at_once = max(1, _AT_ONCE * self._share.world_size // self._share.global_size)
+        steps_at_once = max(1, _AT_ONCE * self._share.world_size // self._share.global_size)
         while True:
             order = self._order(epoch=epoch)
-            for first in range(step, self._steps_per_epoch, at_once):
-                num_steps = min(at_once, self._steps_per_epoch - first)
+            for first in range(step, self._steps_per_epoch, steps_at_once):
+                num_steps = min(steps_at_once, self._steps_per_epoch - first)
                 for indices in order(self._share.positions(first, num_steps)).tolist():
                     yield [(epoch, index) for index in indices]
             epoch += 1

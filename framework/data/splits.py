@@ -26,8 +26,8 @@ class Splits:
     Attributes:
         train: for training.
         evaluation: for evaluation: a dataset, a mapping of datasets by name, or None.
-        taken: settings of a `DataLoader` in their place: of workers, batches (``eval_size`` for
-            evaluation) and shuffling.
+        taken: settings of the `DataLoader`s that were passed in place of datasets: ``num_workers``,
+            ``micro_size`` (``eval_size`` for evaluation) and ``shuffle``.
     """
 
     train: Any
@@ -113,6 +113,11 @@ def _pair(result: object, origin: _Origin) -> tuple[Any, Any]:
 
 
 def _check(train: Any, evaluation: Any, origin: _Origin) -> Splits:
+    """Check datasets, taken out of their `DataLoader`s, and return them with the loaders' settings.
+
+    Raises:
+        ConfigError: all problems at once; or kind ``loader-not-taken``.
+    """
     train, taken = _taken_over(train, key=origin.train_key, trains=True)
     problems = [_problem_of(train, origin, name="training")]
     is_by_name = isinstance(evaluation, Mapping)
@@ -153,6 +158,7 @@ _NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 
 
 def _problem_of(dataset: object, origin: _Origin, *, name: str) -> Problem | None:
+    """Return why the dataset `name` (as of `Splits.by_name`) cannot be read, or None if it can."""
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
     usual_fix = (
         f"{origin.give} a map-style dataset with __len__ and __getitem__, a stream with "

@@ -115,14 +115,17 @@ class Lane:
         self._next_state = 0.0
 
     def start(self, count: int, place: LanePlace) -> None:
-        """Go to sample `count`: begin at an earlier place and read the samples between."""
+        """Go to sample `count`: begin at `place`, at `count` or before it, and read the samples
+        between.
+        """
         self.count = place.count
         self._begin(place.number, place.state)
         while self.count < count:
             self.take()
 
     def take(self) -> Any:
-        """Return the next sample.
+        """Return the next sample; at the end of a pass, the first one of the next pass. Before it
+        is read, the global random generators are seeded for it, unless samples draw nothing.
 
         Raises:
             ConfigError: kind ``stream-empty``: a whole pass has no sample.
@@ -148,8 +151,10 @@ class Lane:
             return sample
 
     def place(self) -> LanePlace:
-        """Return the last place to begin at; a new one after 64 samples, if the source gives its
-        state.
+        """Return the last place to begin at.
+
+        It is a new one if the source gives its state, 64 samples were read since the last, and
+        states, which may be slow to take, have not taken too much of the time.
         """
         if not self._gives_states or self.count - self._place.count < _SAMPLES_PER_STATE:
             return self._place
@@ -166,7 +171,7 @@ class Lane:
         return self._place
 
     def _begin(self, number: int, state: bytes | None = None) -> None:
-        """Begin a pass, or continue it from a state."""
+        """Begin pass `number`, or continue it from a state; `count` is where it begins."""
         if self._num_lanes > 1:
             self._part = self._source.shard(num_shards=self._num_lanes, index=self.index)
         _set_epoch(self._part, number)
@@ -234,11 +239,14 @@ class _WorkerItems(IterableDataset[Any]):
     def in_workers(
         self, *, num_workers: int, pin_memory: bool, prefetch_factor: int | None = None
     ) -> Iterator[Any]:
+        """Return an iterator over the items of all workers in turn, read in `num_workers`
+        processes, or in this one for 0.
+        """
         loader = DataLoader(
             self,
             batch_size=None,
             collate_fn=as_it_is,
-            # Without one, seeds are drawn from the global generator.
+            # Without a generator here, seeds are drawn from the global one.
             generator=torch.Generator().manual_seed(0),
             num_workers=num_workers,
             worker_init_fn=init_of_workers(),
@@ -356,8 +364,11 @@ class StreamLoader:
         return random_state_kept()
 
     def _batch_parts(self, first: int, samples: Sequence[tuple[_Key, Any]]) -> Iterator[_BatchPart]:
-        """Cut samples, from sample `first` of a step on, into micro-batches. A whole one, or any if
-        the dataset has no `collate_fn` of its own, is collated.
+        """Cut samples, with their keys, from sample `first` of a step on, into this rank's
+        micro-batches.
+
+        A whole micro-batch is collated. So is a part of one, unless the dataset has its own
+        `collate_fn`, which may need all samples: then `_join` calls it.
         """
         size = self._share.micro_size
         offset = self._first - first
@@ -439,6 +450,9 @@ class StreamEvalLoader:
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
         """Yield the batches of one pass. Collective: before every batch the ranks agree whether any
         has one left. A rank without one repeats its last, which does not count.
+
+        Raises:
+            ConfigError: kind ``stream-empty``: no rank has a sample.
         """
         items = _WorkerItems(partial(self._read, self._rank, self._world_size))
         with explaining_data(self._claims):
@@ -449,6 +463,7 @@ class StreamEvalLoader:
                     if batch is not None:
                         last = batch
                     elif last is None:
+                        # This rank has no batch at all: take the first of the whole stream.
                         last = next(self._read(0, 1))
                     yield last, batch is not None
             finally:
@@ -459,7 +474,9 @@ class StreamEvalLoader:
                 )
 
     def _read(self, part: int, parts: int, _worker: int = 0) -> Iterator[Any]:
-        """Yield the batches of one of `parts` parts, with the same random draws in every pass."""
+        """Yield the batches of part `part` of `parts`, with the same random draws in every pass. A
+        stream that has fewer parts is read whole, and every `parts`-th batch of it is this part's.
+        """
         dataset = self._dataset
         collate_fn = own_collate(dataset)
         if collate_fn is None:

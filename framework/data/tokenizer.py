@@ -272,6 +272,9 @@ def python_sources() -> Corpus:
 
 
 def _texts(folder: Path) -> list[bytes]:
+    """Read the Python files of a folder, in alphabetical order, up to `_MOST_BYTES` in all; empty
+    and unreadable ones are left out.
+    """
     texts: list[bytes] = []
     room = _MOST_BYTES
     for path in sorted(folder.glob("*.py")):
@@ -289,6 +292,7 @@ def _texts(folder: Path) -> list[bytes]:
 
 
 def _tokens(texts: list[bytes]) -> Tokens:
+    """Join texts into tokens of bytes, each text ended by the end token."""
     lengths = [len(text) + 1 for text in texts]
     numbers = np.empty(sum(lengths), dtype=np.uint16)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

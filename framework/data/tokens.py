@@ -118,7 +118,9 @@ class EvaluationShare:
         self._bytes_seen = 0
 
     def takes(self, num_bytes: int) -> bool:
-        """Check whether the next document, of this size, is for evaluation."""
+        """Decide whether the next document, of this size, is for evaluation, and count it: to be
+        called once for each document, in order. An empty document is not, and does not count.
+        """
         if num_bytes == 0:
             return False
         self._num_seen += 1
@@ -179,6 +181,7 @@ def verify_token_folder(path: str) -> Meta:
             reason = "its checksum differs: the content has changed"
             problems.append(damaged(folder / name, reason, path, key))
     for part, tokens in corpus.parts():
+        # A document has at least one token and its end.
         if tokens.offsets[0] != 0 or (np.diff(tokens.offsets) < 2).any():
             problems.append(
                 damaged(folder / f"{part}.idx", "its documents do not follow each other", path, key)

@@ -48,7 +48,8 @@ def peft_name(name: str) -> str:
 
 
 def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
-    """Put adapters into a model, and freeze everything but them and `lora.modules_to_save`.
+    """Put adapters into a model, and freeze everything but them and `lora.modules_to_save`. For the
+    whole process it turns off torch's fast path of attention, which would pass adapters by.
 
     Args:
         model: with its initial weights, partitioned by ZeRO-3 or not; the adapters are not
@@ -89,13 +90,17 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
 
 
 def _inject(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
-    """Let peft put its adapters into a model."""
-    # here: it imports transformers, which takes seconds
+    """Let peft put its adapters into a model.
+
+    Raises:
+        ConfigError: kind ``lora-not-adaptable``: peft has no adapter for a module.
+    """
+    # Imported here: peft imports transformers, which takes seconds.
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(**lora.model_dump(exclude={"modules_to_save"}))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # of layers that store W transposed: peft sets its own switch
+        # peft warns of layers that store W transposed, and sets its option for them itself.
         warnings.simplefilter("ignore")
         torch.manual_seed(seed + 1)
         try:
@@ -105,7 +110,8 @@ def _inject(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
             fix = "name linear layers, convolutions or embeddings"
             key = "training.lora.target_modules"
             if "4 dimensions" in reason:
-                fix = "set zero.stage: 2 for convolutions"  # 3 spreads kernels
+                # At stage 3 kernels are partitioned, and have not their four dimensions.
+                fix = "set zero.stage: 2 for convolutions"
             raise ConfigError.of(
                 "lora-not-adaptable", reason, fix, key, lora.target_modules
             ) from error
@@ -138,7 +144,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
     }
     for name, module in adapted.items():
-        # An adapted layer in torch's attention is merged by that.
+        # An adapted layer inside an adapted module (torch's attention) is merged by that module.
         if any(name.startswith(f"{other}.") for other in adapted):
             continue
         if hasattr(module, "unload_and_optionally_merge_module"):

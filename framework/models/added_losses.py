@@ -56,9 +56,8 @@ def add_losses(routing: Routing) -> None:
 
 
 def routing_metrics(reported: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return the means of `balance` and `dropped` over what mixtures have reported in a step.
-
-    It waits for the device.
+    """Return the means over the pairs (`Routing.balance`, `Routing.dropped`) of a step; empty if
+    there are none. It waits for the device.
     """
     if not reported:
         return {}

@@ -27,7 +27,7 @@ def compile_model(model: nn.Module, section: Compile, *, after_first_pass: bool 
     Raises:
         ConfigError: kind ``no-blocks``.
     """
-    torch.compiler.reset()  # graphs of earlier runs count as well
+    torch.compiler.reset()  # graphs of earlier runs count against torch's limit of graphs as well
     modules = _modules_to_compile(model, per=section.per)
     if not modules:
         reason = f"{type(model).__name__} has no two blocks of one class"

@@ -132,6 +132,9 @@ class MixtureOfExperts(AddsLosses):
                 self.experts[str(number)] = expert
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Shapes as in the class docstring; collective where the experts are divided over ranks.
+        In training it adds the losses.
+        """
         tokens = hidden.flatten(0, -2)
         shape = self.shape
         num_experts = shape.num_experts
@@ -168,7 +171,8 @@ class MixtureOfExperts(AddsLosses):
     def _run_experts(self, rows: Tensor) -> Tensor:
         """Run each expert on its rows: (experts, room, hidden) to the same shape.
 
-        Rows of experts on other ranks travel there, and their outputs back.
+        Rows of experts on other ranks are sent there, and their outputs back: then it is
+        collective, and `room` must be the same on all ranks.
         """
         if self.group is not None:
             # From (ranks, own experts, room, hidden) to (own experts, ranks x room, hidden).
@@ -184,9 +188,11 @@ class MixtureOfExperts(AddsLosses):
         return outputs
 
     def _largest_room(self, room: int) -> int:
-        """Return the largest room on any rank, as ranks exchange equally many rows.
+        """Return the largest room (rows per expert) on any rank, as ranks exchange equally many
+        rows.
 
-        Ranks differ in a last batch, by a sample, and where sequences have several lengths.
+        Ranks may differ in a last batch, by a sample, and where sequences have several lengths:
+        there it is collective, and waits for the device.
         """
         if self.group is None or (self.training and not self.varies):
             return room
@@ -206,9 +212,15 @@ class MixtureOfExperts(AddsLosses):
     def _report(
         self, logits: Tensor, probabilities: Tensor, is_first_choice: Tensor, fits: Tensor
     ) -> None:
-        """Add the losses to the task's.
+        """Add the losses to the task's, and report the share of choices without room.
 
         They are computed also where none are collected: recomputation needs the same tensors.
+
+        Args:
+            logits: (tokens, experts).
+            probabilities: (tokens, experts).
+            is_first_choice: (tokens, experts) bool.
+            fits: whether a choice found room, (top_k x tokens,) bool.
         """
         shape = self.shape
         shares = is_first_choice.float().mean(0)

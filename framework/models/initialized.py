@@ -25,7 +25,7 @@ class _Drawn(nn.Module):
     def __init__(
         self, *sizes: int, std: float = DEFAULT_STD, truncated: bool = False, **options: Any
     ) -> None:
-        # torch's constructor calls `reset_parameters`, which needs them
+        # torch's constructor calls `reset_parameters`, which needs both attributes.
         self.std = std
         self.truncated = truncated
         super().__init__(*sizes, **options)
@@ -55,8 +55,8 @@ class TokenEmbedding(DrawnEmbedding):
     """Embedding of tokens, and output layer with the same weight.
 
     Tokens (..., ) int64 to vectors (..., hidden). With `as_head`: vectors (..., hidden) to logits
-    (..., vocabulary), or to their loss. Places that go with tokens are passed on. Both are one
-    forward, because ZeRO-3 gathers weights when a module is called, and only then.
+    (..., vocabulary), or to a `TiledLoss`. A tuple (tokens, places) becomes (vectors, places). All
+    are one forward, because ZeRO-3 gathers weights when a module is called, and only then.
 
     Attributes:
         vocabulary: this rank's part, where the ranks of a tensor group share the weight.

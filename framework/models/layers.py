@@ -420,6 +420,7 @@ def refuse_bad_ties(layers: Sequence[Layer]) -> None:
 
 
 def _register(parent: nn.Module, name: str, module: nn.Module) -> None:
+    """Add a module under a dotted name, with empty modules for the parts that are not there yet."""
     *path, last = name.split(".")
     for part in path:
         if part not in parent._modules:

@@ -33,7 +33,12 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
 
 
 def _with_own_checkpointing(model: nn.Module, *, every: int, refusal: ConfigError) -> nn.Module:
-    """Turn on the recomputation that the model, or its parts, bring along."""
+    """Turn on the recomputation that the model, or its parts, bring along, and return the model.
+
+    Raises:
+        ConfigError: kind ``recompute-needs-layers``, from `refusal`, which explains why the model
+            has no layers: it has no recomputation of its own, that fails, or `every` is not 1.
+    """
     (problem,) = refusal.problems
     reason = f"the model ({problem.value}) cannot be cut into layers: {problem.reason}"
     fix = f"{problem.fix}; or set training.recompute_every: 0"

@@ -217,7 +217,12 @@ _UNKNOWN_OPTIONS: Final = ("softcap", "position_bias", "s_aux", "head_mask")
 
 
 def _share_attention_of_transformers(model: Any) -> None:
-    """Register `attend` with transformers (5.0 and later), and number the model's positions."""
+    """Let a model of transformers (5.0 and later) call `attend`, in place, and number its positions
+    before each forward pass (`Numbering`).
+
+    Raises:
+        ConfigError: kind ``sequence-needs-attention``.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -250,7 +255,11 @@ def _share_attention_of_transformers(model: Any) -> None:
 
 
 def _refuse_mixed_positions(model: Any) -> None:
-    """Refuse a model of transformers in which positions meet elsewhere than in `attend`."""
+    """Refuse a model of transformers in which positions meet elsewhere than in `attend`.
+
+    Raises:
+        ConfigError: kind ``sequence-needs-attention``.
+    """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise _refusal(
             model, "it takes no position_ids, and so would number this rank's positions from 0"
@@ -385,5 +394,7 @@ def numberings(model: nn.Module) -> dict[str, Numbering]:
 
 
 def refused_positions(model: nn.Module, reason: str) -> ConfigError:
-    """Return the refusal of a model that has other outputs where ranks share sequences."""
+    """Return the error (``sequence-needs-attention``) of a model that gives other outputs where
+    ranks share sequences than on one rank.
+    """
     return _refusal(model, reason)

@@ -115,7 +115,11 @@ class TensorPart:
         return self._copied[1]
 
     def begin(self, *, draws: bool) -> None:
-        """Let this rank draw random numbers of its own, after a column layer and until `end`."""
+        """Let this rank draw random numbers of its own, after a column layer and until `end`.
+
+        Its seed is one draw from the common stream, alike on all ranks. Nothing happens without
+        `draws` or `may_draw`, and if it has begun already.
+        """
         if not draws or not self.may_draw or self._common is not None:
             return
         seed = int(torch.randint(2**31, ()))
@@ -246,6 +250,7 @@ class VocabularyPart:
 
         It is the first of several with the same logit. It takes two small all-reduces.
         """
+        # A rank without the largest logit takes part with a number beyond all tokens.
         largest, token = logits.max(dim=-1)
         if self.part is None:
             return token
@@ -327,6 +332,7 @@ class _CrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         shares, local, outside = ctx.saved_tensors
+        # Probabilities less one at the target, on the rank that has it.
         shares.scatter_add_(-1, local.unsqueeze(-1), outside.unsqueeze(-1).float() - 1)
         return shares.mul_(gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
 

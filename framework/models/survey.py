@@ -107,6 +107,14 @@ def _survey_layers(
     frozen: Collection[str],
     counts_flops: bool = False,
 ) -> Iterator[Surveyed]:
+    """Run layer after layer, and yield what each has shown; arguments are as of `survey`.
+
+    `value` is the input of the first layer; `make` returns the module of the layer of a number. The
+    weights in `frozen` lose their gradient.
+
+    Raises:
+        ConfigError: as `survey`.
+    """
     first_of_tie: dict[str, tuple[Layer, nn.Module]] = {}
     for number, layer in enumerate(layers):
         module = _build(layer, number, make)
@@ -265,6 +273,9 @@ def _on_meta(value: Any) -> Any:
 
 
 def _meta_module(layer: Layer, number: int, seed: int) -> nn.Module:
+    """Return a layer's module with weights on the meta device; one that is built already stays
+    unchanged.
+    """
     if not layer.is_built:
         with torch.device("meta"):
             return layer.make(number, seed=seed)
@@ -400,7 +411,7 @@ def _difference(expected: tuple[list[Any], Any], actual: tuple[list[Any], Any]) 
 
 
 def _largest_magnitude(numbers: Tensor) -> float:
-    """Return the largest absolute value; NaN counts as 0, and no numbers have 0."""
+    """Return the largest absolute value; NaN counts as 0. Without numbers it is 0."""
     if not numbers.numel():
         return 0.0
     return float(numbers.abs().nan_to_num(0.0).max())

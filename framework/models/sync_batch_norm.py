@@ -33,7 +33,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return self._normalise_over_ranks(input)
 
     def _normalise_over_ranks(self, input: Tensor) -> Tensor:
-        """Normalise a tensor on the CPU.
+        """Normalise a tensor on the CPU, and update the running statistics; two all-reduces.
 
         The mean comes first, then the variance around it: sums of squares would lose the variance
         beside a large mean.
@@ -41,7 +41,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self._check_input_dim(input)
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         axes = [axis for axis in range(values.ndim) if axis != 1]
-        # Of one number per channel, to be broadcast.
+        # Shape of one number per channel, to be broadcast.
         shape = (1, -1) + (1,) * (values.ndim - 2)
         count = values.new_full((1,), values.numel() // values.shape[1])
         total = _SumOverRanks.apply(torch.cat((values.sum(axes), count)), self._group())
@@ -59,6 +59,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _count_batch(self, mean: Tensor, variance: Tensor) -> None:
+        """Update the running statistics, if there are any, by a batch's mean and unbiased variance
+        per channel.
+        """
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None

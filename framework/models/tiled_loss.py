@@ -35,6 +35,11 @@ class TiledLoss(NamedTuple):
     nats: Tensor
 
     def __truediv__(self, _: Any) -> NoReturn:
+        """Refuse what a model does first to cap its logits: it divides them.
+
+        Raises:
+            ConfigError: kind ``loss-not-tiled``.
+        """
         reason = "the model changes its logits after the output layer"
         fix = "set training.loss_tile: 0"
         raise ConfigError.of("loss-not-tiled", reason, fix, "training.loss_tile")
@@ -118,9 +123,22 @@ class _SumOfTiles(torch.autograd.Function):
         positions: int,
         has_guesses: bool,
     ) -> tuple[Tensor, Tensor]:
+        """Compute guesses and the sum of the cross-entropies, tile by tile.
+
+        Args:
+            ctx: keeps the gradients for `backward`.
+            rows: (all positions, size).
+            weight: (tokens, size), in the type of `rows`.
+            bias: (tokens,).
+            targets: (all positions,) int64, negative where a position has no target.
+            vocabulary: the part that `weight` has.
+            positions: of a tile.
+            has_guesses: whether guesses are computed; otherwise they are empty.
+        """
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         num_tokens = len(weight)
         bias_dtype = None if bias is None else bias.dtype
+        # Rows of zeros up to a multiple of HALF_ROWS; their logits are -inf.
         padding = -num_tokens % HALF_ROWS if rows.dtype.itemsize == 2 else 0
         if padding:
             weight = pad(weight, (0, 0, 0, padding))
@@ -151,7 +169,7 @@ class _SumOfTiles(torch.autograd.Function):
                 guesses[tile] = vocabulary.guesses(logits)
             local, outside = vocabulary.own(targets[tile])
             is_half = logits.dtype == rows.dtype and rows.dtype.itemsize == 2
-            # On processors torch would make a copy of the logits in fp32 first.
+            # On GPUs only: on processors torch would first make a copy of the logits in fp32.
             is_fused = is_half and vocabulary.part is None and rows.is_cuda
             exponentials: Tensor | None = None
             if is_fused:
@@ -265,7 +283,8 @@ class _Head:
 
 
 def output_head(model: Any) -> nn.Module | None:
-    """Let the output layer of a model return losses, and return the layer.
+    """Let the output layer of a model return losses, by another class with the same name, and
+    return the layer.
 
     Returns:
         The layer that `get_output_embeddings` (transformers' name) finds, or None where there is no

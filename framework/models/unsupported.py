@@ -109,7 +109,9 @@ def _makes_flat_copies(config: RunConfig) -> bool:
 def _weights_in_the_same_memory(
     model: nn.Module, config: RunConfig, prefix: str
 ) -> Iterator[Problem]:
-    """Find two parameters over the same memory, where each would be given a memory of its own."""
+    """Yield a problem for the first two parameters over the same memory, if DeepSpeed would give
+    each a memory of its own.
+    """
     spans = []
     for name, parameter in model.named_parameters():
         if is_lazy(parameter) or parameter.is_meta or parameter.numel() == 0:
