@@ -68,6 +68,11 @@ def _residual(
 
 
 def _residual_blocks(names: str, *, counts: Sequence[int], **options: Any) -> Layers:
+    """Yield the blocks of the four stages, `counts` of them in each; `options` are of `_residual`.
+
+    `names` is a format of a block's name: {0} is the stage from 1 on, {1} the block in it from 0
+    on, {2} the block from 1 on.
+    """
     for stage, (width, count) in enumerate(zip((64, 128, 256, 512), counts, strict=True), start=1):
         for block in range(count):
             stride = 2 if stage > 1 and block == 0 else 1

@@ -11,7 +11,7 @@ from framework.recipes.image_sets.kinds import ImageFolder
 
 
 def look_at_folders(data: ImageFolder, model: ModelSection) -> tuple[list[Problem], None]:
-    """Find folders that are not here. The number of images is not counted."""
+    """Return a problem for each folder that is missing; and None, as images are not counted."""
     return list(_missing_images(data)), None
 
 

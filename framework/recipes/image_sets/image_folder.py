@@ -75,7 +75,7 @@ def build(
 
 
 def _problems(folder: Path, *, root: str, sub_folders: dict[str, str]) -> Iterator[Problem]:
-    """Find problems that show without listing the images."""
+    """Yield the problems that show without listing the images; `sub_folders` is key -> name."""
     if not folder.is_dir():
         yield Problem(
             "dataset-not-found",
@@ -125,6 +125,7 @@ class _Paths(Sequence[tuple[str, int]]):
     """
 
     def __init__(self, place: Path, listings: HostValue, number: int) -> None:
+        """Take the folder, the results of `_list` for all folders, and which of these is its."""
         self._prefix = _prefix(place)
         self._listings = listings
         self._number = number
@@ -180,11 +181,14 @@ def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any]:
     """List the images as torchvision does, class by class. Returns the names of the classes, the
     names of the images as one buffer, the end of each in it (after a first 0), and the class
     numbers.
+
+    Raises:
+        ConfigError: kind ``dataset-no-images``: a class has none; it names all such classes.
     """
     names = bytearray()
     ends = array("q", [0])
     counts = []
-    empty: dict[str, int] = {}
+    empty: dict[str, int] = {}  # classes without images, as keys that torchvision takes
     try:
         classes, _ = find_classes(str(place))
         for name in classes:

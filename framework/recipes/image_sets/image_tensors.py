@@ -76,8 +76,8 @@ class ImageTensors(BatchDataset):
         return self.items_from_seeds(indices, seeds.numpy().astype(np.uint64))
 
     def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
-        """Read the same batch, with every sample's augmentation decided by its own seed (see
-        `batches.DrawsFromSeeds`).
+        """Read a batch as `__getitems__` does, with every sample's augmentation decided by its own
+        seed, uint64 (B,) (see `batches.DrawsFromSeeds`).
         """
         images = self.images[torch.as_tensor(indices)]
         if self.augment:

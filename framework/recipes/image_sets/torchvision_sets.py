@@ -135,8 +135,11 @@ def _load(source: _Source, folder: Path, *, root: str, train: bool, augment: boo
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor]:
-    """Return images (N, C, H, W) uint8 and labels (N,) int64 of either class, checked: torchvision
-    does not check their numbers.
+    """Return images (N, C, H, W) uint8 and labels (N,) int64 of one of torchvision's datasets.
+
+    Raises:
+        ValueError: torchvision has read no images, other labels than images, or labels out of
+            range, which it does not check.
     """
     images = torch.as_tensor(dataset.data)
     labels = torch.as_tensor(dataset.targets, dtype=torch.int64)

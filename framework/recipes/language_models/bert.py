@@ -242,7 +242,9 @@ class BERT(LayeredModel):
         return cls(BERTShape(**shape))
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the output layer with its bias; the method's name is that of transformers."""
+        """Return the output layer, and give it the bias that losses in tiles add (`head_bias`); the
+        method's name is that of transformers.
+        """
         embed = self.get_submodule("embed")
         outputs = self.get_submodule("classes" if self.shape.num_classes else "outputs")
         if isinstance(embed, TokenEmbedding):

@@ -147,7 +147,9 @@ class Past:
 
     @contextmanager
     def read(self, places: Tensor | None = None) -> Iterator[None]:
-        """Let GPTs that run within the block read tokens at these places."""
+        """Let GPTs of this process that run within the block keep and use these keys and values,
+        and read tokens at `places`; None: they read prompts.
+        """
         global _past
         self.places = places
         _past = self
@@ -229,7 +231,7 @@ class CausalAttention(nn.Module):
         value = split_heads(self.value(hidden), shape.head_size)
         mask = None
         if places is not None:
-            texts = (places == 0).cumsum(1)
+            texts = (places == 0).cumsum(1)  # number of each position's text in its row
             mask = (texts[:, None, :, None] == texts[:, None, None, :]).tril()
         if _past is not None:
             places = _past.places
@@ -300,18 +302,21 @@ class GPTBlock(nn.Module):
 
 
 def _beside_places(module: nn.Module, value: Any) -> Any:
+    """Apply a layer to hidden vectors, and pass on the places of packed rows beside them."""
     if isinstance(value, tuple):
         return (module(value[0]), value[1])
     return module(value)
 
 
 def _with_places(module: nn.Module, value: Any) -> Any:
+    """Apply a layer to hidden vectors and the places of packed rows, and pass the places on."""
     if isinstance(value, tuple):
         return (module(*value), value[1])
     return module(value)
 
 
 def _without_places(module: nn.Module, value: Any) -> Any:
+    """Apply a layer to hidden vectors, and drop the places of packed rows."""
     if isinstance(value, tuple):
         return module(value[0])
     return module(value)

@@ -76,7 +76,7 @@ def _gpt_block(
     if model.positions == "rotary":
         query, key = tape.rotate(query, key)
     mixed = tape.attention(query, key, value, dropout=model.dropout, is_causal=True)
-    # its output lies as the rotated query does, and is copied into rows
+    # The output of attention lies in memory as the rotated query does, and is copied into rows.
     if model.positions == "rotary":
         mixed = tape.run(mixed, shape=mixed.shape)
     rows = share.rows(tape, mixed, rank_size)
@@ -94,7 +94,7 @@ def _perceptron(model: GPT, share: RankShare, tape: Tape, value: Value, name: st
     linear = partial(tape.linear, has_bias=model.bias)
     inner_size = share.of(model.mlp_size)
     has_gate = model.mlp == "swiglu"
-    if has_gate:  # it comes first in the model, and is used after `up`
+    if has_gate:  # the gate's weights come first in the model, and are used after those of `up`
         tape.own((inner_size, model.hidden_size), f"{name}.gate", has_bias=model.bias)
     inner = linear(value, inner_size, f"{name}.up", split=True)
     if has_gate:
@@ -130,13 +130,15 @@ def _mixture(model: GPT, moe: MoE, tape: Tape, normed: Value) -> Value:
     shapes = {"up": (wide, size), "down": (size, wide)}
     if model.mlp == "swiglu":
         shapes = {"gate": (wide, size)} | shapes
-    for number in range(experts):  # in the order of the model
+    # Weights first, in the order of the model; then the operations of all experts at once.
+    for number in range(experts):
         for name, shape in shapes.items():
             tape.own(shape, f"mlp.experts.{number}.{name}", has_bias=model.bias)
     tape.count = experts
     before = tape.flops
     made = _perceptron(model, RankShare(), tape, expert_rows.view(rows, size), "mlp.experts.0")
     tape.count = 1
+    # Operations on rows without a token do not count.
     idle = (tape.flops - before) * (rows - choices) // rows
     tape.flops -= idle
     tape.masked_flops -= idle
@@ -161,7 +163,7 @@ def bert(model: BERT, share: RankShare) -> Layers:
 
     def heads(tape: Tape, hidden: Value) -> Value:
         batch, length, _ = hidden.shape
-        # before the others in the model, and used after them
+        # The pooler's weights come before the transform's in the model, and are used after them.
         tape.own((size, size), "pooler", has_bias=True)
         transformed = tape.layer_norm(tape.gelu(tape.linear(hidden, size, "transform")), "norm")
         pooled = tape.relu(tape.linear(hidden.view(batch, 1, size), size, "pooler"))

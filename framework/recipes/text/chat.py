@@ -89,6 +89,7 @@ def open_tokenizer(path: str | None, template: str | None = None) -> Any:
 
 
 def _of_bytes() -> Any:
+    """Make a `tokenizers.Tokenizer` of bytes with the numbers of `ByteTokenizer`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     # Names of the bytes in a vocabulary: printable ones as they are, the others from 256 on
@@ -128,7 +129,7 @@ def tokenized(
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
     """Return the token numbers (n,) of a chat, and a mask (n,) of those that the assistant wrote:
     the tokens that the template marks with ``{% generation %}``, or those by which the chat up to
-    an answer is longer than the prompt for it.
+    an answer is longer than the prompt for it. `place` names the chat in messages.
 
     Raises:
         ConfigError: kinds ``chat-template-wrong``; ``chat-template-not-prefix``: the whole chat
@@ -199,7 +200,9 @@ class Answers:
         self.special = SpecialTokens(end=tokenizer.eos_token_id)
 
     def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
-        """Return the token numbers of each chat up to the beginning of the answer."""
+        """Return the token numbers of each chat up to the beginning of the answer; a text that is
+        no JSON list of messages is the user's only message.
+        """
         chats = [[{"role": "user", "content": text.decode()}] for text in texts]
         for number, text in enumerate(texts):
             with suppress(ValueError, LookupError, TypeError):

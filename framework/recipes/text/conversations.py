@@ -33,6 +33,7 @@ _ROLES: Final = {"human": "user", "gpt": "assistant", "function": "tool"}  # Sha
 _INSTEAD: Final = ("tool_calls", "function_call", "reasoning_content")
 _PARTS: Final = ("training", "evaluation")
 Pair = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
+"""Token numbers (n,) of a conversation, and a mask (n,) of those that the assistant wrote."""
 
 
 class Conversations(torch.utils.data.Dataset[Any]):
@@ -104,7 +105,12 @@ class Conversations(torch.utils.data.Dataset[Any]):
 
 
 def messages_of(row: Row) -> list[Message]:
-    """Return the messages of a row, in any of the field's forms. Raises ValueError."""
+    """Return the messages of a row: its ``messages``, its ``prompt`` and ``completion``, or its
+    ``conversations`` (ShareGPT's form).
+
+    Raises:
+        ValueError: it has none of these, or a message without role or content.
+    """
     turns = row.get("conversations")
     messages: Any
     if "prompt" in row and "completion" in row:
@@ -198,11 +204,14 @@ def build(
 def _lay_out(
     pairs: list[Pair], name: str, length: int, too_long: str, packing: bool
 ) -> tuple[Any, ...]:
-    """Lay conversations end to end. Returns the tokens uint32, a mask of those that are targets,
-    the starts of conversations, the first conversation of every row, and a description of what was
-    cut or left out.
+    """Lay the conversations of part `name` end to end, in rows of at most `length` tokens.
+
+    Returns:
+        The tokens uint32, a mask of those that are targets, the starts of conversations and the
+        end, the first conversation of every row and the number of all, and a description of what
+        was cut or left out.
     """
-    limit = length + 1
+    limit = length + 1  # the last token is only a target
     drops = too_long == "drop"
     fitting = []
     for ids, learnt in pairs:

@@ -133,6 +133,7 @@ def input_size(paths: Sequence[str], form: Format = "auto") -> int:
 
 
 def _problem_of(path: str, form: Format) -> Problem | None:
+    """Return why a file cannot be read as text, by its kind, name and first bytes, or None."""
     problem = partial(Problem, file=path)
     try:
         # A path with a NUL byte raises here, and is false in pathlib.
@@ -201,6 +202,7 @@ def read_documents(paths: Iterable[str], options: ReadOptions) -> Iterator[TextP
 
 
 def _whole_file(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[TextPiece]:
+    """Yield a file as one document, in pieces; the last one, which ends it, may be empty."""
     start = _skip_byte_order_mark(stream)
     position = start
     num_bytes = os.fstat(stream.fileno()).st_size - start
@@ -229,19 +231,20 @@ def _skip_byte_order_mark(stream: BinaryIO) -> int:
 
 
 def _place_to_cut(text: bytes) -> int:
-    """Return the place behind the last line end, or else before the last blank, that a non-blank
-    follows.
+    """Return the place to cut a text at: behind the last line end that a non-blank follows, or else
+    before the last single blank between non-blanks.
 
     GPT-2's pattern, which byte-level BPE splits by, never joins text across such a place: the
     tokens are the same as in the uncut text. Text without one is cut between two characters.
     """
-    for sign, behind in ((b"\n", 1), (b" ", 0)):
-        place = text.rfind(sign, 0, len(text) - 1)
+    for mark, num_kept in ((b"\n", 1), (b" ", 0)):  # bytes of the mark before the cut
+        place = text.rfind(mark, 0, len(text) - 1)
         while place > 0:
             is_last_blank = not text[place + 1 : place + 2].isspace()
-            if is_last_blank and (behind or not text[place - 1 : place].isspace()):
-                return place + behind
-            place = text.rfind(sign, 0, place)
+            if is_last_blank and (num_kept or not text[place - 1 : place].isspace()):
+                return place + num_kept
+            place = text.rfind(mark, 0, place)
+    # Before the last character, whole or not: its first byte comes before those of 10xxxxxx.
     place = len(text)
     while place > len(text) - 4 and place > 1 and text[place - 1] & 0xC0 == 0x80:
         place -= 1
@@ -284,7 +287,11 @@ def _lines(stream: BinaryIO, path: str) -> Iterator[bytes]:
 
 
 def _text_of(line: bytes, name: str, path: str, number: int) -> bytes:
-    """Return the field of this name in a JSON line."""
+    """Return the field of this name in a JSON line, the line `number` of a file, as UTF-8.
+
+    Raises:
+        ConfigError: kinds ``text-not-utf8``, ``text-bad-json``, ``text-no-field``.
+    """
     refusal = partial(ConfigError.of, file=path, line=number)
     try:
         row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
@@ -321,6 +328,12 @@ def _text_of(line: bytes, name: str, path: str, number: int) -> bytes:
 
 
 def _check_utf8(text: bytes, path: str, *, position: int = 0, line: int = 0) -> None:
+    """Refuse bytes that are not UTF-8, or zero: `text` is line `line`, or begins at byte `position`
+    of the file.
+
+    Raises:
+        ConfigError: kind ``text-not-utf8``.
+    """
     try:
         text.decode()
     except UnicodeDecodeError as error:

@@ -26,7 +26,9 @@ _KEY: Final = "data.path"
 
 
 def look_at_tokens(data: Text | TextPairs, model: ModelSection) -> tuple[list[Problem], int | None]:
-    """Find what is wrong with the folder, and count its training samples."""
+    """Return what is wrong with the folder, and the number of its training samples: None if it
+    cannot be read, has no sample, or no folder is set.
+    """
     if data.path is None:
         return [], None
     try:

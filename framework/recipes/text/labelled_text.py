@@ -31,7 +31,8 @@ class LabelledText(torch.utils.data.Dataset[Any]):
         self.classes = classes
         self.tokenizer = tokenizer
         self._length = length
-        tokenizer.init_kwargs["classes"] = list(classes)  # kept with it beside the checkpoints
+        # Saved with the tokenizer, beside the checkpoints.
+        tokenizer.init_kwargs["classes"] = list(classes)
         self.vocab_size = vocab_size_of(tokenizer)
 
     def __len__(self) -> int:

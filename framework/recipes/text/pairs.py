@@ -174,6 +174,7 @@ class TextPairs(TextSamples):
     def _hide(self, ids: Ints, is_text: npt.NDArray[np.bool_], seeds: Seeds) -> Ints:
         """Choose the tokens to predict, replace them in place, and return the labels (B, S)."""
         column = np.arange(self.tokens_per_sample, dtype=np.int64)
+        # Of the positions with text, those with the lowest hashes are predicted.
         order = mix(seeds[:, None], _WHICH, column)
         order[~is_text] = np.iinfo(np.uint64).max
         counts = np.maximum(1, np.rint(self.mask_fraction * is_text.sum(axis=1))).astype(np.int64)
@@ -182,6 +183,7 @@ class TextPairs(TextSamples):
         labels = np.full_like(ids, NOT_PREDICTED)
         originals = ids[rows, columns]
         labels[rows, columns] = originals
+        # Of ten, eight become [MASK] (0 to 7), one another token (8), one stays (9).
         how = mix(seeds[rows], _HOW, columns) % np.uint64(10)
         others = self._ordinary(mix(seeds[rows], _REPLACEMENT, columns))
         ids[rows, columns] = np.where(how < 8, self._mask, np.where(how == 8, others, originals))
@@ -196,6 +198,7 @@ class TextPairs(TextSamples):
 
 
 def _draw(seeds: Seeds, purpose: int, bound: int | Ints) -> Ints:
+    """Draw a number in [0, bound) from each seed; `purpose` distinguishes a sample's draws."""
     drawn: Ints = (mix(seeds, purpose) % np.asarray(bound, dtype=np.uint64)).astype(np.int64)
     return drawn
 

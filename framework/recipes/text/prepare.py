@@ -221,7 +221,9 @@ class Progress:
 
 
 def _write(pieces: Iterator[TextPiece], tokenizer: Tokenizer, writer: FolderWriter) -> None:
-    """Encode some pieces at a time: a library tokenizer spreads them over the cores."""
+    """Encode the pieces and hand them to the writer, many at a time: a library tokenizer spreads
+    them over the cores.
+    """
     batch: list[TextPiece] = []
     num_bytes = 0
 
@@ -241,6 +243,12 @@ def _write(pieces: Iterator[TextPiece], tokenizer: Tokenizer, writer: FolderWrit
 
 
 def _refuse_used_folder(out: str) -> None:
+    """Check that nothing is at the path but, perhaps, an empty folder.
+
+    Raises:
+        ConfigError: kind ``output-exists``.
+        StorageError: the path cannot be read.
+    """
     path = Path(out).expanduser()
     try:
         is_used = path.is_symlink()

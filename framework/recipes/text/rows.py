@@ -76,7 +76,12 @@ def dealt(
 
 
 def _read(file: Path) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of a file with their places."""
+    """Yield the rows of a file with their places, ``file:line``; empty lines and ``null`` are left
+    out.
+
+    Raises:
+        OSError, ValueError, csv.Error: it cannot be read, or a line is no JSON object.
+    """
     with file.open(encoding="utf-8", newline="") as stream:
         if file.suffix == ".csv":
             table = csv.DictReader(stream)
@@ -119,7 +124,9 @@ def questions() -> Iterator[Row]:
 
 
 def _functions_of(module: str) -> Iterator[tuple[str, str, str]]:
-    """Yield name, first sentence and call of the functions of a module."""
+    """Yield name, first sentence and call of the documented functions of a module; the call is
+    empty if it is not known.
+    """
     seen: set[str] = set()
     for name, value in _members(module):
         if re.search(r"(^|\.)_", name) or not callable(value):

@@ -48,8 +48,8 @@ class PartWriter:
             self._note_start()
 
     def move_tail(self, to: PartWriter, num_tokens: int) -> None:
-        """Move the last tokens to another part. A document that this cuts becomes two, each ended
-        by the end token.
+        """Move the last `num_tokens` tokens to another part. A document that this cuts becomes two,
+        each ended by the end token. Nothing is moved if one of the parts would be left empty.
         """
         self.flush()
         tokens = map_tokens(self.source)
