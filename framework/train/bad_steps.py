@@ -58,8 +58,8 @@ class LeftOut:
 
 
 def noted_windows(path: Path) -> list[tuple[int, int]]:
-    """Read the windows in a run's events: a checkpoint from before a roll back does not have its
-    window.
+    """Read the windows (first step, last step) in a run's events; empty if they cannot be read. A
+    checkpoint from before a roll back does not have the window of that roll back.
     """
     windows: list[tuple[int, int]] = []
     with suppress(OSError), open_own(path, "r") as stream:
@@ -90,8 +90,8 @@ class BadStepPolicy:
     pass_over: Callable[[Iterator[Any]], StepResult]
 
     def follow(self, found: Sequence[BadStep], *, note: Callable[[str], object]) -> None:
-        """Apply the policy to the bad steps that were `found`; `note` logs those that do not end
-        the loop.
+        """Apply the policy to the bad steps that were `found`, in order; `note` logs those that do
+        not end the loop.
 
         Raises:
             TrainingError: kind ``bad-step``: the run ends.

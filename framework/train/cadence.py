@@ -54,7 +54,7 @@ class Every:
 
 
 class Minutes:
-    """Evaluations, saves and the end of a start by the clock; another thread may ask for them."""
+    """Evaluations, saves and the end of a run by the clock; another thread may call `due`."""
 
     def __init__(
         self,
@@ -84,9 +84,8 @@ class Minutes:
             self._due_at[Action.STOP] = began + 60 * most
 
     def due(self) -> Decision:
-        """Return what is due.
-
-        An evaluation or a save is returned once, and again only after its `restart`.
+        """Return what is due: the end of the run at every call, an evaluation or a save once, and
+        again only after its `restart`.
         """
         if not self._due_at:
             return GO_ON
@@ -101,7 +100,7 @@ class Minutes:
         return GO_ON
 
     def restart(self, action: Action) -> None:
-        """Count from now: it has happened."""
+        """Count the minutes to the next `action` from now: this one has happened."""
         if action in self._seconds:
             self._due_at[action] = self._clock() + self._seconds[action]
 

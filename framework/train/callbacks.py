@@ -87,7 +87,7 @@ class State:
         self.requests.metrics |= {name: float(value) for name, value in metrics.items()}
 
     def scale_lr(self, factor: float) -> None:
-        """Multiply the learning rates of all later steps.
+        """Multiply the learning rates of all later steps; rank 0's factor counts.
 
         A scheduler other than ``constant`` sets its own rates again.
         """
@@ -191,7 +191,10 @@ class Callbacks:
         )
 
     def agreed(self) -> Requests:
-        """Return the requests of any rank, once; learning rates are scaled here. Collective."""
+        """Return what any rank has requested since the last call, without metrics. Collective.
+
+        Rank 0's factor of the learning rates is applied here. Metrics stay for the next `call`.
+        """
         own_requests = self._requests
         self._requests = Requests(metrics=own_requests.metrics)
         requests_of_ranks: list[Requests] = self._gather(own_requests)
@@ -241,7 +244,12 @@ class _Watch:
         self._waited = 0
 
     def on_evaluation(self, state: State) -> None:
-        """Compare this evaluation with the best before it."""
+        """Compare this evaluation with the best before it, and act after `patience` that were not
+        better.
+
+        Raises:
+            LookupError: the metric is not measured.
+        """
         value = state.metrics.get(self._metric)
         if value is None:
             known = ", ".join(sorted(name for name in state.metrics if name.startswith("eval/")))
@@ -252,15 +260,15 @@ class _Watch:
             return
         self._waited += 1
         if self._waited >= self._patience:
-            self._is_due(state)
+            self._act(state)
 
     def _is_better(self, value: float) -> bool:
         if self._best is None:
             return True
         return self._sign * (value - self._best) > self._min_change
 
-    def _is_due(self, state: State) -> None:
-        """Act: the metric has not become better for `patience` evaluations."""
+    def _act(self, state: State) -> None:
+        """Do what is due when the metric has not become better for `patience` evaluations."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,11 +283,11 @@ class EarlyStopping(_Watch):
     """Ends a run after `patience` evaluations in which its metric has not become better."""
 
     def on_start(self, state: State) -> None:
-        """End at once where an earlier start of the run was ended."""
+        """End the run at once if its earlier start, from whose state this one goes on, was ended."""
         if self._waited >= self._patience:
-            self._is_due(state)
+            self._act(state)
 
-    def _is_due(self, state: State) -> None:
+    def _act(self, state: State) -> None:
         waited = counted(self._waited, "evaluation")
         if self._best is None:
             finding = "never was a number"
@@ -297,6 +305,6 @@ class ReduceOnPlateau(_Watch):
         super().__init__(**options)
         self._factor = factor
 
-    def _is_due(self, state: State) -> None:
+    def _act(self, state: State) -> None:
         state.scale_lr(self._factor)
         self._waited = 0

@@ -44,9 +44,11 @@ class Events:
         seconds: float | None = None,
         clock: Callable[[], float] = now,
     ) -> None:
-        """Open the file and record the start, with the `seconds` since this process began.
+        """Open the file and record the start, with the `seconds` since this process began; from
+        here on, events of the whole process (`listen_to_events`) are recorded as well.
 
-        After a last line that is incomplete, the events begin on a new line.
+        After a last line that is incomplete, the events begin on a new line. A resume from a step
+        before the last logged one is preceded by ``reached``.
 
         Raises:
             OSError: the file cannot be opened.
@@ -61,6 +63,7 @@ class Events:
             with open_own(path, "r") as stream:
                 lines = stream.read().split("\n")
         kinds = [_kind(line) for line in lines]
+        # A roll back is no start of the run, but the loop that follows it is recorded as one.
         self.restarts = sum(kind in _STARTS for kind in kinds) - kinds.count("roll_back")
         self._file = KeptFile(path, name=self.name)
         if lines and lines[-1]:
@@ -91,7 +94,8 @@ class Events:
 
     @staticmethod
     def append(path: Path, kind: str, step: int, **details: Any) -> None:
-        """Record an event in a file that no process holds open, and flush it to disk.
+        """Record an event in a file that no process holds open, and flush it to disk, after all
+        writes that this process has handed over: it waits for them.
 
         Raises:
             OSError: the event cannot be written.
@@ -104,7 +108,7 @@ class Events:
             os.fsync(stream.fileno())
 
     def write(self, point: Point) -> None:
-        """Take a logged point."""
+        """Take a logged point, and record the steps that were skipped since the last one."""
         self._step = point.step
         skipped = point.metrics.get("train/skipped_steps")
         if skipped is None:
@@ -114,7 +118,7 @@ class Events:
         self._skipped = skipped
 
     def close(self) -> None:
-        """Close the file, after the events that were handed over."""
+        """Close the file, in the thread of writes, after the events that were handed over."""
         listen_to_events(None)
         hand_over(self._close)
 
@@ -150,7 +154,7 @@ def carry_over(before: Path, after: Path) -> None:
     with suppress(OSError, ValueError), open_own(before / "events.jsonl", "r") as file:
         text = file.read()
         last_line = text.rstrip("\n").rpartition("\n")[2]
-        if _kind(last_line) != "restart":  # another job's
+        if _kind(last_line) != "restart":  # the folder is another job's
             return
         reached = _last_point(before / "metrics.jsonl")
         if reached:

@@ -109,12 +109,12 @@ class RunFolder:
         the same name.
 
         A network file system may show its cached entry for up to a minute: logs and checkpoints
-        would be written to the earlier run's folder.
+        would be written to the earlier run's folder. After `wait_seconds` it warns and returns.
         """
         with waiting(f"this host to see the run folder {self.path}", limit_seconds=wait_seconds):
-            self._look_for(generation, deadline=time.monotonic() + wait_seconds)
+            self._poll_for(generation, deadline=time.monotonic() + wait_seconds)
 
-    def _look_for(self, generation: str, *, deadline: float) -> None:
+    def _poll_for(self, generation: str, *, deadline: float) -> None:
         while True:
             with contextlib.suppress(OSError):
                 next(self.path.parent.iterdir(), None)  # makes the file system look again
@@ -163,6 +163,7 @@ class RunFolder:
                 place.rmdir()
 
     def _take(self, *, fresh: bool) -> Path | None:
+        """Make and lock the folder; arguments, result and errors are as of `open`, but OSErrors."""
         self.path.mkdir(parents=True, exist_ok=True)
         names = {entry.name for entry in self.path.iterdir()}
         if fresh and names and not names & _FILES_OF_A_RUN:
@@ -176,7 +177,7 @@ class RunFolder:
         self._take_lock()
         renamed: Path | None = None
         if fresh and names - {_LOCK}:
-            # The lock is renamed with it: no other run can take the folder meanwhile.
+            # The lock is renamed with the folder: no other run can take the folder meanwhile.
             renamed = _move_aside(self.path)
             self.close()
             self.path.mkdir(exist_ok=True)
@@ -239,6 +240,7 @@ class RunFolder:
             raise error
 
     def _why_lost(self) -> str:
+        """Return why the folder is lost; empty if it is not, is not held, or cannot be looked at."""
         if self._lock is None:
             return ""
         try:
@@ -258,6 +260,12 @@ class RunFolder:
             self._lock = None
 
     def _take_lock(self) -> None:
+        """Lock the folder, unless this run holds it; on a file system without locks, warn.
+
+        Raises:
+            StorageError: another run holds it.
+            OSError: the lock file cannot be opened or locked.
+        """
         if self._lock is not None:
             return
         lock = open_own(self.path / _LOCK, "a")
@@ -313,7 +321,9 @@ _ConfigDumper.add_representer(str, _represent_text)
 
 
 def _move_aside(path: Path) -> Path:
-    """Rename a finished or broken run so that its files are never mixed with the next one's."""
+    """Rename a finished or broken run's folder, so that its files are never mixed with the next
+    run's; returns the new path, with the time of its last change.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
     target = path.with_name(f"{path.name}.{stamp}")
     number = 0

@@ -79,13 +79,14 @@ class Stopwatch:
             self._excluded += self.excluded_seconds
 
     def read(self, parts: Mapping[str, float] = MappingProxyType({})) -> Mapping[str, float]:
-        """Return the metrics of the interval since the last call.
+        """Return the metrics of the interval since the last call, and begin the next interval. An
+        interval without a step has none, and goes on.
 
         Call it after the device has finished its work.
 
         Args:
             parts: milliseconds per step that the engine has measured, by metric. The rest of a step
-                is ``time/other_ms``. Without them only the wait for data is known.
+                is ``time/other_ms``. Without `parts` only the wait for data is known.
         """
         now = self._clock()
         seconds = now - self._started - self._excluded
@@ -205,7 +206,8 @@ class SkippedSteps:
         self._is_reported = False
 
     def note(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> None:
-        """Look at a logged point; called on all ranks alike.
+        """Look at a logged point, and warn once of more than 4 skipped steps in a row; called on
+        all ranks alike.
 
         Raises:
             TrainingError: kind ``every-step-skipped``: all of many steps in a row were skipped, or

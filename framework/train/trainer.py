@@ -136,9 +136,9 @@ class Trainer:
         )
         self._first_step = FirstStep()
         self._outcome = Outcome(step=start.step)
-        self._measured: dict[str, float] = {}  # at this very step
-        self._due_by_clock = set[Action]()  # after the next step
-        self._checkpoint: dict[str, float] = {}  # to be logged with the next point
+        self._measured: dict[str, float] = {}  # metrics of this very step
+        self._due_by_clock = set[Action]()  # to be done after the next step
+        self._save_metrics: dict[str, float] = {}  # to be logged with the next point
         self._saved_step = -1
         self._not_finite = 0  # logged losses in a row, up to now
         self._aside_seconds = 0.0
@@ -239,6 +239,7 @@ class Trainer:
         return result
 
     def _record_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Record the end of the loop, or its error, which goes on (the exit of a context)."""
         if isinstance(error, RolledBack):
             return
         outcome = self._outcome
@@ -251,6 +252,9 @@ class Trainer:
         self._hooks.record("end", outcome.step, **details)
 
     def _do_what_is_due(self, result: StepResult) -> None:
+        """Log, evaluate, follow callbacks, show weights and save, as is due after this step.
+        Collective; raises as `fit`.
+        """
         schedule = self._schedule
         self._measured.clear()
         hooks = self._hooks
@@ -281,7 +285,9 @@ class Trainer:
                 self._save_now(hooks.save, result)
 
     def _due_measures(self) -> tuple[bool, bool]:
-        """Return whether an evaluation and a save are due, by steps or by the clock."""
+        """Return whether an evaluation and a save are due, by steps or by the clock; for what was
+        due by the clock, the clock starts again.
+        """
         schedule = self._schedule
         evaluates = self._due(schedule.evaluate)
         saves = self._hooks.save is not None and self._due(schedule.save)
@@ -336,14 +342,19 @@ class Trainer:
         self._aside_seconds += self._stopwatch.excluded_seconds
 
     def _note_aside(self) -> None:
+        """Record the time of callbacks and histograms since the last such event, unless it is
+        short.
+        """
         if self._aside_seconds >= _ASIDE_SECONDS:
             self._hooks.record("callbacks", self._outcome.step, seconds=self._aside_seconds)
             self._aside_seconds = 0.0
 
     def _follow(self, callbacks: Callbacks, *, is_start: bool = False) -> bool:
-        """Follow the requests of callbacks: evaluate, or end the run. Collective.
+        """Follow the requests of callbacks: evaluate, or end the run (`Outcome.ended_early`).
+        Returns whether to save. Collective.
 
-        A run that ends is evaluated and saved as at its last step. Returns whether to save.
+        A run that ends is evaluated and saved as at its last step; with `is_start`, before the
+        first step, neither.
         """
         with self._aside("the callbacks"):
             requests = callbacks.agreed()
@@ -357,13 +368,16 @@ class Trainer:
         return requests.save or (ends and schedule.save.at_end)
 
     def _save_now(self, save: Save, result: StepResult) -> None:
+        """Save this step, record it and call `on_save`, unless the save fails; raises TrainingError
+        for a gradient norm that is not finite.
+        """
         self._refuse_to_save_nan(result)
         with self._in_phase(SAVING):
             is_saved = save(self._outcome.step, self._measured) is not False
         self._hooks.minutes.restart(Action.SAVE)
         seconds = self._stopwatch.excluded_seconds
-        not_logged_ms = self._checkpoint.get("time/checkpoint_ms", 0.0)
-        self._checkpoint = {"time/checkpoint_ms": 1000 * seconds + not_logged_ms}
+        not_logged_ms = self._save_metrics.get("time/checkpoint_ms", 0.0)
+        self._save_metrics = {"time/checkpoint_ms": 1000 * seconds + not_logged_ms}
         if is_saved:
             self._saved_step = self._outcome.step
             self._hooks.record(
@@ -391,6 +405,12 @@ class Trainer:
             )
 
     def _save_before_stopping(self, result: StepResult) -> None:
+        """Save the last step of a run that stops, unless it is saved already.
+
+        Raises:
+            TrainingError: its loss or gradient norm is not finite.
+            StorageError: it could not be saved.
+        """
         step = self._outcome.step
         save = self._hooks.save
         if save is None or self._saved_step == step:
@@ -450,14 +470,19 @@ class Trainer:
         policy.follow(bad_steps, note=partial(warn, is_of_all_ranks=True))
 
     def _log(self, metrics: Mapping[str, float]) -> None:
+        """Log a step's metrics with speeds, times and those of callbacks, and check the losses.
+
+        Raises:
+            TrainingError: training has diverged, or every step is skipped.
+        """
         schedule = self._schedule
         times = {name: value for name, value in metrics.items() if name.startswith("time/")}
         point = dict(metrics)
         point.update(self._spikes.note(metrics.get("train/loss")))
         point.update(self._stopwatch.read(times))
-        point.update(self._checkpoint)
+        point.update(self._save_metrics)
         point.update(self._start.constants)
-        self._checkpoint = {}
+        self._save_metrics = {}
         self._report(point | self._call("on_log", point))
         if self._hooks.bad_steps is not None or math.isfinite(metrics.get("train/loss", 0.0)):
             self._not_finite = 0
@@ -480,6 +505,7 @@ class Trainer:
         )
 
     def _evaluate(self) -> None:
+        """Measure and report the evaluation data; a stop between its batches ends it unreported."""
         with self._in_phase(EVALUATING):
             metrics = evaluate_sets(self._engine, self._eval_data, is_stopping=self._is_stopping)
             if not self._outcome.stopped:
@@ -491,6 +517,9 @@ class Trainer:
             )
 
     def _is_stopping(self) -> bool:
+        """Ask `Hooks.stop`, and return whether the run stops here (`Outcome.stopped`). What is due
+        by the clock is noted for after the next step.
+        """
         decision = self._hooks.stop(self._outcome.step)
         if decision.action is Action.STOP:
             self._outcome.stopped = decision.reason

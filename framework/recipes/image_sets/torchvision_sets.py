@@ -188,7 +188,9 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
 
 @contextmanager
 def _locking(folder: Path, lock_name: str) -> Iterator[None]:
-    """Hold the lock in a folder. A failure removes the lock and the folders made for it."""
+    """Wait for the lock in a folder, without limit, and hold it in the block. A failure removes the
+    lock and the folders made for it.
+    """
     lock = FileLock(folder / lock_name)
     made_folders: list[Path] = []
     while not lock.is_locked:

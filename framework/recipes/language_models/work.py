@@ -138,7 +138,8 @@ def _mixture(model: GPT, moe: MoE, tape: Tape, normed: Value) -> Value:
     before = tape.flops
     made = _perceptron(model, RankShare(), tape, expert_rows.view(rows, size), "mlp.experts.0")
     tape.count = 1
-    # Operations on rows without a token do not count.
+    # Operations on rows without a token are not counted, but take time: `flops - masked_flops`, by
+    # which plan/time.py goes, stays as it is.
     idle = (tape.flops - before) * (rows - choices) // rows
     tape.flops -= idle
     tape.masked_flops -= idle

@@ -129,8 +129,9 @@ def reason_of(error: BaseException) -> str:
 def make_or_warn(name: str, make: Callable[[], Monitor]) -> list[Monitor]:
     """Return the monitor in a list, or warn and return an empty list if it cannot be made.
 
-    That is no reason to end a run, but a link in place of a file of the run is: it leads out of
-    the folder. Its error is raised.
+    Raises:
+        StorageError: `make` raised it: the run has to end.
+        OSError: ELOOP alone: a link in place of a file of the run leads out of its folder.
     """
     try:
         return [make()]
@@ -177,13 +178,13 @@ class Behind:
 
     def write(self, point: Point) -> None:
         """Hand a point over; raises the monitor's error at this point or at an earlier one."""
-        hand_over(partial(self._do, partial(self._monitor.write, point)))
+        hand_over(partial(self._call_unless_failed, partial(self._monitor.write, point)))
         self._raise_error()
 
     def show(self, *shown: Any) -> None:
         """Hand over images, text or histograms; the monitor's error is raised at a later point."""
         monitor: Any = self._monitor
-        hand_over(partial(self._do, partial(monitor.show, *shown)))
+        hand_over(partial(self._call_unless_failed, partial(monitor.show, *shown)))
 
     def settle(self) -> None:
         """Wait until everything is written; raises the monitor's error."""
@@ -191,14 +192,16 @@ class Behind:
         self._raise_error()
 
     def close(self) -> None:
-        """Wait, and close the monitor."""
+        """Wait until everything is written, and close the monitor; raises an error of the monitor
+        that was not raised before.
+        """
         failed = self._error is not None
         settle()
         self._monitor.close()
         if not failed:  # else it has been raised
             self._raise_error()
 
-    def _do(self, write: Callable[[], None]) -> None:
+    def _call_unless_failed(self, write: Callable[[], None]) -> None:
         if self._error is None and (self._after is None or self._after._error is None):
             try:
                 write()

@@ -79,13 +79,16 @@ class CsvFile:
         try:
             self._write_unwritten()
         except OSError as error:
-            self._number = -1  # the file is read before it is written again
+            self._inode = -1  # the file is read before it is written again
             self._troubles.failed(error)
         else:
             self._unwritten.clear()
             self._troubles.worked()
 
     def _write_unwritten(self) -> None:
+        """Write the rows that are not written yet: one at the end, or over the last row if that has
+        its step; several, or a new column, by writing the whole file anew. OSError if that fails.
+        """
         rows = list(self._unwritten.values())
         has_new_column = any(name not in self._columns for name in rows[-1])
         if len(rows) > 1 or has_new_column or self._is_changed():
@@ -107,9 +110,12 @@ class CsvFile:
             status = self._path.stat()
         except FileNotFoundError:
             return True
-        return status.st_ino != self._number or status.st_size != self._size
+        return status.st_ino != self._inode or status.st_size != self._size
 
     def _append(self, row: _Row, *, at: int) -> None:
+        """Write a row at byte `at`, and cut off what comes behind it; after a failure the file ends
+        at `at`.
+        """
         descriptor = self._file.fileno()
         line = _lines(self._columns, [row])
         try:
@@ -125,13 +131,14 @@ class CsvFile:
         self._size = at + len(line)
 
     def _write_all(self, rows: Sequence[_Row]) -> None:
+        """Put a new file with these rows in the place of the old one, and open it."""
         header = _lines(self._columns, [dict(zip(self._columns, self._columns, strict=True))])
         before = header + _lines(self._columns, rows[:-1])
         after = _lines(self._columns, rows[-1:])
         replace_text(self._path, (before + after).decode())
         self._file.close()
         self._file = open_own(self._path, "r+b")
-        self._number = os.fstat(self._file.fileno()).st_ino
+        self._inode = os.fstat(self._file.fileno()).st_ino
         self._last = rows[-1] if rows else {}
         self._last_starts_at = len(before)
         self._size = len(before) + len(after)

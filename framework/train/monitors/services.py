@@ -58,9 +58,8 @@ class Described:
     from_step: int = 0
 
     def number_of(self, sink: str, make: Callable[[], str]) -> str:
-        """Return the number of the run at a sink.
-
-        It is the number that an earlier process of this run has kept, or a new one.
+        """Return the number of the run at a sink: the one that an earlier process of this run has
+        kept, or a new one by `make`, which is kept. It waits for other sinks that do the same.
         """
         path = self.folder / _NUMBERS
         numbers = dict[str, str]()
@@ -309,6 +308,11 @@ class ServiceProcess(Child):
             self._receive_answer()
 
     def _receive_answer(self) -> None:
+        """Wait for the service's last answer, and end its process.
+
+        Raises:
+            TrainingError: the service has failed, or does not answer in time.
+        """
         self._is_over = True
         try:
             answer = self.receive(self._wait_seconds + _ANSWER_SECONDS)
