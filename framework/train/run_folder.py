@@ -240,7 +240,9 @@ class RunFolder:
             raise error
 
     def _why_lost(self) -> str:
-        """Return why the folder is lost; empty if it is not, is not held, or cannot be looked at."""
+        """Return why the folder is lost; empty if it is not, if it is not held, or if storage does
+        not answer.
+        """
         if self._lock is None:
             return ""
         try:

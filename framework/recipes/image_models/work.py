@@ -1,4 +1,6 @@
-"""Layers of the image classifiers on a tape, as `layers()` of the models lists them."""
+"""Layers of the image classifiers on a tape, as `layers()` of the models lists them: name, function
+of the tape and the layer's input, and how many such layers follow each other.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Conversations(torch.utils.data.Dataset[Any]):
             targets.append(np.where(learnt[part][1:], tokens[1:], NO_TARGET))
         room = max(0, self._row_size - sum(map(len, ids)))
         ids.append(np.full(room, self._pad))
-        positions.append(np.arange(room))  # as a conversation of its own
+        positions.append(np.arange(room))  # padding is a conversation of its own
         targets.append(np.full(room, NO_TARGET))
         row_ids = torch.from_numpy(np.concatenate(ids))
         row_positions = torch.from_numpy(np.concatenate(positions))

@@ -65,7 +65,7 @@ class PartWriter:
         for first, last in pairwise([cut, *tokens.offsets[document + 1 :].tolist()]):
             for begin in range(first, last - 1, _BLOCK):
                 to.add(tokens.numbers[begin : min(begin + _BLOCK, last - 1)], ends=False)
-            to.add(self._end[:0], ends=True)
+            to.add(self._end[:0], ends=True)  # no token, but the end of the document
         del tokens  # the files shrink under the map
         self._shrink(cut, num_documents=document, start=start)
 

@@ -47,6 +47,7 @@ class CsvFile:
         self._write_all([row for row in rows if int(row["step"]) <= from_step])
 
     def write(self, point: Point) -> None:
+        """Take a point; while storage refuses rows, up to 10,000 of them wait in memory."""
         step = str(point.step)
         row = {"step": step, "epoch": f"{point.epoch:.6g}"}
         for name, value in point.metrics.items():
