@@ -24,8 +24,8 @@ from framework.report.series import Series
 def area_chart(
     slug: str, title: str, unit: str, parts: Sequence[tuple[str, Series]]
 ) -> Chart | None:
-    """Draw parts stacked over steps, which are the same for all; None if there are fewer than two
-    points.
+    """Draw parts stacked over steps; None if there are fewer than two points or no value above 0.
+    All parts must have the same steps.
     """
     if not parts or len(parts[0][1].steps) < 2:
         return None
@@ -57,7 +57,9 @@ def area_chart(
 
 
 def _areas(frame: Frame, columns: Sequence[_AreaColumn], styles: Sequence[int]) -> Iterator[str]:
-    """Draw the parts, each on those before it."""
+    """Yield an SVG path for each part, stacked on the parts before it; `styles` are the numbers of
+    their colours.
+    """
     below = [0.0 for _ in columns]
     for index, style in enumerate(styles):
         upper = []
@@ -84,8 +86,8 @@ class _AreaColumn:
 
 
 def _area_columns(parts: Sequence[Series], most: int) -> Iterator[_AreaColumn]:
-    """Divide the steps of series, which are the same for all, into at most `most` columns that
-    touch.
+    """Divide the steps of the parts, which are the same for all, into at most `most` columns, each
+    with the means of its steps; a column begins where the one before ends.
     """
     steps = parts[0].steps
     stride = -(-len(steps) // most)
@@ -98,7 +100,7 @@ def _area_columns(parts: Sequence[Series], most: int) -> Iterator[_AreaColumn]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean of the values that are numbers, at least 0."""
+    """Return the mean of the finite values, at least 0; 0 without any."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return 0.0

@@ -76,7 +76,7 @@ def bar_chart(
 def _largest(
     sums: Sequence[float], spans: Sequence[Span], limit: tuple[str, float] | None
 ) -> float:
-    """Return the largest value of a chart."""
+    """Return the largest value to draw: of the bars, the spans and the limit; at least 0."""
     most = max([0.0, *sums])
     for _, high, points in spans:
         most = max(most, high, *points)
@@ -87,7 +87,7 @@ def _largest(
 
 @dataclass(frozen=True)
 class _BarDrawing:
-    """What a chart of bars shows; see `bar_chart`.
+    """A chart of bars before it is drawn; see `bar_chart`.
 
     Attributes:
         sums: of the parts of each bar.
@@ -138,6 +138,7 @@ class _BarDrawing:
         return f"{name} {self.show(value)} ({value / self.most:.0%})"
 
     def _row(self, frame: Frame, row: int) -> Iterator[str]:
+        """Yield the elements of the bar with this number: its heading, its parts, and its span."""
         label, values = self.bars[row]
         y = frame.top + 34 * row + 14
         heading = f"{text(shortened(label, 44))}: {text(self.show(self.sums[row]))}"
@@ -154,6 +155,9 @@ class _BarDrawing:
 
 
 def _span(frame: Frame, y: float, span: Span, shown_unit: float) -> Iterator[str]:
+    """Draw the middle half of a bar's measurements as a whisker, and each measurement as a point
+    below.
+    """
     low, high, points = span
     yield _whisker(frame.x(low / shown_unit), frame.x(high / shown_unit), y + 7)
     for value in points:

@@ -93,7 +93,7 @@ class Frame:
 
 
 def ticks(low: float, high: float, *, most: int = 5, is_log: bool = False) -> list[float]:
-    """Return about `most` round values from a low to a high one."""
+    """Return about `most` round values from `low` to `high` for ticks; without a range only `low`."""
     if is_log:
         return _powers_of_ten(low, high, most)
     if not high > low:
@@ -105,6 +105,9 @@ def ticks(low: float, high: float, *, most: int = 5, is_log: bool = False) -> li
 
 
 def _powers_of_ten(low: float, high: float, most: int) -> list[float]:
+    """Return the powers of ten between two values above 0, at most `most`; with fewer than two of
+    them also the ends.
+    """
     first = math.ceil(math.log10(low) - 1e-9)
     last = math.floor(math.log10(high) + 1e-9)
     stride = max(1, -(-(last - first + 1) // most))
@@ -117,7 +120,7 @@ def _powers_of_ten(low: float, high: float, most: int) -> list[float]:
 
 
 def _round_stride(rough: float) -> float:
-    """Return the first of 1, 2, 5 and 10 times a power of ten that is no less than a stride."""
+    """Return the least of 1, 2, 5 and 10 times a power of ten that is at least `rough`."""
     unit = 10.0 ** math.floor(math.log10(rough))
     for factor in (1, 2, 5):
         if unit * factor >= rough * 0.999:
@@ -156,6 +159,9 @@ def left_of_ticks(heights: Sequence[float]) -> float:
 def draw_axes(
     frame: Frame, heights: Sequence[float], axis: str, top: float, across: Across = OVER_STEPS
 ) -> str:
+    """Draw the grid with its ticks at `heights`, the ticks below, and the names of both axes; `top`
+    is the pixel of the upright axis's name, and `across` the axis below.
+    """
     parts = [f'<text x="6" y="{top + 9:.1f}">{text(axis)}</text>']
     for value in heights:
         y = frame.y(value)
@@ -181,7 +187,9 @@ def label_below(frame: Frame, x: float, label: str) -> str:
 
 
 def make_legend(entries: Sequence[tuple[str, str]], width: float) -> tuple[str, float]:
-    """Return the legend below the title, and where it ends."""
+    """Return the legend below the title, in lines of at most `width` pixels, and the height where
+    the drawing may begin. An entry is a label and the SVG of its symbol.
+    """
     x = 6.0
     y = 38.0
     parts = []

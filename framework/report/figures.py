@@ -36,12 +36,12 @@ def weights(series: Series) -> list[float]:
 
 def means(run: RunRecords) -> Mapping[str, float]:
     """Return the mean per step of every time and throughput metric, and the peak of every memory
-    metric.
+    metric; kept in `run.means`.
 
     The first interval pays for warm-up and is left out if there are others. Parts of a step keep
     adding up to the step's time, which medians would not.
     """
-    if run.means:  # of a long run they take a second, and a page needs them often
+    if run.means:  # to compute the means of a long run takes a second, and a page needs them often
         return run.means
     for name, series in run.metrics.items():
         mean = None
@@ -55,7 +55,9 @@ def means(run: RunRecords) -> Mapping[str, float]:
 
 
 def _mean(series: Series, *, is_rate: bool) -> float | None:
-    """Return the mean of a metric over steps; None without a finite value."""
+    """Return the mean of a metric over steps, without its first point if it has others; None
+    without a finite value. A rate with values above 0 gets its harmonic mean.
+    """
     pairs = list(zip(weights(series), series.values, strict=True))
     total = 0.0
     weighted = 0.0
@@ -87,7 +89,7 @@ def time_split(means: Mapping[str, float]) -> dict[str, float]:
             parts[phase] = means[time_of(phase)]
     step = means.get("time/step_ms", 0.0)
     rest = step - sum(parts.values())
-    # Less is what rounding leaves of parts that were timed.
+    # A smaller rest is what rounding leaves of parts that were timed.
     if rest > 0.02 * step:
         parts["not timed"] = rest
     return parts
@@ -159,8 +161,8 @@ def state(run: RunRecords) -> str:
 
 
 def seconds(run: RunRecords) -> float:
-    """Return the time from the first event or the begin of the first logged interval to the last
-    record, without breaks.
+    """Return the time from the first event, or the begin of the first logged interval, to the last
+    record; 0 if no step was taken.
     """
     attributed = goodput(run)
     return attributed.total if attributed else 0.0
@@ -252,7 +254,9 @@ def _speed(run: RunRecords) -> list[tuple[str, str]]:
 
 
 def best(name: str, series: Series) -> tuple[int, float]:
-    """Return the best finite point of a metric: step and value."""
+    """Return step and value of the best finite point of a metric: the least of losses and errors by
+    its name, the largest of others. ValueError without a finite point.
+    """
     word = name.rpartition("/")[2].lower()
     if word.endswith(_LESS_IS_BETTER):
         return min(series.finite, key=lambda point: point[1])
@@ -260,7 +264,7 @@ def best(name: str, series: Series) -> tuple[int, float]:
 
 
 def summary(run: RunRecords) -> dict[str, Any]:
-    """Return everything as plain values, for ``--json``."""
+    """Return state, verdict and figures of a run as plain values, for ``--json``."""
     verdict = verdict_of(run)
     mean = means(run)
     last_values = {}

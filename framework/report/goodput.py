@@ -29,7 +29,7 @@ _BESIDE: Final = {
     "callbacks": "callbacks",
 }
 _ROUNDING: Final = 0.002  # of the stamps of events
-_LOOK_SECONDS: Final = 1.0  # in which a thread sees that a run goes on
+_LOOK_SECONDS: Final = 1.0  # after so long a thread sees that a run goes on
 # Events of threads that know the last logged step alone, or of a later process: they do not show
 # how far a start had come.
 _NOT_REACHED: Final = ("warning", "hang", "slow", "straggler", "restart")
@@ -86,7 +86,7 @@ class _Attempt:
         return self.begin
 
     def last(self) -> float:
-        """Return the time of its last sign of life."""
+        """Return the Unix time of the last event or point of this start."""
         last = self.loop_begin()
         for event in self.events:
             if event["kind"] != "restart":
@@ -96,7 +96,9 @@ class _Attempt:
         return last
 
     def kept_until(self, step: int) -> float:
-        """Return the time at which it had reached a step from which another start goes on."""
+        """Return the Unix time at which this start had reached a step; later work was lost if
+        another start goes on from that step.
+        """
         last = self.loop_begin()
         for point_step, stamp in self.points:
             if point_step <= step:
@@ -108,14 +110,14 @@ class _Attempt:
         return last
 
     def shift(self, seconds: float) -> None:
-        """Move all of its times."""
+        """Move the begin, the points and the events of this start by some seconds."""
         self.begin += seconds
         self.shifted += seconds
         self.points = [(step, stamp + seconds) for step, stamp in self.points]
         self.events = [event | {"time_seconds": _stamp(event) + seconds} for event in self.events]
 
     def has_evaluated(self, step: int, stamp: float) -> bool:
-        """Check whether it evaluated at a step about that time."""
+        """Check whether this start evaluated at a step, around a Unix time."""
         for event in self.happened("evaluate"):
             is_near = abs(_stamp(event) - stamp) <= _seconds(event) + _LOOK_SECONDS
             if is_near and event.get("step") == step:
@@ -123,22 +125,24 @@ class _Attempt:
         return False
 
     def hang(self) -> dict[str, Any] | None:
-        """Return the hang in which it ended, or None; a hang after which it went on is part of a
-        slow step.
+        """Return the event of the hang that ended this start, or None; a hang after which the start
+        went on is part of a slow step.
         """
         hangs = self.happened("hang")
         if not hangs:
             return None
         noted = _stamp(hangs[-1]) - _LOOK_SECONDS
         later = self._kinds_since(noted)
-        if later[:1] == ["stop"]:  # requested while it stood still
+        if later[:1] == ["stop"]:  # requested while the start hung
             return hangs[-1]
         if later or any(stamp >= noted for _, stamp in self.points):
             return None
         return hangs[-1]
 
     def _kinds_since(self, stamp: float) -> list[str]:
-        """Return the kinds of the events from a time on that a rank has reached."""
+        """Return the kinds of the events from a Unix time on, without those that do not show how
+        far ranks came.
+        """
         kinds = []
         for event in self.events:
             if event["kind"] not in _NOT_REACHED and _stamp(event) >= stamp:
@@ -158,26 +162,29 @@ def goodput(run: RunRecords) -> Goodput | None:
         last = attempt.last()
         kept = last
         end = max([last, *map(_stamp, attempt.events)])
-        category = _after(attempt)
+        category = _category_after(attempt)
         if later is not None:
             kept = min(last, attempt.kept_until(later.events[0].get("step", 0)))
             end = later.begin
             restarts += category == "between restarts"
         loop_begin = attempt.loop_begin()
-        _add(parts, _of_start(attempt, loop_begin))
-        _add(parts, _of_loop(attempt, loop_begin, kept, times))
-        _add(parts, _lost(attempt, kept, last))
+        _add(parts, _startup_seconds(attempt, loop_begin))
+        _add(parts, _loop_seconds(attempt, loop_begin, kept, times))
+        _add(parts, _lost_seconds(attempt, kept, last))
         _add(parts, {category: end - last})
     return Goodput({name: value for name, value in parts.items() if value > 0}, restarts)
 
 
 def _add(parts: dict[str, float], more: Mapping[str, float]) -> None:
+    """Add seconds by category to `parts`, in place."""
     for category, seconds in more.items():
         parts[category] = parts.get(category, 0.0) + seconds
 
 
-def _lost(attempt: _Attempt, kept: float, last: float) -> dict[str, float]:
-    """Return the time from the last step that was kept to the last sign of life: it is lost."""
+def _lost_seconds(attempt: _Attempt, kept: float, last: float) -> dict[str, float]:
+    """Return the seconds from the last step that was kept to the last sign of life, by category:
+    hanging, and steps that another start took again.
+    """
     hang = attempt.hang()
     hanging = 0.0
     if hang is not None and _stamp(hang) > kept:
@@ -185,8 +192,8 @@ def _lost(attempt: _Attempt, kept: float, last: float) -> dict[str, float]:
     return {"hanging": hanging, "steps taken again": last - kept - hanging}
 
 
-def _after(attempt: _Attempt) -> str:
-    """Return the category of the time after a start's last sign of life."""
+def _category_after(attempt: _Attempt) -> str:
+    """Return the category of the time between a start's last sign of life and the next start."""
     if attempt.happened("roll_back"):
         return "rolling back"
     if any("error" not in event for event in attempt.happened("end")):
@@ -219,22 +226,22 @@ class _Times:
     def _by_attempt(
         self, series: Series, attempts: Sequence[_Attempt]
     ) -> dict[int, list[tuple[float, float]]]:
-        """Return id of a start -> (Unix time, seconds) of its points; a point of a thinned series
-        may have the time of the next one that is known.
+        """Return id of a start -> (Unix time, seconds) of its points. A point of a thinned series
+        may get the time of the next point that the clock has.
         """
         points: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for step, weight, value in _weighted(series):
             if not self._stamps or not attempts:
                 break
             at = min(bisect_left(self._steps, step), len(self._steps) - 1)
-            owner = _owner(attempts, step, self._stamps[at][1])
+            owner = _attempt_of_point(attempts, step, self._stamps[at][1])
             stamp = self._stamps[at][1] + owner.shifted
             points[id(owner)].append((stamp, 0.001 * weight * value))
         return points
 
 
-def _of_start(attempt: _Attempt, loop_begin: float) -> dict[str, float]:
-    """Return the time before the first step, by category."""
+def _startup_seconds(attempt: _Attempt, loop_begin: float) -> dict[str, float]:
+    """Return the seconds of a start before its first step, by category."""
     left = loop_begin - attempt.begin
     parts: dict[str, float] = {}
     for event in attempt.happened(*_BESIDE):
@@ -246,9 +253,11 @@ def _of_start(attempt: _Attempt, loop_begin: float) -> dict[str, float]:
     return parts | {"start-up": left}
 
 
-def _of_loop(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -> dict[str, float]:
-    """Return the time from the first step to the last one that was kept, by category: steps, what
-    was done beside them, and the rest.
+def _loop_seconds(
+    attempt: _Attempt, loop_begin: float, kept: float, times: _Times
+) -> dict[str, float]:
+    """Return the seconds from the first step to the last one that was kept, by category: steps,
+    work beside them, and the rest. `loop_begin` and `kept` are Unix times.
     """
     beside: dict[str, float] = {}
     for event in attempt.happened(*_BESIDE):
@@ -262,18 +271,22 @@ def _of_loop(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -
     if hang is not None and _stamp(hang) <= kept:
         beside["hanging"] = _seconds(hang)
 
-    steps = _of_steps(attempt, loop_begin, kept, times)
-    # Clocks are read apart, and a mean is no sum: what is too much is taken from the steps.
+    steps = _step_seconds(attempt, loop_begin, kept, times)
+    # Clocks are read apart, and a mean is no sum: if the parts exceed the time, steps are cut.
     total = kept - loop_begin
     steps = _scaled(steps, most=max(0.0, total - sum(beside.values())))
     parts = steps | _scaled(beside, most=total)
     return parts | {"other": max(0.0, total - sum(parts.values()))}
 
 
-def _of_steps(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -> dict[str, float]:
-    """Return the time of the steps that were kept, by category."""
-    timed = _until(kept, times.seconds[id(attempt)])
-    waited = _until(kept, times.waits[id(attempt)])
+def _step_seconds(
+    attempt: _Attempt, loop_begin: float, kept: float, times: _Times
+) -> dict[str, float]:
+    """Return the seconds of the steps that were kept, by category. Compiling is what the first step
+    took beyond its wait for data and a usual step.
+    """
+    timed = _seconds_until(kept, times.seconds[id(attempt)])
+    waited = _seconds_until(kept, times.waits[id(attempt)])
     waits = sum(waited)
     training = sum(timed) - waits
     training += _not_timed(attempt, loop_begin, kept, times)
@@ -292,14 +305,14 @@ def _of_steps(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) 
     }
 
 
-def _until(end: float, points: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the seconds of the points up to a time."""
+def _seconds_until(end: float, points: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the seconds of the points (Unix time, seconds) up to the time `end`."""
     return [seconds for stamp, seconds in points if stamp <= end]
 
 
 def _not_timed(attempt: _Attempt, loop_begin: float, kept: float, times: _Times) -> float:
-    """Return the time of steps after the last point, by events: a full disk may have cost the
-    points.
+    """Return the seconds of steps after the last kept point, by events: a full disk may have cost
+    the points. At most twice the usual time of these steps counts.
     """
     step: float = attempt.from_step
     since = loop_begin
@@ -327,7 +340,9 @@ def _not_timed(attempt: _Attempt, loop_begin: float, kept: float, times: _Times)
 
 
 def _progress(attempt: _Attempt, since: float, until: float) -> Iterator[dict[str, Any]]:
-    """Yield the events in some time that show how far a start had come."""
+    """Yield the events after `since` and up to `until`, both Unix times, that show how far a start
+    had come.
+    """
     for event in attempt.events:
         is_progress = event["kind"] != "closed" and event["kind"] not in _NOT_REACHED
         if is_progress and since < _stamp(event) <= until:
@@ -335,14 +350,15 @@ def _progress(attempt: _Attempt, since: float, until: float) -> Iterator[dict[st
 
 
 def _scaled(parts: Mapping[str, float], *, most: float) -> dict[str, float]:
+    """Return the parts, all reduced by one factor if their sum exceeds `most`."""
     total = sum(parts.values())
     if total <= most:
         return dict(parts)
     return {name: value * most / total for name, value in parts.items()}
 
 
-def _started(run: RunRecords) -> list[_Attempt]:
-    """Return the starts of a run with their events."""
+def _attempts_of_events(run: RunRecords) -> list[_Attempt]:
+    """Return the starts of a run, each with its events and no points yet."""
     attempts: list[_Attempt] = []
     for event in run.events:
         if "time_seconds" not in event:
@@ -357,21 +373,23 @@ def _started(run: RunRecords) -> list[_Attempt]:
 
 
 def _attempts(run: RunRecords) -> list[_Attempt]:
-    """Return the starts of a run, in order; one without events if there are only points."""
-    attempts = _started(run)
+    """Return the starts of a run, in order, with their points and with clocks moved so that each
+    begins after the one before; without events one start has all points.
+    """
+    attempts = _attempts_of_events(run)
     points = run.clock.finite
     if points:
         _add_begin(run, attempts, points[0])
         for step, stamp in points:
-            _owner(attempts, step, stamp).points.append((step, stamp))
+            _attempt_of_point(attempts, step, stamp).points.append((step, stamp))
     for attempt, later in pairwise(attempts):
-        later.shift(_shift(attempt, later))
+        later.shift(_clock_shift(attempt, later))
     return attempts
 
 
 def _add_begin(run: RunRecords, attempts: list[_Attempt], point: tuple[int, float]) -> None:
-    """Begin with the first point if no event records the first step, as in runs of older
-    releases.
+    """Set the begin of the first start from the first logged point (step, Unix time) if no event
+    records the first step, as in runs of older releases. May add a start, or an event to the first.
     """
     step, stamp = point
     spent = 0.0
@@ -389,7 +407,7 @@ def _add_begin(run: RunRecords, attempts: list[_Attempt], point: tuple[int, floa
         attempts[0].events.append({"kind": "first_step", "time_seconds": begin, "step": 0})
 
 
-def _owner(attempts: Sequence[_Attempt], step: int, stamp: float) -> _Attempt:
+def _attempt_of_point(attempts: Sequence[_Attempt], step: int, stamp: float) -> _Attempt:
     """Find the start that has logged a point.
 
     It is the last start from an earlier step, because each start drops the points after the step
@@ -403,11 +421,12 @@ def _owner(attempts: Sequence[_Attempt], step: int, stamp: float) -> _Attempt:
     return attempts[0]
 
 
-def _shift(attempt: _Attempt, later: _Attempt) -> float:
-    """Return the seconds by which a start must be moved, because clocks of machines differ.
+def _clock_shift(attempt: _Attempt, later: _Attempt) -> float:
+    """Return the seconds by which `later` must be moved to begin after `attempt`, because clocks of
+    machines differ.
 
-    If both starts have the time since the same boot, which nothing sets, it decides. Otherwise the
-    later start is moved behind the last sign of life of the one before.
+    If both starts have the time since the same boot, which no program sets, that time decides.
+    Otherwise `later` is moved behind the last sign of life of `attempt`.
     """
     start = attempt.events[0]
     resume = later.events[0]

@@ -69,8 +69,8 @@ def thin(series: Series, columns: int) -> list[list[tuple[int, float]]]:
 
 
 def _extremes(series: Series, columns: int) -> Series:
-    """Return the least and largest value of each column, and the ends of the series; of a column
-    without a number one point, which is a gap.
+    """Return a shorter series: the least and largest point of each of `columns` equal ranges of
+    steps, and both ends; one NaN, drawn as a gap, for a range without a finite value.
     """
     steps = series.steps
     kept = Series()
@@ -161,7 +161,7 @@ def _range(lines: Sequence[Line], reference: tuple[str, float] | None) -> tuple[
 
 
 def _ends(lines: Sequence[Line]) -> str:
-    """Return the last value of each line, in words."""
+    """Return text with the last value of each line."""
     ends = []
     for line in lines:
         ends.append(f"{line.label}: {number(line.series.finite[-1][1])} at the end")
@@ -234,6 +234,7 @@ class _LineDrawing:
         return low - pad, high + pad
 
     def _drawn_marks(self, frame: Frame) -> Iterator[str]:
+        """Yield the marks: saves at the lower edge of the frame, others at the upper one."""
         for kind in self._kinds:
             y = frame.bottom if kind == "save" else frame.top
             for step in self._marked_steps(kind, frame):
@@ -241,7 +242,9 @@ class _LineDrawing:
                 yield f'<path {_MARKS[kind][1]} transform="{place}"/>'
 
     def _marked_steps(self, kind: str, frame: Frame) -> Sequence[int]:
-        """Return the steps of a kind of marks, of very many some at even distances."""
+        """Return the steps with a mark of this kind inside the frame; of more than `_MOST_MARKS`
+        some at even distances.
+        """
         steps = set()
         for mark in self.marks:
             if mark.kind == kind and frame.first <= mark.step <= frame.last:
@@ -264,6 +267,9 @@ _MARKS: Final = {
 
 
 def _curve(line: Line, frame: Frame, columns: int) -> str:
+    """Draw a line, broken where values are not finite; points are marked if the line asks for it
+    and has at most 60.
+    """
     pieces = thin(line.series, columns)
     strokes = []
     dots = []

@@ -105,8 +105,8 @@ def page(runs: Sequence[RunRecords], *, refresh_seconds: int = 0) -> str:
         _cut(title, 160),
         sections,
         about="Report of training",
-        top=_top(runs),
-        lead=_figures(runs),
+        top=_verdicts(runs),
+        lead=_headline_figures(runs),
         refresh_seconds=refresh_seconds,
     )
 
@@ -162,13 +162,13 @@ def document(
 
 
 def write_page(folder: Path, out: Path) -> None:
-    """Write the page of a run that ends; a long run has every n-th point, so that its end does not
-    wait.
+    """Write the page of the run in `folder` to `out`, with at most about `MOST_POINTS_AT_END`
+    points, so that the end of a long run does not wait.
     """
     replace_text(out, page([read_run(folder, most_points=MOST_POINTS_AT_END)]))
 
 
-def _top(runs: Sequence[RunRecords]) -> str:
+def _verdicts(runs: Sequence[RunRecords]) -> str:
     """Return the verdict of each run, how far it came, and what its folder lacks."""
     parts = []
     for style, run in enumerate(runs):
@@ -191,43 +191,44 @@ def _sentence(words: str) -> str:
 
 
 def _where(run: RunRecords) -> str:
-    """Return devices, model and dates in a line, as far as they are known."""
+    """Return device, model and dates in a line; what is not known is left out."""
     config = run.config
     cluster = run.section("cluster")
-    model = _of(config, "model", "kind") or _of(config, "model", "target") or "unknown"
+    model = _value_of(config, "model", "kind") or _value_of(config, "model", "target") or "unknown"
     device = run.environment.get("device", cluster.get("device"))
     facts = [
         f"model {show_value(model)}",
         f"{cluster.get('world_size')} x {device}",
-        f"{_of(config, 'precision', 'dtype')}, ZeRO {_of(config, 'zero', 'stage')}",
+        f"{_value_of(config, 'precision', 'dtype')}, ZeRO {_value_of(config, 'zero', 'stage')}",
     ]
     stamps = run.clock.finite_values
     if stamps:
         facts.append(f"last record {moment(stamps[-1])} UTC")
-    text = ""
+    line = ""
     for fact in facts:
-        if "None" not in fact:
-            text += f" {fact[:1].upper()}{fact[1:]}."
-    return text
+        if "None" not in fact:  # the text of a value that the records lack
+            line += f" {fact[:1].upper()}{fact[1:]}."
+    return line
 
 
-def _of(values: Mapping[str, Any], section: str, key: str) -> Any:
+def _value_of(values: Mapping[str, Any], section: str, key: str) -> Any:
+    """Return the value of a key in a section of `values`, or None."""
     entries = values.get(section)
     if isinstance(entries, Mapping):
         return entries.get(key)
     return None
 
 
-def _figures(runs: Sequence[RunRecords]) -> str:
+def _headline_figures(runs: Sequence[RunRecords]) -> str:
     """Return the headline figures: tiles of one run, a table of several."""
     if len(runs) == 1:
         return _tiles(headline(runs[0]))
     columns = [dict(headline(run)) for run in runs]
     table = _rows_of(columns)
-    return _table(["", *_names(runs)], table, label="Headline figures")
+    return _table(["", *_run_names(runs)], table, label="Headline figures")
 
 
-def _names(runs: Sequence[RunRecords]) -> list[str]:
+def _run_names(runs: Sequence[RunRecords]) -> list[str]:
     return [run.name for run in runs]
 
 
@@ -307,15 +308,17 @@ def _for_each(runs: Sequence[RunRecords], content_of: Callable[[RunRecords], str
 def _environment(runs: Sequence[RunRecords]) -> str:
     columns = []
     for run in runs:
-        columns.append(_shown(flat(run.environment) | flat(run.section("layout"), prefix="layout")))
+        columns.append(
+            _as_texts(flat(run.environment) | flat(run.section("layout"), prefix="layout"))
+        )
     rows = _rows_of(columns)[:_MOST_ROWS]
     if not rows:
         return ""
-    headings = _names(runs) if len(runs) > 1 else ["value"]
+    headings = _run_names(runs) if len(runs) > 1 else ["value"]
     return _table(["", *headings], rows, label="Environment")
 
 
-def _shown(values: Mapping[str, Any]) -> dict[str, str]:
+def _as_texts(values: Mapping[str, Any]) -> dict[str, str]:
     return {key: show_value(value) for key, value in values.items()}
 
 
@@ -362,7 +365,9 @@ def _marked(value: float | None, *, is_best: bool) -> str:
 
 
 def _warnings(run: RunRecords) -> list[str]:
-    """Return the warnings that no event has, the first ones."""
+    """Return lines on the logged warnings that no event has: the first `_MOST_WARNINGS`, and how
+    many more there are.
+    """
     known = set()
     for event in run.happened("warning", "straggler"):
         known.add(str(event.get("text", event.get("message", ""))))
@@ -391,6 +396,7 @@ def _events(run: RunRecords) -> str:
 
 
 def _event_row(event: Mapping[str, Any]) -> list[str]:
+    """Return time, step, kind, duration and details of an event; empty text for what it lacks."""
     spent = ""
     if "seconds" in event:
         spent = f"{number(event['seconds'])} s"
@@ -426,15 +432,16 @@ def _shortened(words: str) -> str:
 
 def _differences(runs: Sequence[RunRecords]) -> str:
     """Return the keys of the configs that differ between the runs, with their values."""
-    columns = [_shown(flat(run.config)) for run in runs]
+    columns = [_as_texts(flat(run.config)) for run in runs]
     rows = [row for row in _rows_of(columns) if len(set(row[1:])) > 1]
     if not rows:
         return "<p>The configs are equal.</p>"
-    table = _table(["key", *_names(runs)], rows[:_MOST_ROWS], label="Differences")
+    table = _table(["key", *_run_names(runs)], rows[:_MOST_ROWS], label="Differences")
     return "<p>What differs between the configs:</p>" + table
 
 
 def _config(run: RunRecords) -> str:
+    """Return the run's config.yaml as an element that opens; empty if the file cannot be read."""
     try:
         content = read_regular(run.folder / "config.yaml", num_bytes=_LONGEST_CONFIG + 1) or b""
     except OSError:
@@ -464,7 +471,9 @@ table: Final = _table  # for pages of other things than runs
 
 
 def _row(cells: Sequence[str], *, scope: str, tag: str, attributes: str = "") -> str:
-    """Return a row; its first cell is a heading of the row, or of the column."""
+    """Return a table row; its first cell is a heading for `scope`, and the others are elements
+    `tag`.
+    """
     row = "<td></td>"
     if cells[0]:
         row = f'<th scope="{scope}">{text(cells[0])}</th>'
@@ -475,7 +484,9 @@ def _row(cells: Sequence[str], *, scope: str, tag: str, attributes: str = "") ->
 
 
 def _scroll(content: str, label: str, *, is_tall: bool = False) -> str:
-    """Scroll a wide table by itself, also with the keyboard, so that the page never does."""
+    """Wrap content so that it scrolls by itself, also with the keyboard, and the page never scrolls
+    sideways.
+    """
     shape = "scroll tall" if is_tall else "scroll"
     return (
         f'<div class="{shape}" role="group" aria-label="{text(label)}" tabindex="0">{content}</div>'

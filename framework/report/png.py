@@ -22,7 +22,8 @@ _USE: Final = re.compile(r"var\(--([\w-]+)\)")
 
 
 def png_of(svg: str) -> bytes:
-    """Draw a chart's SVG file in its light colours, on white if it has no ground.
+    """Draw a chart's SVG file in its light colours, on white if it has no ground; returns the bytes
+    of a PNG that bears `MARK`.
 
     Raises:
         ConfigError: resvg is not installed, or finds no font.
@@ -43,7 +44,7 @@ def png_of(svg: str) -> bytes:
     match = _STYLE.search(svg)
     style = _MEDIA.sub("", match[0]) if match else ""
     values = dict(re.findall(r"--([\w-]+):([^;{}]+)", style))
-    # resvg has no variables of CSS: they are in the style, and as the colour of the ground.
+    # resvg knows no CSS variables: their values replace them in the style and in the ground's fill.
     style = _USE.sub(lambda use: values[use[1]], style)
     svg = re.sub(f'(?<=fill="){_USE.pattern}(?=")', lambda use: values[use[1]], svg)
     picture = _drawn(_STYLE.sub(lambda _: style, svg, count=1), family)

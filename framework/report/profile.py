@@ -11,7 +11,7 @@ from framework.report.chart import Chart
 from framework.report.figures import PHASE_NAMES, number, size
 from framework.report.timeline_chart import timeline_chart
 
-# Raised by what a file of this form does not hold.
+# Errors of reading values from a file that is damaged or has another form.
 _DAMAGED: Final = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 _MOST_INTERVALS: Final = 3000
 _MOST_ROWS: Final = 60
@@ -52,7 +52,9 @@ def _timeline(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[
 
 
 def _bars(rank: Mapping[str, Any], step: int, *, most: int) -> list[Any]:
-    """Return the parts of a rank's step, the first ones, as a timeline has them."""
+    """Return the first `most` parts of a rank's step: begin in ms of Unix time, length in ms, name
+    and micro-batch, as `report/timeline_chart.py` takes them.
+    """
     began = 1000.0 * rank["began_seconds"]
     parts = [part for part in rank["timeline"] if part["step"] == step]
     bars = []
@@ -73,6 +75,9 @@ def tables_of(ranks: Sequence[Mapping[str, Any]]) -> list[Table]:
 
 
 def _tables(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    """Yield the tables that have rows: operations, communication and timers of rank 0, and modules
+    of each stage.
+    """
     first = ranks[0]
     steps = ", ".join(map(str, first.get("steps", ())))
     measured = first.get("measured_step")
@@ -118,7 +123,9 @@ _LOGGED: Final = "Sent by DeepSpeed, which waits for each (step {})"
 
 
 def _rows(entries: Any, **columns: Callable[[Any], str]) -> list[list[str]]:
-    """Return a row for each entry, its values written by the columns' functions."""
+    """Return a row for each entry; `columns` are key of the entry -> function that writes its
+    value. A value that is missing is "unknown".
+    """
     rows = []
     for entry in entries or ():
         row = []

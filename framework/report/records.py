@@ -139,7 +139,7 @@ def _names_in(folder: Path) -> set[str]:
     """Return the names in a run folder.
 
     Raises:
-        ConfigError: see `read_run`.
+        ConfigError: the folder cannot be read, or has no file of a run.
     """
     try:
         names = {entry.name for entry in folder.iterdir()}
@@ -187,7 +187,9 @@ def read_run(
 
 
 def _take_over(run: RunRecords, before: RunRecords) -> None:
-    """Reuse the records of files that have only grown since."""
+    """Move the records of files that have only grown from `before` to `run`, which then reads on
+    from there.
+    """
     if _has_only_grown(run.folder / "metrics.jsonl", before.places.get("metrics.jsonl")):
         run.places["metrics.jsonl"] = before.places["metrics.jsonl"]
         run.metrics = before.metrics
@@ -200,6 +202,7 @@ def _take_over(run: RunRecords, before: RunRecords) -> None:
 
 
 def _has_only_grown(path: Path, place: ReadPosition | None) -> bool:
+    """Check that a file is the one that was read up to `place`, with the same bytes before it."""
     if place is None:
         return False
     with suppress(OSError), open_own(path, "rb") as stream:
@@ -210,6 +213,9 @@ def _has_only_grown(path: Path, place: ReadPosition | None) -> bool:
 
 
 def _read_metrics(run: RunRecords, most_points: int | None) -> None:
+    """Read the lines of metrics.jsonl behind its place in `run.places`: every n-th, all with
+    evaluations, and the last.
+    """
     stride = _stride(run.folder / "metrics.jsonl", most_points)
     last = b""
     place = run.places.setdefault("metrics.jsonl", ReadPosition())
@@ -227,6 +233,7 @@ def _read_metrics(run: RunRecords, most_points: int | None) -> None:
 
 
 def _note_metrics(run: RunRecords, place: ReadPosition, stride: int) -> None:
+    """Add notes on points that were skipped, merged or damaged, and on metrics beyond the limit."""
     if stride > 1:
         run.notes.append(
             f"metrics.jsonl has {place.num_lines:,} points: one of {stride} was read; "
@@ -249,7 +256,7 @@ def _note_metrics(run: RunRecords, place: ReadPosition, stride: int) -> None:
 
 
 def _note_lost_points(run: RunRecords) -> None:
-    """Note that the run has gone on without metrics for longer than from any point to the next."""
+    """Note that the run went on after its last logged point, for longer than between points."""
     steps = run.clock.steps
     if not steps:
         return
@@ -263,7 +270,7 @@ def _note_lost_points(run: RunRecords) -> None:
 
 
 def _stride(path: Path, most_points: int | None) -> int:
-    """Return n if every n-th line is read."""
+    """Return n so that every n-th line gives about `most_points` points; 1 for all lines."""
     if most_points is None:
         return 1
     num_lines = 0
@@ -271,13 +278,15 @@ def _stride(path: Path, most_points: int | None) -> int:
         with open_own(path, "rb") as stream:
             while block := stream.read(1 << 20):
                 num_lines += block.count(b"\n")
-    except OSError:  # as its reader will find
+    except OSError:  # the reader of the lines will note it
         return 1
     return max(1, math.ceil(num_lines / most_points))
 
 
 def _add_point(run: RunRecords, line: bytes) -> bool:
-    """Add a line of ``metrics.jsonl``; returns whether it is sound."""
+    """Add a line of ``metrics.jsonl`` to the series; returns False, without adding, for a damaged
+    line.
+    """
     try:
         point = POINT.validate_python(json.loads(line))
     except (ValueError, RecursionError):
@@ -294,7 +303,9 @@ def _add_point(run: RunRecords, line: bytes) -> bool:
 
 
 def _series_of(run: RunRecords, name: str) -> Series | None:
-    """Return the series of a metric; None if there are too many metrics."""
+    """Return the series of a metric, which is made at its first point; None if there are too many
+    metrics.
+    """
     if name not in run.metrics:
         if len(run.metrics) >= _MOST_METRICS:
             if len(run.others) < _MOST_OTHERS:
@@ -324,8 +335,11 @@ def _read_events(run: RunRecords) -> None:
 
 
 def _whole_line(line: bytes, stream: IO[bytes]) -> tuple[bytes, int]:
-    """Read a line to its end; returns it, or what is no JSON for one that is too long, and its
-    bytes. Empty for one without an end.
+    """Read the rest of a line that `readline` may have cut at `_LONGEST_LINE`; returns the line and
+    its number of bytes.
+
+    A line that was cut becomes text that is no JSON, so that it counts as damaged. A last line
+    without its newline becomes empty.
     """
     num_bytes = len(line)
     while not line.endswith(b"\n"):
@@ -340,7 +354,8 @@ def _whole_line(line: bytes, stream: IO[bytes]) -> tuple[bytes, int]:
 def _lines(
     run: RunRecords, name: str, place: ReadPosition, *, is_expected: bool = True
 ) -> Iterator[bytes]:
-    """Yield the lines behind a place that were written to the end, and move the place.
+    """Yield the lines of a file of the run from `place` on that end with a newline, and move
+    `place` behind each; note a file that is missing, or cut off.
 
     A kill may leave half a line behind, even one that can be read. A line that is too long is
     damaged.
@@ -422,7 +437,7 @@ def _logged(path: Path) -> list[tuple[str, str]]:
 
 
 def _read_logs(run: RunRecords) -> None:
-    """Gather the warnings and errors that ranks logged, in the first bytes of a large log."""
+    """Set `run.warnings` and `run.last_error` from the first bytes of the ranks' logs."""
     try:
         logs = list((run.folder / "logs").glob("rank*.log"))
     except OSError:

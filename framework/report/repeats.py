@@ -81,7 +81,8 @@ class Variant:
 def interval_of_ratio(
     base: Sequence[Sequence[float]], other: Sequence[Sequence[float]]
 ) -> tuple[float, float]:
-    """Find the 95 % interval of the ratio of two medians, of windows by start.
+    """Return both ends of the 95 % interval of the ratio median(other) / median(base); each has,
+    for every start, the rates of its windows.
 
     A bootstrap of rounds, and of windows within each: what was slow for both in a round stays
     together, and is no difference (a block bootstrap: Davison and Hinkley 1997, section 3.8).

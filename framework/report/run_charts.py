@@ -163,7 +163,7 @@ def _planned_step(run: RunRecords) -> tuple[str, float] | None:
 
 def step_bars(splits: Sequence[tuple[str, Mapping[str, float]]]) -> Chart | None:
     """Draw the parts of a mean step, in milliseconds, as a bar for each name."""
-    bars = [(name, list(_named(split).items())) for name, split in splits if split]
+    bars = [(name, list(_with_legend_names(split).items())) for name, split in splits if split]
 
     def milliseconds(value: float) -> str:
         return f"{number(value)} ms"
@@ -177,21 +177,24 @@ def _split(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
     yield step_bars([(run.name, time_split(means(run))) for run in runs])
     if len(runs) == 1:
         parts = _parts_over_time(runs[0])
-        # Of waits for data and the rest alone, the curve of the step's time shows as much.
+        # With two parts, the wait for data and the rest, the curve of step times shows as much.
         if len(parts) > 2:
             yield area_chart("step-parts-over-time", *_OVER_TIME, parts)
 
 
+# Title and unit of the chart of parts over the run.
 _OVER_TIME: Final = ("Parts of a step over the run", "ms per step")
 Value = TypeVar("Value")
 
 
-def _named(split: Mapping[str, Value]) -> dict[str, Value]:
+def _with_legend_names(split: Mapping[str, Value]) -> dict[str, Value]:
     return {PHASE_NAMES.get(phase, phase): value for phase, value in split.items()}
 
 
 def _parts_over_time(run: RunRecords) -> list[tuple[str, Series]]:
-    """Return the parts of a step at every logged point, and the rest of the step."""
+    """Return the parts of a step in ms at every logged point, and the rest of the step if it is
+    more than what rounding leaves.
+    """
     step_times = run.metrics.get("time/step_ms", Series())
     rest = list(step_times.values)
     parts: dict[str, list[float]] = {}
@@ -208,7 +211,10 @@ def _parts_over_time(run: RunRecords) -> list[tuple[str, Series]]:
         rest[index] = step_time - timed
     if _finite_sum(rest) > 0.02 * _finite_sum(step_times.values):
         parts["not timed"] = rest
-    return [(name, Series(step_times.steps, values)) for name, values in _named(parts).items()]
+    return [
+        (name, Series(step_times.steps, values))
+        for name, values in _with_legend_names(parts).items()
+    ]
 
 
 def _finite_sum(values: Sequence[float]) -> float:
@@ -293,6 +299,7 @@ def plan_peak(run: RunRecords) -> float | None:
 
 
 def _positive(values: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return name and value of the numbers above 0, with spaces in the names."""
     positive = []
     for name, value in values.items():
         if isinstance(value, int | float) and isfinite(value) and value > 0:

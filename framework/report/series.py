@@ -50,8 +50,11 @@ class Series:
         return [value for _, value in self.finite]
 
     def add(self, step: int, value: float) -> None:
-        """Add a point. The last ones stay as they are: there is always one of the last step."""
+        """Add a point, and thin earlier ones so that the number of points stays bounded. The last
+        points stay as they are: there is always one of the last step.
+        """
         self.__dict__.pop("finite", None)
+        # Two of these points will stand for `_stride` points each, as the thinned ones do.
         tail = min(2 * self._stride, MOST_POINTS // 2)
         if self._stride > 1 and len(self.steps) - self._num_thinned >= tail:
             self._thin_tail(tail)
@@ -68,7 +71,7 @@ class Series:
             self._put(0, len(steps), pairs)
 
     def _thin_tail(self, num: int) -> None:
-        """Keep two of the last points."""
+        """Replace the first `num` points behind the thinned ones by two."""
         begin = self._num_thinned
         end = begin + num
         kept = self._two_of(begin, end)
@@ -76,7 +79,9 @@ class Series:
         self._num_thinned = begin + 2
 
     def _thin(self) -> None:
-        """Keep two of each four points."""
+        """Replace every four thinned points, at first every four of all, by two; each then stands
+        for twice as many.
+        """
         num = self._num_thinned if self._stride > 1 else len(self.steps)
         num -= num % 4
         kept: list[tuple[int, float]] = []
@@ -87,11 +92,14 @@ class Series:
         self._stride *= 2
 
     def _put(self, begin: int, end: int, points: Sequence[tuple[int, float]]) -> None:
-        """Replace some points."""
+        """Replace the points from `begin` to before `end`."""
         self.steps[begin:end] = [step for step, _ in points]
         self.values[begin:end] = [value for _, value in points]
 
     def _two_of(self, begin: int, end: int) -> list[tuple[int, float]]:
+        """Return two points (step, value) that stand for those from `begin` to before `end`, by
+        `thinning`.
+        """
         middle = (begin + end) // 2
         if self.thinning == "means":
             return [self._mean(begin, middle), self._mean(middle, end)]
@@ -102,6 +110,9 @@ class Series:
         return [(self.steps[at], self.values[at]) for at in chosen]
 
     def _mean(self, begin: int, end: int) -> tuple[int, float]:
+        """Return the last step of the points from `begin` to before `end`, and the mean of their
+        finite values weighted by steps.
+        """
         before = self.steps[begin - 1] if begin else 0
         total = 0.0
         weight = 0
@@ -118,8 +129,8 @@ class Series:
 
 
 def _extremes(values: Sequence[float], begin: int, end: int) -> list[int]:
-    """Return the places of the least and the largest value; where fewer than two are finite, the
-    last others as well.
+    """Return the two indices, from `begin` to before `end`, of the least and the largest finite
+    value; without two of them, of the last other values as well.
     """
     finite = [at for at in range(begin, end) if math.isfinite(values[at])]
     if len(finite) < 2:

@@ -20,10 +20,10 @@ _OWN_NAMES: Final = frozenset({_LOOPBACK, "localhost"})
 
 
 def make_server(make_page: Callable[[], str], *, port: int) -> ThreadingHTTPServer:
-    """Bind a server to the loopback device; `serve_forever` is the caller's.
+    """Bind a server to the loopback device and return it; the caller runs `serve_forever`.
 
     Args:
-        make_page: makes the page of a request; what it raises for a user becomes the page.
+        make_page: makes the page of a request; a FrameworkError that it raises becomes the page.
         port: 0 for a free one.
 
     Raises:
@@ -71,7 +71,12 @@ def make_server(make_page: Callable[[], str], *, port: int) -> ThreadingHTTPServ
 
 
 def serve(make_page: Callable[[], str], *, port: int) -> None:
-    """Serve until Ctrl-C."""
+    """Print the address of a server of the page and answer requests; blocks until Ctrl-C, a
+    KeyboardInterrupt.
+
+    Raises:
+        UsageError: see `make_server`.
+    """
     with make_server(make_page, port=port) as server:
         write(
             sys.stdout,

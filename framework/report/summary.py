@@ -119,10 +119,13 @@ def print_start(
     if num_params is not None:
         if num_trained is None:
             num_trained = num_params
-        _print_rows(_sizes(plan, num_params, num_trained))
+        _print_rows(_start_rows(plan, num_params, num_trained))
 
 
-def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str, str]]:
+def _start_rows(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str, str]]:
+    """Yield label and text of what a run begins with: model, compiling, length, memory estimate,
+    checkpoints and metrics.
+    """
     config = plan.config
     yield "model", _model_text(config.model, num_params, num_trained)
     compiled = config.training.compile
@@ -146,6 +149,7 @@ def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str,
 
 
 def _model_text(model: Any, num_params: int, num_trained: int) -> str:
+    """Return the model's kind, or the import path of its code, and its parameters."""
     tags = [tag for tag in ("kind", "target", "object") if hasattr(model, tag)]
     text = f"{getattr(model, tags[0])}, {num_params:,} parameters"
     if num_trained < num_params:
@@ -208,8 +212,8 @@ def _without_evaluation_data(plan: Plan) -> Iterator[str]:
 
 
 def write_report(folder: Path) -> Path | None:
-    """Write the page of a run that has ended, and return its path; a failure costs the page alone,
-    with a warning, and returns None.
+    """Write the page of a run that has ended, and return its path; None if the metrics are too
+    large, with a note, or if it failed, with a warning.
     """
     try:
         # Here, so that nothing of a page can keep a run from starting.
@@ -233,7 +237,7 @@ def write_report(folder: Path) -> Path | None:
 
 def describe_goodput(folder: Path) -> str:
     """Return a line with the share of the time of a run, over all of its starts, in which it
-    trained; empty if nothing is known.
+    trained; empty if that is not known, too large to read, or fails.
     """
     with suppress(Exception):  # as with a page: nothing of it may end a run otherwise
         from framework.report.figures import goodput_line
@@ -250,6 +254,7 @@ def describe_goodput(folder: Path) -> str:
 
 
 def _ended(result: RunResult, plan: Plan) -> str:
+    """Return how the run ended, in words."""
     if result.step == result.start_step:
         return f"nothing left to do, step {result.step} was reached before"
     text = f"finished after {counted(result.step, 'step')}"
@@ -313,9 +318,8 @@ def _losses(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _phases(metrics: Mapping[str, float], step: float) -> list[str]:
-    """Return each timed phase of a step of some milliseconds with its share, the largest first.
-
-    Without a device's clock only the wait for data is known, and the rest is computing.
+    """Return each timed phase of a step of `step` ms with its share, the largest first, and the
+    rest as "computing": without a device's clock only the wait for data is timed.
     """
     shares = []
     for name in PHASES:
@@ -401,8 +405,8 @@ def _tensorboard(environment: Mapping[str, str]) -> str:
 
 
 def _program(name: str, environment: Mapping[str, str]) -> str:
-    """Return a program of this Python's environment: its name if the shell finds that one, else its
-    path.
+    """Return how the calling shell starts a program of this Python's environment: by its name if
+    the shell finds that program, else by its path.
     """
     program = Path(sys.executable).with_name(name)
     in_shell = shutil.which(name, path=environment.get(SHELL_PATH, environment.get("PATH", "")))

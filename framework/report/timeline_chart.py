@@ -20,11 +20,12 @@ from framework.report.chart import (
 from framework.report.chart_style import part_styles
 from framework.report.figures import number
 
+# Phase with its number in the drawing -> colour of the number.
 _INK_ON_PART: Final = {"forward": "#000", "backward": "#fff"}
 
 
 TimelinePart = tuple[float, float, str, int]
-"""Begin and length in ms, name and number."""
+"""Begin and length in ms, name of the phase, and number of the micro-batch."""
 _TimelineRow = tuple[str, Sequence[TimelinePart]]
 
 

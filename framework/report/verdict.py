@@ -45,7 +45,8 @@ IDLE_MFU: Final = 0.10
 # Only what is not hidden behind arithmetic counts. Its remedies change layout or batch, which takes
 # up to 1.33 times.
 COMMUNICATION_SHARE: Final = 0.25
-# Times the median of the other ranks: what they wait for is the one, and not what is sent.
+# Times the median of the other ranks: from here on the others wait for the slow rank rather than
+# for what is sent.
 SLOW_RANK: Final = 1.2
 # (p - 1) / (m + p - 1) of p stages and m micro-batches; a fifth is m = 4 (p - 1), the usual advice
 # for pipelines.
@@ -80,7 +81,7 @@ class Verdict:
 
 
 def _shares(metrics: Mapping[str, float], step: float) -> dict[str, float]:
-    """Return the shares of the timed phases of a step of some milliseconds."""
+    """Return the timed phases as shares of a step of `step` ms."""
     shares = {}
     for phase in PHASES:
         milliseconds = metrics.get(time_of(phase), math.nan)
@@ -134,7 +135,7 @@ def judge(
     excess, verdict = max(causes, key=lambda cause: cause[0])
     if excess >= 1:
         return verdict
-    return _of_the_device(shares, metrics, device_bytes)
+    return _device_verdict(shares, metrics, device_bytes)
 
 
 # Share of a cause in units of its threshold, and the verdict if it is the largest.
@@ -142,14 +143,16 @@ _Cause = tuple[float, Verdict]
 
 
 def _cause(kind: Kind, share: float, threshold: float, text: str, advice: str) -> _Cause:
+    """Return the share in units of its threshold, and the verdict with this text."""
     return share / threshold, Verdict(kind, f"{kind}: {text}", advice, share)
 
 
-def _part(share: float, step_ms: float) -> str:
+def _share_text(share: float, step_ms: float) -> str:
     return f"{share:.0%} of a step ({_milliseconds(share * step_ms)} of {_milliseconds(step_ms)})"
 
 
 def _saving(share: float) -> _Cause:
+    """Judge saving; `share`: of the time for steps and saves."""
     advice = "save less often (checkpoint.every_steps), in the background, or to a faster disk"
     text = f"saving takes {share:.0%} of the time for steps and saves"
     return _cause("checkpoint-bound", share, CHECKPOINT_SHARE, text, advice)
@@ -157,7 +160,7 @@ def _saving(share: float) -> _Cause:
 
 def _waiting_for_data(shares: Mapping[str, float], step_ms: float) -> _Cause:
     share = shares.get("data", 0.0)
-    text = f"ranks wait for the loader for {_part(share, step_ms)}"
+    text = f"ranks wait for the loader for {_share_text(share, step_ms)}"
     advice = (
         "raise data.num_workers, do less per sample (prepare or cache it once), or keep the "
         "data on a local disk"
@@ -168,7 +171,7 @@ def _waiting_for_data(shares: Mapping[str, float], step_ms: float) -> _Cause:
 def _communication(shares: Mapping[str, float], step_ms: float, factor: float) -> _Cause:
     """Judge communication; `factor`: how much longer the slowest rank works than the others."""
     share = shares.get("communication", 0.0)
-    text = f"communication that nothing hides takes {_part(share, step_ms)}"
+    text = f"communication that nothing hides takes {_share_text(share, step_ms)}"
     advice = (
         "accumulate more micro-batches per step (batch.global_size), lower zero.stage where "
         "memory allows it, set zero.overlap_comm: true, or keep what talks most on one host"
@@ -206,7 +209,7 @@ _LESS_HOST: Final = (
 
 def _host(shares: Mapping[str, float], step_ms: float) -> _Cause:
     share = shares.get("other", 0.0) + shares.get("copy", 0.0)
-    text = f"Python and copies between the phases take {_part(share, step_ms)}"
+    text = f"Python and copies between the phases take {_share_text(share, step_ms)}"
     return _cause("host-bound", share, HOST_SHARE, text, _LESS_HOST)
 
 
@@ -215,15 +218,17 @@ def _fixed_costs(shares: Mapping[str, float], step_ms: float) -> _Cause:
     share = shares.get("other", 0.0) + shares.get("copy", 0.0) + shares.get("optimizer", 0.0)
     text = (
         "what a step costs whatever its batch (optimizer, copies, Python) takes "
-        f"{_part(share, step_ms)}"
+        f"{_share_text(share, step_ms)}"
     )
     return _cause("host-bound", share, FIXED_SHARE, text, _LESS_HOST)
 
 
-def _of_the_device(
+def _device_verdict(
     shares: Mapping[str, float], metrics: Mapping[str, float], device_bytes: float | None
 ) -> Verdict:
-    """Judge a run that waits for nothing: by its memory, and by how busy its device is."""
+    """Judge a run that waits for nothing: by its memory, and by how busy its device is. Metrics
+    that are missing count as not known.
+    """
     mfu = metrics.get("throughput/mfu", math.nan)
     full = (metrics.get("memory/device_peak_bytes") or 0.0) / (device_bytes or math.inf)
     if full >= MEMORY_SHARE and not mfu >= GOOD_MFU:
