@@ -252,7 +252,9 @@ _OURS: Final = (
 def _pair(
     pattern: str, what: str, *, may_be_ours: bool = False
 ) -> Callable[[str], tuple[str, str]]:
-    """Return a reader of ``NAME=VALUE`` that fits a pattern; `what` completes "... is not"."""
+    """Return a reader of ``NAME=VALUE`` that fits a pattern; `what` completes "... is not". Names
+    that the launcher sets are refused unless `may_be_ours`.
+    """
 
     def read(text: str) -> tuple[str, str]:
         name, _, value = text.partition("=")
@@ -335,7 +337,9 @@ class JobRequest:
         )
 
     def refuse_mistakes(self, command: str, more: Sequence[tuple[object, str]]) -> None:
-        """Raise UsageError for the first mistake in options of both commands, or in `more`."""
+        """Raise UsageError for the first mistake in options of both commands, or in `more`; a
+        mistake is a condition and its message.
+        """
         mistakes: list[tuple[object, str]] = [
             (not self.words, "name a run config, for example ds_configs/quickstart.yaml"),
             (

@@ -119,7 +119,9 @@ class SlurmRequest(JobRequest):
 
 
 def main(words: Sequence[str]) -> int:
-    """Run ``launch slurm`` with these arguments; after an error nothing has been printed."""
+    """Print or write the batch script of a run; returns the exit code. After an error nothing has
+    been printed.
+    """
     request = parse(
         SlurmRequest, words, command="launch slurm", description="Print the batch script of a run."
     )
@@ -185,7 +187,9 @@ def _values(request: SlurmRequest, made_by: str) -> dict[str, Any]:
 
 
 def _spares(request: SlurmRequest) -> str:
-    """Return the agents' options for spare nodes, and for fewer nodes than the job has."""
+    """Return the agents' options for spare nodes, and for going on with fewer nodes than the job
+    has.
+    """
     spares = ""
     if request.spares:
         spares += f" --spares {request.spares}"

@@ -23,12 +23,14 @@ from framework.launch.job import hand_out, refuse_one_start
 from framework.load_run import load_run
 
 _MARK = b"app.kubernetes.io/name: dsf-trainer"  # in every object that we print
-_RESTARTS = 3
+_RESTARTS = 3  # of a pod, if neither options nor run config have a number
 _LOGS_AT_ONCE = 5  # `kubectl logs` follows no more pods without --max-log-requests
 
 
 def main(words: Sequence[str]) -> int:
-    """Run ``launch k8s`` with these arguments; after an error nothing has been printed."""
+    """Print or write the objects of a run, or with ``--lint`` the mistakes in manifests; returns
+    the exit code. After an error nothing has been printed.
+    """
     about = "Print the Kubernetes objects of a run, or check manifests with --lint."
     request = parse(K8sRequest, words, command="launch k8s", description=about)
     if request.lint:
@@ -44,8 +46,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def _render(request: K8sRequest, words: Sequence[str]) -> str:
-    """Return the manifest. Raises ConfigError if the run cannot work on the cluster, or an object
-    breaks a rule of our own lint.
+    """Return the manifest, and print notes on it to stderr.
+
+    Raises:
+        ConfigError: the run cannot work on the cluster, or an object breaks a rule of our own lint.
+        UsageError: the settings or the config hold a secret.
     """
     request = _completed(request)
     request.refuse_secrets("launch k8s")
@@ -61,7 +66,9 @@ def _render(request: K8sRequest, words: Sequence[str]) -> str:
 
 
 def _completed(request: K8sRequest) -> K8sRequest:
-    """Return the request with what the run config decides and what options leave out."""
+    """Return the request with what the run config decides, with values for options that are left
+    out, and with a new token.
+    """
     config = load_run(request.config, request.overrides).config
     max_restarts = config.supervision.max_restarts
     restarts = request.restarts
@@ -113,6 +120,9 @@ def _refuse_lone_folders(request: K8sRequest) -> None:
 
 
 def _heading(request: K8sRequest, words: Sequence[str]) -> str:
+    """Return the comment at the top of the file: the command that made it, and how to start and
+    watch the job.
+    """
     namespace = ""
     if request.namespace:
         namespace = f"-n {request.namespace} "
@@ -127,6 +137,9 @@ def _heading(request: K8sRequest, words: Sequence[str]) -> str:
 
 
 def _notes(request: K8sRequest) -> list[str]:
+    """Return what the user should know about the objects; each row below has the condition of its
+    note.
+    """
     notes = (
         (
             not request.ckpt_pvc,
@@ -162,6 +175,7 @@ def _notes(request: K8sRequest) -> list[str]:
 
 
 def _problems_of(files: Sequence[str]) -> list[Problem]:
+    """Return the problems of manifests, or those that keep a file from being read."""
     manifests = []
     try:
         for file in files:

@@ -34,7 +34,7 @@ from framework.errors import Problem, show_value
 from framework.system.output import masked
 
 _LEAST_TOKEN_BYTES: Final = 16
-# They pass signals and exit codes on, or replace themselves by the program they start.
+# Programs that pass signals and exit codes on, or replace themselves by the program they start.
 _WRAPPERS: Final = ("tini", "dumb-init", "numactl", "env")
 # The dash and five characters that a controller puts behind the name of a pod.
 _POD_SUFFIX: Final = 6
@@ -56,7 +56,9 @@ def rule(find: Rule) -> Rule:
 
 
 def broken(kind: str, work: Workload) -> Findings:
-    """Yield everything that breaks one rule."""
+    """Yield part, reason and fix of everything that breaks the rule `kind`, by its checks in the
+    table and its code.
+    """
     for check in TABLE[kind].get("checks", ()):
         yield from _failures_of(check, work)
     if kind in CODE:
@@ -64,7 +66,9 @@ def broken(kind: str, work: Workload) -> Findings:
 
 
 def _failures_of(check: Mapping[str, Any], work: Workload) -> Findings:
-    """Yield the places where a check of the table fails; ``rules.yaml`` describes its keys."""
+    """Yield part, reason and fix where a check of the table fails; ``rules.yaml`` describes its
+    keys.
+    """
     expected = check.get("is")
     if "of" in check:
         expected = getattr(work, check["of"])
@@ -100,6 +104,9 @@ def _is_there(work: Workload, attribute: str, *keys: str) -> bool:
 
 
 def _is_right(value: Any, check: Mapping[str, Any], expected: Any) -> bool:
+    """Check a value by the keys of a check: `of` (equal as text), `has` and `lacks` (parts of
+    text), `least`, or else `is`.
+    """
     if "of" in check:
         return str(value) == str(expected)
     if "has" in check or "lacks" in check:
@@ -152,6 +159,7 @@ def _number(value: Any) -> int | None:
 
 
 def _failure_rules(work: Workload) -> list[ManifestPart]:
+    """Return the rules of the job's pod failure policy; empty without a job."""
     if work.job:
         return work.job.items("podFailurePolicy", "rules")
     return []
@@ -397,6 +405,7 @@ def _is_on_cpu(work: Workload) -> bool:
 
 
 def _save_seconds(work: Workload) -> int:
+    """Return the seconds of a step and a save that the pod's annotation gives, or 60."""
     budget = work.template.get("metadata", "annotations", BUDGET_ANNOTATION)
     if isinstance(budget, str) and budget.isdecimal():
         return int(budget)
@@ -435,6 +444,7 @@ def _framework_arguments(words: Sequence[str]) -> Sequence[str]:
 
 
 def _is_of_wrapper(word: str) -> bool:
+    """Check whether a word before our command is a wrapper or an option of one."""
     return word.startswith("-") or PurePosixPath(word).name in _WRAPPERS
 
 
@@ -516,6 +526,7 @@ def _token(work: Workload) -> Findings:
 
 
 def _short_token(secret: ManifestPart, path: str) -> Findings:
+    """Report a token in a Secret of these files that is shorter than agents take."""
     token = _secret_value(secret, PurePosixPath(path).name)
     if len(token) < _LEAST_TOKEN_BYTES:
         reason = f"agents take no key of less than {_LEAST_TOKEN_BYTES} bytes from {path}"
@@ -540,6 +551,7 @@ def _launcher_variable(work: Workload) -> Findings:
 
 
 def _affinity_terms(affinity: ManifestPart) -> list[ManifestPart]:
+    """Return the required terms of a pod affinity, and the preferred ones without their weights."""
     terms = affinity.items("requiredDuringSchedulingIgnoredDuringExecution")
     for weighted_term in affinity.items("preferredDuringSchedulingIgnoredDuringExecution"):
         terms.append(weighted_term.at("podAffinityTerm"))

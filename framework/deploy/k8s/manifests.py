@@ -156,7 +156,7 @@ def lines_of(document: Document) -> dict[KeyPath, int]:
 
 
 def _without_lists(manifest: Manifest) -> Iterator[Manifest]:
-    """Yield the manifest, or the items of a List."""
+    """Yield the manifest, or the items of a List, each with lines of its own paths."""
     if manifest.kind != "List":
         yield manifest
         return

@@ -35,6 +35,9 @@ class _ManifestDumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Write text as a block if it has several lines, without quotes if no reader mistakes it, else
+    in double quotes.
+    """
     is_plain = _PLAIN.fullmatch(text) and text.lower() not in _TRUTH and not text.endswith(":")
     if "\n" in text:
         style = "|"
@@ -81,6 +84,9 @@ def _first_lines(text: str, keys: Collection[str]) -> dict[str, int]:
 
 
 def _with_reasons(document: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
+    """Return the YAML text of a document, with a comment above the first line of each key in
+    `reasons`.
+    """
     text = yaml.dump(
         dict(document), Dumper=_ManifestDumper, sort_keys=False, width=_LONG, allow_unicode=True
     )
@@ -157,7 +163,9 @@ def _object_names(request: K8sRequest) -> list[str]:
 
 
 def _reasons(values: _Values) -> dict[str, str]:
-    """Return the comment above each key, with values filled in."""
+    """Return the comment above each key of ``objects.yaml``, with values filled in, without lines
+    with a condition that does not hold.
+    """
     reasons = {}
     for match in _REASON.finditer(_TEXT):
         comments = re.findall(r"# (?:if (\w+): )?(.+)", match[1])
@@ -205,13 +213,16 @@ class _Values(dict[str, Any]):
         return [value for value in values if value not in _EMPTY]
 
     def _filled_mapping(self, node: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a mapping with its values in, without keys with a condition that does not hold
+        (``key if NAME``), and without empty values.
+        """
         values = {}
         for key, item in node.items():
             name, _, condition = key.partition(" ")
             if not self._holds(condition):
                 continue
             value = self.filled(item)
-            if value not in _EMPTY or item == {}:
+            if value not in _EMPTY or item == {}:  # {} is meant, as in emptyDir: {}
                 values[self.filled(name)] = value
         return values
 
@@ -257,6 +268,7 @@ def _quarter_of(memory: str) -> str:
 
 
 def _labels(request: K8sRequest) -> dict[str, Any]:
+    """Return the labels by the names that stand for them in ``objects.yaml``."""
     labels = {
         "app.kubernetes.io/name": "dsf-trainer",
         "app.kubernetes.io/instance": request.name,
@@ -265,7 +277,7 @@ def _labels(request: K8sRequest) -> dict[str, Any]:
     if request.queue:
         # This label gives the job to Kueue, which starts all pods or none.
         head_labels |= {_QUEUE_LABEL: request.queue}
-    # One label keeps a proxy off the ports of the ranks.
+    # The label sidecar.istio.io/inject keeps Istio's proxy off the ports of the ranks.
     pod_labels = labels | {"sidecar.istio.io/inject": "false"} | dict(request.label)
     pod_name_label = JOB_NAME_LABEL if request.kind == "job" else JOBSET_NAME_LABEL
     return {
@@ -288,6 +300,7 @@ def _own_annotations(request: K8sRequest) -> dict[str, str]:
 
 
 def _annotations(request: K8sRequest) -> dict[str, Any]:
+    """Return the annotations of the head and of the pods, by their names in ``objects.yaml``."""
     annotations = _own_annotations(request)
     head_annotations: dict[str, str] = {}
     if request.kind == "jobset" and request.topology and not request.queue:
@@ -309,8 +322,8 @@ def _conditions(request: K8sRequest) -> dict[str, Any]:
         "is_job": kind == "job",
         "is_jobset": kind == "jobset",
         "is_trainjob": kind == "trainjob",
-        # A JobSet starts everything again; where agents wait for one pod that was lost, that one
-        # alone.
+        # A JobSet starts all pods again after a failure. A lost pod alone starts again in a Job,
+        # and where agents wait for it.
         "by_pod": kind == "job" or request.max_restarts > 0,
         "is_apart": needs_own_node and not _is_within_topology(request),
         "is_near": request.topology and not request.queue and kind != "jobset",
@@ -343,6 +356,9 @@ def _names(request: K8sRequest) -> dict[str, Any]:
 
 
 def _lists(request: K8sRequest) -> dict[str, list[Any]]:
+    """Return the lists of ``objects.yaml`` by name: exit codes, tolerations, command, volumes and
+    mounts.
+    """
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []
     for number, (claim, path, is_read_only) in enumerate(request.mount):
