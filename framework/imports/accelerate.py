@@ -92,6 +92,9 @@ def _take_offloads(arguments: TrainerArguments, section: WatchedSection) -> None
 
 
 def _zero_stage(section: WatchedSection) -> Any:
+    """Return the ZeRO stage of `deepspeed_config`; None if the section is empty or a JSON file
+    decides it.
+    """
     stage = section.get("zero_stage")
     if stage is None and section and section.get("deepspeed_config_file") is None:
         return 2  # accelerate/utils/dataclasses.py `DeepSpeedPlugin`
@@ -99,6 +102,7 @@ def _zero_stage(section: WatchedSection) -> Any:
 
 
 def _take_fsdp(arguments: TrainerArguments) -> None:
+    """Take FSDP's sharding as a ZeRO stage, its offloading and its activation checkpointing."""
     fsdp = arguments.take_section("fsdp_config")
     if not fsdp:
         return

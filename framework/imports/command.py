@@ -34,6 +34,7 @@ def _add_arguments(parser: CommandParser) -> None:
 
 
 def _import(name: str, *, release: str | None) -> Imported:
+    """Import a file by what it is. UsageError for a run config."""
     path = Path(name)
     trainer_arguments = read_arguments(path, name=name)
     if trainer_arguments is not None:

@@ -66,7 +66,7 @@ _SILENT: Final[Values] = {
     "timers": {"throughput": {"enabled": False, "synchronized": False}},
     "steps_per_print": 1_000_000_000,
 }
-_PLACEHOLDER_SAMPLES: Final = 1437  # of the default data
+_PLACEHOLDER_SAMPLES: Final = 1437  # training samples of the default data
 _REPORTS: Final = ("tensorboard", "csv_monitor")
 _REPORT_KEYS: Final = ("output_path", "job_name")
 # Section of DeepSpeed -> its key and ours.
@@ -155,7 +155,9 @@ def _stops(problem: Problem) -> bool:
 
 
 def _sections(reader: DeepSpeedReader) -> dict[str, Values]:
-    """Return the sections of the run config; what they do not take is settled in the reader."""
+    """Return the sections of the run config. Keys that no section takes are passed on, left out or
+    refused in the reader.
+    """
     sections = {
         "batch": _batch(reader),
         "precision": precision(reader),
@@ -192,6 +194,9 @@ def _at_deepspeeds_key(document: Document, problem: Problem, sources: Mapping[st
 
 
 def _batch(reader: DeepSpeedReader) -> Values:
+    """Return `batch:` from the three sizes; an "auto" one is listed as left out, without a comment
+    beside a default.
+    """
     section: Values = {}
     for name in _BATCH:
         value = reader.take(name, None)
@@ -205,6 +210,9 @@ def _batch(reader: DeepSpeedReader) -> Values:
 
 
 def _training(reader: DeepSpeedReader) -> Values:
+    """Return `training:` from clipping and printing; refuses step boundaries that DeepSpeed does
+    not decide.
+    """
     section: Values = {"clip_grad_norm": reader.take("gradient_clipping", 1.0)}
     steps_per_print = reader.take("steps_per_print", None)
     if isinstance(steps_per_print, int) and steps_per_print != _SILENT["steps_per_print"]:
@@ -222,6 +230,9 @@ def _training(reader: DeepSpeedReader) -> Values:
 
 
 def _monitors(reader: DeepSpeedReader) -> Values:
+    """Return `monitors:`; keys of files and services that a run decides itself are listed as left
+    out.
+    """
     section: Values = {}
     for name in _REPORTS:
         if reader.facts.given(f"{name}.enabled"):
@@ -251,6 +262,9 @@ def _service(reader: DeepSpeedReader, name: str) -> Values:
 
 
 def _leave_out_service_keys(reader: DeepSpeedReader, name: str) -> None:
+    """List the keys of a service that a run config does not have; the value of an API key is not
+    shown.
+    """
     for key in _SERVICE_KEYS_LEFT_OUT:
         path = f"{name}.{key}"
         if reader.facts.given(path):
@@ -262,7 +276,7 @@ def _leave_out_service_keys(reader: DeepSpeedReader, name: str) -> None:
 
 
 def _passed_through(reader: DeepSpeedReader) -> Values:
-    """Return `deepspeed:`, the keys that no section of ours decides, without those without
+    """Return `deepspeed:`: the top-level keys that no section of ours decides and that have an
     effect.
     """
     section: Values = {}
@@ -277,7 +291,9 @@ def _passed_through(reader: DeepSpeedReader) -> Values:
 
 
 def _with_effect(reader: DeepSpeedReader, written: str, value: Any) -> Any:
-    """Return a value without the keys in it that have no effect; None if nothing is left."""
+    """Return a value without the keys in it that have no effect; None if nothing is left. Lists
+    those keys as left out, and refuses what a run cannot have, in the reader.
+    """
     reason = reader.why_without_effect(written, value)
     if reason is not None:
         reader.leave_out(written, value, reason)
@@ -320,7 +336,9 @@ def _settle_top_level(reader: DeepSpeedReader) -> None:
 
 
 def _placeholder_data(batch: Values, reader: DeepSpeedReader) -> Values:
-    """Return data of the size that a large batch needs: the default data is too small to plan."""
+    """Return data of the size that a large batch needs, with a comment in the reader; empty where
+    the default data is large enough to plan.
+    """
     samples = batch.get("global_size")
     if not samples:
         samples = batch.get("micro_size", 1) * batch.get("accumulation_steps", 1)
@@ -380,6 +398,9 @@ def run_config_text(imported: Imported, *, name: str) -> str:
 def _lines(
     name: str, value: Any, key: str, comments: Mapping[str, str], indent: str
 ) -> Iterator[str]:
+    """Yield the lines of an entry `name: value` of the file, nested ones indented further; `key` is
+    its dotted path, under which `comments` has its comment.
+    """
     if key in comments:
         comment = f"  # {printable(comments[key])}"
     else:

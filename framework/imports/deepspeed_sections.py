@@ -154,7 +154,7 @@ class DeepSpeedReader:
         if key is None or "[" in key.path or "*" in key.path:
             return written
         if written.startswith("bfloat16"):
-            return f"bf16{written[8:]}"
+            return f"bf16{written[8:]}"  # what is behind "bfloat16"
         return key.path
 
     def settle(self, section: str) -> None:
@@ -165,6 +165,7 @@ class DeepSpeedReader:
                 self._settle_key(written, path, value)
 
     def _settle_key(self, written: str, path: str, value: Any) -> None:
+        """Pass on, leave out or refuse one key, unless it is what DeepSpeed does anyway."""
         if path in DEPRECATED:
             return  # `Facts` has it under today's name
         reason = self.why_without_effect(written, value)
@@ -276,6 +277,7 @@ def precision(reader: DeepSpeedReader) -> Values:
 
 
 def _comment_on_auto_precision(reader: DeepSpeedReader, enabled: list[str]) -> None:
+    """Comment on the default precision if "auto" decides it."""
     switches = [f"{name}.enabled" for name in _PRECISIONS]
     autos = [switch for switch in switches if reader.is_auto(switch)]
     if autos and not enabled:
@@ -296,6 +298,7 @@ def _fp16(reader: DeepSpeedReader) -> Values:
 
 
 def _autocast(reader: DeepSpeedReader) -> Values:
+    """Return `precision:` of torch_autocast; refuses a type other than bf16 and fp16."""
     reader.mark_handled("torch_autocast.dtype")
     dtype = reader.facts.dtype("torch_autocast.dtype")
     if dtype not in _COMPUTE:
@@ -341,6 +344,9 @@ def zero(reader: DeepSpeedReader) -> Values:
 
 
 def _offload(reader: DeepSpeedReader, name: str, stage: int) -> Values:
+    """Return `{name: its section}` of `zero:`; empty, with reasons in the reader, if nothing is
+    offloaded or the stage is too low.
+    """
     path = f"zero_optimization.{name}"
     device = reader.take(f"{path}.device", "none")
     reader.mark_handled(path)
@@ -427,6 +433,9 @@ def _is_deepspeeds(reader: DeepSpeedReader, name: str) -> bool:
 
 
 def _adam(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Values:
+    """Return `optimizer:` for Adam or AdamW: of torch, torch's fused one, or DeepSpeed's kernel;
+    torch's class as a target if it has arguments that the section has no key for.
+    """
     decouples_decay = reader.facts.flag("optimizer.params.adam_w_mode", True)
     reader.mark_handled("optimizer.params.adam_w_mode")
     is_torchs = reader.take("optimizer.params.torch_adam", True)
@@ -477,9 +486,10 @@ def _fields(
 
 
 def _target(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Values:
-    """Return one of torch's own optimizers as a target.
+    """Return one of torch's own optimizers as a target; refuses a name that is none of its classes.
 
-    DeepSpeed builds it from its name, we build it from its import path.
+    DeepSpeed builds it from its name, we build it from its import path. An "auto" argument is left
+    out, with a comment.
     """
     if not name.isidentifier() or name.islower():
         reader.refuse(
@@ -522,6 +532,9 @@ def scheduler(reader: DeepSpeedReader) -> Values:
 
 
 def _schedule_values(reader: DeepSpeedReader, name: str) -> Values:
+    """Return `scheduler:` with the parameters of one of DeepSpeed's schedules; a rate for each
+    group is refused, and a warm-up below 2 becomes 2 as DeepSpeed has it.
+    """
     section, parameters = _SCHEDULES[name]
     values: Values = {"kind": section.model_fields["kind"].default}
     for our_name, parameter in parameters.items():

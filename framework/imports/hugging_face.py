@@ -77,6 +77,9 @@ def _take_model(arguments: TrainerArguments) -> None:
 
 
 def _take_optimizer(arguments: TrainerArguments) -> None:
+    """Take optimizer, rate, decay, betas and eps: as keys of a kind of ours, or as arguments of a
+    target.
+    """
     name = str(arguments.take("optim"))
     section = MAPPINGS["optim"].get(name)
     if section is None:
@@ -149,11 +152,13 @@ def _take_warmup(arguments: TrainerArguments, schedule: str) -> None:
 
 
 def _warmup(arguments: TrainerArguments) -> float:
+    """Return the warm-up: a number of steps, or below 1 a share of the run."""
     steps = arguments.take("warmup_steps")
     return float(steps or arguments.values.get("warmup_ratio") or 0)
 
 
 def _take_length(arguments: TrainerArguments) -> None:
+    """Take max_steps, or the epochs rounded to whole ones."""
     if arguments.take("max_steps") > 0:
         arguments.put("training.max_steps", arguments.take("max_steps"), "max_steps")
         arguments.leave_out("num_train_epochs", "max_steps wins, as there")
@@ -226,6 +231,9 @@ def _take_cadences(arguments: TrainerArguments) -> None:
 
 
 def _take_best_checkpoint(arguments: TrainerArguments) -> None:
+    """Take the metric that rates checkpoints; by default, as there, the loss, and less is better
+    for losses alone.
+    """
     metric = arguments.take("metric_for_best_model")
     loads_best = arguments.take("load_best_model_at_end")
     if not metric and not loads_best:

@@ -96,6 +96,7 @@ def _leave_out_devices(arguments: TrainerArguments) -> None:
 
 
 def _take_length(arguments: TrainerArguments) -> None:
+    """Take max_steps or max_epochs; fast_dev_run, a number of steps, wins over both."""
     max_steps = arguments.take("max_steps")
     max_epochs = arguments.take("max_epochs")
     if max_steps > 0:
@@ -129,6 +130,7 @@ def _take_evaluation(arguments: TrainerArguments) -> None:
 
 
 def _take_precision(arguments: TrainerArguments, *, is_deepspeed: bool) -> None:
+    """Take fp16 or bf16; fp32 is our default, and any other precision is listed as left out."""
     precision = str(arguments.take("precision") or "32-true")
     if precision.startswith("bf16"):
         dtype = "bf16"
@@ -304,6 +306,7 @@ def _torch_optimizer(
 
 
 def _leave_out_sections(arguments: TrainerArguments) -> None:
+    """List model, data and all other sections that are not read as left out."""
     values = arguments.document.value
     for name in ("model", "data"):
         if values.get(name) is not None:

@@ -73,6 +73,9 @@ def _is_met(alternative: Mapping[str, Any], values: Mapping[str, Any], names: se
 
 
 def _holds(value: Any, name: str, depth: int) -> bool:
+    """Check whether a mapping has the key `name`, at most `depth` levels of mappings and lists
+    down.
+    """
     if depth == 0:
         return False
     if isinstance(value, Mapping):

@@ -126,7 +126,9 @@ class TrainerArguments:
         return value
 
     def _truth(self, name: str, value: Any) -> Any:
-        """Convert text such as "yes", which command lines write, to a truth value."""
+        """Convert text such as "yes", which command lines write, to a truth value; other values
+        pass. ConfigError for other text.
+        """
         if not isinstance(value, str):
             return value
         if value.lower() in ("true", "yes", "1"):
@@ -139,7 +141,9 @@ class TrainerArguments:
         raise ConfigError(self._placed(problem))
 
     def take_section(self, name: str) -> WatchedSection:
-        """Return the section that an argument holds; keys not looked up are listed as left out."""
+        """Return the section that an argument holds; keys not looked up are listed as left out.
+        ConfigError for a value that is not a section.
+        """
         value = self.take(name)
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(
@@ -181,7 +185,9 @@ class TrainerArguments:
             self.comments[key] = comment
 
     def move(self, name: str, key: str, convert: Callable[[Any], Any] | None = None) -> None:
-        """Put an argument under a key if the file sets it, or if its default differs from ours."""
+        """Put the value of an argument, given or its default in the trainer, under a key; None,
+        False, and an empty default are skipped.
+        """
         value = self.take(name)
         if value is None or value is False or not (value or name in self.values):
             return
@@ -241,7 +247,7 @@ class TrainerArguments:
         self._join(import_document(document))
 
     def _join(self, imported: Imported) -> None:
-        """Join the import of a DeepSpeed JSON into the sections, where it wins."""
+        """Merge the import of a DeepSpeed JSON into the sections; it wins over the arguments."""
         autos = [key for key in imported.comments if "." in key and key not in imported.sources]
         sections = _decided_sections(imported, autos)
         for name, section in sections.items():
@@ -257,6 +263,9 @@ class TrainerArguments:
         self.decided_by_json = {*imported.sources, *autos}
 
     def _deepspeed_json(self, config: Any, argument: str) -> Document:
+        """Return the DeepSpeed JSON that an argument holds or names by a path, from the current
+        folder or from the file's. ConfigError if it is something else.
+        """
         if isinstance(config, Mapping):
             return Document(self.document.name, dict(config))
         path = Path(str(config))
@@ -311,6 +320,7 @@ class TrainerArguments:
         return "." in argument or self.is_set(argument)
 
     def _value_of(self, argument: str) -> Any:
+        """Return the value of an argument, or of a dotted key in a section, or None."""
         value: Any = self.values
         for part in argument.split("."):
             if isinstance(value, Mapping):
@@ -348,6 +358,7 @@ class TrainerArguments:
             self.omit(f"{name}.{key}", show_value(value), reason)
 
     def _reason(self, name: str) -> str:
+        """Return why an argument has no key, or what to see, by `tables/coming_from.yaml`."""
         answer = answers()[_TITLES[self.tool]].get(name)
         if answer is None:
             return f"not an argument of {self.tool} that is known here"
@@ -408,7 +419,7 @@ def refused_beside_json(argument: str, value: Any, reason: str) -> Problem:
 
 
 def launch_options(num_gpus: Any, num_nodes: Any) -> str:
-    """Return the options of ``launch.sh train`` for this number of devices or nodes."""
+    """Return the options of ``launch.sh train`` for several nodes, or else for devices."""
     if num_nodes > 1:
         return f"-H HOSTFILE, {num_nodes} hosts"
     return f"--num_gpus {num_gpus}"
