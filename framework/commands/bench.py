@@ -58,7 +58,8 @@ _MOST_BUSY: Final = 0.1  # of the cores, with other work
 
 
 def bench(argv: Sequence[str]) -> int:
-    """Check all variants, time them in turn, and write the results; returns the exit code.
+    """Check all variants, time them in turn, and write the results; returns the exit code. Blocks
+    until all have run or Ctrl-C ends one.
 
     Raises:
         UsageError: the command line is wrong.
@@ -89,7 +90,7 @@ def bench(argv: Sequence[str]) -> int:
         lines = results.lines(out)
     write(sys.stdout, "".join(f"{visible(line)}\n" for line in lines))
     if is_interrupted:
-        return 130
+        return 130  # as a shell reports a program that Ctrl-C ended
     return _exit_code(variants)
 
 
@@ -226,7 +227,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 def points_of(steps: int, warmup: int) -> tuple[int, int]:
     """Return the steps of a logged point, and the points of the warm-up.
 
-    A window has a whole number of points.
+    The steps of a point are the largest number up to `warmup` that divides `steps`: a window has a
+    whole number of points.
     """
     most_steps = min(steps, warmup or steps)
     log_every = max(count for count in range(1, most_steps + 1) if steps % count == 0)
@@ -264,13 +266,13 @@ def _checked_variants(arguments: argparse.Namespace, log_every: int) -> list[Var
             options = LaunchOptions(config, tuple(words), num_devices, hostfile=arguments.hostfile)
             variants.append(_make_variant(name, options, log_every))
         except ConfigError as error:
-            problems += _of_variant(name, error.problems)
+            problems += _with_variant_name(name, error.problems)
     if problems:
         raise ConfigError(problems)
     return variants
 
 
-def _of_variant(name: str, problems: Iterable[Problem]) -> Iterator[Problem]:
+def _with_variant_name(name: str, problems: Iterable[Problem]) -> Iterator[Problem]:
     for problem in problems:
         yield replace(problem, reason=f"{problem.reason} (variant {name})")
 
@@ -310,7 +312,9 @@ def _with_own_settings(settings: Sequence[str], own_settings: Sequence[str]) -> 
 
 
 def _make_variant(name: str, options: LaunchOptions, log_every: int) -> Variant:
-    """Plan a variant, and check it as its start will be checked."""
+    """Plan a variant, and check it as its start will be checked. ConfigError if it cannot train
+    here.
+    """
     if options.hostfile:
         cluster = cluster_of(read_hostfile(options.hostfile), path=options.hostfile)
         run = load_run(options.config, options.overrides).chosen(cluster, is_proposal=True)
@@ -357,6 +361,9 @@ def _refuse_taken_folder(out: Path) -> None:
 
 
 def _write_results(out: Path, text: str, html: str, chart: Chart | None) -> None:
+    """Write figures, page and chart into `out`; the PNG is left out, with a note, if it cannot be
+    drawn.
+    """
     write_file(out / "bench.json", f"{text}\n", name=f"{out}/bench.json")
     write_file(out / "bench.html", html, name=f"{out}/bench.html")
     if chart:
@@ -418,7 +425,7 @@ def _clocks() -> tuple[float, float, float]:
     times = os.times()
     try:
         words = Path("/proc/stat").read_text(encoding="ascii").split()[1:9]
-        # the others: interrupts, and time that the host took
+        # others: interrupts, and time that the host of a virtual machine took
         user, nice, system, _idle, _waiting, *others = map(int, words)
         busy = (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
@@ -434,7 +441,7 @@ def _add_start(
     Args:
         variant: of the start.
         windows: of the start.
-        clocks: seconds of the start, of all processes in it, and of its own.
+        clocks: what `_clocks` advanced by during the start.
         failure: why it failed; empty if it did not.
     """
     if failure not in ("", INTERRUPTED):
@@ -463,6 +470,7 @@ def _doubts(variants: Sequence[Variant], environment: Mapping[str, Any]) -> Iter
 
 
 def _doubts_of_processors(variants: Sequence[Variant], cores: int) -> Iterator[str]:
+    """Yield notes on ranks that share cores, or that have different numbers of threads."""
     rank_counts = {variant.plan.cluster.devices_per_host for variant in variants}
     most_ranks = max(rank_counts)
     if most_ranks > cores:

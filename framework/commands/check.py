@@ -84,6 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _context(arguments: argparse.Namespace) -> CheckContext:
+    """Return what files are judged against; ConfigError for a hostfile that cannot be used."""
     release = arguments.deepspeed
     if release is not None:  # an unknown release is refused before any file is read
         from deepspeed_lint.keys import load_table
@@ -169,6 +170,9 @@ def _stream_of_diffs(format_: str) -> TextIO:
 def _resolve(
     file: str, settings: Iterable[str], against: CheckContext, arguments: argparse.Namespace
 ) -> int:
+    """Print or write a DeepSpeed JSON with every "auto" filled in, and report its problems; returns
+    the exit code.
+    """
     from deepspeed_lint.resolve import check_resolved, parsed_setting
 
     trainer_arguments = dict(map(parsed_setting, settings))
@@ -190,6 +194,7 @@ def _resolve(
 
 
 def _read_to_resolve(file: str) -> Document:
+    """Read a DeepSpeed JSON; UsageError for a run config."""
     from framework.imports.kind_of_file import read_deepspeed_json
 
     document = read_deepspeed_json(Path(file), name=file)

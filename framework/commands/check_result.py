@@ -56,7 +56,12 @@ class CheckContext:
 
 
 def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> CheckResult:
-    """Check one file. It is read once, because it may be a pipe."""
+    """Check one file; problems are in the result, also those of a file that cannot be read. It is
+    read once, because it may be a pipe.
+
+    Raises:
+        UsageError: there are `overrides`, and the file is DeepSpeed JSON.
+    """
     try:
         text = read_text(Path(file), name=file)
         document = None
@@ -88,6 +93,9 @@ def check_json(document: Document, target: Target) -> CheckResult:
 def _check_run_config(
     file: str, overrides: Sequence[str], against: CheckContext, text: str
 ) -> CheckResult:
+    """Check a run config with the text `text`: its plan, targets, sinks, memory, and the rendered
+    JSON where that may be wrong.
+    """
     from framework.commands.target_search import missing_sinks, missing_targets
     from framework.load_run import load_run
     from framework.plan.plan import one_line
@@ -188,6 +196,7 @@ def _too_large(plan: Plan, target: Hardware | None) -> Iterator[Problem]:
 
 
 def _target(against: CheckContext) -> Hardware | None:
+    """Return the hardware of ``--gpu``, or None without it."""
     if against.gpu is None:
         return None
     from framework.plan.auto import listed_target
@@ -202,7 +211,9 @@ def _target(against: CheckContext) -> Hardware | None:
 def _errors_of_known(
     document: Document, overrides: Sequence[str], against: CheckContext
 ) -> list[Problem]:
-    """Return the errors of the sections that can be read, beside others that cannot."""
+    """Return the errors of the sections that can be read, beside others that cannot; empty if none
+    can.
+    """
     from framework.config.load import load_known
     from framework.plan.plan import errors_of_known
 
@@ -214,6 +225,6 @@ def _errors_of_known(
 
 
 def _once_per_key(problems: Sequence[Problem], further: Iterable[Problem]) -> list[Problem]:
-    """Add the problems of `further` that are of a key without one."""
+    """Return `problems`, and those of `further` with a key that none of them has."""
     reported_keys = {problem.key for problem in problems}
     return [*problems, *(problem for problem in further if problem.key not in reported_keys)]

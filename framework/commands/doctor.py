@@ -69,7 +69,8 @@ def _text_of(report: Report, *, as_json: bool) -> str:
 
 
 def look(options: DoctorOptions) -> tuple[Report, Requirements]:
-    """Check the config, then the machines: problems of the config do not hide the machines'.
+    """Check the config, then the machines: problems of the config do not hide the machines'. Waits
+    for the hosts over ssh, if there are any.
 
     Raises:
         ConfigError: the hosts of the hostfile do not go together.
@@ -96,12 +97,16 @@ def _cluster_here(options: DoctorOptions) -> Cluster:
 
 
 def _options(arguments: argparse.Namespace) -> DoctorOptions:
+    """Return the checks that the command line asks for; hosts that are this machine alone become
+    its devices.
+    """
     config, words = _config_and_settings(arguments.words)
     chosen = _choose_hosts(arguments)
     master_port = arguments.master_port or DEFAULT_PORT
     if is_this_machine(chosen, ssh_args=arguments.ssh_args):
         return DoctorOptions(config, tuple(words), (), len(chosen[0].devices), "", master_port)
-    split_ssh_args(arguments.ssh_args, command="doctor")  # refuses what asks
+    # refuses options with which ssh would prompt for a password
+    split_ssh_args(arguments.ssh_args, command="doctor")
     address = arguments.master_addr or ""
     return DoctorOptions(
         config, tuple(words), chosen, arguments.num_gpus, address, master_port, arguments.ssh_args
@@ -109,6 +114,7 @@ def _options(arguments: argparse.Namespace) -> DoctorOptions:
 
 
 def _config_and_settings(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """Return the run config, or None, and the settings behind it."""
     if not words:
         return None, ()
     if "=" in words[0] and not Path(words[0]).exists():

@@ -40,7 +40,9 @@ from framework.system.launcher_rank import take_rank
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command on this rank, print JSON on rank 0; returns the exit code."""
+    """Evaluate a checkpoint on this rank, and print the metrics as JSON on rank 0; returns the exit
+    code. Collective.
+    """
     arguments = _parse(words)
     checkpoint = find_source(arguments.checkpoint)
     take_rank(os.environ)
@@ -82,7 +84,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def _sections_to_trust(source: Source) -> list[str]:
-    # a target of the command line needs no --trust
+    """Return the sections with a target that only the checkpoint names: one of the command line
+    needs no --trust.
+    """
     sections = []
     for name in ("model", "data", "task"):
         if source.place((name, "target"))[0] != COMMAND_LINE:

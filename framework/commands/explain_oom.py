@@ -71,6 +71,9 @@ def explain_oom(log: str, plan: Plan, *, work: ModelWork | None, as_json: bool) 
 
 
 def _read(log: str) -> str:
+    """Return the first `_LONGEST_LOG` bytes of a log, or of stdin for ``-``, as text. UsageError if
+    it cannot be read.
+    """
     try:
         if log == "-":
             content = sys.stdin.buffer.read(_LONGEST_LOG)

@@ -70,7 +70,9 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; returns the exit code, or raises what `export` raises."""
+    """Export a checkpoint, and print the files with their bytes; returns the exit code, or raises
+    what `export` raises.
+    """
     arguments = vars(_parse(words))
     source = arguments.pop("checkpoint")
     out = Path(arguments.pop("out"))
@@ -178,8 +180,8 @@ def _write_program(
 def _for_the_hub(
     merged: MergedWeights, tensors: Any, stored: Any, *, trust: str | None
 ) -> tuple[Any, Any, dict[str, str], dict[str, Any]]:
-    """Return weights and their shapes as Hugging Face's model has them, their names there, and its
-    config.json.
+    """Return tensors, their shapes, name in the model -> name in Hugging Face's model, and its
+    config.json; our own models' tensors take the shapes that theirs have.
     """
     form = form_of(_config(merged.checkpoint).model)
     if not form:
@@ -207,6 +209,7 @@ def _metadata(
 
 
 def _write_adapter(folder: Path, merged: MergedWeights, *, dtype: torch.dtype) -> dict[str, int]:
+    """Write the adapters alone; returns file -> bytes. ConfigError if there are none."""
     if not merged.checkpoint.has_adapters:
         reason = "its run trained all weights (training.lora)"
         fix = "leave --adapter out"
@@ -218,8 +221,8 @@ def _write_adapter(folder: Path, merged: MergedWeights, *, dtype: torch.dtype) -
 def _plain_weights(
     merged: MergedWeights, *, average: bool, trust: str | None, base: str | None
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any], Mapping[str, str]]:
-    """Return the tensors by plain name, with adapters merged into them, their shapes and types, and
-    further names of some -> the first name.
+    """Return plain name -> tensor, with adapters merged in; name -> shape and type; and further
+    name of a tied weight -> its first name.
     """
     if not merged.checkpoint.has_adapters:
         merged.refuse_lacking()
@@ -319,6 +322,9 @@ def _clear_left_over(out: Path) -> None:
 
 
 def _clear_folder(path: Path, out: Path, *, process: str, is_earlier: bool) -> None:
+    """Remove a folder left beside OUT, or restore it if it is the earlier export and OUT is gone;
+    nothing if its process still runs.
+    """
     if Path("/proc", process).exists():
         return
     if is_earlier and not out.exists():
@@ -351,6 +357,7 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def _is_export(path: Path) -> bool:
+    """Check that a folder has only files with names that an export writes."""
     if path.is_symlink() or not path.is_dir():
         return False
     return all(_OURS.fullmatch(inner.name) for inner in path.iterdir())
@@ -421,6 +428,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _size(text: str) -> int:
+    """Read a size such as 500MB; returns bytes."""
     size = 0
     match = _SIZE.fullmatch(text.strip())
     if match and match[2].upper() in _UNITS:
@@ -430,6 +438,7 @@ def _size(text: str) -> int:
     return size
 
 
+# The config of a checkpoint, with errors for ``--hf``.
 _config = partial(saved_config, key="--hf", otherwise=_PLAIN, kind="hf-names-missing")
 
 

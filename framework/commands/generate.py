@@ -38,7 +38,7 @@ _NO_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; returns the exit code.
+    """Draw samples of text from a checkpoint and print them; returns the exit code.
 
     Raises:
         ConfigError: there is no checkpoint of a GPT, or its tokenizer is gone.
@@ -68,6 +68,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _tokens_of_row(steps: Iterator[list[int | None]], row: int) -> Iterator[int]:
+    """Yield the tokens of one sample until it ends; `steps` have a token for every sample."""
     for tokens in steps:
         token = tokens[row]
         if token is None:
@@ -118,6 +119,7 @@ def terms_of(
 
 
 def _trained_window(config: RunConfig) -> int:
+    """Return the number of tokens that the model saw at once in training."""
     # The model may have more positions than it was trained with, and has learned nothing of those.
     window = sys.maxsize
     for size in (
@@ -148,6 +150,7 @@ def sample(
     Args:
         model: tokens (rows, sequence) to logits (rows, sequence, vocabulary), in evaluation mode.
         prompts: tokens to go on from, at least one each.
+        max_new_tokens: for each prompt.
         temperature: divides the logits; 0 always takes the most likely token.
         top_k: draw from this many of the most likely tokens only.
         seed: of the first row; the next one draws with the next.
@@ -219,10 +222,11 @@ def _outputs_of_windows(
 def _draw(
     logits: torch.Tensor, generator: torch.Generator, *, temperature: float, top_k: int | None
 ) -> int:
+    """Draw the number of a token by its logits (vocabulary,)."""
     best, numbers = torch.topk(logits, min(top_k or len(logits), len(logits)))
     if temperature == 0.0:
         return int(logits.argmax())
-    # Less the largest first: divided by a small temperature it would overflow.
+    # The largest is subtracted first: logits divided by a small temperature would overflow.
     shares = torch.softmax((best - best[0]).double() / temperature, dim=0)
     return int(numbers[torch.multinomial(shares, 1, generator=generator)])
 
@@ -278,6 +282,7 @@ def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
 
 
 def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
+    """Raise ConfigError unless a model's section is that of a GPT."""
     kind = model.get("target") or model.get("object") or model.get("kind")
     if kind != "gpt":
         reason = "only a GPT writes text, and this is another model"
@@ -320,7 +325,9 @@ def tokenizer_of(
 
 
 def _token_folder(config: RunConfig, checkpoint: SavedCheckpoint, kept: Path) -> str | None:
-    """Return the token folder of a run, or its copy beside the checkpoints; None without one."""
+    """Return the token folder of a run, or its copy beside the checkpoints if that is there; None
+    for data without a path. ConfigError for data that is no token folder.
+    """
     if not isinstance(config.data, (Text, TextPairs)):
         reason = "it is not a token folder, so nobody knows what its numbers stand for"
         fix = "name a tokenizer with --tokenizer"
@@ -333,6 +340,9 @@ def _token_folder(config: RunConfig, checkpoint: SavedCheckpoint, kept: Path) ->
 
 
 def _read_tokenizer(path: str | None, key: str) -> Tokenizer:
+    """Read the tokenizer of a file or folder, or that of bytes for None; `key` is the option or
+    setting that names the path. ConfigError if it cannot be read.
+    """
     if path is None:
         return ByteTokenizer()
     if Path(path).is_file():

@@ -52,6 +52,7 @@ def write_hub_files(
     token_ids = dict[str, Any]()
     tokenizer = _tokenizer_of_run(checkpoint, config)
     if tokenizer is not None:
+        # recipes/text/labelled_text.py keeps them there; transformers has them in config.json
         class_names = tokenizer.init_kwargs.pop("classes", None)
         if class_names and described:
             described = dict(described) | {"id2label": dict(enumerate(class_names))}
@@ -114,6 +115,7 @@ def _tokenizer_of_run(checkpoint: SavedCheckpoint, config: RunConfig) -> Any:
 
 
 def _pipeline_tag(config: RunConfig) -> str | None:
+    """Return the Hub's name of the task, or None."""
     if isinstance(config.data, LabelledText):
         return "text-classification"
     for task, tag in _PIPELINES.items():

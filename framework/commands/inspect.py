@@ -164,6 +164,7 @@ class _Report:
 
 
 def _make_report(path: Path, *, verify: bool, allow_unverified: bool) -> _Report:
+    """Describe the checkpoint or run at a path; without a manifest by the names of its files."""
     paths = _checkpoints_at(path)
     if not paths:
         return _report_by_names(path, allow_unverified=allow_unverified)
@@ -260,6 +261,7 @@ def _not_found(path: Path) -> ConfigError:
 
 
 def _inspect(path: Path, *, verify: bool) -> Inspected:
+    """Read one checkpoint, and with `verify` every byte of its files."""
     try:
         checkpoint = read_checkpoint(path)
     except OSError:
@@ -299,8 +301,8 @@ def _with_answer(inspected: Inspected, answer: Sequence[str]) -> Inspected:
 
 
 def _find_lacking(paths: list[Path]) -> list[list[str] | str]:
-    """Return the weights that each checkpoint lacks, as a process with torch reads them, or why
-    that fails.
+    """Return for each path the weights that its checkpoint lacks, or text on why they are not
+    known. Waits for a process with torch, at most `_LONGEST_SECONDS`.
     """
     words = ["-m", "framework.checkpoint.state.lacking"]
     environment = {"DS_ACCELERATOR": "cpu", **os.environ}
@@ -372,7 +374,7 @@ def _step(checkpoint: SavedCheckpoint) -> str:
     total_steps = checkpoint.manifest.get("total_steps")
     if total_steps:
         step += f" of {total_steps:,}"
-    return step + _place(checkpoint.manifest)
+    return step + _place_in_data(checkpoint.manifest)
 
 
 def _average(config: Mapping[str, Any]) -> str:
@@ -410,7 +412,8 @@ def _name_of(section: Mapping[str, Any]) -> str:
     return next(str(section[key]) for key in ("kind", "target", "object") if section.get(key))
 
 
-def _place(manifest: Mapping[str, Any]) -> str:
+def _place_in_data(manifest: Mapping[str, Any]) -> str:
+    """Return epoch, step in it and samples in brackets, as far as the manifest has them."""
     parts = []
     if manifest.get("epoch") is not None:
         parts.append(f"epoch {manifest['epoch']:,}")
@@ -424,6 +427,7 @@ def _place(manifest: Mapping[str, Any]) -> str:
 
 
 def _layout(manifest: Mapping[str, Any]) -> str:
+    """Return the numbers of ranks, the parallel sizes, ZeRO stage, precision and batch as text."""
     config = manifest["config"]
     layout = manifest.get("layout", {})
     parts = []

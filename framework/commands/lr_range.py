@@ -78,6 +78,7 @@ class RangeTest:
         """
         losses = [loss for loss in self.losses if math.isfinite(loss)]
         reach = max(1, len(losses) // 12)
+        # Of the offsets -reach to reach; the least-squares slope is moment / sum_of_squares.
         sum_of_squares = reach * (reach + 1) * (2 * reach + 1) / 3
         means_and_slopes = {}
         for step in range(reach, len(losses) - reach):
@@ -152,7 +153,14 @@ class RangeTest:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command on this rank, print on rank 0; returns the exit code."""
+    """Train at a growing rate on this rank, and on rank 0 print the rates to take and write the
+    picture; returns the exit code. Collective.
+
+    Raises:
+        UsageError: the rates do not grow from more than 0.
+        ConfigError: the config cannot train, or has the rate 0.
+        TrainingError: training failed, and not because the loss exploded.
+    """
     arguments = _parse(words)
     low = arguments.low
     high = arguments.high

@@ -50,7 +50,9 @@ _MICRO_BATCHES = 5
 
 
 def main(words: list[str]) -> int:
-    """Measure in the group of all ranks."""
+    """Measure in the group of all ranks; rank 0 writes the rates to the path `words[0]`.
+    Collective.
+    """
     try:
         with process_group(None):
             rates = measure()
@@ -62,8 +64,8 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _sums(of_device: torch.device, num_ranks: int) -> list[dict[str, Any]]:
-    """Measure all-reduces of several sizes; none on a single rank."""
+def _all_reduce_rates(of_device: torch.device, num_ranks: int) -> list[dict[str, Any]]:
+    """Measure all-reduces of several sizes, the smallest first; none on one rank. Collective."""
     if num_ranks == 1:
         return []
     if of_device.type == "cpu":
@@ -81,9 +83,9 @@ def measure() -> dict[str, Any]:
     of_device = device()
     num_ranks = len(gather(None))
     is_cpu = of_device.type == "cpu"
-    repetitions = _repeated()
+    repetitions = _repeat_product()
     products = _products_by_dtype(is_cpu=is_cpu)
-    sums = _sums(of_device, num_ranks)
+    sums = _all_reduce_rates(of_device, num_ranks)
     bus_rate = None
     latency = None
     if sums:
@@ -91,7 +93,7 @@ def measure() -> dict[str, Any]:
         latency = sums[0]["seconds"]
     steps = {stage: _step_overhead(stage) for stage in range(4)}
     memory_rate = _bandwidth()
-    repetitions += _repeated()
+    repetitions += _repeat_product()
     host_rate = memory_rate
     if not is_cpu:
         host_rate = _host_bandwidth()
@@ -121,15 +123,15 @@ def _products_by_dtype(*, is_cpu: bool) -> dict[str, dict[int, float]]:
     rates = {}
     for name, dtype in _DTYPES.items():
         if not (is_cpu and name == "fp16"):
-            rates[name] = _products(dtype)
+            rates[name] = _product_rates(dtype)
     if not is_cpu:
         torch.backends.cuda.matmul.allow_tf32 = True
-        rates["tf32"] = _products(torch.float32)
+        rates["tf32"] = _product_rates(torch.float32)
         torch.backends.cuda.matmul.allow_tf32 = False
     return rates
 
 
-def _repeated() -> list[float]:
+def _repeat_product() -> list[float]:
     """Return seconds of the same product, five times: they differ by other work on the machine.
     Collective.
     """
@@ -137,7 +139,7 @@ def _repeated() -> list[float]:
     return [_slowest(partial(torch.mm, left, left, out=torch.empty_like(left))) for _ in range(5)]
 
 
-def _products(dtype: torch.dtype) -> dict[int, float]:
+def _product_rates(dtype: torch.dtype) -> dict[int, float]:
     """Return size of square matrices -> operations per second. Collective."""
     rates: dict[int, float] = {}
     if device().type == "cpu":
@@ -149,13 +151,15 @@ def _products(dtype: torch.dtype) -> dict[int, float]:
         left = torch.randn(size, size, device=device(), dtype=dtype)
         seconds = _slowest(partial(torch.mm, left, left, out=torch.empty_like(left)))
         rates[size] = 2 * size**3 / seconds
-        if 8 * seconds > _LARGEST:
+        if 8 * seconds > _LARGEST:  # the next size takes 2^3 times as long
             break
     return rates
 
 
 def _bandwidth() -> float:
-    """Return bytes per second of a sum of two large arrays: two are read, one is written."""
+    """Return bytes per second of a sum of two large arrays: two are read, one is written.
+    Collective.
+    """
     if device().type == "cpu":
         num_mib = 64
     else:
@@ -168,7 +172,7 @@ def _bandwidth() -> float:
 
 
 def _host_bandwidth() -> float:
-    """Return bytes per second from pinned memory of the host to the device."""
+    """Return bytes per second from pinned memory of the host to the device. Collective."""
     host = torch.empty(256 * _MIB, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(host, device=device())
     return host.numel() / _slowest(partial(target.copy_, host, non_blocking=True))
@@ -185,6 +189,7 @@ def _slowest(operation: Callable[[], object]) -> float:
 
 
 def _timed(operation: Callable[[], object], repeats: int) -> float:
+    """Return seconds of one of `repeats` operations, once all ranks are ready. Collective."""
     barrier()
     return timed(operation, device(), repeats=repeats)
 
@@ -197,6 +202,7 @@ def _step_overhead(stage: int) -> dict[str, float]:
     few = _step_seconds(stage, layers=_FEW_LAYERS)
     more = _step_seconds(stage, layers=_MORE_LAYERS)
     further = _step_seconds(stage, layers=_MORE_LAYERS, micro_batches=_MICRO_BATCHES)
+    # each hidden layer and the last one have a matrix and a bias
     num_weights = 2 * (_MORE_LAYERS + 1)
     num_more_weights = 2 * (_MORE_LAYERS - _FEW_LAYERS)
     overhead = {

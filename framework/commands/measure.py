@@ -31,6 +31,7 @@ _OF_LAUNCHERS: Final = frozenset(
 
 def measure(cluster: Cluster) -> list[str]:
     """Measure this machine with a cluster's ranks, keep the result, and return lines to print.
+    Blocks for about half a minute, at most `_LONGEST_SECONDS`.
 
     Raises:
         UsageError: there are several hosts.
@@ -67,8 +68,8 @@ def environment_of_ranks(num_ranks: int) -> dict[str, str]:
 
 
 def measure_machine(num_ranks: int) -> dict[str, Any]:
-    """Run the job and return its rates, with time and load average before it; raises a
-    TrainingError if it fails.
+    """Run the job and wait; returns its rates, with time and load average before it. TrainingError
+    if it fails.
     """
     before = {"time_seconds": time.time(), "load_average": os.getloadavg()[0]}
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]

@@ -34,6 +34,7 @@ def draw_chart(candidates: Sequence[Candidate], *, limit_bytes: int | None, titl
 
 
 def _name(candidate: Candidate) -> str:
+    """Return a short name of a strategy: its stage, settings, and micro-batch x accumulation."""
     settings = candidate.settings
     layout = candidate.plan.layout
     parts = [f"ZeRO {settings.get(STAGE, candidate.plan.config.zero.stage)}"]

@@ -63,6 +63,7 @@ def new(name: str) -> list[Path]:
 
 
 def _refuse_taken(folder: Path, package: str) -> None:
+    """Raise UsageError if another package has the name, or the folder is not empty."""
     if importlib.util.find_spec(package) is not None and not folder.exists():
         raise UsageError(
             f"new: there is a Python package {package} already, which would be imported; take "

@@ -40,7 +40,7 @@ def formula_bytes(num_params: int, ranks: int, *, largest_layer: int) -> Mapping
         largest_layer: parameters of the largest layer, which DeepSpeed's estimator of stage 3
             gathers.
     """
-    half = 2 * num_params
+    half = 2 * num_params  # bytes of all weights, or gradients, in half precision
     return {
         "DDP, 20 bytes a weight": float(PLAIN_BYTES * num_params),
         "FSDP, 18 bytes a weight over all ranks": SHARDED_BYTES * num_params / ranks,
@@ -62,8 +62,8 @@ def best_interval_seconds(save_seconds: float, failure_seconds: float) -> float:
 def goodput(
     interval_seconds: float, save_seconds: float, failure_seconds: float, restart_seconds: float
 ) -> float:
-    """Return the share of time in which training advances, at least 0: without saves, restarts, and
-    steps that a failure loses, half an interval on average.
+    """Return the share of time in which training advances, at least 0; saves, restarts, and the
+    steps that a failure loses, half an interval on average, do not count.
 
     First order, as Daly 2006, "A higher order estimate of the optimum checkpoint interval for
     restart dumps".

@@ -199,7 +199,8 @@ def _measure(cluster: Cluster, *, out: TextIO) -> None:
 
 
 def _question(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster) -> _Question:
-    """Plan the run; a plan that cannot be is named with the nearest one.
+    """Plan the run. If no layout fits the cluster, the nearest plan that would is printed before
+    the error.
 
     Raises:
         ConfigError: there is no such plan.
@@ -277,8 +278,9 @@ def _print_lines(
 
 
 def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
-    """Return the work of a model of the user's own, or None, and why that, or the memory of an
-    optimizer, is not known. Named models and optimizers need neither.
+    """Return the work of a model of the user's own, or None, and a text: why that work, or the
+    memory of an optimizer of the user's own, is not known. Both take a child process; a named model
+    and optimizer need none.
     """
     if not run.config.model.is_own_code and run.config.optimizer.own_factory() is None:
         return None, ""
@@ -356,6 +358,7 @@ def _answer(question: _Question) -> _Answer:
 
 
 def _not_estimated(question: _Question, error: NotEstimatedError) -> _Answer:
+    """Return the answer for a plan without an estimate of its memory: the reason alone."""
     reason = str(error)
     if question.why:
         reason += f" ({question.why})"
@@ -385,7 +388,7 @@ def _strategy_lines(
 ) -> Iterator[str]:
     """Yield the table of the candidates, and why other strategies lost."""
     target = question.target
-    order = _order([*candidates, planned], target)
+    order = _order_text([*candidates, planned], target)
     yield f"{'best':<10}{order}; * as planned; batch: micro x steps x ranks"
     shown = [each for each in result.ranked if each in candidates or is_same(each, planned)]
     for line in table_lines(shown, planned=planned):
@@ -408,7 +411,9 @@ def _loser_lines(result: SearchResult, shown: Sequence[Candidate]) -> Iterator[s
 
 
 def _ordered_by_trials(answer: _Answer, count: int) -> _Answer:
-    """Run the best `count` strategies and the plan itself, and put the fastest one first."""
+    """Run the best `count` strategies and the plan itself here, and put the fastest one first.
+    Blocks for the runs.
+    """
     from framework.commands.trials import fastest, run_trials, table
 
     tried = _candidates_to_try(answer, count)
@@ -433,7 +438,9 @@ def _candidates_to_try(answer: _Answer, count: int) -> list[Candidate]:
 
 
 def _is_alternative(candidate: Candidate, planned: Candidate) -> bool:
-    """Check that a candidate is clearly faster than the plan, or takes clearly less memory."""
+    """Check that a candidate is more than 2 % faster than the plan, or takes more than 1 % less
+    memory.
+    """
     speed = candidate.samples_per_second
     planned_speed = planned.samples_per_second
     if speed is not None and planned_speed is not None and speed > 1.02 * planned_speed:
@@ -441,7 +448,8 @@ def _is_alternative(candidate: Candidate, planned: Candidate) -> bool:
     return candidate.peak_bytes < 0.99 * planned.peak_bytes
 
 
-def _order(shown: Sequence[Candidate], target: Hardware) -> str:
+def _order_text(shown: Sequence[Candidate], target: Hardware) -> str:
+    """Return the order of the strategies in words, with the reason if their speed is not known."""
     if any(candidate.time is not None for candidate in shown):
         return "the fastest first, estimated"
     if target.name:
@@ -507,7 +515,7 @@ def _largest_first(components: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def _findings(question: _Question, planned: Candidate, result: SearchResult) -> Iterator[Problem]:
-    """Warn of a plan that does not fit, with the nearest that does as the fix."""
+    """Warn of a plan that does not fit the memory, with the nearest that does as the fix."""
     reason = question.target.lacking(planned.memory)
     if not reason:
         return
@@ -539,6 +547,7 @@ def _devices_that_fit(question: _Question, planned: Candidate) -> str:
 
 
 def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
+    """Print the nearest plan that is possible, if there is one."""
     _, size = look_at_data(run.config, data_elsewhere=True)
     nearest = nearest_plan(run.config, cluster, num_train_samples=size)
     if nearest:
@@ -550,7 +559,9 @@ def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
 
 
 def _write_files(question: _Question, answer: _Answer) -> None:
-    """Write the best strategy into the run config (--apply), and the chart (--chart)."""
+    """Write the best strategy into the run config (--apply), and the chart (--chart). UsageError if
+    no strategy fits.
+    """
     arguments = question.arguments
     if not (arguments.apply or arguments.chart):
         return

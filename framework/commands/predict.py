@@ -55,7 +55,9 @@ _SHORTEST_BEGIN: Final = len('{"input": "')
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command on this rank; returns the exit code."""
+    """Predict this rank's batches, and on rank 0 write the rows of all; returns the exit code.
+    Collective.
+    """
     arguments = _parse(words)
     checkpoint = find_source(arguments.checkpoint)
     out = Path(arguments.out)
@@ -109,7 +111,9 @@ def _make_predict(
 
 
 def _attempt(place: str, work: Callable[[], Any]) -> Any:
-    """Return the result, or the error, because the other ranks have to know it."""
+    """Return the result of `work`, or its exception as a FrameworkError, which the other ranks have
+    to get instead of waiting. `place` begins the message of other exceptions.
+    """
     try:
         return work()
     except FrameworkError as error:
@@ -155,6 +159,9 @@ def _is_image(file: Path) -> bool:
 
 
 def _samples(file: Path, config: RunConfig) -> dict[str, Any]:
+    """Return ``path:number`` -> sample of one file, by the task and the data of the run; of an
+    image its path alone.
+    """
     if isinstance(config.task, CausalLM):
         rows: Any = file.read_bytes().splitlines()
     elif isinstance(config.data, LabelledText):
@@ -217,6 +224,10 @@ class Rows:
         Args:
             names: of the inputs, in the order of ranks.
             of_all_ranks: rows of each rank, or its error.
+
+        Raises:
+            FrameworkError: the first error of a rank.
+            OSError: the rows cannot be written.
         """
         input_names = iter(names)
         lines = []
@@ -234,6 +245,7 @@ class Rows:
             raise failure
 
     def _write(self, text: bytes) -> None:
+        """Write text behind the complete rows; on an OSError the file gets its earlier length."""
         if os.path.lexists(self.file):
             mode = "r+b"
         else:
@@ -257,6 +269,7 @@ def find_rows(out: Path, names: Sequence[str], label: str) -> Rows:
     Raises:
         ConfigError: it is no file, or has other contents than rows of these inputs by this
             checkpoint.
+        OSError: it cannot be read, or its folder cannot be written to.
     """
     rows = Rows(out, label)
     if not os.path.lexists(out):
@@ -269,19 +282,21 @@ def find_rows(out: Path, names: Sequence[str], label: str) -> Rows:
     except OSError as error:
         if error.errno == errno.ELOOP:
             reason = "it is a link or no regular file, through which nothing is written"
-            raise _of_others(out, reason) from None
+            raise _refused_file(out, reason) from None
         raise
     return rows
 
 
 def _count_rows(file: IO[bytes], rows: Rows, names: Sequence[str]) -> None:
-    """Count the rows of a file; raises ConfigError at one that is not of the inputs."""
+    """Count the complete rows of a file into `rows`. ConfigError at one that is not of the inputs,
+    in their order.
+    """
     while line := file.readline(_LONGEST_ROW):
         if rows.count == len(names) or not _is_row(
             line, names[rows.count], rows.label, is_first=not rows.count
         ):
             reason = f"it holds something else than these inputs by {rows.label}"
-            raise _of_others(rows.file, reason)
+            raise _refused_file(rows.file, reason)
         if line.endswith(b"\n"):
             rows.count += 1
             rows.num_bytes += len(line)
@@ -302,7 +317,7 @@ def _is_row(line: bytes, name: str, label: str, *, is_first: bool) -> bool:
     return begin.startswith(line) and not (is_first and len(line) < _SHORTEST_BEGIN)
 
 
-def _of_others(out: Path, reason: str) -> ConfigError:
+def _refused_file(out: Path, reason: str) -> ConfigError:
     return ConfigError.of("predictions-of-others", reason, "name another file", "--out", str(out))
 
 
@@ -311,7 +326,9 @@ def _outputs(
     model: torch.nn.Module, config: RunConfig, tokenizer: Any, place: int, inputs: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return a row for each input: class and probabilities, or the outputs of another task."""
-    batch = _beside(next(model.parameters()), _batch_of(list(inputs.values()), config, tokenizer))
+    batch = _on_device_of(
+        next(model.parameters()), _batch_of(list(inputs.values()), config, tokenizer)
+    )
     outputs = as_task(load_task(config)).forward(model, batch)
     outputs = getattr(outputs, "logits", outputs)
     if isinstance(config.task, Classification):
@@ -330,7 +347,7 @@ def _batch_of(samples: list[Any], config: RunConfig, tokenizer: Any) -> Any:
     return inputs_of(samples, tokenizer, config.data.sequence_length)
 
 
-def _beside(weight: Tensor, batch: Any) -> Any:
+def _on_device_of(weight: Tensor, batch: Any) -> Any:
     """Return a batch on the device of a weight, floating-point numbers in its type."""
 
     def move(tensor: Tensor) -> Tensor:
@@ -344,6 +361,9 @@ def _beside(weight: Tensor, batch: Any) -> Any:
 def _rows_of_classes(
     probabilities: Sequence[list[float]], class_names: Sequence[str] | None
 ) -> list[dict[str, Any]]:
+    """Return a row for each sample: the likeliest class, its name if there are names, and all
+    probabilities.
+    """
     rows = []
     for of_sample in probabilities:
         number = of_sample.index(max(of_sample))

@@ -42,7 +42,9 @@ def _add_arguments(parser: CommandParser) -> None:
 def _without_auto(
     run: LoadedRun, cluster: Cluster | None, arguments: argparse.Namespace
 ) -> LoadedRun:
-    """Return the run with its ``auto`` keys chosen, for the device of ``--gpu`` if there is one."""
+    """Return the run with its ``auto`` keys chosen, for the device of ``--gpu`` if there is one;
+    prints the choice to stderr.
+    """
     if run.config.auto and arguments.gpu:
         from framework.plan.auto import listed_target
 

@@ -93,6 +93,7 @@ def _print_json(runs: Sequence[RunRecords]) -> None:
 
 
 def _serve(folders: list[Path], runs: list[RunRecords], *, port: int) -> None:
+    """Serve the page of runs until Ctrl-C; blocks."""
     from framework.report.page import page
     from framework.report.records import read_run
     from framework.report.serve import serve

@@ -36,7 +36,8 @@ class StageBalance:
 def find_stage_balance(
     plan: Plan, *, source: Source, longest_seconds: float = _LONGEST_SECONDS
 ) -> StageBalance:
-    """Find the cut of a plan's model, and the weight of each stage.
+    """Find the cut of a plan's model, and the weight of each stage. Waits for a child process, at
+    most `longest_seconds`.
 
     Raises:
         ConfigError: the model cannot be cut as described.

@@ -84,6 +84,7 @@ def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -
     The plan itself is marked, and is the last row if it is not among the candidates.
     """
     rows = _rows(_with_planned(candidates, planned), planned)
+    # the longest row has every column: others may lack those of time
     columns = [_column(title, rows) for title in max(rows, key=len) if _is_shown(title, rows)]
     for line in zip(*columns, strict=True):
         yield " ".join(line)
@@ -124,7 +125,9 @@ def _is_shown(title: str, rows: Sequence[Mapping[str, str]]) -> bool:
 
 
 def is_same(one: Candidate, other: Candidate) -> bool:
-    """Check whether two candidates are one choice."""
+    """Check whether two candidates are one choice on one cluster; a candidate with a sequence
+    length among its settings is the same as none.
+    """
     has_length = LENGTH in one.settings or LENGTH in other.settings
     return one.plan.cluster == other.plan.cluster and one.choice == other.choice and not has_length
 
@@ -222,7 +225,9 @@ def _why_slower(candidate: Candidate, best: Candidate) -> str:
 
 
 def _slower_part(time: StepTime, best: StepTime) -> tuple[str, float]:
-    """Return the part of a step that loses most for each sample, and its seconds."""
+    """Return the part of a step that loses most time for each sample against the best strategy, and
+    its seconds.
+    """
     seconds = grouped(time.seconds, _TIME_GROUPS, _TRAFFIC)
     best_seconds = grouped(best.seconds, _TIME_GROUPS, _TRAFFIC)
     losses = {
@@ -317,7 +322,9 @@ def _without_implied(settings: Settings, batch: Mapping[str, Any]) -> Settings:
 
 
 def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
-    """Yield the edits by which a file sets a key; none if it does already, also by a default."""
+    """Yield the edits of a run config's `values` that set a key; none if it has the value already,
+    also by a default.
+    """
     from deepspeed_lint.text.edits import InsertMember, ReplaceValue
 
     path = tuple(key.split("."))

@@ -65,8 +65,8 @@ def missing_sinks(config: RunConfig) -> Iterator[Problem]:
 
 
 def _missing_module(module: str) -> str | None:
-    """Return the dotted name up to its first part that is missing, or None if all parts are found,
-    or that cannot be known without an import.
+    """Return the dotted name up to its first part that is missing; None if all parts are found, or
+    if only an import could show that.
     """
     parts = module.split(".")
     if parts[0] in _OF_TRAINING:

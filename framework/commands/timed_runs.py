@@ -76,7 +76,9 @@ def run_alone(
 
 
 def _launch(words: Sequence[str], folder: Path, *, longest_seconds: float | None) -> str:
-    """Run the launcher and wait; returns why it failed, "" if it did not."""
+    """Run the launcher with these arguments and wait; returns why it failed, "" if it did not. The
+    job records its errors in `folder`.
+    """
     failures = folder / "failures.jsonl"
     environment = {**os.environ, FAILURES_VARIABLE: str(failures)}
     try:

@@ -27,7 +27,8 @@ class NoAnswerError(Exception):
 def ask_child(
     module: str, plan: Plan, *, longest_seconds: float, needs: tuple[str, ...], **further: Any
 ) -> Any:
-    """Ask ``python -m framework.setup.<module>`` a question about a plan, and return its answer.
+    """Ask ``python -m framework.setup.<module>`` a question about a plan, wait, and return its
+    answer.
 
     Args:
         module: writes its answer to stdout, as `framework.setup.pipeline_stages.answer` does.
@@ -69,8 +70,8 @@ def run_child(
     longest_seconds: float | None,
     text: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments and wait; `text` is its stdin. After Ctrl-C it has
-    `_LEAVE_SECONDS` to end by itself.
+    """Run Python with these arguments and wait; `text` is its stdin. It may end with any exit code.
+    After Ctrl-C it has `_LEAVE_SECONDS` to end by itself.
 
     Raises:
         NoAnswerError: it cannot be started, or takes longer than `longest_seconds`.
@@ -105,8 +106,8 @@ def run_child(
 
 
 def failure_of(stderr: str, failures: Path) -> str:
-    """Return the reason of a job that failed: the first error in the file that its processes record
-    errors in, or the last line before torchrun's summary.
+    """Return why a job failed, at most 300 characters: the first error in `failures`, the file that
+    its processes record errors in, or the last line of `stderr` before torchrun's summary.
     """
     error = _first_error(failures)
     if error:

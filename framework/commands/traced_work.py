@@ -41,7 +41,7 @@ _SECTIONS: Final = ("model", "data", "task", "precision", "batch", "parallel")
 
 def find_own_work(plan: Plan) -> ModelWork | None:
     """Return the work of a plan's model on one micro-batch, or None for a named model, which needs
-    no pass.
+    no pass. Waits for a child process, at most `_LONGEST_SECONDS`, unless the work is kept.
 
     Raises:
         NoAnswerError: it cannot be measured here.
@@ -67,6 +67,7 @@ def find_own_work(plan: Plan) -> ModelWork | None:
 
 
 def _kept_work(place: Path | None) -> ModelWork | None:
+    """Return the work in a file of the cache; None if there is none, or of another version."""
     try:
         if place is not None:
             return _work_of(json.loads(place.read_text(encoding="utf-8")))
@@ -84,8 +85,8 @@ def _keep_work(place: Path | None, work: Mapping[str, Any]) -> None:
 
 
 def find_own_optimizer(plan: Plan) -> str:
-    """Measure the memory of an optimizer of the user's own, unless it is known; returns why it
-    cannot be, or "".
+    """Measure and keep the memory of an optimizer of the user's own, unless it is known; returns
+    why it cannot be, or "". Waits for a child process, at most `_LONGEST_SECONDS`.
     """
     optimizer = plan.config.optimizer
     if isinstance(optimizer, Object):

@@ -70,7 +70,7 @@ class Trial:
 
 
 def run_trials(candidates: Sequence[Candidate]) -> list[Trial]:
-    """Run strategies in turn, with progress on stderr; returns their trials.
+    """Run strategies in turn and wait, with progress on stderr; returns their trials.
 
     Raises:
         UsageError: they are for several hosts.
@@ -95,7 +95,7 @@ def _none_runs(trials: Sequence[Trial]) -> TrainingError:
 
 
 def fastest(trials: Sequence[Trial]) -> int:
-    """Return the index of the trial with the shortest median step."""
+    """Return the index of the trial with the shortest median step; one of them must have run."""
     times = [
         (trial.median_seconds, number)
         for number, trial in enumerate(trials)
@@ -130,7 +130,9 @@ def trial_of(candidate: Candidate) -> Trial:
 def measure_trials(
     trials: Sequence[Trial], *, note: Callable[[str], None], rounds: int = _ROUNDS
 ) -> None:
-    """Run all trials in turn, in every round; one that fails is left out of later rounds."""
+    """Run all trials in turn, in every round, and call `note` with a line on each; one that fails
+    is left out of later rounds.
+    """
     for number in range(1, rounds + 1):
         for trial in trials:
             if not trial.failure:
@@ -139,7 +141,9 @@ def measure_trials(
 
 
 def _run_round(trial: Trial) -> str:
-    """Train some steps, and add their times as a round; returns the outcome in words."""
+    """Train some steps of a trial and wait; adds their times as a round, or the failure. Returns
+    the outcome in words. KeyboardInterrupt after Ctrl-C.
+    """
     run, trial.failure = run_alone(
         trial.plan, steps=_STEPS, log_every=_LOG_EVERY, longest_seconds=_LONGEST_SECONDS
     )
@@ -153,7 +157,9 @@ def _run_round(trial: Trial) -> str:
 
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield lines with the estimate and the measurement of each trial; the fastest is marked."""
+    """Yield lines with the estimate and the measurement of each trial; the fastest is marked. One
+    of them must have run.
+    """
     mark_of_fastest = "  <- fastest"
     if within_noise(trials):
         mark_of_fastest += ", within noise: try again, or take either of the two"
