@@ -93,7 +93,7 @@ class Frame:
 
 
 def ticks(low: float, high: float, *, most: int = 5, is_log: bool = False) -> list[float]:
-    """Return about `most` round values from `low` to `high` for ticks; without a range only `low`."""
+    """Return about `most` round values from `low` to `high`; only `low` without a range."""
     if is_log:
         return _powers_of_ten(low, high, most)
     if not high > low:
