@@ -56,8 +56,8 @@ class CheckContext:
 
 
 def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> CheckResult:
-    """Check one file; problems are in the result, also those of a file that cannot be read. It is
-    read once, because it may be a pipe.
+    """Check one file; its problems are in the result, also if it cannot be read. The file is read
+    once, because it may be a pipe.
 
     Raises:
         UsageError: there are `overrides`, and the file is DeepSpeed JSON.
@@ -225,6 +225,6 @@ def _errors_of_known(
 
 
 def _once_per_key(problems: Sequence[Problem], further: Iterable[Problem]) -> list[Problem]:
-    """Return `problems`, and those of `further` with a key that none of them has."""
+    """Return `problems`, then each of `further` with a key that no problem has."""
     reported_keys = {problem.key for problem in problems}
     return [*problems, *(problem for problem in further if problem.key not in reported_keys)]

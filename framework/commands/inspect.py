@@ -547,7 +547,7 @@ def _cells_of_manifest(checkpoint: SavedCheckpoint) -> Iterator[str]:
 
 def _table(checkpoints: list[Inspected]) -> Iterator[str]:
     """Yield a line for each checkpoint of a run, one for each of its faults, and one for each
-    folder that a resume has set aside.
+    folder that a resume has set aside. All are in one folder.
     """
     folder = checkpoints[0].path.parent
     latest = latest_tag(folder)

@@ -143,7 +143,9 @@ class RangeTest:
         return [folder / "metrics.csv", folder / "lr-range.svg"]
 
     def _curves(self) -> dict[str, dict[int, float]]:
-        """Name of a curve -> step number -> loss; the suggested rates are curves of one point."""
+        """Return name of a curve -> step number -> loss; the suggested rates are curves of one
+        point.
+        """
         means = {step: mean for step, (mean, _) in self.smoothed.items()}
         curves = {"loss": dict(enumerate(self.losses)), "mean": means}
         if self.steepest is not None:

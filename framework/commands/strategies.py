@@ -84,7 +84,7 @@ def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -
     The plan itself is marked, and is the last row if it is not among the candidates.
     """
     rows = _rows(_with_planned(candidates, planned), planned)
-    # the longest row has every column: others may lack those of time
+    # the longest row has every column: a row without a time lacks some
     columns = [_column(title, rows) for title in max(rows, key=len) if _is_shown(title, rows)]
     for line in zip(*columns, strict=True):
         yield " ".join(line)

@@ -37,7 +37,7 @@ _TAKERS: Final[Mapping[Tool, Callable[[TrainerArguments], None]]] = {
 
 def read_arguments(path: Path, *, name: str) -> Document | None:
     """Read a file if it has the arguments of another trainer, in YAML or JSON; None if not. Prints
-    a note for each duplicate key in such a file, of which the last one counts.
+    a note for each duplicate key in such a file: the last one counts.
 
     Raises:
         ConfigError: it cannot be read, or is of a tool that `import` does not read.

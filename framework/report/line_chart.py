@@ -267,8 +267,8 @@ _MARKS: Final = {
 
 
 def _curve(line: Line, frame: Frame, columns: int) -> str:
-    """Draw a line, broken where values are not finite; points are marked if the line asks for it
-    and has at most 60.
+    """Draw a line, broken where values are not finite, with a dot at each of at most 60 points if
+    `line.shows_points`.
     """
     pieces = thin(line.series, columns)
     strokes = []
