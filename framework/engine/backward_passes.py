@@ -59,7 +59,8 @@ class BackwardPasses:
     def run(
         self, loss: torch.Tensor, others: Sequence[BackwardPasses], *, retain_graph: bool = False
     ) -> None:
-        """Add the gradients of a loss to those since the last step. Weights of `others` get none.
+        """Add the gradients of a loss to those since the last step. Weights of `others`, engines
+        that the loss may go through, get none.
 
         Raises:
             ConfigError: the loss has no graph.
@@ -77,13 +78,13 @@ class BackwardPasses:
         with explaining_overflow(self._engine), self.running(others):
             self._has_begun = True
             self._engine.backward(loss, retain_graph=retain_graph)
-            self._add(earlier)
+            self._add_earlier(earlier)
         self.num_passes += 1
 
     @contextmanager
     def running(self, others: Sequence[BackwardPasses]) -> Iterator[None]:
-        """Let the engine's hooks work for its own backward pass within the block, and no hooks of
-        `others`.
+        """Let only this engine's hooks act on a backward pass within the block; weights of `others`
+        get no gradients. If a pass that has begun fails, later calls are refused.
         """
         self._has_begun = False
         _RUNNING.append(self)
@@ -97,7 +98,7 @@ class BackwardPasses:
             _RUNNING.pop()
 
     def end(self) -> None:
-        """Begin to count anew: the engine's step takes the gradients.
+        """Reset the count of passes, before the engine's step takes their gradients.
 
         Raises:
             TrainingError: there are none, or a backward pass has failed.
@@ -134,6 +135,9 @@ class BackwardPasses:
             raise TrainingError(f"{call}: {reason} [backward-failed]")
 
     def _begin(self) -> None:
+        """Stand in for `_backward_prologue`, which DeepSpeed's hooks call: run it in a pass of this
+        engine only, and watch a pass of no engine.
+        """
         if self in _RUNNING:
             self._has_begun = True
             self._prologue()
@@ -141,6 +145,7 @@ class BackwardPasses:
             self._watch_pass()
 
     def _scale(self, gradient: Any) -> Any:
+        """Stand in for `_backward_prologue_per_tensor`, likewise."""
         if self in _RUNNING:
             return self._per_tensor(gradient)
         return gradient
@@ -161,7 +166,12 @@ class BackwardPasses:
         torch.autograd.Variable._execution_engine.queue_callback(remove)
 
     def _earlier_gradients(self) -> dict[int, Any]:
-        """Return the gradients, by group, that the next pass would overwrite."""
+        """Prepare DeepSpeed for another pass, and return the gradients, by number of a group, that
+        it would overwrite.
+
+        Raises:
+            TrainingError: kind ``several-backwards``: DeepSpeed cannot keep both.
+        """
         if not self.num_passes:
             return {}
         optimizer = self._optimizer
@@ -170,24 +180,26 @@ class BackwardPasses:
                 f"backward: a second one before step(): {_OFFLOAD} [several-backwards]"
             )
         if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
-            # As `forward` does, which may have been called before the last pass.
+            # DeepSpeed's `forward` clears it, but may have been called before the last pass.
             optimizer.clear_backward_seen_flag()
         is_stage_1_or_2 = isinstance(optimizer, DeepSpeedZeroOptimizer)
         if is_stage_1_or_2 and self._engine.is_gradient_accumulation_boundary():
             return dict(optimizer.averaged_gradients)
         return {}
 
-    def _add(self, earlier: dict[int, Any]) -> None:
+    def _add_earlier(self, earlier: dict[int, Any]) -> None:
+        """Add gradients that `_earlier_gradients` returned to those of the latest pass."""
         for group, gradients in earlier.items():
             latest = self._optimizer.averaged_gradients[group]
-            if gradients is None or latest is gradients:  # one buffer, which passes add to
+            if gradients is None or latest is gradients:  # passes share a buffer
                 continue
             for gradient, earlier_gradient in zip(latest, gradients, strict=True):
                 gradient.add_(earlier_gradient)
 
 
 def _refuse_gradient(weight: torch.nn.Parameter) -> None:
-    if not _RUNNING:  # else it was left by a pass that failed
+    # This hook outlives a pass that failed; an engine's own pass may meet it then.
+    if not _RUNNING:
         reason = "a backward pass through outputs of the engine that is not the engine's own"
         raise UsageError(
             f"backward: {reason}; call engine.backward(loss), not loss.backward() "
@@ -199,8 +211,8 @@ def _refuse_gradient(weight: torch.nn.Parameter) -> None:
 def _without_gradients(
     parameters: Sequence[torch.nn.Parameter], others: Sequence[BackwardPasses]
 ) -> Iterator[None]:
-    """Keep gradients away from weights of other engines, which a loss may go through: in plain
-    PyTorch their optimizer's `zero_grad` drops them.
+    """Keep gradients away, within the block, from weights of `others` that are not in `parameters`:
+    in plain PyTorch their own optimizer's `zero_grad` drops them.
     """
     if not others:
         yield

@@ -29,8 +29,8 @@ from framework.engine.workarounds.grad_norm import KeptNorm
 from framework.engine_protocol import BadStep
 
 _FEWEST: Final = 20  # good steps, before spikes are looked for
-_ROUNDING: Final = 1e-6  # of equal values, which have no other deviation
-_SAME: Final = 1e-3  # relative difference, as GPUs may add in another order
+_ROUNDING: Final = 1e-6  # share of the mean by which even equal values may be exceeded
+_SAME: Final = 1e-3  # relative difference of reruns: GPUs may add in another order
 _MOST: Final = sys.float_info.max
 _COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 # Columns of the table, which has a row for each step since it was read: 1, loss and norm, their
@@ -86,14 +86,16 @@ class StepWatch:
         self._least[1] = -0.5  # DeepSpeed's norm is -1 if it is not finite
         self.restore({})
         self._take = engine._take_model_step
-        engine._take_model_step = self._taken
+        engine._take_model_step = self._take_watched
         if self.keeps_weights:
             base = getattr(engine.optimizer, "optimizer", engine.optimizer)
             self._reads_on_device = not section.rerun and _reads_on_device(base)
             base.step = functools.wraps(base.step)(functools.partial(self._step, base, base.step))
 
     def run(self, take: TakeStep, micro_batches: Iterator[Any]) -> Any:
-        """Take a step; if it is bad and ``rerun`` is set, take it once more. Collective."""
+        """Take a step by `take(micro_batches)` and return its result; if it is bad and ``rerun`` is
+        set, put random state, buffers and counters back and take it once more. Collective.
+        """
         if not self._section.rerun:
             return take(micro_batches)
         engine = self._engine
@@ -118,8 +120,10 @@ class StepWatch:
         return result
 
     def _compare_runs(self) -> None:
-        """Compare the last two rows of the table, which are of one step. Collective."""
-        step = self._numbers.pop()  # the first row stays
+        """Note whether the last two rows of the table, of one step taken twice, are the same, and
+        remove the second. Collective.
+        """
+        step = self._numbers.pop()
         row = len(self._numbers)
         first, second = self._table[row - 1 : row + 1].tolist()
         is_taken = bool(second[_GOOD])
@@ -146,8 +150,8 @@ class StepWatch:
             engine.lr_scheduler.step()
 
     def read(self) -> list[BadStep]:
-        """List the bad steps since the last reading, and have DeepSpeed count those that were
-        skipped. Collective; waits for the device.
+        """List the bad steps since the last reading, empty the table, and have DeepSpeed count the
+        skipped ones. Collective; waits for the device.
         """
         rows = self._table[: len(self._numbers)].tolist()
         bad_rows = [
@@ -187,7 +191,9 @@ class StepWatch:
         return {BAD_STEPS: self._window.tolist()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from the last good steps in a checkpoint; a window of another size is ignored."""
+        """Go on from the last good steps in a checkpoint, with an empty table; a window of another
+        size is ignored.
+        """
         size = self._section.window_steps
         kept = state.get(BAD_STEPS) or ()
         self._window = self._one.new_zeros(size, 3)  # 1, loss, norm
@@ -196,7 +202,7 @@ class StepWatch:
         self._table = self._one.new_zeros(self._rows + 2, 7)
         self._numbers.clear()
 
-    def _taken(self, *arguments: Any, **named: Any) -> None:
+    def _take_watched(self, *arguments: Any, **named: Any) -> None:
         """Stand in for `DeepSpeedEngine._take_model_step`, and move the schedule on with every
         step, taken or not.
         """
@@ -212,7 +218,7 @@ class StepWatch:
             self._take(*arguments, **named)
         finally:
             engine.lr_scheduler = schedule
-        self._judged()  # if DeepSpeed has called no optimizer
+        self._decide_once()  # also if DeepSpeed has called no optimizer
         if engine.was_step_applied():
             self._uncounted.add(step)
         else:
@@ -221,8 +227,10 @@ class StepWatch:
             schedule.step()
 
     def _step(self, base: Any, step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Stand in for `step` of the optimizer. ZeRO calls it for each group of its weights."""
-        bad = self._judged()
+        """Stand in for `step` of torch's optimizer `base`, and leave the update out in a bad step.
+        ZeRO calls it for each group of its weights.
+        """
+        bad = self._decide_once()
         if not self._reads_on_device:
             if bad:
                 return None
@@ -233,15 +241,19 @@ class StepWatch:
         finally:
             del base.found_inf
 
-    def _judged(self) -> torch.Tensor:
-        """Return whether the step is bad, decided once in every step. Collective."""
+    def _decide_once(self) -> torch.Tensor:
+        """Decide at the first call in a step whether the step is bad (collective), and return it, a
+        0-d bool on the device.
+        """
         if self._bad is None:
             with torch.no_grad():
-                self._bad = self._judge()
+                self._bad = self._compare_with_limits()
         return self._bad
 
-    def _judge(self) -> torch.Tensor:
-        """Compare loss and norm with their limits. Collective; each line is a kernel or two."""
+    def _compare_with_limits(self) -> torch.Tensor:
+        """Return whether the loss or the norm exceeds its limit (0-d bool), and add the step to the
+        table and, if it is good, to the window. Collective; each line is a kernel or two.
+        """
         rank_loss = self.loss().float()
         pair = torch.stack((rank_loss, self._norm().float())).double()
         ranks = torch.distributed.get_world_size()
@@ -249,7 +261,7 @@ class StepWatch:
             torch.distributed.all_reduce(pair.div_(ranks))
         limits = self._limits()
         is_good = ((pair > self._least) & (pair <= limits)).all()  # no comparison holds for NaN
-        # A bad step leaves an older one in its place.
+        # In the window a bad step leaves the older step of its place.
         row = torch.cat((self._one, pair))
         place = self._window[self._step_number % len(self._window)]
         place.copy_(torch.where(is_good, row, place))
@@ -267,12 +279,14 @@ class StepWatch:
         values = self._window[:, 1:]
         count = self._window[:, :1].sum(0)
         mean = values.sum(0) / count.clamp(min=1)
+        # the mean of the squares minus the square of the mean
         square = values.square().sum(0).div_(count.clamp(min=1))
         variance = square.addcmul_(mean, mean, value=-1).clamp_(min=0)
         deviation = variance.sqrt_().add_(mean.abs(), alpha=_ROUNDING / sigmas)
         return torch.where(count >= self._fewest, mean.add_(deviation, alpha=sigmas), self._most)
 
     def _norm(self) -> torch.Tensor:
+        """Return the gradient norm, 0-d on the device. Collective if it is yet to be measured."""
         norm = getattr(self._engine.optimizer, "_global_grad_norm", None)
         kept = self._kept_norm
         if kept is not None:
@@ -318,6 +332,7 @@ def _reads_on_device(optimizer: Any) -> bool:
 
 
 def _is_same(one: float, other: float) -> bool:
+    """Check whether two values differ by rounding at most; all that are not finite are the same."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.isfinite(one) == math.isfinite(other)
     return math.isclose(one, other, rel_tol=_SAME)

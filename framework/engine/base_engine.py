@@ -233,8 +233,8 @@ class BaseEngine:
         self.engine.destroy()
 
     def _averaged(self) -> AbstractContextManager[None]:
-        """Return a context of an evaluation, with the average of the weights if that is measured.
-        Collective.
+        """Return a context in which an evaluation computes with the average of the weights, if that
+        is to be measured. To enter and leave it is collective.
         """
         if self._average is None:
             return nullcontext()
@@ -245,7 +245,9 @@ class BaseEngine:
         return name
 
     def _next_halves(self, batches: Iterator[Any]) -> tuple[Any, Any]:
-        """Read the next batch; returns its inputs and targets, on the device."""
+        """Read the next batch and return its inputs and targets on the device. Reading counts for
+        the phase ``data``, the rest for ``copy``.
+        """
         enter = self.phases.enter
         before = enter("data")
         batch = next(batches)

@@ -59,11 +59,11 @@ def save_bytes(
     client_state = _client_state(engine, state, names)
     lacking: list[str] = []
 
-    def look(content: Any) -> None:
+    def note_lacking(content: Any) -> None:
         if isinstance(content, Mapping) and isinstance(content.get("module"), Mapping):
             lacking.extend(lacking_weights(engine, content, partly=leaves_out_frozen))
 
-    files.begin(folder / tag, open_file=open_file, look=look)
+    files.begin(folder / tag, open_file=open_file, look=note_lacking)
     with keeping_copies(files):
         engine.save_checkpoint(
             str(folder),
@@ -88,7 +88,7 @@ def save_bytes(
 def _client_state(
     engine: deepspeed.DeepSpeedEngine, state: Mapping[str, Any], names: Names
 ) -> dict[str, Any]:
-    """Return what DeepSpeed saves beside its own state. Collective.
+    """Return the run's state, and what resuming needs beside DeepSpeed's own. Collective.
 
     It is under one key: DeepSpeed merges client state into its own dict, in which `module` would
     overwrite the weights.
@@ -105,17 +105,17 @@ def _client_state(
         random_states: Any = _rows_of_ranks(rank_random_state, everywhere=everywhere)
     else:
         random_states = {rank(): rank_random_state}
-    # At stage 0 the optimizer's state only has numbers for the weights that it steps.
-    numbered: list[list[str]] = []
+    # At stage 0 the optimizer's state knows its weights by number: these are their names.
+    names_of_groups: list[list[str]] = []
     for group in stepped_groups(engine.optimizer):
         if all(parameter in names for parameter in group):
-            numbered.append([names[parameter] for parameter in group])
+            names_of_groups.append([names[parameter] for parameter in group])
     return {
         STATE_KEY: {
             "state": dict(state),
             "random_states": random_states,
             "grad_scalers": scalers,
-            "names": numbered,
+            "names": names_of_groups,
         }
     }
 
@@ -143,7 +143,7 @@ def lacking_weights(
     engine: deepspeed.DeepSpeedEngine, content: Mapping[str, Any], *, partly: bool
 ) -> list[str]:
     """List the weights that are complete neither in a file of model states nor in the optimizer's
-    files.
+    files. With `partly` frozen weights may be in none.
     """
     names = lacking_names(engine.module, held_elements(content), partly=partly)
     if not engine.has_moe_layers:

@@ -54,7 +54,7 @@ def load_bytes(
         if path is None:
             raise StorageError("DeepSpeed does not find its files there")
         complete_nvme_state(engine, folder, tag)
-        _leave_file(engine.optimizer)
+        _copy_host_tensors(engine.optimizer)
         saved = client_state[STATE_KEY]
     random_state.restore(saved["random_states"][rank()])
     restore_scaler(engine, saved.get("grad_scalers", ()))
@@ -76,12 +76,13 @@ def _refuse_lacking(
 
 
 def _put_partly(src: Mapping[str, torch.Tensor], dst: torch.nn.Module) -> None:
+    """Load trained weights into a module. DeepSpeed passes both by these names."""
     from framework.models.adapters import put_trained
 
     put_trained(dst, src)
 
 
-def _leave_file(optimizer: Any) -> None:
+def _copy_host_tensors(optimizer: Any) -> None:
     """Copy the optimizer's tensors on the host, which may be views of a mapped file: the file may
     go before the run does.
     """
@@ -98,6 +99,9 @@ def _is_on_host(value: Any) -> bool:
 
 
 def _failed_load(place: Path, error: Exception) -> StorageError | None:
+    """Explain an error of a load; None for errors that are no fault of the files. It may block for
+    seconds, until it is known which rank reports.
+    """
     if lost_peer(error) or known_failure(error):  # not the fault of the files
         return None
     if isinstance(error, StorageError):
@@ -277,7 +281,7 @@ def _refuse_other_optimizer(views: OptimizerViews, stored: StoredState, place: P
     """Refuse moments of another optimizer in a checkpoint without a manifest, which has no config
     to compare: they would be taken for this optimizer's.
     """
-    known = views.known_keys()
+    known = views.known_keys()  # None for an optimizer of unknown state
     reason = ""
     if not stored.keys and (known is None or known):
         reason = (
@@ -301,7 +305,7 @@ def _fill_weights(names: Names, stored: StoredState) -> None:
     """
     with torch.no_grad():
         for tensor, name in names.items():
-            if not hasattr(tensor, "ds_id"):
+            if not hasattr(tensor, "ds_id"):  # not partitioned
                 tensor.copy_(stored.weight(name, tensor.shape))
             elif not tensor.requires_grad:
                 with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):

@@ -100,7 +100,7 @@ def describe_environment() -> dict[str, Any]:
         device_type = gpu.name
         device_memory_bytes = gpu.total_memory
     else:
-        device_type = _processor()
+        device_type = _processor_name()
     return {
         "versions": versions,
         "accelerator": accelerator._name,
@@ -115,7 +115,7 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -152,7 +152,8 @@ def check_device(dtype: str, backend: str | None = None) -> None:
 
 
 def take_device_of_rank(environment: Mapping[str, str]) -> None:
-    """Make this rank's device the current one. Before that, all ranks would use the first one.
+    """Make this rank's device the current one: by default it is the host's first one. Do nothing on
+    processors, or if LOCAL_RANK is no number.
 
     Raises:
         ConfigError: kind ``more-ranks-than-devices``, reported by the first rank for which this
@@ -315,8 +316,8 @@ def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
 
 
 def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
-    """Return whether this rank is to report a failure that others may have met too: rank 0 always,
-    or the first rank to claim it if rank 0 does not within `wait_seconds`.
+    """Return whether this rank is to report a failure that others may have met too, with the same
+    `text`: rank 0 always, or the first rank to claim it if rank 0 does not within `wait_seconds`.
 
     It blocks for some seconds: the ranks that do not report outlive the one that does. It is no
     collective: ranks that have not failed need not take part.
@@ -352,6 +353,7 @@ def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition, and return whether it held within the seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():

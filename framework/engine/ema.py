@@ -109,6 +109,9 @@ class WeightAverage:
             average.lerp_(weight, device_share.to(average.dtype))
 
     def _exchange(self) -> None:
+        """Swap the weights that are stepped with their averages, and copy the new weights into the
+        model. Collective.
+        """
         with opened(self._engine.optimizer):
             for parameter, state in self._base.state.items():
                 if EMA_KEY in state:

@@ -29,20 +29,24 @@ from framework.plan.plan import Plan
 
 @contextmanager
 def building_experts(plan: Plan, *, varies: bool) -> Iterator[None]:
-    """Build models within the block with this rank's experts only. Collective."""
+    """Make DeepSpeed's expert groups, and build models within the block with this rank's experts
+    only. Collective.
+
+    `varies`: micro-batches of the ranks may differ in their number of tokens.
+    """
     size = plan.layout.expert_size
     for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-        known.pop(_name(size), None)  # of an earlier run in this process
+        known.pop(_group_name(size), None)  # of an earlier run in this process
     groups._create_expert_and_data_parallel(size)
-    with dividing_experts(groups._get_expert_parallel_group(_name(size)), varies=varies):
+    with dividing_experts(groups._get_expert_parallel_group(_group_name(size)), varies=varies):
         yield
 
 
-def _name(size: int) -> str:
+def _group_name(size: int) -> str:
     return f"ep_size_{size}"  # by which DeepSpeed finds the group, and its size
 
 
-def _divided(model: torch.nn.Module) -> dict[str, MixtureOfExperts]:
+def _divided_mixtures(model: torch.nn.Module) -> dict[str, MixtureOfExperts]:
     """Return the mixtures of a model with experts that are divided over ranks, by name."""
     mixtures: dict[str, MixtureOfExperts] = {}
     for name, module in model.named_modules():
@@ -52,13 +56,15 @@ def _divided(model: torch.nn.Module) -> dict[str, MixtureOfExperts]:
 
 
 def with_expert_groups(model: torch.nn.Module, parameters: list[Any]) -> list[Any]:
-    """Mark this rank's experts for DeepSpeed, and give them parameter groups of their own, which
-    come last.
+    """Mark this rank's experts for DeepSpeed, and return the parameter groups with the experts in
+    groups of their own, which come last.
+
+    `parameters`: weights, or parameter groups; returned as they are if no experts are divided.
     """
     expert_weights: set[torch.nn.Parameter] = set()
     group_name = ""
-    for mixture in _divided(model).values():
-        group_name = _name(mixture.size)
+    for mixture in _divided_mixtures(model).values():
+        group_name = _group_name(mixture.size)
         for parameter in mixture.experts.parameters():
             vars(parameter).update(allreduce=False, group_name=group_name)
             expert_weights.add(parameter)
@@ -84,10 +90,10 @@ def with_expert_groups(model: torch.nn.Module, parameters: list[Any]) -> list[An
 @contextmanager
 def declaring_experts(model: torch.nn.Module) -> Iterator[None]:
     """Let engines that are built within the block see experts: DeepSpeed looks for modules of its
-    own only. Afterwards an engine sees none again, and saves and loads as for any model; its
-    optimizer has them in groups of their own.
+    own only. Afterwards an engine sees none again, and its optimizer has them in groups of their
+    own. It saves the experts of all ranks in one state, and loads its own from it.
     """
-    if not _divided(model):
+    if not _divided_mixtures(model):
         yield
         return
     send = deepspeed.DeepSpeedEngine._broadcast_model
@@ -116,7 +122,9 @@ def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[s
     """
     rank_state = deepspeed.DeepSpeedEngine.module_state_dict(engine, **options)
     state: dict[str, torch.Tensor] = OrderedDict()
-    mixtures = {f"{name}.experts": mixture for name, mixture in _divided(engine.module).items()}
+    mixtures = {
+        f"{name}.experts": mixture for name, mixture in _divided_mixtures(engine.module).items()
+    }
     for name, tensor in rank_state.items():
         expert = EXPERT.search(name)
         mixture = None

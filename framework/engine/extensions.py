@@ -99,6 +99,7 @@ def failure_of_torch_compile(error: BaseException) -> ConfigError | None:
 
 
 def _last_complaint(output: Iterable[str]) -> str:
+    """Return the last line of a compiler's output with an error, or else its last line."""
     lines = [line.strip() for line in output]
     lines = [line for line in lines if line and not line.startswith(_NO_REASON)]
     complaints = [line for line in lines if _COMPLAINT.search(line)]
@@ -112,7 +113,8 @@ refusing_what_does_not_compile = partial(explaining, failure_of_compiler)
 @contextmanager
 def announcing_compilers() -> Iterator[None]:
     """Print which of DeepSpeed's ops the run waits for within the block, while the op is compiled
-    here or by another process. Paths with a blank compile as well.
+    here or by another process. Within it, ops also compile with a blank in torch's path, and with
+    letters in TORCH_CUDA_ARCH_LIST.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
 

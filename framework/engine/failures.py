@@ -15,7 +15,7 @@ from framework.system.exits import refusing_exits
 @contextmanager
 def explaining_failures(logs: Path, plan: Plan | None = None) -> Iterator[None]:
     """Turn failures of training that can be explained into errors of the framework: known messages,
-    failed batches, lost peers.
+    failed batches, lost peers, and exits of the user's code. An explanation may take seconds.
     """
 
     def explained(error: Exception) -> FrameworkError | None:

@@ -75,7 +75,9 @@ class FlatGroup:
         return copy
 
     def members_in(self, blocks: Sequence[int], part: Tensor, *, first: int = 0) -> list[Parameter]:
-        """List the weights in blocks of a part that begins at `first` in the flat tensor."""
+        """List the weights in blocks of a part that begins at element `first` of the flat tensor.
+        Blocks are positions in the result of `block_sums`.
+        """
         members = [
             (parameter, shape.numel(), offset - first) for parameter, shape, offset in self.members
         ]

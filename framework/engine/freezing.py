@@ -33,7 +33,11 @@ class StepwiseFreezing:
         entries: Sequence[FreezeEntry],
         names: Mapping[torch.Tensor, str],
     ) -> None:
-        """Freeze weights of an engine, known by plain names, in the steps of the entries."""
+        """Freeze weights of an engine, known by plain names, in the steps of the entries.
+
+        Raises:
+            ConfigError: kind ``freeze-needs-groups``.
+        """
         self._engine = engine
         self._entries = entries
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -52,7 +56,7 @@ class StepwiseFreezing:
                     reason = f"the model's own code freezes {names[parameter]}"
                     raise _refusal(number, reason, "let it be trained there")
                 self._names[number].append(names[parameter])
-                hook = functools.partial(self._gradient, number)
+                hook = functools.partial(self._zero_if_frozen, number)
                 self._hooks.append(parameter.register_hook(hook))
         # a pipeline's stage may have no weight of an entry
         for number in scheduled(entries):
@@ -60,7 +64,7 @@ class StepwiseFreezing:
                 del self._names[number]
         self._refuse_joined_groups()
         self._take = engine._take_model_step
-        engine._take_model_step = self._taken
+        engine._take_model_step = self._take_logged
         # ZeRO steps one group, or a part of one, after the other
         if hasattr(self._optimizer, "_optimizer_step"):
             self._step_part = self._optimizer._optimizer_step
@@ -81,7 +85,8 @@ class StepwiseFreezing:
             return False
         return is_frozen(self._entries[number], self._engine.global_steps + 1)
 
-    def _gradient(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
+    def _zero_if_frozen(self, number: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return zeros for the gradient of a weight of a frozen entry; None keeps the gradient."""
         if self._is_frozen(number):
             return torch.zeros_like(gradient)
         return None
@@ -107,8 +112,10 @@ class StepwiseFreezing:
         if not self._is_frozen(self._entry_of_group[group]):
             self._step_part(number)
 
-    def _taken(self, *arguments: Any, **named: Any) -> None:
-        """Stand in for `DeepSpeedEngine._take_model_step`: log what changes with this step."""
+    def _take_logged(self, *arguments: Any, **named: Any) -> None:
+        """Stand in for `DeepSpeedEngine._take_model_step`: log what is frozen or trained from this
+        step on, and take it.
+        """
         step = self._engine.global_steps + 1
         changed = [
             number for number in self._names if step > 1 and self._changes_with(step, number)

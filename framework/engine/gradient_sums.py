@@ -66,7 +66,9 @@ class _Bucket:
         return self.flat
 
     def hand_out(self, factor: torch.Tensor | float) -> None:
-        """Give the parameters their gradients, as views, and forget the sums."""
+        """Give the parameters their gradients, views of the sums times `factor`, and forget the
+        sums.
+        """
         assert self.flat is not None
         flat = self.flat.mul_(factor).to(self.parameters[0].dtype)
         views = _unflatten_dense_tensors(flat, self.parameters)  # type: ignore[no-untyped-call]
@@ -125,7 +127,7 @@ class GradientSums:
         self._buckets: list[_Bucket] = []
         self._num_sent = 0
         self._num_hooked = 0
-        self._pass: int | None = None
+        self._pass: int | None = None  # torch's number of the backward pass
         # The first step shows whether a part of the model runs backward by itself (a checkpoint of
         # torch's reentrant kind): a weight may get a gradient from several such passes, and all
         # gradients are sent when the last one has ended.
@@ -152,7 +154,8 @@ class GradientSums:
             self._count = self._count + number
 
     def __call__(self, bucket_size: int | None = None) -> None:
-        """End the sums of a step. Collective at the end of an accumulation.
+        """Stand in for `allreduce_gradients` after a backward pass: at a step's last micro-batch
+        wait for the sums and give them to the parameters (collective).
 
         Raises:
             TrainingError: a weight got another gradient after its first one was sent.
@@ -165,7 +168,8 @@ class GradientSums:
             sums = [bucket.receive() for bucket in self._buckets]
             self.factor = 1.0 / self.ranks
             if self._count is not None:
-                # If nothing counts, the sums are zero, but for gradients that a model adds itself.
+                # Losses were scaled by ranks / divisor (engine/step_batches.py). If nothing counts,
+                # the sums are zero, but for gradients that a model adds itself.
                 total = sums[0][-1]
                 factor = self.divisor / self.ranks / total
                 self.factor = factor.nan_to_num_(1.0 / self.ranks, posinf=1.0 / self.ranks)
@@ -181,7 +185,7 @@ class GradientSums:
             }
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -200,15 +204,18 @@ class GradientSums:
         """Cut trained parameters into buckets, from the model's end, where gradients come first."""
         trainable = _trainable(self._engine.module)
         self._buckets = [_Bucket(parameters) for parameters in _cut(reversed(trainable))]
-        # The last one is complete when the pass is over, and needs no hooks.
+        # The last bucket is complete when the pass is over, and needs no hooks.
         for bucket in self._buckets[:-1]:
             for parameter in bucket.parameters:
-                hook = partial(self._arrived, bucket)
+                hook = partial(self._send_complete, bucket)
                 register = cast(Any, parameter).register_post_accumulate_grad_hook
                 self._hooks.append(register(hook))
         self._num_hooked = len(self._buckets) - 1
 
-    def _arrived(self, bucket: _Bucket, parameter: Parameter) -> None:
+    def _send_complete(self, bucket: _Bucket, parameter: Parameter) -> None:
+        """Note that a parameter of a bucket has its gradient, and at a step's last micro-batch send
+        the buckets that are complete.
+        """
         # a pass of the model's own, or of an evaluation
         if not self._engine._running_engine_backward:
             return
@@ -220,11 +227,12 @@ class GradientSums:
             return
         if not self._engine.is_gradient_accumulation_boundary():
             return
-        # In one order on all ranks: with another one, different buckets would be added up.
+        # All ranks send in the order of buckets: else different buckets would be added up.
         while self._num_sent < self._num_hooked and not self._buckets[self._num_sent].missing:
             self._send(self._buckets[self._num_sent])
 
     def _send(self, bucket: _Bucket) -> None:
+        """Begin the sums of the next bucket; the first one takes the count along."""
         count = None
         if self._num_sent == 0:
             count = self._count
@@ -242,6 +250,9 @@ def _trainable(module: torch.nn.Module) -> list[Parameter]:
 
 
 def _cut(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+    """Cut parameters into lists of one type and at most `_BUCKET_NUMBERS` numbers, or one
+    parameter.
+    """
     buckets: list[list[Parameter]] = [[]]
     num_numbers = 0
     for parameter in parameters:
@@ -262,7 +273,7 @@ def sum_gradients(engine: deepspeed.DeepSpeedEngine) -> GradientSums | None:
     if not (_averages_plainly(engine) and _has_one_dense_type(engine)):
         return None
     if torch.distributed.get_world_size(engine.seq_data_parallel_group) == 1:
-        engine.allreduce_gradients = partial(_complete, engine)
+        engine.allreduce_gradients = partial(_fill_in_zeros, engine)
         return None
     sums = GradientSums(engine)
     engine.allreduce_gradients = sums
@@ -289,9 +300,9 @@ def _averages_plainly(engine: deepspeed.DeepSpeedEngine) -> bool:
     return bool(engine.postscale_gradients()) and engine.gradient_predivide_factor() == 1.0
 
 
-def _complete(engine: deepspeed.DeepSpeedEngine, bucket_size: int | None = None) -> None:
-    """Give zeros to parameters that took no part in the loss, as DeepSpeed does, which copies all
-    gradients for it.
+def _fill_in_zeros(engine: deepspeed.DeepSpeedEngine, bucket_size: int | None = None) -> None:
+    """Stand in for `allreduce_gradients` on one rank: give zeros to parameters that took no part in
+    the loss. DeepSpeed does so too, but copies all gradients.
     """
     if engine.is_gradient_accumulation_boundary():
         for parameter in engine.module.parameters():

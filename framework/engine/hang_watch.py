@@ -218,7 +218,7 @@ class HangWatch:
         self._is_reported = False
         self._kind = ""  # of the stall that this rank has reported
         self._reported_step = 0
-        self._posts: list[int] = []  # of every rank, when this one first looked
+        self._posts: list[int] = []  # numbers of posts of every rank, when this one first looked
         self._settle = _SETTLE_SECONDS / 2
 
     def start(self) -> None:
@@ -256,7 +256,11 @@ class HangWatch:
     def _note_gap(self, seconds: float) -> None:
         """Note a gap of the current phase; apart if something was compiled in it."""
         num_compiled = _num_compiled()
-        if self._is_first(self.phase) or num_compiled != self._num_compiled or self._was_paused:
+        if (
+            self._is_in_first_steps(self.phase)
+            or num_compiled != self._num_compiled
+            or self._was_paused
+        ):
             self._num_compiled = num_compiled
             self._was_paused = False
             self._gaps.excused(self.phase, seconds)
@@ -273,7 +277,7 @@ class HangWatch:
             self.enter(before)
 
     def close(self) -> None:
-        """End the watch."""
+        """End the watch, and remove the file of stacks if it is empty."""
         self._closing.set()
         self._thread.join(_SETTLE_SECONDS)
         faulthandler.cancel_dump_traceback_later()
@@ -284,38 +288,45 @@ class HangWatch:
                 if path.stat().st_size == 0:
                     path.unlink()
 
-    def _is_first(self, phase: str) -> bool:
+    def _is_in_first_steps(self, phase: str) -> bool:
         """Check whether a loop is in its first steps, in which kernels are compiled."""
         if phase != STEPS:
             return False
         return self._first_step is None or self._step - self._first_step < _FIRST_STEPS
 
     def _limit(self, phase: str) -> float:
+        """Return the seconds without a sign of life after which ranks are compared: at most half of
+        those after which they end.
+        """
         limit = self._gaps.limit(phase, least=self._least)
-        if self._is_first(phase):
+        if self._is_in_first_steps(phase):
             limit = max(limit, COMPILE_SECONDS)
         if self._end_seconds:
             limit = min(limit, self._end_seconds / 2)
         return limit
 
     def _watch(self) -> None:
+        """Look every half second, in the thread: of a stalled loop write the stacks, compare the
+        ranks, and end this process if it is time.
+        """
         while not self._closing.wait(_LOOK_SECONDS):
             if self._is_debugged():
                 faulthandler.cancel_dump_traceback_later()
                 self._at = time.monotonic()
                 self._was_paused = True
                 self._stalled = None
-                self._go_on()
+                self._end_stall()
                 continue
-            phase = self.phase  # before the time, which is stored before it
+            # Read before `_at`, which `enter` stores first: the time is never older than the phase.
+            phase = self.phase
             seconds = time.monotonic() - self._at
             limit = self._limit(phase)
             if not phase:
                 faulthandler.cancel_dump_traceback_later()
-                self._go_on()
+                self._end_stall()
                 continue
             if seconds < limit:
-                self._go_on()
+                self._end_stall()
                 self._guard(limit - seconds)
                 continue
             if self._stalled is None:
@@ -326,8 +337,8 @@ class HangWatch:
             self._end_if_too_long(seconds, phase)
 
     def _is_debugged(self) -> bool:
-        """Check whether a rank is in a debugger: it is not watched, nor are the ranks that wait for
-        it.
+        """Check whether this rank is in a debugger, or waits while another one is. Post to the
+        store if this rank enters or leaves one.
         """
         is_at_prompt = is_at_prompt_of(self._main)
         if self._store is None:
@@ -373,6 +384,9 @@ class HangWatch:
             self._end(line, EXIT_TRAINING, until=time.monotonic())
 
     def _end(self, line: str, exit_code: int, *, until: float) -> None:
+        """Report a line and end this process at once, without cleaning up. The stall is logged with
+        `until` (`time.monotonic`) as its end.
+        """
         self._note_stall("hang", until=until)
         report_end(line)
         record_failure(f"rank {self._rank}: {line}")
@@ -386,6 +400,7 @@ class HangWatch:
         if self._store is None:
             return self._kind
         with suppress(RuntimeError):
+            # the rank that compares may be a step behind or ahead
             for step in (self._step, self._step - 1, self._step + 1):
                 key = _kind_key(step)
                 if self._store.check([key]):
@@ -394,8 +409,8 @@ class HangWatch:
         return self._kind or HANG  # the store has gone with rank 0, which has ended
 
     def _guard(self, seconds: float) -> None:
-        """Have a thread of C write the stacks, in case this thread cannot run again because some
-        code holds Python's lock.
+        """Have a thread of C write the stacks after these seconds and four looks, in case this
+        thread cannot run again because some code holds Python's lock.
         """
         with suppress(OSError, ValueError):
             if self._stacks is None:
@@ -412,7 +427,8 @@ class HangWatch:
                 faulthandler.dump_traceback(self._stacks, all_threads=True)
                 self._stacks.flush()
 
-    def _go_on(self) -> None:
+    def _end_stall(self) -> None:
+        """Log the stall that is over, if there was one, and forget it and its report."""
         if self._stalled is not None:
             self._note_stall("slow", until=self._at)
         if self._kind and self._store is not None:
@@ -425,14 +441,16 @@ class HangWatch:
         self._settle = _SETTLE_SECONDS / 2
 
     def _note_stall(self, kind: str, *, until: float) -> None:
+        """Log the current stall, and its seconds until a time of `time.monotonic`."""
         assert self._stalled is not None
         since, phase, step = self._stalled
         report_event(kind, step=step, seconds=round(until - since, 1), phase=phase)
 
     def _state(self, seconds: float) -> dict[str, Any]:
+        """Return what this rank posts, `seconds` after its last sign of life."""
         place = place_of(current_frames().get(self._main))
         phase = self.phase
-        if self._is_first(phase):
+        if self._is_in_first_steps(phase):
             phase = IN_FIRST_STEPS
         return {
             "seconds": round(seconds, 1),
@@ -444,8 +462,8 @@ class HangWatch:
         }
 
     def _compare(self, seconds: float, limit: float) -> None:
-        """Post this rank's state. The lowest rank that still posts reads all states, and reports
-        what they show.
+        """Post this rank's state, `seconds` after its last sign of life. The lowest rank that still
+        posts reads all states, once `limit` has passed long enough, and reports what they show.
         """
         state = self._state(seconds)
         states: dict[int, State] | None = {self._rank: state}
@@ -457,7 +475,8 @@ class HangWatch:
                 if self._is_reported or self._rank >= _MOST_COMPARING or not is_settled:
                     return
                 states = self._states_of_all(self._store)
-            except RuntimeError:  # the store is in rank 0's process
+            except RuntimeError:
+                # The store has gone with rank 0: one rank of each host reports its own state.
                 if os.environ.get("LOCAL_RANK", "0") != "0":
                     return
         if states is not None:
@@ -480,6 +499,7 @@ class HangWatch:
         return {rank: json.loads(store.get(f"state/{rank}")) for rank in answering}
 
     def _report(self, states: Mapping[int, State]) -> None:
+        """Report a stall once, unless a rank compiles, and post its kind for all ranks."""
         if self._is_reported or compiles(states):
             return
         self._is_reported = True

@@ -39,7 +39,8 @@ def initialize(
     layers: Sequence[str] | None = None,
     groups: RankGroups | None = None,
 ) -> deepspeed.DeepSpeedEngine:
-    """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective.
+    """Wrap a model, or a stage of it, with `deepspeed.initialize`, and give all data-parallel
+    ranks the same buffers. Collective.
 
     Args:
         plan: the plan of the run.
@@ -50,6 +51,9 @@ def initialize(
         names: plain names of the model's weights.
         layers: names of all layers, if the model is a stage.
         groups: process groups of the ranks, if a tensor group divides weights.
+
+    Raises:
+        ConfigError: DeepSpeed cannot train this model.
     """
     _refuse_number_types(plan, model)
     _refuse_renorms(plan, model)

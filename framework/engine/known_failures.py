@@ -78,7 +78,9 @@ _MOST_SHOWN: Final = 8
 
 
 def explain(error: Exception, *, logs: Path, plan: Plan | None) -> FrameworkError | None:
-    """Return the error of a known message, a failed batch or a lost peer; None for other errors."""
+    """Return the error of a known message, a failed batch or a lost peer; None for other errors. It
+    may block for seconds, until it is known which rank reports.
+    """
     return _known_error(error, plan=plan) or _batch_error(error, logs=logs) or lost_peer(error)
 
 
@@ -124,8 +126,8 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> Problem | N
 
 
 def _lack_of_memory(error: BaseException) -> str:
-    """Return ``device`` or ``host`` if memory lacks there, another kind of `kind_of`, or
-    nothing.
+    """Return ``device`` or ``host`` if memory lacks there, another kind of memory of
+    `plan/out_of_memory.py`, or an empty string.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return "device"
@@ -197,6 +199,7 @@ def _late_weight(error: BaseException) -> str:
 
 
 def _described_shortage(lack: str, error: BaseException, plan: Plan | None) -> str:
+    """Return how much memory lacks, and what a plan shows of it, as the end of a sentence."""
     from framework.plan.out_of_memory import in_one_sentence, shortage_of
 
     frames: list[tuple[str, str]] = []
@@ -235,6 +238,7 @@ def explain_failed_batch(error: BaseException) -> str:
     if call is None:
         return ""
     name = call.f_code.co_name
+    # after self: forward(model, inputs), loss(outputs, targets), count(targets)
     first, second = (call.f_locals.get(argument) for argument in call.f_code.co_varnames[1:3])
     hint = ""
     if name == "forward":
@@ -281,6 +285,7 @@ def describe(value: Any) -> str:
 
 
 def _hint_of_model(error: BaseException, inputs: Any) -> str:
+    """Return the fix for inputs that a model fails on, or an empty string."""
     if isinstance(error, TypeError) and isinstance(inputs, list):
         return (
             "samples ((a, b), target) hand it one list: write samples (a, b, target), and "
@@ -296,7 +301,7 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
     integers = [tensor for tensor in tensors if _is_integer(tensor) and tensor.numel()]
     if isinstance(error, IndexError) and integers:
         return _hint_of_rows(integers)
-    # a graph's, of torch.compile
+    # the error of a graph of torch.compile
     if type(error).__name__ == "TorchRuntimeError" and "size=(0,)" in str(error):
         return (
             "ZeRO stage 3 and training.compile: the model reads a weight of another module that "
@@ -309,8 +314,8 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
 
 
 def _hint_of_rows(integers: Sequence[Tensor]) -> str:
-    """Return the range of a model's integers, which an embedding may not have; nothing on a GPU,
-    which is not read after an error.
+    """Return the range of a model's integer inputs, in which an embedding may lack rows; nothing on
+    a GPU, which is not read after an error.
     """
     if any(tensor.device.type != "cpu" for tensor in integers):
         return ""
@@ -340,6 +345,7 @@ def _hint_of_types(text: str, inputs: Sequence[Tensor]) -> str:
 
 
 def _hint_of_classes(outputs: Any, targets: Any) -> str:
+    """Return the fix for outputs and targets that `cross_entropy` fails on."""
     if not isinstance(targets, Tensor):
         return "number the classes from 0 in the dataset"
     if not isinstance(outputs, Tensor):
@@ -385,7 +391,9 @@ def _is_integer(value: Tensor) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    """Return the last line of the user's own code on the way to the error, `` at FILE:LINE``."""
+    """Return the last line of the user's own code on the way to the error, `` at FILE:LINE``, or
+    an empty string.
+    """
     places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     first = 0  # the frame of an engine, if there is one
     for number, (file, _) in enumerate(places):

@@ -122,8 +122,8 @@ def _gather(value: Any) -> list[Any]:
 def all_reduces(
     sizes: Sequence[int], device: torch.device, *, seconds: float
 ) -> Iterator[dict[str, float]]:
-    """Measure each size, up to the first one that takes more than twice the time that is meant for
-    it. Collective.
+    """Measure sizes (bytes) one after the other, each for about `seconds`. End after the first one
+    with a single all-reduce of more than twice that. Collective.
     """
     for size in sizes:
         result = all_reduce(size, device, seconds=seconds)
@@ -161,7 +161,7 @@ def pairs(
     units: Sequence[int], labels: Sequence[str], device: torch.device, *, num_bytes: int
 ) -> list[dict[str, Any]]:
     """Measure bytes per second between every two of `units` (ranks), disjoint pairs at the same
-    time. Collective.
+    time, in at most `_MOST_ROUNDS` rounds. `labels` name the units in the result. Collective.
     """
     rank = dist.get_rank()
     rank_results: list[dict[str, Any]] = []
@@ -191,8 +191,8 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def storage(folder: Path, num_bytes: int, writers: Sequence[int]) -> list[dict[str, Any]]:
-    """Measure writing, flushing and reading on each host, all at the same time as in a checkpoint.
-    Collective.
+    """Measure writing and reading a file on each of `writers`, one rank per host, all at the same
+    time as in a checkpoint. Collective.
     """
     dist.barrier()
     result = None
@@ -202,6 +202,9 @@ def storage(folder: Path, num_bytes: int, writers: Sequence[int]) -> list[dict[s
 
 
 def _write_and_read(folder: Path, num_bytes: int) -> dict[str, Any]:
+    """Measure a file in a folder, or in the nearest parent that exists: return bytes per second, or
+    the error.
+    """
     existing = folder
     while not existing.is_dir():
         existing = existing.parent
@@ -236,7 +239,7 @@ def _write_and_read(folder: Path, num_bytes: int) -> dict[str, Any]:
 
 
 def _exchange(other: int, device: torch.device, *, num_bytes: int) -> float:
-    """Measure bytes per second in each direction, the median of five."""
+    """Measure bytes per second in each direction, the median of five, as rank `other` does."""
     sent = torch.zeros(num_bytes // 4, device=device)
     received = torch.empty(num_bytes // 4, device=device)
 

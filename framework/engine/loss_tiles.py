@@ -22,8 +22,8 @@ _LOSSES: Final = {CausalLM.loss, CausalLM.measure, MaskedLM.loss, MaskedLM.measu
 def loss_tiles(
     model: torch.nn.Module, plan: Plan, task: Any
 ) -> Callable[[Any], AbstractContextManager[None]]:
-    """Return a context, for targets, in which the output layer of a model may compute the loss
-    tile by tile, if it can.
+    """Return a function from a batch's targets to a context in which the output layer of a model
+    computes the loss tile by tile; a context without effect if it cannot.
 
     Raises:
         ConfigError: kind ``loss-not-tiled``: the config sets a tile, and it cannot.
@@ -49,7 +49,7 @@ def loss_tiles(
 def _head_and_reason(
     model: torch.nn.Module, plan: Plan, task: Any
 ) -> tuple[torch.nn.Module | None, str]:
-    """Return the output layer that can compute the loss, or None and the reason."""
+    """Return the output layer that can compute the loss, or None, and the reason for None."""
     kind = type(task)
     if not {getattr(kind, "loss", None), getattr(kind, "measure", None)} <= _LOSSES:
         return None, f"{kind.__name__} computes a loss of its own from logits"

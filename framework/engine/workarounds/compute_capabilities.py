@@ -20,7 +20,7 @@ _LETTER: Final = re.compile(r"(?<=\d)[a-z](?=$|[\s;+])")
 
 @contextmanager
 def naming_them_by_numbers() -> Iterator[None]:
-    """Leave the letters out of the environment's list for the time of the block."""
+    """Leave the letters out of TORCH_CUDA_ARCH_LIST for the time of the block."""
     before = os.environ.get(_NAME)
     if before is None:
         yield

@@ -41,8 +41,8 @@ class KeptNorm:
 
     def __call__(self) -> None:
         """Clip the gradients in place to the engine's limit. Collective within the group."""
-        gradients, norm = self._measured()
-        # A number divided by a tensor would be rounded twice: torch takes the reciprocal. `full`
+        gradients, norm = self._gradients_and_norm()
+        # A tensor, as torch computes number / tensor by the reciprocal, which rounds twice. `full`
         # fills on the device.
         limit = torch.full((), self._engine.gradient_clipping(), device=norm.device)
         if gradients:
@@ -50,11 +50,12 @@ class KeptNorm:
 
     def measure(self) -> torch.Tensor:
         """Measure the norm, and clip nothing. Collective within the group."""
-        return self._measured()[1]
+        return self._gradients_and_norm()[1]
 
-    def _measured(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _gradients_and_norm(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return this rank's gradients and the norm of the whole model's, and keep the norm."""
         parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
-        gradients = [_dense(parameter) for parameter in parameters]
+        gradients = [_numbers_of_gradient(parameter) for parameter in parameters]
         if self._group is None:
             norm = _norm(gradients, device=self._engine.device)
         else:
@@ -82,7 +83,8 @@ class KeptNorm:
             parameter.grad = None
 
 
-def _dense(parameter: torch.nn.Parameter) -> torch.Tensor:
+def _numbers_of_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a gradient; of a sparse one, in which equal rows are added up in place, the values."""
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:
         return parameter.grad
@@ -100,8 +102,8 @@ def _norm(gradients: list[torch.Tensor], *, device: torch.device) -> torch.Tenso
 
 
 def keep_norm(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptNorm | None:
-    """Put a `KeptNorm` in place if DeepSpeed would drop the norm. Return it, or None if DeepSpeed's
-    optimizer keeps the norm.
+    """Put a `KeptNorm` in place of the engine's clipping and `zero_grad` if DeepSpeed would drop
+    the norm. Return it, or None if DeepSpeed's optimizer keeps the norm.
 
     `stages` is the process group of a pipeline's stages.
     """

@@ -88,6 +88,7 @@ class _GradientOrder:
         self._hooks.append(model.register_forward_hook(self._adopt_calls))
 
     def _note_call(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Note the place of a module's weights among the calls of the first forward pass."""
         for parameter in module.parameters(recurse=False):
             if id(parameter) in self._positions:
                 self._called.setdefault(self._positions[id(parameter)])
@@ -112,6 +113,7 @@ class _GradientOrder:
         self._sort()
 
     def _sort(self) -> None:
+        """Number the weights by the order, and begin a pass."""
         self._positions = {id(call[0]): position for position, call in enumerate(self._order)}
         self._restart()
 
@@ -132,6 +134,9 @@ class _GradientOrder:
         )
 
     def _arrived(self, parameter: torch.nn.Parameter, *group: int) -> None:
+        """Stand in for `reduce_ready_partitions_and_remove_grads`: pass on, in order, the gradients
+        that need not wait. `group` is its number at stages 1 and 2, nothing at stage 3.
+        """
         position = self._positions.get(id(parameter))
         if (
             position is None
@@ -178,8 +183,10 @@ class _GradientOrder:
         self._finish()
 
     def _reduce(self, parameter: torch.nn.Parameter, *group: int) -> None:
+        """Pass a gradient on to DeepSpeed; zeros if the weight has none."""
         if not self._has_gradient(parameter):
-            # stage 3 may have taken the weight itself away
+            # Torch takes only a gradient of the weight's shape, and stage 3 may have released the
+            # weight: zeros stand in for it meanwhile.
             shape = getattr(parameter, "ds_shape", parameter.shape)
             data = parameter.data
             zeros = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
@@ -251,33 +258,36 @@ class _FetchOrder:
         self._trains = False
         self._fetch = coordinator.fetch_sub_module
         self._reset = coordinator.reset_step
-        coordinator.fetch_sub_module = self._fetched
+        coordinator.fetch_sub_module = self._check_and_fetch
         coordinator.reset_step = self._begin
 
     def _begin(self) -> None:
-        """Begin a forward pass of the whole model."""
+        """Stand in for `reset_step`, which begins a forward pass of the whole model."""
         self._trains = torch.is_grad_enabled()
         self._reset()
 
-    def _fetched(self, module: torch.nn.Module, forward: bool) -> None:
+    def _check_and_fetch(self, module: torch.nn.Module, forward: bool) -> None:
+        """Stand in for `fetch_sub_module`: gather a module's weights if it is next in the order."""
         # also where layers are computed again
         in_backward = torch._C._current_graph_task_id() != -1
         if id(module) in self._numbers and (self._trains or in_backward):
             entry = 2 * self._numbers[id(module)]
             if not forward:
                 entry += 1
-            self._see(entry)
+            self._check_entry(entry)
         self._fetch(module, forward)
 
     def end(self) -> None:
         """End a backward pass, and refuse it if it has called fewer modules than the first one."""
-        self._see(_END)
+        self._check_entry(_END)
         self._known = self._known or self._seen
         self._seen = []
         self._trains = False
 
-    def _see(self, entry: int) -> None:
-        """Compare an entry; collective in the first pass."""
+    def _check_entry(self, entry: int) -> None:
+        """Refuse an entry (see `_text`) that differs from other ranks' in the first pass, which is
+        collective then, or from this rank's first pass later.
+        """
         if not self._known:
             entries = gather_in(self._group, entry)
             first = self._text(entries[0])

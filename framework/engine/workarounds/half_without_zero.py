@@ -44,7 +44,9 @@ def _split_and_mark(group: list[Any]) -> Any:
 
 
 def norm_of(engine: deepspeed.DeepSpeedEngine) -> float | None:
-    """Return the gradient norm of the engine's last step, before clipping."""
+    """Return the gradient norm of the engine's last step, before clipping and without the loss
+    scale; None before the first step.
+    """
     norm: float | None = engine.get_global_grad_norm()
     is_scaled = isinstance(engine.optimizer, FP16_UnfusedOptimizer)
     if norm is not None and is_scaled:

@@ -29,8 +29,8 @@ _num_open = 0
 
 @contextmanager
 def leaving_nothing(stage: int) -> Iterator[None]:
-    """Clean up at the end of a run at a ZeRO stage, however it ends, if no other run of stage 3 is
-    open.
+    """Have DeepSpeed's linear function call torch's, and clean up at the end of a run at a ZeRO
+    stage, however it ends, if no other run of stage 3 is open. Do nothing below stage 3.
     """
     global _torch_linear, _num_open
     if stage < 3:
@@ -56,8 +56,10 @@ def _forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def _forget_modules() -> None:
+    """Empty the list and the cache that keep modules."""
     parameter_offload.FWD_MODULE_STACK.clear()
     coordinator = PartitionedParameterCoordinator
     method = coordinator._PartitionedParameterCoordinator__params_to_release
+    # DeepSpeed's wrapper holds the method with the cache, as its only free variable.
     (cached,) = method.__closure__
     cached.cell_contents.cache_clear()

@@ -77,6 +77,9 @@ def _register_moments(
 ) -> None:
     """Make a parameter's moments known to the swapper by tensors of their size, and release these
     again.
+
+    Raises:
+        StorageError: the swapper's files are not as DeepSpeed 0.19.8 writes them.
     """
     moments = [
         key for key, value in state.items() if isinstance(value, torch.Tensor) and value.ndim > 0

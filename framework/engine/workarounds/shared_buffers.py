@@ -31,7 +31,8 @@ _TO_BE_REMOVED_SECONDS: Final = 2.0
 
 def refuse_small_memory(environment: Mapping[str, str], *, folder: Path = SHARED_MEMORY) -> None:
     """Refuse to start if the buffers of this host's ranks do not fit. Called before the ranks meet,
-    when none of them has made its own yet.
+    when none of them has made its own yet. Local ranks other than 0 wait up to two seconds for
+    space.
 
     Raises:
         ConfigError: kind ``shm-small``.
@@ -93,7 +94,7 @@ def remove_dead_buffers(
     paths = [path for path in paths if _is_own_and_older(path, latest)]
     if not paths:
         return []
-    mapped = _mapped(processes)
+    mapped = _mapped_buffers(processes)
     removed = []
     for path in paths:
         if str(path) not in mapped:
@@ -117,12 +118,13 @@ def _is_own_and_older(path: Path, latest: float) -> bool:
     return False
 
 
-def _mapped(processes: Path) -> set[str]:
+def _mapped_buffers(processes: Path) -> set[str]:
     """Return the paths of the buffers that processes of this user, who owns them, have mapped."""
     mapped: set[str] = set()
     for process in processes.iterdir():
         if process.name.isdigit():
             with suppress(OSError):  # it has just ended, or is another user's
                 lines = (process / "maps").read_text(errors="replace").splitlines()
+                # the sixth column of /proc/PID/maps is the path
                 mapped |= {line.split(maxsplit=5)[5] for line in lines if _NAME in line}
     return mapped
