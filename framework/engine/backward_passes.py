@@ -191,7 +191,7 @@ class BackwardPasses:
         """Add gradients that `_earlier_gradients` returned to those of the latest pass."""
         for group, gradients in earlier.items():
             latest = self._optimizer.averaged_gradients[group]
-            if gradients is None or latest is gradients:  # passes share a buffer
+            if gradients is None or latest is gradients:  # one buffer: DeepSpeed adds up
                 continue
             for gradient, earlier_gradient in zip(latest, gradients, strict=True):
                 gradient.add_(earlier_gradient)
