@@ -84,7 +84,7 @@ def device() -> torch.device:
 
 @cache
 def describe_environment() -> dict[str, Any]:
-    """Return versions, device and host of rank 0, without environment variables, which may hold
+    """Return this rank's versions, device and host, without environment variables, which may hold
     secrets.
     """
     accelerator = get_accelerator()

@@ -217,6 +217,7 @@ def _is_from_evaluation(error: BaseException) -> bool:
 
 
 def _batch_error(error: Exception, *, logs: Path) -> TrainingError | None:
+    """Return the error of a batch that fails in the model or the loss; None for other errors."""
     line = explain_failed_batch(error)
     if not line or is_lost_peer(error):
         return None

@@ -67,11 +67,12 @@ class _GradientOrder:
         self._at_end = at_end
         self._pass_on = optimizer.reduce_ready_partitions_and_remove_grads
         self._finish = optimizer.independent_gradient_partition_epilogue
-        calls = _reduce_arguments(optimizer)
+        arguments = _reduce_arguments(optimizer)
+        # by position: the arguments of `_pass_on`, of which the weight is the first
         self._order: list[tuple[Any, ...]] = []
         for parameter in reversed(list(model.parameters())):
-            if parameter.requires_grad and id(parameter) in calls:
-                self._order.append(calls[id(parameter)])
+            if parameter.requires_grad and id(parameter) in arguments:
+                self._order.append(arguments[id(parameter)])
         self._sort()
         self._knows_graph = True
         optimizer.reduce_ready_partitions_and_remove_grads = self._arrived
@@ -253,7 +254,8 @@ class _FetchOrder:
                     names.setdefault(id(module), f"{name}.{weight}".lstrip("."))
         self._names = list(names.values())
         self._numbers = {module: number for number, module in enumerate(names)}
-        self._known: list[int] = []  # of the first pass; `_END` is its last entry
+        # Entries (see `_describe_entry`) of the first pass, up to `_END`, and of this pass.
+        self._known: list[int] = []
         self._seen: list[int] = []
         self._trains = False
         self._fetch = coordinator.fetch_sub_module
@@ -285,27 +287,27 @@ class _FetchOrder:
         self._trains = False
 
     def _check_entry(self, entry: int) -> None:
-        """Refuse an entry (see `_text`) that differs from other ranks' in the first pass, which is
+        """Refuse an entry (see `_describe_entry`) that differs from other ranks' in the first pass, which is
         collective then, or from this rank's first pass later.
         """
         if not self._known:
             entries = gather_in(self._group, entry)
-            first = self._text(entries[0])
+            first = self._describe_entry(entries[0])
             for rank, other in enumerate(entries):
                 if other != entries[0]:
-                    self._refuse(f"rank 0 {first} where rank {rank} {self._text(other)}")
+                    self._refuse(f"rank 0 {first} where rank {rank} {self._describe_entry(other)}")
         else:
             expected = self._known[len(self._seen)]
             if entry != expected:
-                known = self._text(expected).replace("calls", "called")
+                known = self._describe_entry(expected).replace("calls", "called")
                 rank = torch.distributed.get_rank()
                 self._refuse(
-                    f"rank {rank} {self._text(entry)} where the first step {known}",
+                    f"rank {rank} {self._describe_entry(entry)} where the first step {known}",
                     is_of_one_rank=True,
                 )
         self._seen.append(entry)
 
-    def _text(self, entry: int) -> str:
+    def _describe_entry(self, entry: int) -> str:
         """Describe an entry: 2 x number of a module, + 1 in the backward pass."""
         if entry == _END:
             return "ends its pass"
