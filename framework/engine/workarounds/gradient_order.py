@@ -287,8 +287,8 @@ class _FetchOrder:
         self._trains = False
 
     def _check_entry(self, entry: int) -> None:
-        """Refuse an entry (see `_describe_entry`) that differs from other ranks' in the first pass, which is
-        collective then, or from this rank's first pass later.
+        """Refuse an entry that differs from other ranks' in the first pass (collective), or from
+        this rank's first pass later.
         """
         if not self._known:
             entries = gather_in(self._group, entry)
