@@ -321,7 +321,7 @@ def test_the_damage_is_named(sound: Path, tmp_path: Path) -> None:
     (checkpoint.path / "weights.pt").write_bytes(data)
     (checkpoint.path / "stranger.pt").touch()
     assert checkpoint.damage() == [
-        "optimizer.pt: 7 bytes where 2,700 were written",
+        "optimizer.pt: 7 bytes where 2,400 were written",
         "stranger.pt: it was not there when the checkpoint was written",
         "weights.pt: its content has changed since it was written",
     ]
