@@ -49,7 +49,7 @@ class Passes:
 def passes_over(
     layers: Sequence[LayerWork], loss: LayerWork | None, *, recompute_every: int = 0
 ) -> Passes:
-    """List the moments that may be the fullest.
+    """Find the moments of both passes of a micro-batch that may be the fullest.
 
     Args:
         layers: of the rank, each by itself.
@@ -75,7 +75,7 @@ class _Layers:
         self.recomputes = recompute_every > 0
         self.starts = range(0, len(layers), size)  # first layer of each group
         self.groups = [layers[start : start + size] for start in self.starts]
-        # Bytes of the inputs of the groups, up to each one.
+        # Bytes of the inputs of all groups up to and with each one.
         self.held = list(accumulate(self.input_bytes(start) for start in self.starts))
 
     def input_bytes(self, index: int) -> int:
@@ -92,9 +92,9 @@ class _Layers:
         return sum(layer.saved_bytes for layer in self.layers)
 
     def saved(self, number: int) -> list[int]:
-        """Return what is saved before each layer of a group runs, and after the last one."""
+        """Return the bytes saved before each layer of a group runs, and after its last one."""
         before = self.held[number]
-        if number > 0:
+        if number > 0:  # the saved bytes of the group's first layer count its input again
             before -= self.groups[number][0].input_bytes
         return list(
             accumulate((layer.saved_bytes for layer in self.groups[number]), initial=before)
@@ -159,7 +159,7 @@ class _Layers:
                 )
 
     def running_again(self, number: int, place: int) -> int:
-        """Return what a layer takes when its group runs again in the backward pass."""
+        """Return the bytes that a layer takes when its group runs again in the backward pass."""
         group = self.groups[number]
         layer = group[place]
         running = layer.peak_bytes + group[-1].output_bytes
@@ -177,7 +177,7 @@ def _moment(
     waiting: int = 0,
     beside: int = 0,
 ) -> Moment:
-    """Make a moment; what passes through the last layer is counted as logits."""
+    """Make a moment; `passing`, the bytes of the layer at work, are logits in the last layer."""
     activations = saved
     loss = 0
     if is_logits:

@@ -44,10 +44,11 @@ class Alternative:
 def alternatives(
     plan: Plan, choices: Iterable[Mapping[str, Any]], *, work: ModelWork | None = None
 ) -> Iterator[Alternative]:
-    """Yield the choices, dotted keys with their values, that the rules allow and that change the
-    plan.
+    """Yield the choices (each: dotted keys -> values) that the rules allow and that change the
+    plan, with their memory.
 
-    `work`: of a model of the user's own; it is not known in another type.
+    `work`: of a model of the user's own; it is not known in another number type, so that choices of
+    one are left out.
     """
     seen = [plan.config.to_dict()]
     for settings in choices:
@@ -88,6 +89,7 @@ def with_settings(
     for key, value in settings.items():
         *sections, last = key.split(".")
         place = _section_at(values, sections)
+        # these two decide the kind of their section
         if last in {"device", "dtype"} and place.get(last) != value:
             place.clear()
         place[last] = value

@@ -36,6 +36,7 @@ from framework.plan.work import ModelWork
 from framework.system.output import write
 
 _PROBE_SECONDS: Final = 20
+# Share by which the memory that a driver reports may differ from the listed one.
 _CLOSE: Final = 0.1
 # Of a machine at rest the same product differs by a few percent.
 MOST_SPREAD: Final = 0.25
@@ -45,8 +46,8 @@ _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> Hardware:
     """Return the devices of this machine, as far as they can be found without torch.
 
-    NVIDIA's are found by their driver, other GPUs by ``DSF_GPU``. On CPUs each rank gets its share
-    of the host's memory.
+    NVIDIA's are found by their driver, which may block for 20 s, other GPUs by ``DSF_GPU``. On CPUs
+    each rank gets its share of the host's memory.
     """
     ranks = cluster.devices_per_host
     host = host_memory_bytes()
@@ -134,13 +135,15 @@ def conditions(rates: Mapping[str, Any]) -> str:
 def host_memory_bytes() -> int:
     """Return the memory of this machine, or of the container that this process is in."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no limit is the word max
+    with suppress(OSError, ValueError):  # without a limit the file has the word max
         return min(memory, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
     return memory
 
 
 def _ask_driver() -> tuple[str, int] | None:
-    """Return name and memory of the smallest NVIDIA GPU here, or None."""
+    """Return name and bytes of memory of the smallest NVIDIA GPU here, None if nvidia-smi finds
+    none; blocks for `_PROBE_SECONDS` at most.
+    """
     program = shutil.which("nvidia-smi")
     if not program:
         return None
@@ -206,10 +209,10 @@ def resolve(
         ConfigError: nothing fits, the device is not known, or the model's memory is not.
     """
     source = source or Source()
-    settings = _as_saved(config, cluster, saved or {})
+    settings = _saved_settings(config, cluster, saved or {})
     if settings:
-        with suppress(ConfigError):  # what else was changed may not go with them
-            kept = _with(config, settings, source)
+        with suppress(ConfigError):  # other changes of the config may contradict them
+            kept = _config_with(config, settings, source)
             make_plan(kept, cluster)
             return kept, settings, f"auto: {settings_text(settings)}, as in the checkpoint"
     if not is_proposal:
@@ -221,7 +224,7 @@ def resolve(
     best = _fastest(request, source)
     settings = _chosen_settings(config, best)
     line = f"auto: {settings_text(settings)}: {choice_text(best, target)}"
-    return _with(config, settings, source), settings, line
+    return _config_with(config, settings, source), settings, line
 
 
 def _refuse_unknown_device(
@@ -256,6 +259,7 @@ def _fastest(request: Request, source: Source) -> Candidate:
 def _chosen_settings(config: RunConfig, best: Candidate) -> dict[str, Any]:
     """Return those settings of a candidate that the config leaves to be chosen."""
     chosen = set(config.auto)
+    # a pipeline's micro-batch was chosen together with their number in a step
     if best.plan.layout.pipe_size > 1 and MICRO in config.auto:
         chosen.add(ACCUMULATION)
     return {name: value for name, value in best.settings.items() if name in chosen}
@@ -268,7 +272,12 @@ def chosen_here(
     *,
     source: Source,
 ) -> RunConfig:
-    """Choose for the devices of this machine, and print the choice to stderr, on one rank."""
+    """Return the config with its `auto` keys chosen for this machine; rank 0 prints the choice to
+    stderr.
+
+    `saved_manifest`: reads the manifest of the checkpoint to go on from, empty without one; it is
+    called only if a key is `auto`. Errors as of `resolve`.
+    """
     if not config.auto:
         return config
     saved = saved_manifest()
@@ -296,12 +305,16 @@ def choice_text(best: Candidate, target: Hardware) -> str:
     )
 
 
-def _with(config: RunConfig, settings: Mapping[str, Any], source: Source) -> RunConfig:
+def _config_with(config: RunConfig, settings: Mapping[str, Any], source: Source) -> RunConfig:
     return with_settings(config, settings, source=source).noting_auto(config.was_auto)
 
 
-def _as_saved(config: RunConfig, cluster: Cluster, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that the run had so far; none if it ran on another number of ranks."""
+def _saved_settings(
+    config: RunConfig, cluster: Cluster, saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the values that a checkpoint's manifest has for all `auto` keys; empty if it lacks one
+    or is of another number of ranks.
+    """
     layout = saved.get("layout")
     before = saved.get("config")
     if not isinstance(layout, Mapping) or not isinstance(before, Mapping):
@@ -316,7 +329,7 @@ def _as_saved(config: RunConfig, cluster: Cluster, saved: Mapping[str, Any]) -> 
 
 
 def _saved_values(layout: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return key -> value in a checkpoint's manifest of all that may be `auto`."""
+    """Return key -> value, in a manifest's layout and config, of all keys that may be `auto`."""
     values = {"parallel.pipe": layout.get("pipe_size", 1), MICRO: layout.get("micro_size")}
     with suppress(KeyError, TypeError):
         values["zero.stage"] = before["zero"]["stage"]

@@ -17,6 +17,7 @@ from framework.config.training import Parallel
 from framework.errors import Problem, counted
 
 Bounds = tuple[int, ...]
+# Check of a stage: the layers from the first number up to, but without, the second may be one.
 MayBe = Callable[[int, int], bool]
 Number = TypeVar("Number", int, float)
 # End of the last part -> largest sum, sum of squares and bounds of the best cut up to there.
@@ -115,11 +116,11 @@ class StageTable:
         }
 
     def _first_of_ties(self) -> dict[str, str]:
-        """Return the first layer with each tied weight, by the key of the tie."""
+        """Map the key of each tie to the name of the first layer that has it."""
         return {layer.tied: layer.name for layer in reversed(self.layers) if layer.tied}
 
     def _tied_names(self, first_of: Mapping[str, str]) -> dict[str, str]:
-        """Return the layer whose weights each later tied layer shares."""
+        """Map each tied layer but the first of its tie to that first one, by name."""
         tied = {}
         for layer in self.layers:
             if layer.tied and first_of[layer.tied] != layer.name:
@@ -197,9 +198,9 @@ def cut(
         return problem
     may_be = _has_all_groups(layers) if same_groups else None
     if parallel.stages is not None:
-        bounds = _explicit(layers, parallel)
+        bounds = _listed_bounds(layers, parallel)
     else:
-        bounds = _chosen(layers, parallel, may_be=may_be)
+        bounds = _balanced_bounds(layers, parallel, may_be=may_be)
     if isinstance(bounds, Problem):
         return bounds
     table = StageTable(tuple(layers), bounds)
@@ -213,13 +214,13 @@ def _problem_of_stages(
     for number, stage in enumerate(table.stages()):
         stage_layers = table.layers[stage.start : stage.stop]
         if not stage.num_params:
-            return _without_parameters(number, stage_layers, parallel)
+            return _problem_without_parameters(number, stage_layers, parallel)
         if may_be is not None and not may_be(stage.start, stage.stop):
-            return _with_one_group(number, stage_layers)
+            return _problem_with_one_group(number, stage_layers)
     return None
 
 
-def _without_parameters(
+def _problem_without_parameters(
     number: int, stage_layers: Sequence[LayerFacts], parallel: Parallel
 ) -> Problem:
     key = "parallel.partition"
@@ -233,7 +234,7 @@ def _without_parameters(
     return Problem("stage-without-parameters", reason, fix, key, value)
 
 
-def _with_one_group(number: int, stage_layers: Sequence[LayerFacts]) -> Problem:
+def _problem_with_one_group(number: int, stage_layers: Sequence[LayerFacts]) -> Problem:
     only = " and ".join(sorted(_all_groups(stage_layers)))
     span = f"stage {number} ({stage_layers[0].name} .. {stage_layers[-1].name})"
     key = "optimizer.weight_decay_on"
@@ -304,14 +305,15 @@ def _problems_of_list(
 
 
 def pattern_problem(pattern: str, *, key: str, value: str, fix: str) -> Iterator[Problem]:
-    """Find a text that is no regular expression."""
+    """Yield the problem of a text that is no regular expression; nothing if it is one."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         yield Problem("bad-pattern", f"it is no regular expression: {error}", fix, key, value)
 
 
-def _explicit(layers: Sequence[LayerFacts], parallel: Parallel) -> Bounds | Problem:
+def _listed_bounds(layers: Sequence[LayerFacts], parallel: Parallel) -> Bounds | Problem:
+    """Return the bounds of the stages that `parallel.stages` lists, or the problem."""
     stages = parallel.stages or []
     starts = [stages.index(number) for number in range(parallel.pipe)]
     for start in starts[1:]:
@@ -330,10 +332,8 @@ def _all_groups(layers: Sequence[LayerFacts]) -> set[str]:
 
 
 def _has_all_groups(layers: Sequence[LayerFacts]) -> MayBe:
-    """Return a check whether a stage, from its first layer up to but without another one, has
-    weights of all groups that the model has.
-    """
-    counts = []  # for each group: how many of the first layers have it
+    """Return a check whether a stage has weights of all groups that the model has."""
+    counts = []  # for each group: how many layers before each layer have it
     for group in _all_groups(layers):
         has_group = [group in layer.groups for layer in layers]
         counts.append(list(accumulate(has_group, initial=0)))
@@ -344,16 +344,18 @@ def _has_all_groups(layers: Sequence[LayerFacts]) -> MayBe:
     return may_be
 
 
-def _chosen(
+def _balanced_bounds(
     layers: Sequence[LayerFacts], parallel: Parallel, *, may_be: MayBe | None
 ) -> Bounds | Problem:
+    """Return the bounds of stages with even costs, or the problem."""
     pipe = parallel.pipe
     costs = _costs(layers, parallel)
     if isinstance(costs, Problem):
         return costs
     may_start = [layer.may_start_stage for layer in layers]
     bounds = balanced(costs, pipe, may_start=may_start, may_be=may_be)
-    if bounds is None and may_be is not None:  # no cut will do: the caller reports one of them
+    if bounds is None and may_be is not None:
+        # no cut will do: `cut` reports the problem of this one
         bounds = balanced(costs, pipe, may_start=may_start)
     if bounds is None:
         reason = "there are not enough places where a stage may begin"
@@ -401,9 +403,14 @@ def balanced(
     that the other parts are even too. Dynamic programming over (items, parts), O(parts x items^2)
     (Linear partition: Skiena, "The Algorithm Design Manual", 3rd ed., section 10.7).
 
+    Args:
+        costs: one for each item.
+        parts: how many.
+        may_start: for each item whether a part may start with it; None: all may.
+        may_be: whether a part may have its items; None: any may.
+
     Returns:
-        ``parts + 1`` bounds; None if there is no cut in which each part may start with its first
-        item (`may_start`) and may have its items (`may_be`, from one up to but without another).
+        ``parts + 1`` bounds; None if no cut has only parts that may be.
     """
 
     @cache
@@ -424,11 +431,11 @@ def balanced(
 
 
 def _with_one_more_part(best: _BestCuts, sums: Sequence[float], fits: MayBe) -> _BestCuts:
-    """Return the best cuts with a part after those of shorter cuts.
+    """Return the best cuts with one part more.
 
     Args:
-        best: cuts with a part less.
-        sums: of the costs of the first items.
+        best: cuts without that part.
+        sums: costs of all items before each item, and of all items.
         fits: whether a part may have its items.
     """
     longer: _BestCuts = {}

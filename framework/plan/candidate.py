@@ -91,6 +91,7 @@ class Candidate:
             return 0.0
         steps = layout.accumulation_steps
         width = 2 if config.precision.dtype in ("bf16", "fp16") else 4
+        # an all-reduce sends every element twice, a gathering or a reduction once
         passes_at_stage_3 = 4 if config.training.recompute_every else 3
         passes = (2, 3, 2 * steps + 1, passes_at_stage_3 * steps)[config.zero.stage]
         return width * passes * self.memory.num_params / layout.global_size
@@ -107,12 +108,12 @@ def judge(
     settings: Settings | None = None,
     work: ModelWork | None = None,
 ) -> Candidate:
-    """Estimate what a plan takes.
+    """Estimate memory and, with a target of known speed, time of a plan.
 
     Args:
         plan: of the run.
         target: its devices.
-        settings: that the plan has and the run's config has not.
+        settings: in which the plan differs from the run's config.
         work: of the model on any micro-batch; left out: as the named model has it.
 
     Raises:
@@ -127,7 +128,7 @@ def judge(
     if target is not None:
         memory = target.with_beside(memory, plan)
         if target.machine and work:
-            with suppress(NotEstimatedError):  # a figure of the device is not published
+            with suppress(NotEstimatedError):  # a figure of the device is not known
                 time = estimate_time(plan, work, target.machine)
     return Candidate(settings or {}, plan, memory, time)
 

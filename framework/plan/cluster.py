@@ -55,7 +55,8 @@ class Cluster:
         this process.
 
         Raises:
-            UsageError: the numbers are none, or do not fit together.
+            UsageError: a variable is no positive whole number, or the ranks do not divide evenly
+                over the hosts.
             ConfigError: it is not the cluster that the job was planned for (``DSF_WORLD_SIZE``).
         """
         world_size = _number(environment, "WORLD_SIZE", 1)
@@ -85,6 +86,7 @@ class Cluster:
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    """Return a variable's positive whole number; raises UsageError if it is none."""
     text = environment.get(name, str(default))
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"environment variable {name}={text}: not a positive whole number")

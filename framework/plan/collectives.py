@@ -40,15 +40,17 @@ class Collectives:
         return latency + 2 * (ranks - 1) / ranks * size / self._ring_bandwidth(inside, hosts)
 
     def scatter(self, size: float, ranks: int, stride: int) -> float:
-        """Return the seconds of a gather, a scattered sum or an exchange of `size` bytes, in all,
-        over ranks.
+        """Return the seconds of a gather, a scattered sum or an exchange over ranks that lie
+        `stride` apart; `size`: bytes of all ranks together.
         """
         inside, hosts = self._placed(ranks, stride)
         sent = (ranks - 1) / ranks * size / self._ring_bandwidth(inside, hosts)
         return self._start + self._ring_latency(ranks, hosts) + sent
 
     def _ring_latency(self, ranks: int, hosts: int) -> float:
-        """Return the seconds of all steps of a ring without their bytes."""
+        """Return the seconds of all steps of a ring without their bytes: a hop to each host, and a
+        link to each other rank.
+        """
         hops = hosts if hosts > 1 else 0
         return (ranks - hosts) * _LINK_SECONDS + hops * self._hop
 
@@ -70,8 +72,9 @@ class Collectives:
         return self._start + hop + sent + gathered
 
     def _placed(self, ranks: int, stride: int) -> tuple[int, int]:
-        """Return the members of a group on one host, and its hosts: tensor ranks are neighbours,
-        then sequence, data, pipe.
+        """Return how many members of a group are on one host, and on how many hosts it is.
+
+        Members lie `stride` ranks apart: 1 for tensor groups; sequence, data and pipe follow.
         """
         inside = min(ranks, max(self.machine.devices_per_host // stride, 1))
         return inside, ceil(ranks / inside)
@@ -88,8 +91,11 @@ class Collectives:
         return network.latency_seconds if network else 0.0
 
     def _ring_bandwidth(self, inside: int, hosts: int) -> float:
-        """Return the bytes per second of a ring: of the links within a host, or of the network of
-        all its members on a host.
+        """Return the bytes per second of a ring: the least of the links within a host and of the
+        network of its `inside` members on each host.
+
+        Raises:
+            NotEstimatedError: a bandwidth that the ring needs is not known.
         """
         device = self.machine.device
         network = self.machine.network

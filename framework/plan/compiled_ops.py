@@ -61,7 +61,7 @@ def needed_ops(ds_config: Mapping[str, Any], *, device: Device) -> tuple[Op, ...
 
 
 def _ops_of_settings(ds_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the ops that the optimizer and ZeRO need, and the reasons."""
+    """Map the ops that the optimizer and ZeRO need to the reasons."""
     zero = ds_config.get("zero_optimization") or {}
     on_host = _offload_device(zero, "offload_optimizer") in ("cpu", "nvme")
     reasons = _op_of_optimizer(ds_config.get("optimizer") or {}, on_host=on_host)
@@ -73,7 +73,7 @@ def _offload_device(zero: Mapping[str, Any], key: str) -> Any:
 
 
 def _ops_of_zero(zero: Mapping[str, Any]) -> dict[str, str]:
-    """Return the ops for NVMe and for quantized values, and the reasons."""
+    """Map the ops for NVMe and for quantized values to the reasons."""
     reasons = {}
     for key in ("offload_optimizer", "offload_param"):
         if _offload_device(zero, key) == "nvme":
@@ -86,7 +86,9 @@ def _ops_of_zero(zero: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _op_of_optimizer(optimizer: Mapping[str, Any], *, on_host: bool) -> dict[str, str]:
-    """Return the op that runtime/engine.py `_configure_basic_optimizer` chooses, and the reason."""
+    """Map the op that runtime/engine.py `_configure_basic_optimizer` chooses, if any, to the
+    reason.
+    """
     kind = str(optimizer.get("type", "")).lower()
     prefix = "cpu" if on_host else "fused"
     if kind in ("adam", "adamw") and not (optimizer.get("params") or {}).get("torch_adam", False):

@@ -40,6 +40,7 @@ def look_at_data(
 
 
 def _not_here(problem: Problem, *, data_elsewhere: bool) -> Problem:
+    """Return a problem as it is, or that of a missing folder with a fix for `data_elsewhere`."""
     if problem.kind not in ("text-not-found", "dataset-not-found"):
         return problem
     fix = "name the folder"

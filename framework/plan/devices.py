@@ -128,8 +128,9 @@ class Machine:
         Args:
             figures: ``flops_per_second`` by type of numbers, ``memory_bytes_per_second``,
                 ``host_bytes_per_second``, ``all_reduce_bytes_per_second``,
-                ``all_reduce_latency_seconds``, ``per_step_overhead_seconds``; any of them may be
-                left out or None.
+                ``all_reduce_latency_seconds``, ``host_memory_bytes_per_second``,
+                ``per_step_overhead_seconds``; ``step_overhead_by_stage`` (`engine_seconds`) unless
+                ``hides_overhead`` is true or left out. Any of them may be left out or None.
             base: where the figures come from that were not measured; None: they stay unknown.
             devices_per_host: without a base.
         """
@@ -138,7 +139,7 @@ class Machine:
         flops = _without_none(known.get("flops_per_second", {}))
         flops = {dtype: float(value) for dtype, value in flops.items()}
         rates: dict[str, Any] = _renamed(known, _MEASURED_RATES)
-        if flops:  # they were reached, by no more than themselves
+        if flops:  # a measured rate is also the most that products reach
             rates["matmul_flops_per_second"] = flops.get("bf16")
         all_flops = {**base.device.flops_per_second, **flops}
         device = replace(base.device, flops_per_second=all_flops, **rates)
@@ -272,6 +273,9 @@ def find_network(name: str) -> Network:
 
 
 def _listed(table: str, what: str, name: str) -> dict[str, Any]:
+    """Return the figures of a table's row without sources; raises UsageError, which names `what`,
+    if it is not listed.
+    """
     listed = tables()[table]
     wanted = name.lower()
     if wanted not in listed:

@@ -36,13 +36,13 @@ class Hardware:
         return ", ".join(text for text in (self.name, self.rates) if text)
 
     def usable_bytes(self, memory: Memory) -> int | None:
-        """Return the memory that is left to tensors, beside what else a run takes of a GPU."""
+        """Return the bytes of a device that are left to tensors; None: its memory is not known."""
         if self.memory_bytes is None:
             return None
         return max(self.memory_bytes - sum(memory.beside.values()), 0)
 
     def with_beside(self, memory: Memory, plan: Plan) -> Memory:
-        """Add to a plan's memory what it takes of these devices beside its tensors."""
+        """Return a plan's memory with what it takes of these devices beside its tensors."""
         return replace(memory, beside=beside_tensors(memory, plan, self.name))
 
     def lacking(self, memory: Memory) -> str:

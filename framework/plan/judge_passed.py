@@ -124,7 +124,7 @@ def judge_passed_alone(passed: Any, *, release: str | None = None) -> list[Probl
 
 
 def _rendering(plan: Plan) -> dict[str, Any]:
-    """Render a plan; a length that only the data knows is made up, as no problem depends on it."""
+    """Render a plan; an unknown length is made up, as no problem depends on it."""
     if plan.length.total_steps is None:
         plan = replace(plan, length=replace(plan.length, total_steps=_SOME_STEPS))
     return render(plan)
@@ -183,9 +183,7 @@ def _key_of_section(path: str) -> str:
 
 
 def _is_passed(path: str, config: RunConfig) -> bool:
-    """Check whether the key, or a section around it that only `deepspeed:` gives, is written
-    there.
-    """
+    """Check whether `deepspeed:` has the path, or a plain value where the path has a section."""
     values: Any = config.deepspeed
     for part in path.split("."):
         if not isinstance(values, Mapping) or part not in values:

@@ -15,8 +15,9 @@ from framework.config.base import ModelKind
 from framework.config.model import ModelSection
 from framework.plan.operations import Tape, Value
 
-# Name of a layer, what it does, and how many like it follow one after the other.
+# A layer's operations on a tape: what goes in -> what comes out, a value or a tuple of values.
 Run = Callable[[Tape, Any], Any]
+# Name, run and number of equal layers, one after the other: {} in the name is each one's number.
 Layers = Iterator[tuple[str, Run, int]]
 
 
@@ -36,11 +37,13 @@ class RankShare:
     tile: int = 0
 
     def of(self, size: int) -> int:
-        """Return the largest share of a size that is divided."""
+        """Return the largest share that a rank of a tensor group has of a divided size."""
         return ceil(size / self.tensor)
 
     def logits(self, tape: Tape, value: Value, count: int) -> Value:
-        """Apply the output layer: logits of this rank's tokens, or in tiles their loss."""
+        """Apply the output layer for `count` tokens: logits of this rank's share of them, or in
+        tiles their loss.
+        """
         if self.tile:
             return tape.tiled_loss(value, self.of(count), self.tile)
         split = True if self.tensor > 1 else None
@@ -62,6 +65,7 @@ class RankShare:
         return back.view(batch, positions, size)
 
     def _exchanged(self, tape: Tape, value: Value, shape: tuple[int, ...]) -> Value:
+        """Exchange a value in the sequence group, to a shape with the same last dimension."""
         if self.sequence == 1:
             return value
         return tape.run(value, shape=(*shape, value.shape[-1]))
@@ -104,5 +108,5 @@ def flatten(tape: Tape, value: Value) -> Value:
 
 
 def with_arguments(operation: Callable[..., Value], *args: Any, **options: Any) -> Run:
-    """Return an operation of a tape with arguments behind the value."""
+    """Return a run that calls an operation of a tape with these arguments behind the value."""
     return lambda tape, value: operation(tape, value, *args, **options)

@@ -109,7 +109,9 @@ def make_layout(
     tensor_size: int = 1,
     sequence_size: int = 1,
 ) -> Layout | Problem:
-    """Fill in the numbers that were left out, or return the problem if they cannot fit."""
+    """Fill in the numbers of a batch that were left out, or return the problem if the devices or
+    the samples do not divide.
+    """
     together = pipe_size * tensor_size * sequence_size  # ranks that train on the same samples
     parallel, remainder = divmod(world_size, together)
     sizes = {"pipe_size": pipe_size, "tensor_size": tensor_size, "sequence_size": sequence_size}

@@ -56,7 +56,7 @@ def path_of(num_ranks: int) -> Path:
 
 
 def keep(rates: Mapping[str, Any], num_ranks: int) -> Path:
-    """Write measured rates; return the file."""
+    """Write measured rates with the `identity` of this machine; return the file."""
     path = path_of(num_ranks)
     path.parent.mkdir(parents=True, exist_ok=True)
     contents = dict(rates) | {"identity": identity(num_ranks)}
@@ -86,7 +86,7 @@ class OptimizerState:
 
 
 @lru_cache(maxsize=8)  # a search reads it for every candidate
-def _kept(path: Path) -> OptimizerState | None:
+def _read_state(path: Path) -> OptimizerState | None:
     with suppress(OSError, ValueError, TypeError):
         return OptimizerState(**json.loads(path.read_text(encoding="utf-8")))
     return None
@@ -99,7 +99,7 @@ def kept_state(optimizer: Factory) -> OptimizerState | None:
     path = state_file(optimizer.path, json.dumps(optimizer.kwargs, sort_keys=True, default=str))
     if path is None:
         return None
-    return _kept(path)
+    return _read_state(path)
 
 
 def keep_state(optimizer: Factory, state: OptimizerState) -> None:
@@ -108,7 +108,7 @@ def keep_state(optimizer: Factory, state: OptimizerState) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(asdict(state)))
-        _kept.cache_clear()
+        _read_state.cache_clear()
 
 
 @lru_cache(maxsize=8)
@@ -138,7 +138,9 @@ def code_of(target: str) -> list[tuple[str, int, int]]:
 
 
 def stamps_of(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield name, size and time of the Python files below a folder, in order of names."""
+    """Yield name, bytes and time of change (ns) of the Python files below a folder, in order of
+    names; raises LookupError at more than `_MOST_FILES`.
+    """
     count = 0
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))

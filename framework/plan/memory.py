@@ -139,6 +139,9 @@ def _fullest_stage(plan: Plan, work: ModelWork) -> Memory:
 
 
 def _memory_without_pipeline(plan: Plan, work: ModelWork) -> Memory:
+    """Return the memory of a rank that runs all layers; weights of experts on other ranks are only
+    in `num_params` and in the files.
+    """
     *layers, loss = work.layers()
     passes = passes_over(layers, loss, recompute_every=plan.config.training.recompute_every)
     rank_work = _without_other_experts(work, plan)
@@ -148,6 +151,11 @@ def _memory_without_pipeline(plan: Plan, work: ModelWork) -> Memory:
 
 
 def _work_of_rank(plan: Plan, work: ModelWork | None) -> ModelWork | None:
+    """Return the work of one rank, None for images of unknown size.
+
+    Raises:
+        NotEstimatedError: tensor or sequence parallelism divides a model of the user's own.
+    """
     layout = plan.layout
     if layout.tensor_size * layout.sequence_size == 1:
         return work or work_of(plan)
@@ -184,6 +192,9 @@ def _memory(
     pipeline: PipelineStage | None = None,
     num_elsewhere: int = 0,
 ) -> Memory:
+    """Return the memory of one rank, but for `Memory.stage` and `lacks`; arguments as of
+    `RankMemory`.
+    """
     rank = RankMemory(plan, work, passes, pipeline, num_elsewhere)
     host = rank.shares.host(is_staged=plan.config.checkpoint.mode == "async")
     model_bytes, rank_bytes, _ = rank.shares.saved()
@@ -198,7 +209,7 @@ def _memory(
 
 
 def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
-    """Estimate the memory of a rank of each pipeline stage; errors as of `estimate`."""
+    """Estimate the memory of a rank of each pipeline stage; raises as `estimate` does."""
     config = plan.config
     bounds = _known_bounds(config, work)
     *layers, loss = work.layers()
@@ -268,7 +279,7 @@ def _bounds(
 
 
 def _of_layers(work: ModelWork, layers: Sequence[LayerWork]) -> ModelWork:
-    """Return the work with the weights of some layers, and their part of the buffers."""
+    """Return the work with the weights of some layers, and as large a share of the buffers."""
     unordered = {name for layer in layers for name in work.names_of(layer)}
     names = sorted(unordered, key=work.places.__getitem__)
     trained = {name: work.weights[name] for name in names if name in work.weights}
@@ -287,6 +298,7 @@ def _is_modelled(deepspeed: Mapping[str, Any]) -> bool:
 
 
 def _refuse_unknown(plan: Plan) -> None:
+    """Raise NotEstimatedError for keys of `deepspeed` or an optimizer of unknown memory."""
     config = plan.config
     reasons = []
     if not _is_modelled(config.deepspeed):

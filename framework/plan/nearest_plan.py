@@ -46,7 +46,9 @@ def _near(config: RunConfig, cluster: Cluster) -> Iterator[tuple[Settings, Clust
 
 
 def _near_batches(config: RunConfig, ranks: int) -> Iterator[dict[str, Any]]:
-    """Yield near global sizes, each with the config's micro-batch and then with any."""
+    """Yield settings of near global sizes for data-parallel `ranks`, each with the config's
+    micro-batch and then with any.
+    """
     for sizes in _near_global_sizes(config, ranks):
         yield sizes
         yield sizes | {MICRO: None, ACCUMULATION: None}
@@ -63,7 +65,7 @@ def _near_global_sizes(config: RunConfig, ranks: int) -> Iterator[dict[str, Any]
 
 
 def _changes_text(config: RunConfig, cluster: Cluster, settings: Settings, plan: Plan) -> str:
-    """Return what a plan changes: settings, else the cluster, else the layout."""
+    """Describe what a plan changes: settings, else the cluster, else the layout."""
     changes = {key: value for key, value in settings.items() if value}
     micro_size = plan.layout.micro_size
     if MICRO in settings and config.batch.micro_size not in (None, micro_size):

@@ -133,7 +133,7 @@ class Shares:
         return components
 
     def _add_save(self, components: dict[str, int], pinned: list[int]) -> None:
-        """Add a save in the background, and the size of its buffer in pinned memory."""
+        """Add a save in the background to `components`, and to `pinned` the bytes of its buffer."""
         model, own, largest = self.saved()
         components["checkpoint on its way to disk"] = model + own
         if self.pins and self.optimizer_place == "none" and largest <= _LARGEST_PINNED_SAVE:
@@ -141,7 +141,9 @@ class Shares:
             components["pinned buffer of a save"] = largest
 
     def _add_optimizer(self, components: dict[str, int], pinned: list[int]) -> None:
-        """Add an optimizer on the host, and the sizes of its tensors in pinned memory."""
+        """Add an optimizer on the host to `components`, and to `pinned` the bytes of its tensors in
+        pinned memory.
+        """
         swapped = self._swapped
         kept = sum(self.parts) - sum(swapped)
         components["fp32 weights"] = _FP32 * kept
@@ -172,7 +174,7 @@ class Shares:
         return tensors
 
     def _add_weights(self, components: dict[str, int], pinned: list[int]) -> None:
-        """Add weights of stage 3 on the host, and the sizes of their tensors in pinned memory."""
+        """Add weights of stage 3 on the host to `components`, and the bytes of each to `pinned`."""
         flat = list(self._flat_weights())
         pinned += [self.width * size for size in flat]
         frozen = sum(ceil(size / self.ranks) for size in self.frozen)
@@ -185,13 +187,15 @@ class Shares:
         """Return the bytes of the swapper's buffers for weights."""
         buffer = _aligned(self.width * self._params["buffer_size"])
         buffers: int = self._params["buffer_count"] * buffer
-        # beside them one for what goes back to the drive after a step
+        # one more for weights on the drive, which go back to it after a step
         if num_on_host < sum(self._shares):
             buffers += self.width * max(self.parts)
         return buffers
 
     def _flat_weights(self) -> Iterator[int]:
-        """Yield the elements of each group's weights that stay on the host."""
+        """Yield the elements of each group's weights that stay on the host: of all up to
+        `max_in_cpu` in order, others are on the drive.
+        """
         left = self._params.get("max_in_cpu", 2**63)
         for group in self.groups:
             yield min(sum(group), max(left, 0))
@@ -224,8 +228,8 @@ class Shares:
         return sum(size for size in files if size >= _LEAST_SWAPPED)
 
     def saved(self) -> tuple[int, int, int]:
-        """Return the bytes of a checkpoint that one rank writes for all, that each rank writes
-        beside, and of the largest tensor.
+        """Return three sizes of a checkpoint in bytes: what one rank writes for all, what each rank
+        writes beside it, and the largest tensor.
         """
         frozen = self.frozen if self.saves_frozen else ()
         num_frozen = sum(frozen)
@@ -241,6 +245,7 @@ class Shares:
         if self.stage:
             largest = max(self.width * max(self.weights), _FP32 * max(self.parts))
             return model, int(stepped * share), largest
+        # a weight has a state tensor for each fp32 number that is kept of an element
         state_tensors = _PER_TENSOR * len(self.weights) * stepped / _FP32
         model += int(stepped * sum(self.weights) + state_tensors)
         return model, 0, _FP32 * max(self.weights)

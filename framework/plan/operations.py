@@ -89,7 +89,7 @@ class _Operation:
 
 @dataclass
 class Tape:
-    """Operations of one part of a model.
+    """Operations of one part of a model, which `start` begins; counts are of that part.
 
     Attributes:
         weight_width: bytes of a weight's element.
@@ -101,6 +101,10 @@ class Tape:
             DeepSpeed's do at ZeRO stage 3.
         saved: what parts up to here have saved.
         weights: name -> shape of all weights up to here, in the model's order, shared ones once.
+        prefix: of the names of the part's weights.
+        flops: operations of its matrix products and convolutions.
+        masked_flops: those of `flops` that fused kernels of causal attention leave out.
+        moved_bytes: bytes that all its other operations read and write.
         products: matrix products and convolutions of the part.
         count: equal linear layers that one operation stands for, each on its own rows.
         lora: which modules have adapters; None: none have.
@@ -289,6 +293,7 @@ class Tape:
         return any(self.is_trained(full_name) for full_name in shapes)
 
     def embedding(self, tokens: Value, count: int, size: int, name: str = "") -> Value:
+        """Map tokens (...) to (..., size); `count`: rows of the weight."""
         flows = self.own((count, size), name)
         shape = tokens.with_more(size)
         made = self.run(
@@ -331,8 +336,8 @@ class Tape:
         lora = self._adapts(name)
         if lora is None:
             return made
-        low = self._low(value, name, value.with_last(lora.r), (lora.r, weight[1]))
-        return self._adapted(made, low, name, (outputs, lora.r))
+        low = self._adapter_product(value, name, value.with_last(lora.r), (lora.r, weight[1]))
+        return self._with_adapter(made, low, name, (outputs, lora.r))
 
     def convolution(
         self,
@@ -360,8 +365,8 @@ class Tape:
         if lora is None:
             return made
         low_shape = (batch, lora.r, height, width)
-        low = self._low(value, name, low_shape, (lora.r, channels, kernel, kernel))
-        return self._adapted(made, low, name, (outputs, lora.r, 1, 1))
+        low = self._adapter_product(value, name, low_shape, (lora.r, channels, kernel, kernel))
+        return self._with_adapter(made, low, name, (outputs, lora.r, 1, 1))
 
     def _adapts(self, name: str, *, is_linear: bool = True) -> LoRA | None:
         """Return the adapters' section if it adapts this module of the part, else None."""
@@ -373,15 +378,15 @@ class Tape:
             is_adapted = is_named(self.place(name, ""), self.lora.target_modules)
         return self.lora if is_adapted else None
 
-    def _low(self, value: Value, name: str, shape: Shape, weight: Shape) -> Value:
-        """Apply an adapter's A to the inputs of its module."""
+    def _adapter_product(self, value: Value, name: str, shape: Shape, weight: Shape) -> Value:
+        """Apply an adapter's A, of shape `weight`, to the inputs of its module."""
         assert self.lora is not None
         dropped = self.dropout(value, self.lora.lora_dropout)
         full_name = f"{name}.lora_A.default".lstrip(".")
         return self._product(dropped, shape, weight, full_name, has_bias=False)
 
-    def _adapted(self, made: Value, low: Value, name: str, weight: Shape) -> Value:
-        """Add what an adapter's B makes, scaled, to what its module makes."""
+    def _with_adapter(self, made: Value, low: Value, name: str, weight: Shape) -> Value:
+        """Add what an adapter's B makes of `low`, scaled, to `made`, what its module makes."""
         full_name = f"{name}.lora_B.default".lstrip(".")
         added = self._product(low, made.shape, weight, full_name, has_bias=False)
         return self.add(made, self.run(added, shape=added.shape))
@@ -396,6 +401,9 @@ class Tape:
         has_bias: bool,
         split: bool | None = None,
     ) -> Value:
+        """Multiply by a weight of shape `weight`, or convolve with it, in `product_width`; return
+        the result, of shape `shape`.
+        """
         flows = self.own(weight, name, has_bias=has_bias)
         is_trained = self.is_trained(self.place(name))
         cast_value = self.cast(value, self.product_width)
@@ -490,7 +498,7 @@ class Tape:
         return self.run(value, shape=(batch, channels, 1, 1))
 
     def rotate(self, *heads: Value) -> list[Value]:
-        """Apply rotary positions: computed in fp32, with angles that are kept."""
+        """Apply rotary positions to queries and keys, in fp32, with angles that are kept."""
         angles = Value((heads[0].shape[-2], heads[0].shape[-1]), _FP32, has_gradient=False)
         wide = [self.cast(head, _FP32) for head in heads]
         # products, sums and a copy, one after the other
@@ -523,7 +531,7 @@ class Tape:
     def _fused_attention(
         self, query: Value, key: Value, value: Value, mask: Value | None, *, is_causal: bool
     ) -> Value:
-        """Apply attention in one kernel, which keeps its output, and a sum for each row."""
+        """Apply attention in one kernel, which keeps inputs, output and a sum for each row."""
         batch, heads, length, _ = query.shape
         flops = _attention_flops(query)
         if is_causal:
@@ -545,7 +553,7 @@ class Tape:
         queries, keys, values = [self.run(tensor, shape=query.shape) for tensor in wide]
         square = (batch, heads, length, length)
         scores = self.run(queries, keys, shape=square, saves=[queries, keys], flops=product_flops)
-        weights = self.relu(scores)
+        weights = self.relu(scores)  # softmax, which keeps its output as ReLU does
         noise = Value(square, _FP32, has_gradient=False)
         dropped = self.run(weights, shape=square, saves=[noise])
         mixed = self.run(
@@ -564,6 +572,7 @@ class Tape:
         Of divided logits probabilities are kept, and become the gradient (`models.split`).
         """
         if not logits.is_split:
+            # log-softmax, which keeps its output as ReLU does
             log_probabilities = self.relu(self.cast(logits, _FP32))
             return self.run(log_probabilities, shape=(), saves=[targets])
         probabilities = Value(logits.shape, _FP32)
@@ -573,7 +582,9 @@ class Tape:
         return self.run(logits, shape=(), saves=[probabilities, targets], temporary=temporary)
 
     def _copies_for_tiles(self, value: Value, weight: Shape, filled: Shape) -> list[Value]:
-        """Copy the weight of a loss by tiles: for autocast, and to fill up its rows."""
+        """Record the copies of the weight of a loss by tiles: for autocast, and with rows filled up
+        to the shape `filled`; return them.
+        """
         copies = []
         if self.product_width < self.weight_width:
             copies.append(self.run(value, shape=weight, has_gradient=False))
@@ -606,7 +617,7 @@ class Tape:
         if is_half:
             filled = (outputs + -outputs % HALF_ROWS, inputs)
         value = self.cast(value, self.product_width)
-        flops = rows * prod(weight)
+        flops = rows * prod(weight)  # half of the logits' operations: two operations record it
         input_gradient = Value((rows, inputs), value.width)
         weight_gradient = Value(filled, _FP32)
         before = self.moved_bytes
@@ -615,8 +626,8 @@ class Tape:
         logits = make(value, shape=(tile, filled[0]), flops=flops)
         if is_half:
             logits = self._half_gradient(logits)
-        # Of every logit largest, difference, exponential, sum and gradient; of each tile the sum of
-        # the weight's gradient.
+        # Bytes read and written: of every logit for largest, difference, exponential, sum and
+        # gradient; of each tile for the sum of the weight's gradient.
         moved = rows * filled[0] * (26 if is_half else 32)
         products = []
         temporary = 0
@@ -624,7 +635,7 @@ class Tape:
             products.append(make(logits, shape=filled))
             moved += ceil(rows / tile) * 10 * prod(filled)
             temporary += prod(filled) * value.width
-        # Half of it: a backward pass is taken to move as much again, and here there is none.
+        # Half of them: a backward pass is taken to move as much again, and here there is none.
         self.moved_bytes = before + moved // 2
         saves = []
         if flows:

@@ -203,7 +203,10 @@ def kind_of(message: str) -> str:
 
 
 def shortage_of(kind: str, message: str, frames: Frames) -> Shortage:
-    """Place a message by the frames that led to it, outermost first."""
+    """Return a message as a shortage, placed by the frames that led to it, outermost first.
+
+    `kind` is one of `_KINDS`; frames that pin memory make it ``pinned``.
+    """
     moment, place = _moment_of(frames)
     component = _component_of(frames, moment)
     is_pinned = any(function == "pin_memory" for _, function in frames)
@@ -295,14 +298,14 @@ def _prefix(line: str) -> str:
 
 def _sizes(message: str) -> dict[str, int]:
     """Return the sizes in a message (`Shortage.sizes`)."""
-    found = _numbers(message)
-    if "reserved" in found:
-        found["unused"] = max(found.pop("reserved") - found.get("allocated", 0), 0)
-    own = found.pop("own", None)
-    others = _bytes_of_others(found, own, _process_sizes(message))
+    sizes = _numbers(message)
+    if "reserved" in sizes:
+        sizes["unused"] = max(sizes.pop("reserved") - sizes.get("allocated", 0), 0)
+    own = sizes.pop("own", None)
+    others = _bytes_of_others(sizes, own, _process_sizes(message))
     if others >= _SIZABLE:
-        found["others"] = others
-    return found
+        sizes["others"] = others
+    return sizes
 
 
 def _process_sizes(message: str) -> list[int]:
@@ -340,7 +343,7 @@ def _own_process(sizes: Mapping[str, int], processes: list[int]) -> int | None:
 
 def _numbers(message: str) -> dict[str, int]:
     """Return what `_NUMBERS` finds in a message, in bytes."""
-    found = {}
+    sizes = {}
     for name, pattern in _NUMBERS.items():
         match = re.search(pattern, message)
         if match is None:
@@ -348,8 +351,8 @@ def _numbers(message: str) -> dict[str, int]:
         number = next(filter(None, match.groups()))
         size = _bytes(number)
         if size is not None:
-            found[name] = size
-    return found
+            sizes[name] = size
+    return sizes
 
 
 def _bytes(text: str) -> int | None:
@@ -385,21 +388,22 @@ class Explanation:
         """Return the bytes that an alternative takes less at that moment, on the device or, if the
         host lacks memory, there.
         """
-        return self.total - sum(self._of(other.memory).values())
+        return self.total - sum(self._components_in(other.memory).values())
 
     def is_enough(self, other: Alternative) -> bool:
         """Check whether the requested bytes would have been there with an alternative, and all fits
-        by estimate.
+        by estimate; False if the message has no requested bytes.
         """
         sizes = self.shortage.sizes
         if "asked" not in sizes:
             return False
-        total = sum(self._of(other.memory).values())
+        total = sum(self._components_in(other.memory).values())
         if total > sizes.get("capacity", total) - sizes.get("others", 0):
             return False
         return self.gain(other) >= sizes["asked"] - sizes.get("free", 0)
 
-    def _of(self, memory: Memory) -> Mapping[str, int]:
+    def _components_in(self, memory: Memory) -> Mapping[str, int]:
+        """Return the bytes of an estimate that count here, by component."""
         if self.on_host:
             return memory.host
         return memory.moments[self.at]
@@ -423,7 +427,7 @@ class Explanation:
         """Component and bytes at that moment, the largest first."""
         if self.memory is None:
             return []
-        return sorted(self._of(self.memory).items(), key=lambda item: -item[1])
+        return sorted(self._components_in(self.memory).items(), key=lambda item: -item[1])
 
 
 def explain(shortage: Shortage, plan: Plan, *, work: ModelWork | None = None) -> Explanation:
@@ -443,7 +447,7 @@ def explain(shortage: Shortage, plan: Plan, *, work: ModelWork | None = None) ->
 
 
 def _fixes(explanation: Explanation, plan: Plan, work: ModelWork | None) -> tuple[Alternative, ...]:
-    """Return the settings that take at least a hundredth less, the largest gain first."""
+    """Return the settings that take at least 1 % less memory, the largest gain first."""
     fixes = []
     for alternative in alternatives(plan, _choices(plan), work=work):
         if explanation.gain(alternative) * 100 >= max(explanation.total, 1):
@@ -453,7 +457,7 @@ def _fixes(explanation: Explanation, plan: Plan, work: ModelWork | None) -> tupl
 
 
 def _choices(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield settings that may take less, one knob at a time but for the last."""
+    """Yield settings that may take less memory: each changes one key, the last one two."""
     if plan.layout.micro_size > 1:
         yield _smaller_micro_batch(plan)
     yield {"training.recompute_every": 1}
@@ -495,8 +499,10 @@ def _sizes_text(shortage: Shortage) -> str:
 
 
 def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> str:
-    """Return sizes, moment, components and settings, to follow "no memory left" in an error
+    """Describe sizes, moment, components and settings, to follow "no memory left" in an error
     message.
+
+    `plan`: None: of an unknown run, without an estimate; `most`: components and settings at most.
     """
     text = _sizes_text(shortage)
     if shortage.moment:

@@ -257,6 +257,7 @@ def errors_of_known(
         source: where the config's values came from.
     """
     unknown = unknown | {key.partition(".")[0] for key in config.auto}
+    # A rule that reads a section that is missing here raises AttributeError.
     sections = {name: getattr(config, name) for name in RunConfig.model_fields.keys() - unknown}
     known = cast(RunConfig, SimpleNamespace(**sections))
     where = cluster or cast(Cluster, SimpleNamespace())
@@ -276,7 +277,9 @@ def _layout_problem(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
 
 
 def _as_far_as_known(checks: Iterable[Iterable[Problem]]) -> list[Problem]:
-    """List the problems that each check finds until it reads a section that is not known."""
+    """List the problems that each check finds until it reads an unknown section, which raises
+    AttributeError.
+    """
     all_problems: list[Problem] = []
     for problems in checks:
         with suppress(AttributeError):
@@ -297,6 +300,7 @@ def accepted(findings: Iterable[Problem], source: Source) -> tuple[Problem, ...]
 
 
 def _length(config: RunConfig, layout: Layout, num_samples: int | None) -> Length:
+    """Return the length of a run on `num_samples` training samples; None: not known."""
     steps_per_epoch = None
     unused = 0
     if num_samples is not None:
@@ -309,7 +313,7 @@ def _length(config: RunConfig, layout: Layout, num_samples: int | None) -> Lengt
 
 
 def _length_findings(config: RunConfig, layout: Layout, length: Length) -> Iterator[Problem]:
-    """Find contradictions to the length of the run."""
+    """Find data, schedules and weights that contradict the length of the run."""
     if length.num_train_samples is not None and not length.steps_per_epoch:
         yield _too_few_samples(config, layout, length.num_train_samples)
     if length.total_steps is None and getattr(config.data, "streaming", False):
@@ -370,6 +374,7 @@ def loss_tile(config: RunConfig, micro_size: int) -> int:
 
 
 def _has_adapted_head(model: LanguageModel, lora: LoRA) -> bool:
+    """Check whether the output layer is a module of its own that adapters adapt."""
     if getattr(model, "tie_embeddings", True):
         return False
     from framework.config.groups import is_adapted
@@ -402,7 +407,7 @@ def _slow_vocabulary(config: RunConfig, cluster: Cluster, layout: Layout) -> Ite
 
 
 def _fast_size(vocab_size: int, tensor_size: int) -> str:
-    """Return the size of a vocabulary that GPUs compute fast, in words."""
+    """Describe sizes of a vocabulary that GPUs compute fast."""
     filled = vocab_size + -vocab_size % HALF_ROWS
     if tensor_size == 1 and filled:
         return f"{filled}"
@@ -410,7 +415,7 @@ def _fast_size(vocab_size: int, tensor_size: int) -> str:
 
 
 def rows(plan: Plan) -> dict[str, str]:
-    """Return label -> what is planned."""
+    """Map labels to what is planned, in words, in the order of a table."""
     planned = {
         "run": plan.config.run.name,
         "cluster": f"{plan.cluster} = {counted(plan.cluster.world_size, 'rank')}",

@@ -67,8 +67,8 @@ class PlanAgainstRun:
         self._unwritten: dict[str, Any] = {}
 
     def write(self, point: MetricsPoint) -> None:
-        """Take a logged point."""
-        self._try()
+        """Take a logged point: at the second one the estimates are made, logged and written."""
+        self._write_measured()
         seconds = point.metrics.get("time/step_ms")
         if self._is_done or seconds is None:
             return
@@ -81,13 +81,18 @@ class PlanAgainstRun:
             self._compare()
 
     def close(self) -> None:
-        """Compare what there is, if the run has ended before the second point."""
+        """Compare what there is, if the run has ended before the second point.
+
+        Raises:
+            OSError: ``plan.json`` cannot be written.
+        """
         if self._step and not self._is_done:
             self._is_done = True
             self._compare()
-        self._try(is_last=True)
+        self._write_measured(is_last=True)
 
     def _compare(self) -> None:
+        """Make the estimates, log them beside what was measured, and write both."""
         from framework.plan.alternatives import size_text
 
         candidate = self._estimated(self._plan)
@@ -109,10 +114,12 @@ class PlanAgainstRun:
             "device_peak_bytes": self._memory,
             "step_seconds": self._time,
         }
-        self._try()
+        self._write_measured()
 
-    def _try(self, *, is_last: bool = False) -> None:
-        """Write what was measured; storage that fails is tried again at the next point."""
+    def _write_measured(self, *, is_last: bool = False) -> None:
+        """Write what was measured, if that is still to be done; storage that fails is tried again
+        at the next point, and raises OSError at the last one.
+        """
         if not self._unwritten:
             return
         try:

@@ -255,6 +255,7 @@ class RankMemory:
         return max(self._touched_by_rank(self.groups[:-1]))
 
     def _touched_by_rank(self, groups: list[_ParameterGroup]) -> list[int]:
+        """List for each rank the elements of the weights that have a part in its share."""
         changes = Counter[int]()  # rank -> difference to the rank before
         for group in groups:
             share = group.padded_share
@@ -473,7 +474,7 @@ class RankMemory:
     # Gradients.
 
     def kept_gradients(self) -> dict[str, int]:
-        """Return the bytes of gradients that wait for the next micro-batch."""
+        """Return the bytes of gradients, and their bucket, that wait for the next micro-batch."""
         if self.steps <= self.in_flight or self.stage == 3:
             return {}
         if self.stage == 2:
@@ -518,6 +519,7 @@ class RankMemory:
         else:
             summed = dict(between) | self.summed_gradients(kept)
         before = within.get("gradients", 0)
+        # new gradients take no more than the sums of all of them
         room = max(summed.get("gradients", 0) - before, 0)
         fullest = max(
             self.passes.backward,
@@ -593,7 +595,7 @@ class RankMemory:
         return 0 if self.is_offloaded else self.touched
 
     def _summed_at_stage_1(self) -> dict[str, int]:
-        """Return the bytes of a sum after the backward pass, when all gradients are there."""
+        """Return the bytes of the sums after the backward pass, when all gradients are there."""
         beyond_bucket = max(self.num_summed - self.zero.reduce_bucket_size, 0)
         copied = self.flight if self.sum_width > self.width else 0
         return {
@@ -635,8 +637,8 @@ class RankMemory:
         return copies_per_element(self.config.optimizer, is_on_cpu=is_on_cpu)
 
     def step(self, states: Bytes) -> Bytes:
-        """Return the bytes in the step: gradients in fp32 and the optimizer's own copies, beside
-        what stays.
+        """Return the bytes in the step by component: `states`, which stay, gradients in fp32 and
+        the optimizer's own copies.
         """
         if self.is_offloaded:
             waiting = _FP32 * self.shares.unswapped_gradients
@@ -704,7 +706,7 @@ class RankMemory:
         flat = self.sum_width * part
         in_fp32 = _FP32 * part if self.sum_width < _FP32 else 0
         copied = self.sum_width * self.num_whole + flat + in_fp32
-        # of one weight alone nothing is copied: it stays whole
+        # The flat gradient of one weight alone is that weight's whole gradient, not a copy.
         if self.stage < 3 and self.largest > part:
             flat = self.sum_width * self.largest
         computed_on = stays + (in_fp32 or flat)

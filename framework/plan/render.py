@@ -67,7 +67,7 @@ def render(plan: Plan) -> Json:
 
 
 def merged(section: Any, further: Any) -> Any:
-    """Merge two sections; a plan has checked that no key is in both."""
+    """Return two sections in one; a plan has checked that no plain value is in both."""
     if not isinstance(section, Mapping) or not isinstance(further, Mapping):
         return further
     both = dict(section)
@@ -177,7 +177,9 @@ def _scheduler(plan: Plan) -> Json:
 
 
 def _schedule_value(plan: Plan, field: str) -> Any:
-    """Return the schedule's value, or its replacement where it was left out."""
+    """Return the value of a schedule's field, or what stands for it where it was left out; raises
+    as `schedule_steps` does.
+    """
     scheduler = plan.config.scheduler
     value = getattr(scheduler, field)
     if value is not None:
@@ -191,7 +193,11 @@ def _schedule_value(plan: Plan, field: str) -> Any:
 
 
 def schedule_steps(plan: Plan) -> int:
-    """Return the length of the schedule in steps: as configured, or the length of the run."""
+    """Return the length of the schedule in steps: as configured, or the length of the run.
+
+    Raises:
+        ConfigError: neither is known.
+    """
     steps = getattr(plan.config.scheduler, "total_steps", None) or plan.length.total_steps
     if steps is None:
         raise ConfigError.of(

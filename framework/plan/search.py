@@ -31,8 +31,8 @@ from framework.plan.search_space import (
 )
 from framework.plan.work import ModelWork, work_of
 
-# What makes a difference: estimates are not that exact. Twice the micro-batch has to gain it, where
-# that is free.
+# Factor of speed that a larger micro-batch has to gain, where its size is free: less makes no
+# difference, as estimates are not that exact.
 _LEAST_GAIN: Final = 1.02
 # Estimates this close are equal: of such candidates the plainest comes first.
 _TIE: Final = 1.03
@@ -83,7 +83,7 @@ class SearchResult:
         return "there is nothing to choose from"
 
     def _lack(self, smallest: Candidate) -> str:
-        """Return what the smallest candidate lacks: memory of the host, or of the device."""
+        """Describe what the smallest candidate lacks: memory of the device, or of the host."""
         memory = smallest.memory
         limit = self.target.usable_bytes(memory)
         if limit is None or smallest.peak_bytes <= limit:
@@ -112,17 +112,17 @@ def search(request: Request, *, is_quick: bool = False) -> SearchResult:
     Raises:
         NotEstimatedError: the model's memory is not known.
     """
-    judges = _Judge(request, is_quick=is_quick)
+    evaluator = _Evaluator(request, is_quick=is_quick)
     candidates = []
     for strategy in all_strategies(request):
-        best = judges.best(strategy)
+        best = evaluator.best(strategy)
         if best is not None:
             candidates.append(best)
     smallest = None
     if not candidates:
-        smallest = judges.smallest()
+        smallest = evaluator.smallest()
     return SearchResult(
-        request.target, tuple(_ranked(candidates)), tuple(judges.losers()), smallest
+        request.target, tuple(_ranked(candidates)), tuple(evaluator.losers()), smallest
     )
 
 
@@ -154,15 +154,23 @@ class _Trials:
     reasons: list[str] = field(default_factory=list)
 
     def take(self, candidate: Candidate, *, gain: float) -> bool:
-        """Take a candidate that fits if it is better by a factor; returns whether it is."""
+        """Take a candidate that fits as the best one if it is faster by the factor `gain`; return
+        whether it is.
+        """
         if self.best is None or _is_better(candidate, self.best, by=gain):
             self.best = candidate
             return True
         return False
 
 
-class _Judge:
-    """Candidates of one request on one cluster, and the reasons why they lost."""
+class _Evaluator:
+    """Candidates of one request on one cluster, and, collected meanwhile, the reasons why others
+    lost.
+
+    Attributes:
+        too_large: of each strategy that fits with no batch, the smallest candidate.
+        unknown: the first reason why the memory of a plan is not known.
+    """
 
     def __init__(self, request: Request, *, is_quick: bool) -> None:
         self.request = request
@@ -170,12 +178,12 @@ class _Judge:
         self.too_large: list[Candidate] = []
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
-        # Strategies do not change the model, but that stage 3 has linear layers of its own.
+        # Micro-batch and whether the stage is 3 -> work: no other part of a strategy changes it.
         self._works: dict[tuple[int, bool], ModelWork | None] = {}
 
     def best(self, strategy: Settings) -> Candidate | None:
-        """Return the best candidate of one strategy that fits; micro-batches are tried from the
-        smallest on.
+        """Return the best candidate of one strategy that fits; None if none does, and the reason is
+        kept for `losers`.
         """
         if self.request.config.batch.global_size is None:
             trials = self._grow(strategy)
@@ -200,7 +208,7 @@ class _Judge:
                 break
             if not self.fits(candidate):
                 trials.smallest = candidate
-                break  # no larger one will
+                break  # no larger micro-batch will fit
             is_better = trials.take(candidate, gain=_LEAST_GAIN)
             if not self._grows_on(candidate, is_better=is_better):
                 break
@@ -210,7 +218,7 @@ class _Judge:
         """Check whether a larger micro-batch may be better still."""
         if candidate.time is not None:
             return is_better
-        # What more would gain is not known.
+        # Without speeds the gain is not known: the usual micro-batch is enough.
         plain = self.request.config.batch.micro_size or DEFAULT_MICRO_SIZE
         return candidate.plan.layout.micro_size < plain
 
@@ -224,7 +232,8 @@ class _Judge:
         for sizes in all_batches(self.request, strategy, grows=has_limit):
             smallest = trials.smallest
             if smallest is not None and sizes.get(ACCUMULATION, 1) > most_steps:
-                # larger micro-batches, as many of them in flight, and gradients are kept as well
+                # It takes more than `smallest`: its micro-batches are larger, as many are in
+                # flight, and gradients are kept as well.
                 continue
             candidate = self.candidate({**strategy, **sizes})
             if isinstance(candidate, _Refusal):
@@ -239,7 +248,7 @@ class _Judge:
         return trials
 
     def candidate(self, settings: Settings) -> Candidate | _Refusal:
-        """Return the candidate, or the reason why there is none."""
+        """Return the candidate with these settings, or the reason why there is none."""
         request = self.request
         try:
             config = with_settings(request.config, settings)
@@ -285,7 +294,7 @@ class _Judge:
         return smallest
 
     def fits(self, candidate: Candidate) -> bool:
-        """Check whether the device, and the host with its other ranks, hold it."""
+        """Check whether the device holds a candidate, and the host holds all its ranks' parts."""
         target = self.request.target
         limit = target.usable_bytes(candidate.memory)
         if limit is not None and candidate.peak_bytes > limit:
@@ -303,7 +312,7 @@ class _Judge:
             yield Loser(_common(strategies), why, "refused", len(strategies))
 
     def _too_large_by_reason(self) -> dict[str, list[Settings]]:
-        """Return the strategies that fit on no device, by what they take."""
+        """Map reasons, in words, to the strategies that fit on no device, the smallest first."""
         too_large: dict[str, list[Settings]] = {}
         for candidate in sorted(self.too_large, key=lambda large: large.peak_bytes):
             size = size_text(candidate.peak_bytes)
@@ -316,7 +325,7 @@ class _Judge:
 def _is_better(candidate: Candidate, best: Candidate, *, by: float) -> bool:
     """Check whether a candidate is faster than the best one, by a factor if speeds are known."""
     if candidate.samples_per_second is None or best.samples_per_second is None:
-        return _rank(candidate) < _rank(best)
+        return _sort_key(candidate) < _sort_key(best)
     return candidate.samples_per_second > by * best.samples_per_second
 
 
@@ -328,14 +337,14 @@ def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     fastest = max(speeds, default=0.0)
 
     def order(candidate: Candidate) -> tuple[float, ...]:
-        negative_speed, *costs = _rank(candidate)
+        negative_speed, *costs = _sort_key(candidate)
         is_tied = fastest > 0 and -negative_speed * _TIE >= fastest
         return (-fastest if is_tied else negative_speed, *costs, negative_speed)
 
     return sorted(candidates, key=order)
 
 
-def _rank(candidate: Candidate) -> tuple[float, ...]:
+def _sort_key(candidate: Candidate) -> tuple[float, ...]:
     """Return a candidate's sort key, the least for the best one: by speed, else by what costs time,
     traffic and memory.
     """

@@ -53,6 +53,9 @@ def _smaller_sizes(cluster: Cluster) -> Iterator[tuple[int, int]]:
 def search_longest_sequence(request: Request) -> SearchResult:
     """Search with the longest sequence on which something fits, to an eighth of its length.
 
+    The settings of its candidates have the length. If nothing fits, this is the search with the
+    config's own length.
+
     Raises:
         UsageError: the length is no key of the data, or the device's memory is not known.
     """
@@ -64,7 +67,7 @@ def search_longest_sequence(request: Request) -> SearchResult:
     if length is None or positions is None:
         raise UsageError("the longest sequence takes data and a model with a length")
 
-    def at(tokens: int) -> SearchResult:
+    def search_at(tokens: int) -> SearchResult:
         lengths = {LENGTH: tokens, POSITIONS: max(tokens, positions)}
         result = search(replace(request, config=with_settings(config, lengths)))
         ranked = [
@@ -73,23 +76,25 @@ def search_longest_sequence(request: Request) -> SearchResult:
         ]
         return replace(result, ranked=tuple(ranked))
 
-    best = at(length)
+    best = search_at(length)
     if not best.ranked:
         return best
-    return _longest(at, length, best)
+    return _longest(search_at, length, best)
 
 
-def _longest(at: Callable[[int], SearchResult], length: int, best: SearchResult) -> SearchResult:
+def _longest(
+    search_at: Callable[[int], SearchResult], length: int, best: SearchResult
+) -> SearchResult:
     """Return the result for the longest sequence on which something fits: doubled while it does,
     then in halved steps.
 
     Args:
-        at: searches with a length.
+        search_at: searches with a length.
         length: on which something fits.
         best: result for that length.
     """
     while length < _LONGEST_SEQUENCE:
-        longer = at(2 * length)
+        longer = search_at(2 * length)
         if not longer.ranked:
             break
         best = longer
@@ -97,7 +102,7 @@ def _longest(at: Callable[[int], SearchResult], length: int, best: SearchResult)
     step = length
     while step > max(length // 8, 1):
         step //= 2
-        longer = at(length + step)
+        longer = search_at(length + step)
         if longer.ranked:
             best = longer
             length += step

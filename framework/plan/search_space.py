@@ -35,8 +35,8 @@ USUAL: Final[Settings] = {OFFLOAD: "none", RECOMPUTE: 0, **dict.fromkeys(SIZES, 
 """The plainest value of each key of a strategy but the stage."""
 EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
 _LARGEST_MICRO: Final = 4096
-# Micro-batches of a step for each stage of a pipeline, where nothing fixes them: it then waits a
-# fifth of the time.
+# Micro-batches of a step for each stage of a pipeline, where nothing fixes them: a stage then waits
+# at most a fifth of the time.
 _PER_STAGE: Final = 4
 
 
@@ -73,7 +73,7 @@ def all_strategies(request: Request) -> Iterator[Settings]:
 
 
 def _offloads(request: Request) -> list[str]:
-    """List the devices of the optimizer; a drive stays."""
+    """List the devices to try for the optimizer: only the drive if the config names that."""
     device = request.config.zero.offload_optimizer.device
     if OFFLOAD in request.free and device != "nvme":
         return ["none", "cpu"]
@@ -130,8 +130,10 @@ def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
 
 
 def all_batches(request: Request, strategy: Settings, *, grows: bool) -> Iterator[Settings]:
-    """Yield micro-batches and their number in a step, the smallest first; whether they divide is
-    checked by the layout.
+    """Yield micro-batches and their number in a step, the smallest first; no settings if they are
+    not free. Whether they divide is checked by the layout.
+
+    `grows`: without a global size, micro-batches larger than the config's are tried.
     """
     batch = request.config.batch
     if MICRO not in request.free:
@@ -172,7 +174,9 @@ def _usual_steps(pipe: int) -> int:
 
 
 def _batches_of(share: int, steps: int | None, micro_size: int | None) -> Iterator[Settings]:
-    """Yield the divisions of a rank's share of a fixed global size."""
+    """Yield the divisions of `share`, a rank's samples of a step, into micro-batches; into `steps`
+    of them if that is fixed.
+    """
     if steps is not None:
         yield {MICRO: max(share // steps, 1), ACCUMULATION: steps}
         return

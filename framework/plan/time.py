@@ -126,6 +126,7 @@ class _Step:
         self.rates = rates
         self.collectives = Collectives(machine, rates.network)
         self.ranks = by.data * by.sequence
+        # the work's figures, which are of another micro-batch, times this are the plan's
         self.samples = by.micro_size / work.num_samples
         peak = device.flops_per_second.get(by.dtype)
         self.peak = needed(peak, f"peak in {by.dtype}", device)
@@ -143,6 +144,7 @@ class _Step:
         self.held_params = self.stage_params + num_frozen / by.pipe / by.tensor
 
     def time(self) -> StepTime:
+        """Return all components of the step, those that take no time left out."""
         by = self.by
         forward_parts, backward_parts = self.slowest_stage()
         forward = sum(forward_parts.values())
@@ -174,7 +176,7 @@ class _Step:
         )
 
     def overhead(self) -> float:
-        """Return the time of the engine."""
+        """Return the engine's seconds in a step; a stage is taken to have the first weights."""
         by = self.by
         weights = self.work.weights.values()
         sizes = [prod(shape) for shape in weights][: ceil(len(weights) / by.pipe)]
@@ -253,14 +255,14 @@ class _Step:
         yield middle_stage
 
     def weights(self, part: LayerWork) -> float:
-        """Return the elements that its matrix products take, shared ones included."""
+        """Return the elements of weights in a part's matrix products, shared ones included."""
         trained = part.num_params + part.shared_params
         if trained or not self.work.frozen or not self.work.num_tokens:
             return trained
-        return part.flops / 2 / self.work.num_tokens  # a part has the sizes of trained ones only
+        return part.flops / 2 / self.work.num_tokens  # `num_params` has no frozen ones
 
     def products(self, part: LayerWork) -> float:
-        """Return the seconds of its matrix products, forward.
+        """Return the seconds of a part's matrix products, forward.
 
         Products without a weight are counted as scores of attention, without masked ones.
         """
@@ -269,12 +271,12 @@ class _Step:
         if not part.flops:
             return 0.0
         weights = self.weights(part)
-        most = part.flops - part.masked_flops
-        flops: float = most
+        total_flops = part.flops - part.masked_flops
+        weight_flops: float = total_flops
         if self.work.num_tokens is not None:
-            flops = min(2 * self.work.num_tokens * weights, most)
+            weight_flops = min(2 * self.work.num_tokens * weights, total_flops)
         if not weights:
-            flops = 0.0
+            weight_flops = 0.0
         plateau = rates.plateau
         attention = rates.attention
         capability = self.machine.device.capability
@@ -283,13 +285,13 @@ class _Step:
             attention = rates.attention_hopper
         saturation = sqrt(self.fastest / 1e15 * by.tensor / max(weights, 1))
         reached = plateau / (1 + rates.width * saturation)
-        work = flops / reached + (most - flops) / attention
-        return self.samples * work / by.tensor / by.sequence / self.fastest
+        flops_at_best = weight_flops / reached + (total_flops - weight_flops) / attention
+        return self.samples * flops_at_best / by.tensor / by.sequence / self.fastest
 
     def moved(self, part: LayerWork, *, is_loss: bool) -> float:
-        """Return the seconds of its other operations, forward.
+        """Return the seconds of a part's other operations, forward.
 
-        Tensor parallelism splits between its products what it splits of the saved values.
+        Tensor parallelism is taken to split as large a share of them as of the saved values.
         """
         by = self.by
         if is_loss:
@@ -388,8 +390,8 @@ class _Step:
         return by.accumulation * seconds
 
     def host_work(self, forward: float, backward: float) -> float:
-        """Return the time of a micro-batch in which the device waits for the host, which handles
-        each weight of stage 3.
+        """Return the seconds of a micro-batch in which the device waits for the host, which handles
+        each weight of stage 3; `forward`, `backward`: seconds of the passes.
         """
         by = self.by
         if by.zero_stage < 3 or not by.by_weight:

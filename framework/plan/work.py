@@ -176,7 +176,7 @@ class ModelWork:
         return tuple(facts)
 
     def _groups_of(self, layer: LayerWork) -> frozenset[str]:
-        """Return the optimizer's groups that have trained weights of a layer."""
+        """Return the groups of `LayerFacts.groups` that have trained weights of a layer."""
         groups = set()
         for name in self.names_of(layer):
             if name in self.weights:
@@ -322,6 +322,7 @@ def _work(
     is_stage3: bool,
     share: RankShare,
 ) -> ModelWork | None:
+    """Return the work that `model_work` describes, kept for later calls."""
     model = sections.model
     lora = sections.lora
     layers = forward_of(model, share)
@@ -396,10 +397,13 @@ def _parts(tape: Tape, layers: Layers, inputs: Value) -> Iterator[LayerWork]:
 def _like_parts(
     tape: Tape, places: Iterable[str], run: Run, value: Any
 ) -> Generator[LayerWork, None, Any]:
-    """Yield the parts of layers that do the same, one after the other; return the last outputs."""
+    """Yield the parts of layers that do the same, one after the other; return the last outputs.
+
+    `places`: names of the layers; equal ones are run once, and counted.
+    """
     part: LayerWork | None = None
-    shapes: dict[str, Shape] = {}  # of the last part's weights, named within it
-    kind: Any = None  # which of its weights are trained, and whether its input has a gradient
+    shapes: dict[str, Shape] = {}  # of the weights of `part`, named within it
+    kind: Any = None  # which weights of `part` are trained, whether its input has a gradient
     for place in places:
         weights = {f"{place}.{weight}": shape for weight, shape in shapes.items()}
         flows = getattr(value, "has_gradient", True)
@@ -475,13 +479,14 @@ def _values(value: Any) -> tuple[Value, ...]:
 
 
 def _saved_input_bytes(tape: Tape, inputs: tuple[Value, ...]) -> int:
+    """Return the bytes of a part's first input if the part is the first to save it, else 0."""
     if inputs and tape.saves_first(inputs[0]):
         return inputs[0].storage.num_bytes
     return 0
 
 
 def _shared_params(tape: Tape) -> int:
-    """Count the trained elements of the earlier layer that the last one has used."""
+    """Count the trained elements of the earlier layer that the tape's part has used."""
     shared = tape.place("")
     if not tape.prefix or not tape.is_trained(shared):
         return 0

@@ -22,7 +22,8 @@ from framework.errors import Problem, Severity
 from framework.plan.cluster import Cluster
 
 Rule = Callable[[RunConfig, Cluster], Iterator[Problem]]
-# A complete problem if its kind or its value is not the rule's.
+# What a rule finds: key, reason, fix and severity, or a complete problem if its kind or its value
+# is not the rule's.
 Found = Iterator[Finding | Problem]
 LISTED: Final[dict[str, list[Rule]]] = {}
 """Name of a module -> its rules, in order; the rows of ``rules.json`` are of this one."""
@@ -31,8 +32,8 @@ LISTED: Final[dict[str, list[Rule]]] = {}
 def rule(
     kind: str = "", severity: Severity = "error"
 ) -> Callable[[Callable[[RunConfig, Cluster], Found]], Rule]:
-    """List a function as a rule: its findings become problems of this kind, with the value of their
-    key.
+    """List a function as a rule, in `LISTED` under its module: its findings become problems of this
+    kind, with the value of their key in the config.
     """
 
     def listed(find: Callable[[RunConfig, Cluster], Found]) -> Rule:
@@ -74,6 +75,7 @@ def _plain(value: Any) -> Any:
 
 
 def _holds(config: RunConfig, cluster: Cluster, name: str, wanted: Any) -> bool:
+    """Check whether a key is as a row of ``rules.json`` wants it (see the module)."""
     if wanted == "given":
         section, _, key = name.partition(".")
         return key in getattr(config, section).model_fields_set
@@ -86,6 +88,8 @@ def _holds(config: RunConfig, cluster: Cluster, name: str, wanted: Any) -> bool:
 
 
 def _finder(cases: list[Row]) -> Callable[[RunConfig, Cluster], Found]:
+    """Return a function that finds which cases of a row hold."""
+
     def find(config: RunConfig, cluster: Cluster) -> Found:
         holds = partial(_holds, config, cluster)
         yield from findings(cases, holds, partial(_value, config, cluster))
@@ -94,7 +98,7 @@ def _finder(cases: list[Row]) -> Callable[[RunConfig, Cluster], Found]:
 
 
 def nearest_divisor(number: int, *, near: int) -> int:
-    """Return the divisor of a number that is nearest to another one."""
+    """Return the divisor of `number` that is nearest to `near`; raises ValueError for 0."""
     near = min(near, number)
     for distance in range(number):
         for divisor in (near - distance, near + distance):

@@ -42,15 +42,18 @@ def sums_of(config: RunConfig, layout: Layout) -> tuple[str, str]:
     if not isinstance(precision, BF16 | FP16):
         return "", ""
     accumulation = ""
-    if config.zero.stage and _is_fp32(precision.grad_accumulation, layout.accumulation_steps):
+    if config.zero.stage and _is_summed_in_fp32(
+        precision.grad_accumulation, layout.accumulation_steps
+    ):
         accumulation = "fp32"
     reduction = ""
-    if _is_fp32(precision.grad_reduction, layout.num_replicas):
+    if _is_summed_in_fp32(precision.grad_reduction, layout.num_replicas):
         reduction = "fp32"
     return accumulation, reduction
 
 
-def _is_fp32(dtype: str | None, num_summands: int) -> bool:
+def _is_summed_in_fp32(dtype: str | None, num_summands: int) -> bool:
+    """Check whether a sum is in fp32: as configured, or by default because it is long."""
     if dtype:
         return dtype == "fp32"
     return num_summands > LONG_SUM

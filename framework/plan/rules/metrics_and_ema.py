@@ -77,7 +77,7 @@ def _rest_of_first_weights(ema: EMA, updates: int) -> Iterator[Problem]:
     if rest <= _LARGEST_REST:
         return
     key = "training.ema.decay"
-    # reaches back over about a tenth of the run
+    # this one reaches back over about a tenth of the run
     decay = 1 - 10 / updates if updates > 20 else 0.5
     after = "after 1 update" if updates == 1 else f"after {updates:,} updates"
     reason = f"{after} {rest:.0%} of the average is still what it began with"
@@ -113,8 +113,7 @@ def _measured_in_training(config: RunConfig, metric: str) -> Iterator[Problem]:
     """Find a metric that neither training nor the machine has."""
     if metric in BY_NAME:
         return
-    # An area that is ours may get a metric that is not in this list; another area is a slip for
-    # certain.
+    # One of our areas may have a metric that `BY_NAME` lacks; another area is a slip for certain.
     severity: Severity = "error"
     if metric.partition("/")[0] in AREAS:
         severity = "warning"
@@ -149,6 +148,7 @@ def _evaluated(config: RunConfig) -> list[str]:
 
 
 def _unknown(metric: str, known: Sequence[str], reason: str, severity: Severity) -> Problem:
+    """Return the problem of a metric that is not known, with the nearest known one as the fix."""
     meant = _nearest_metric(metric, known)
     fix = f"write one of {', '.join(known)}"
     if meant is not None:

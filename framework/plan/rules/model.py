@@ -53,7 +53,7 @@ def _ways_to_agree(settings: Iterable[_Setting]) -> str:
     """Return as a fix the settings that their sections accept."""
     fixes = []
     for name, section, key, value in settings:
-        if _takes(section, key, value):
+        if _accepts(section, key, value):
             fixes.append(f"{name}.{key}: {value}")
     if fixes:
         return f"set {' or '.join(fixes)}"
@@ -121,7 +121,7 @@ def vocabulary_problem(num_tokens: Any, model: ModelSection) -> Iterator[Problem
         yield Problem("model-data-vocab-size", reason, fix, "model.vocab_size", known)
 
 
-def _takes(section: Section, key: str, value: int) -> bool:
+def _accepts(section: Section, key: str, value: int) -> bool:
     try:
         type(section).model_validate({**section.model_dump(), key: value})
     except ValidationError:

@@ -61,7 +61,7 @@ def deepspeed_section(config: RunConfig, cluster: Cluster) -> Found:
     """
     for section, values in config.deepspeed.items():
         for path, value in _entries(section, values):
-            problem = _wrong(config, section, path, value)
+            problem = _problem_of_key(config, section, path, value)
             if problem:
                 kind, reason, fix = problem
                 yield Problem(kind, reason, fix, f"deepspeed.{path}", value)
@@ -74,7 +74,9 @@ def _entries(section: str, values: Any) -> Iterable[tuple[str, Any]]:
     return [(section, values)]
 
 
-def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str, str, str] | None:
+def _problem_of_key(
+    config: RunConfig, section: str, path: str, value: Any
+) -> tuple[str, str, str] | None:
     """Return kind, reason and fix of a key's problem, or None."""
     name, _, field = path[len(section) + 1 :].partition(".")
     if section in SHARED and name:
@@ -94,7 +96,9 @@ def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str,
 
 
 def _deciding_setting(config: RunConfig, section: str, path: str) -> str | None:
-    """Return our setting that decides a key of a shared section, or None."""
+    """Return our setting that decides a key of a shared section, or leaves the section out, or
+    None.
+    """
     setting = TYPED.get(path)
     if setting and _is_typed(config, setting):
         return setting
@@ -137,7 +141,7 @@ def _offload_of_nothing(config: RunConfig, name: str, field: str) -> tuple[str, 
 @rule("inert-in-a-run", "note")
 def passed_without_effect(config: RunConfig, cluster: Cluster) -> Found:
     """Find keys that DeepSpeed reads, and that have no effect in this run."""
-    # a clash: `profile_steps`
+    # beside profile.communication it is a clash, which rules/schedule.py `profile_steps` finds
     is_profiled = config.profile is not None and config.profile.communication
     may_be_printed = bool(config.callbacks) or is_profiled
     if not may_be_printed and _counts_silently(config.deepspeed.get("comms_logger")):
@@ -219,8 +223,8 @@ def _why_no_optimizer(optimizer: OptimizerSection) -> str | None:
 
 
 def _is_typed(config: RunConfig, key: str) -> bool:
-    """Check whether the typed section has the key; sgd has no betas, for example, and then nothing
-    contradicts.
+    """Check whether the config's kind of optimizer or schedule has the key: sgd has no betas, for
+    example, and then nothing contradicts. Other sections have all their keys.
     """
     section, _, name = key.partition(".")
     fields = type(getattr(config, section)).model_fields
@@ -270,6 +274,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield key and value of all that is no section and no list; items are numbered."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _leaves(item, f"{key}.{name}")

@@ -36,13 +36,13 @@ def schedule_needs_lr(config: RunConfig, cluster: Cluster) -> Found:
 def warmup_fits(config: RunConfig, cluster: Cluster) -> Found:
     """Find a warm-up as long as the schedule: it never reaches the learning rate of the config."""
     total = getattr(config.scheduler, "total_steps", None)
-    key, needed = _ways(config)
+    key, needed = _fixed_steps(config)
     if total is not None and needed >= total:
         fix = "make it shorter, or leave total_steps out"
         yield f"scheduler.{key}", f"the whole schedule has {total} steps", fix
 
 
-def _ways(config: RunConfig) -> tuple[str, int]:
+def _fixed_steps(config: RunConfig) -> tuple[str, int]:
     """Return the key of the schedule's last fixed part, and the steps of all of them; a schedule
     may be no shorter.
     """
@@ -116,7 +116,7 @@ def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[
     steps.
     """
     scheduler = config.scheduler
-    key, needed = _ways(config)
+    key, needed = _fixed_steps(config)
     if not total_steps:
         return
     if config.profile is not None:

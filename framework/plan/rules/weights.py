@@ -64,6 +64,7 @@ def _bad_patterns(entries: Sequence[str | FrozenSteps]) -> list[Problem]:
 
 
 def _has_trained_experts(names: Iterable[str], patterns: Sequence[str]) -> bool:
+    """Check whether a weight of an expert matches none of the patterns of frozen ones."""
     experts = [name for name in names if ".experts." in name]
     for pattern in patterns:
         experts = [name for name in experts if not re.fullmatch(pattern, name)]
@@ -71,7 +72,7 @@ def _has_trained_experts(names: Iterable[str], patterns: Sequence[str]) -> bool:
 
 
 def _wrong_limits(entry: FrozenSteps, key: str, value: dict[str, Any]) -> Iterator[Problem]:
-    """Find an entry without a limit, or with two."""
+    """Find an entry without a limit, or with two; `key`, `value`: as problems show it."""
     if entry.until_step is None and entry.from_step is None:
         reason = "it does not say in which steps"
         fix = "add until_step or from_step, or write the patterns alone for the whole run"
@@ -91,18 +92,22 @@ def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
     entries = scheduled(config.training.freeze)
     if not entries:
         return
-    shown = []
+    entry_values = []
     for number, entry in entries.items():
         value = entry.model_dump(exclude_none=True)
-        shown.append(value)
+        entry_values.append(value)
         yield from _wrong_limits(entry, f"training.freeze.{number}", value)
     for reason, fix in _refused_with_frozen_groups(config):
         reason = f"frozen weights have parameter groups of their own, and {reason}"
-        yield Problem("freeze-steps", reason, f"set {fix}", "training.freeze", shown)
+        yield Problem("freeze-steps", reason, f"set {fix}", "training.freeze", entry_values)
     if config.training.ema is not None and any(entry.from_step for entry in entries.values()):
         reason = "the moving average of weights that are frozen later would stand still with them"
         yield Problem(
-            "freeze-steps", reason, "remove training.ema or from_step", "training.freeze", shown
+            "freeze-steps",
+            reason,
+            "remove training.ema or from_step",
+            "training.freeze",
+            entry_values,
         )
 
 
@@ -111,8 +116,7 @@ def _refused_with_frozen_groups(config: RunConfig) -> list[tuple[str, str]]:
     parallel = config.parallel
     zero = config.zero
     refused = []
-    # As with groups of the optimizer's own: DeepSpeed reduces a norm for each group over all
-    # stages.
+    # DeepSpeed reduces a norm for each group over all stages, as `optimizer_groups` explains.
     if parallel.pipe > 1 and (zero.stage > 0 or config.precision.dtype == "fp16"):
         refused.append(("stages of a pipeline would each have others", "parallel.pipe: 1"))
     if parallel.expert > 1:
@@ -244,7 +248,9 @@ def _grouping(optimizer: Any, groups: Sequence[Any]) -> tuple[str, Any]:
 
 
 def _other_than_pipeline(stage: int, *, is_fp16: bool) -> str:
-    """Return the setting that lets stages have groups; empty if there is no single one."""
+    """Return the setting beside one stage that allows groups, to precede "parallel.pipe: 1" in a
+    fix; empty if there is no single one.
+    """
     if not is_fp16:
         return "zero.stage: 0 or "
     if not stage:
