@@ -260,7 +260,10 @@ def needs_same_groups(config: RunConfig) -> bool:
 def stage_problems(
     parallel: Parallel, num_layers: int | None, names: Sequence[str] = ()
 ) -> Iterator[Problem]:
-    """Find what is wrong with the cut that a config sets; `num_layers` None: not known yet."""
+    """Find what is wrong with the cut that a config sets; `num_layers` None: not known yet.
+
+    `names`: of the layers, for the reason of a problem.
+    """
     stages = parallel.stages
     if num_layers is not None and num_layers < parallel.pipe:
         yield _more_stages_than(num_layers, parallel.pipe)

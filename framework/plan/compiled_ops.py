@@ -103,8 +103,8 @@ def _op_of_optimizer(optimizer: Mapping[str, Any], *, on_host: bool) -> dict[str
 
 
 def lost_gradients(torch_version: str) -> Problem | None:
-    """Refuse torch.compile of a release that drops, without an error, the gradients of every
-    autograd.Function that writes its output in place; None for all others.
+    """Return the problem of torch.compile in a release that drops, without an error, the gradients
+    of every autograd.Function that writes its output in place; None for all other releases.
     """
     if not torch_version.startswith("2.11."):
         return None

@@ -42,7 +42,8 @@ class Shares:
             all weights in one.
         parts: shares that the optimizer steps at once.
         weights: sizes of all trained weights.
-        touched: at most, of the complete weights that have a part in a rank's share.
+        touched: elements of the complete weights that have a part in the fullest rank's share; 0
+            at stages 0 and 3.
         frozen: sizes of all frozen weights.
         saves_frozen: whether frozen weights are in checkpoints.
         shared: trained elements that another pipeline stage writes into checkpoints.

@@ -103,7 +103,7 @@ class Tape:
         weights: name -> shape of all weights up to here, in the model's order, shared ones once.
         prefix: of the names of the part's weights.
         flops: operations of its matrix products and convolutions.
-        masked_flops: those of `flops` that fused kernels of causal attention leave out.
+        masked_flops: the part of `flops` that fused kernels of causal attention leave out.
         moved_bytes: bytes that all its other operations read and write.
         products: matrix products and convolutions of the part.
         count: equal linear layers that one operation stands for, each on its own rows.

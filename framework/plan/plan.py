@@ -69,7 +69,7 @@ class Length:
         if self.total_steps is None:
             return "known when the data is read"
         steps = counted(self.total_steps, "step")
-        # a loop with data of its own
+        # `own_loop.py` puts 2**40 samples for the data of a loop of the user's own
         if self.steps_per_epoch is None or self.total_steps < self.steps_per_epoch / 1e6:
             return steps
         epochs = _epochs_text(self.total_steps / self.steps_per_epoch)

@@ -113,7 +113,9 @@ def step_time(
 
 
 class _Step:
-    """Seconds of an optimizer step, component by component."""
+    """Seconds of an optimizer step, component by component; `forward` and `backward` are those of
+    the passes of one micro-batch.
+    """
 
     def __init__(
         self, work: ModelWork, parallelism: Parallelism, machine: Machine, rates: Rates
@@ -391,7 +393,7 @@ class _Step:
 
     def host_work(self, forward: float, backward: float) -> float:
         """Return the seconds of a micro-batch in which the device waits for the host, which handles
-        each weight of stage 3; `forward`, `backward`: seconds of the passes.
+        each weight of stage 3.
         """
         by = self.by
         if by.zero_stage < 3 or not by.by_weight:
