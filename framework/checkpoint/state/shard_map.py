@@ -628,7 +628,7 @@ def _stage3_weights(
 def _frozen_weights(
     files: CheckpointFiles, models: Mapping[tuple[int, int], str]
 ) -> Iterator[tuple[str, Stored]]:
-    """Yield the weights that no optimizer has at stage 3, of which each model file has a piece."""
+    """Yield the weights that no optimizer has at stage 3; each model file has a piece of them."""
     shapes = files[models[0, 0]]["frozen_param_shapes"] or {}
     for name, shape in shapes.items():
         path = ValuePath(models[0, 0], ("frozen_param_fragments", name))
