@@ -37,10 +37,12 @@ from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import JobEnd
 
 _LOOK_SECONDS: Final = 0.1
-# With a silent peer (15 s) before it everything is over within 20 s.
+# Between SIGTERM and SIGKILL after a failure: the job is over within 20 s, of which a lost peer may
+# have been silent for 15.
 _ENDING_SECONDS: Final = 2.0
+# A node that has ended after a failure waits this long for the others to end.
 _CONFIRM_SECONDS: Final = 20.0
-# The launcher is gone, so that ranks which save within this time still can.
+# Ranks have this time to save once the launcher is gone.
 _CUT_OFF_SECONDS: Final = 15.0
 _MEANING: Final = {
     EXIT_TRAINING: "training failed",
@@ -99,6 +101,17 @@ async def run_attempt(
 
 @dataclass
 class _NodeAttempt:
+    """One start of the job on this node.
+
+    Attributes:
+        codes: exit codes of the ranks that have ended here.
+        stop_sent, cut_sent, asked_sent, kill_sent: this node has sent that report to all nodes.
+        stopping: the ranks here have got a request to stop, and may save.
+        kill_at: `time.monotonic()` at which stopping ranks are killed.
+        ending_since: `time.monotonic()` of the SIGTERM after a failure; ranks may not save.
+        begun_to_end: `time.monotonic()` of the first of both, for the log; 0 before.
+    """
+
     ranks: Ranks
     peers: Peers
     requests: StopRequests
@@ -130,11 +143,11 @@ class _NodeAttempt:
             await self.peers.wait(_LOOK_SECONDS)
             # Sort PEER_LOST last: the lost peer's own failure is the root cause.
             ended = sorted(self.ranks.poll(), key=lambda end: end.code == EXIT_PEER_LOST)
-            self._note_asked()
+            self._report_rank_stop()
             for end in ended:
-                self._ended(end)
+                self._handle_end(end)
             self._ask()
-            self._take_request()
+            self._act_on_reports()
 
     async def conclude(self) -> tuple[int, JobEnd]:
         """Report this node's end, and wait for the ends of the others; see `run_attempt`."""
@@ -158,7 +171,8 @@ class _NodeAttempt:
             stopped += f", {first_few(self.peers.missing)} did not answer"
         return self.result(code, stopped)
 
-    def _ended(self, end: RankEnd) -> None:
+    def _handle_end(self, end: RankEnd) -> None:
+        """Note the end of a rank; if it has failed, end the job on all nodes."""
         # A rank that got the signal before it handled it had nothing to save.
         if self.stopping and end.code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
             code = EXIT_STOPPED
@@ -180,7 +194,8 @@ class _NodeAttempt:
         self._fail(f" rank {end.rank}: {how}", code, kind)
         self._end_ranks()
 
-    def _note_asked(self) -> None:
+    def _report_rank_stop(self) -> None:
+        """Report to all nodes, once, a request to stop that only a rank has received."""
         if self.ranks.asked and not self.asked_sent:
             self.asked_sent = True
             # else the signal came from this agent
@@ -188,6 +203,7 @@ class _NodeAttempt:
                 self.peers.send("asked", why=self.ranks.asked)
 
     def _fail(self, what: str, code: int, kind: FailureKind = FailureKind.RANK) -> None:
+        """Report a failure to all nodes; `what` follows this node's name."""
         self.peers.send_failure(f"{self.peers.own_name}{what}", code=code, kind=kind)
 
     def _ask(self) -> None:
@@ -203,29 +219,33 @@ class _NodeAttempt:
             self.kill_sent = True
             self.peers.send("kill")
 
-    def _take_request(self) -> None:
+    def _act_on_reports(self) -> None:
+        """End, stop or kill the ranks here, by the failures and requests of all nodes."""
         now = time.monotonic()
         if self.peers.failures:
             self._end_ranks()
-        # not a signal that has come since `_ask`
+        # A signal that has come since `_ask` is left to the next round.
         elif self.peers.stop or self.peers.cut or self.stop_sent or self.cut_sent:
             self._stop_ranks(now)
             if self.peers.killed or self.kill_sent:
-                self._give_up("killed at the second request to stop")
+                self._kill_ranks("killed at the second request to stop")
                 print_line("second request to stop: all ranks are killed")
             elif now > self.kill_at:
-                self._give_up(f"did not stop within {self._grace():.0f} s, and was killed")
+                self._kill_ranks(
+                    f"did not stop within {self._save_seconds():.0f} s, and was killed"
+                )
         if now - self.ending_since > _ENDING_SECONDS:
             self.ranks.signal(signal.SIGKILL)
 
     def _stop_ranks(self, now: float) -> None:
+        """Send the ranks a request to stop, once; without the launcher they have less time."""
         if self.requests.cut_off:
             self.kill_at = min(self.kill_at, now + _CUT_OFF_SECONDS)
         if self.stopping:
             return
         self.stopping = True
         self.begun_to_end = now
-        self.kill_at = now + self._grace()
+        self.kill_at = now + self._save_seconds()
         why = self.peers.stop or self.peers.cut or self.requests.asked
         # Ranks name in their last line the signal that they got, so Ctrl-C here is SIGINT for them
         # as well. Where SIGINT is ignored, agent and ranks both ignore it.
@@ -234,25 +254,31 @@ class _NodeAttempt:
         else:
             self.ranks.signal(signal.SIGTERM)
         action = f"asking {self.ranks.num_running} ranks to stop"
-        print_line(f"{why}: {action}, with {self._grace():.0f} s to save; once more kills them")
+        print_line(
+            f"{why}: {action}, with {self._save_seconds():.0f} s to save; once more kills them"
+        )
 
-    def _give_up(self, what: str) -> None:
+    def _kill_ranks(self, what: str) -> None:
+        """Report a failure of this node, and kill its ranks; `what` follows the node's name."""
         self._fail(f": {what}", 128 + signal.SIGKILL)
+        # As if SIGTERM had come before: ranks that are left get SIGKILL in the next round.
         self.ending_since = time.monotonic() - _ENDING_SECONDS
         self.ranks.signal(signal.SIGKILL)
 
     def _end_ranks(self) -> None:
+        """Send SIGTERM to all ranks, once; `_act_on_reports` sends SIGKILL later."""
         if self.ending_since == math.inf:
             self.ending_since = time.monotonic()
             self.begun_to_end = self.begun_to_end or self.ending_since
             self.ranks.signal(signal.SIGTERM)
 
-    def _grace(self) -> float:
+    def _save_seconds(self) -> float:
         if self.requests.cut_off:
             return min(self.grace_seconds, _CUT_OFF_SECONDS)
         return self.grace_seconds
 
     def _own_code(self) -> int:
+        """Return the code of a failed rank, else of a stopped one, else 0."""
         order = {EXIT_STOPPED: 1, EXIT_OK: 2}
         return min(self.codes, key=lambda code: order.get(code, 0), default=EXIT_OK)
 

@@ -22,6 +22,7 @@ from framework.system.ports import free_port
 _DEFAULT_HOSTFILE: Final = Path("/job/hostfile")
 # Up to this number, nodes are written out in a command; for more there is a `seq`.
 _FEW: Final = 4
+# The shell's `include` has an @ before every node, of which the first is dropped.
 _INCLUDE: Final = "--include=${include#@}"
 
 
@@ -39,7 +40,7 @@ class PlainCommand:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def as_line(self, added: Mapping[str, str] | None = None) -> str:
-        """Format the command as a line for the shell, with the variables that the run needs."""
+        """Format the command as a line for the shell; `added` variables replace its own."""
         return as_shell_line(self.words, added or self.variables, before=self.before)
 
 
@@ -88,6 +89,12 @@ def node_command(
     """Build the `deepspeed` command that trains the same on this node of several.
 
     Where it makes a hostfile of its own, the names in it have no meaning.
+
+    Args:
+        topology: of the job, as this node sees it.
+        arguments: of train.py, which is `script`.
+        devices: numbers of the devices to use; None: the first.
+        hostfile: path of the user's; None: the command makes one.
     """
     if devices:
         numbers = sorted(devices)[: topology.slots]
@@ -98,7 +105,7 @@ def node_command(
     include: list[str] = []
     if path is None or numbers:
         if numbers:
-            slots = max(numbers) + 1
+            slots = max(numbers) + 1  # the launcher takes no device number beyond the slots
         else:
             slots = topology.slots
         if topology.nnodes <= _FEW:
@@ -144,7 +151,7 @@ def hosts_command(
         words.append("--hostfile=$hosts")
     else:
         words.append(f"--hostfile={options.hostfile}")
-        words += _filters(options)
+        words += _host_options(options)
     if options.remote_python or options.remote_folder:
         return None
     # A single host would be taken for this machine.
@@ -162,7 +169,7 @@ def hosts_command(
     return PlainCommand(words, before, variables)
 
 
-def _filters(options: LaunchOptions) -> list[str]:
+def _host_options(options: LaunchOptions) -> list[str]:
     filters = []
     for name in ("include", "exclude", "num_nodes", "num_gpus"):
         value = getattr(options, name)

@@ -105,6 +105,8 @@ class HostAgent:
 
     Attributes:
         number: place of the host among all hosts.
+        address: of the host, as the others call it.
+        mark: path of the file that it left in the run folder; empty if there is none.
         results: of measuring jobs, which their first rank prints.
     """
 
@@ -131,10 +133,14 @@ class HostAgent:
             start_new_session=True,
         )
         self._answers: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._keep_answers, daemon=True).start()
+        threading.Thread(target=self._sort_output, daemon=True).start()
 
     def ask(self, order: Examine | Meet | Bench, *, seconds: float) -> Answer:
-        """Send an order and return its answer; raises HostFailed if none comes in time."""
+        """Send an order, and wait for its answer.
+
+        Raises:
+            HostFailed: none comes within `seconds`, the agent has ended, or is of another release.
+        """
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(order.model_dump_json() + "\n")
@@ -166,7 +172,8 @@ class HostAgent:
             self._process.wait()
         self._stderr.close()
 
-    def _keep_answers(self) -> None:
+    def _sort_output(self) -> None:
+        """Queue the agent's answers and keep its results, in a thread; None ends the queue."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(ANSWER):
@@ -192,16 +199,19 @@ def inspection_command(host: Host, *, ssh_args: str = "") -> list[str]:
 def inspect_hosts(
     options: DoctorOptions, requirements: Requirements
 ) -> tuple[list[Node], list[Check]]:
-    """Examine every host, in the order of the hostfile, and what is between them."""
+    """Return every host with its checks, in the order of the hostfile, and checks between hosts.
+
+    There are none between hosts if fewer than two could be examined.
+    """
     with _agents(options) as agents:
-        nodes = _each_of(agents, lambda agent: _examined(agent, options, requirements))
+        nodes = _each_of(agents, lambda agent: _examine_host(agent, options, requirements))
         alive = [agent for agent, node in zip(agents, nodes, strict=True) if node.facts]
         if len(alive) < 2:
             return nodes, []
         checks = compare({node.name: node.facts for node in nodes if node.facts})
         has_folder = requirements.checkpoints is not None and requirements.saves
         try:
-            checks += _between(alive, options, has_folder=has_folder)
+            checks += _check_between(alive, options, has_folder=has_folder)
         except HostFailed as error:
             reason = f"a host left while it was looked at: {error}"
             problem = Problem("host-lost", reason, "run doctor again")
@@ -232,7 +242,8 @@ def _environment(agent: HostAgent, options: DoctorOptions) -> dict[str, str]:
     return passed_on(os.environ, exports=()) | options.own_variables.get(agent.host.name, {})
 
 
-def _examined(agent: HostAgent, options: DoctorOptions, requirements: Requirements) -> Node:
+def _examine_host(agent: HostAgent, options: DoctorOptions, requirements: Requirements) -> Node:
+    """Have an agent examine its host, and note its mark; no answer is a problem of the host."""
     started = time.perf_counter()
     order = Examine(
         environment=_environment(agent, options),
@@ -264,10 +275,15 @@ def _job_of(agents: Sequence[HostAgent], *, master_port: int) -> InspectionJob:
     )
 
 
-def _between(
+def _check_between(
     agents: Sequence[HostAgent], options: DoctorOptions, *, has_folder: bool
 ) -> list[Check]:
     """Have the agents meet, and return the checks of node 0 with the findings of all.
+
+    Args:
+        agents: of the hosts that have been examined.
+        options: the command line.
+        has_folder: whether node 0 looks for the marks of all in the run folder.
 
     Raises:
         HostFailed: an agent has not answered; raised when all others are done.

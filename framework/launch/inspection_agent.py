@@ -44,9 +44,9 @@ from framework.plan.cluster import Cluster, Device
 
 # A login shell may print greetings on the same stream.
 ANSWER: Final = "@inspection "
-# After node 0 has waited for all nodes.
+# For the calls between hosts, after node 0 has waited for all nodes.
 _CALL_SECONDS: Final = 15.0
-_SAVE_SECONDS: Final = 1.0
+_SAVE_SECONDS: Final = 1.0  # ranks that measure have nothing to save
 
 
 def _read_check(value: Any) -> Check:
@@ -139,7 +139,8 @@ def judge_config(
     """Check a run config, and return the checks with its requirements on each host.
 
     Args:
-        path: of the run config; None, or without a plan: the requirements are the same for any run.
+        path: of the run config. If it is None, or the config is refused, the requirements are those
+            of any run.
         overrides: further settings of the run.
         cluster: that the run is planned for.
         is_chosen: whether the user has chosen the number of ranks; else that of the config wins.
@@ -180,7 +181,7 @@ class InspectionAgent:
         self._stack = stack
         self._requests = StopRequests()
         self._requests.hold(sys.stdin.fileno())
-        self._look: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
 
     def answer(self, order: Examine | Meet | Bench) -> Answer:
         """Carry out an order."""
@@ -191,27 +192,29 @@ class InspectionAgent:
         return self._bench(order)
 
     def _examine(self, order: Examine) -> Answer:
+        """Examine this host, and leave its mark in the run folder until this process ends."""
         os.environ.update(order.environment)
-        cluster = _here(order.cluster)
-        before, requirements = judge_config(order.config, order.overrides, cluster)
+        cluster = _with_local_device(order.cluster)
+        config_checks, requirements = judge_config(order.config, order.overrides, cluster)
         node = examine(requirements, os.environ, name=order.name, counts_replaced=True)
-        self._look = reported_facts(node)
+        self._facts = reported_facts(node)
         mark = ""
         if requirements.checkpoints is not None:
             mark = self._stack.enter_context(left_mark(requirements, order.number))
-        errors = [check for check in before if check.status == "error"]
+        errors = [check for check in config_checks if check.status == "error"]
         return Answer(checks=[*errors, *node.checks], seconds=node.seconds, mark=mark)
 
     def _meet(self, order: Meet) -> Answer:
+        """Meet the agents of the other hosts; node 0's answer has the checks between hosts."""
         from framework.launch.node import hello_of
         from framework.launch.rendezvous.inspecting import MEET_SECONDS, inspect
         from framework.launch.rendezvous.session import Session
 
-        topology = _topology(order.job, slots=1)
+        topology = _topology(order.job, slots=1)  # no rank starts, so any equal number does
         hello = hello_of(topology, order.job.token, spares=0, names=(), facts={})
         session = Session(
             topology,
-            {**hello, "look": self._look},
+            {**hello, "look": self._facts},
             self._requests,
             port=topology.master_port + 1,
             token=order.job.token,
@@ -221,10 +224,11 @@ class InspectionAgent:
         return Answer(checks=checks)
 
     def _bench(self, order: Bench) -> Answer:
+        """Run the measuring ranks of this host to their end; rank 0 prints the result."""
         from framework.launch.node import run_node
 
         os.environ.update(order.environment)
-        cluster = _here(order.cluster)
+        cluster = _with_local_device(order.cluster)
         topology = _topology(order.job, slots=cluster.devices_per_host)
         devices = find_devices(os.environ)
         added = added_environment(os.environ, device=devices.kind, num_ranks=topology.slots)
@@ -254,12 +258,12 @@ def _topology(job: InspectionJob, *, slots: int) -> HostTopology:
     return HostTopology(len(job.names), slots, job.node, job.master_addr, job.master_port)
 
 
-def _here(cluster: Cluster) -> Cluster:
+def _with_local_device(cluster: Cluster) -> Cluster:
     return replace(cluster, device=local_devices()[0])
 
 
 def main() -> int:
-    """Answer each line of stdin with one line."""
+    """Answer each line of stdin with one line, until it is closed."""
     with ExitStack() as stack:
         agent = InspectionAgent(stack)
         for line in sys.stdin:

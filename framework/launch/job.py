@@ -52,6 +52,8 @@ def refuse_too_few(
     """Raise a ConfigError for more ranks than devices: the surplus would die with "invalid device
     ordinal".
 
+    Devices of a kind that is not counted are not compared.
+
     Args:
         source: of `num_ranks`: an option, a key of the run config, a variable.
         where: for the fix, such as `` on every node``.

@@ -70,6 +70,7 @@ def _alone_in_hostfile(options: LaunchOptions) -> ChosenHost | None:
 def _launch_here(
     options: LaunchOptions, requests: StopRequests, *, alone: ChosenHost | None = None
 ) -> int:
+    """Check, print and start the run here; `alone`: this host, as a hostfile has it."""
     devices = find_devices(os.environ)
     sources: dict[str, str] = {}
     if alone is not None:
@@ -152,7 +153,7 @@ def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str
 
 
 def check(options: LaunchOptions, devices: LocalDevices) -> tuple[LoadedRun, Setting]:
-    """Load the job, and do all checks that are possible beforehand.
+    """Load the job, print its notes, and do all checks that are possible beforehand.
 
     Returns:
         The job, and its number of ranks with the source of that number.
@@ -173,7 +174,11 @@ def check(options: LaunchOptions, devices: LocalDevices) -> tuple[LoadedRun, Set
 
 
 def _ranks(options: LaunchOptions, job: LoadedRun, devices: LocalDevices) -> Setting:
-    """Return the number of ranks of the flag, else of the config, else of the devices."""
+    """Return the number of ranks of the flag, else of the config, else of the devices.
+
+    Raises:
+        UsageError: none of them has it.
+    """
     if options.num_gpus:
         return Setting("slots", str(options.num_gpus), options.num_gpus_flag)
     if job.config.run.world_size:

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 _COLLECTIVE_MINUTES: Final = "10"
 _LARGEST_TOKEN_BYTES: Final = 4096  # fits into a pipe
 _LEAST_TOKEN_BYTES: Final = 16
-_TOKEN_END: Final = "DSF_TOKEN_END"
+_TOKEN_END: Final = "DSF_TOKEN_END"  # number of the descriptor from which `read_token` reads
 
 
 Look = Callable[[], AbstractContextManager[Mapping[str, Any]]]
@@ -93,6 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str], requests: StopRequests) -> int:
+    """Check this node's part of the job, print it, and start it unless it is a dry run."""
     options = parse_node(argv)
     state: Mapping[str, Any] = {}
     if options.from_stdin:
@@ -207,6 +208,7 @@ def _start(
 
 
 def _topology(options: NodeOptions, devices: LocalDevices, hosts: Sequence[Host]) -> HostTopology:
+    """Return the topology of the nodes that train, without spares."""
     flags = {
         "nnodes": options.nnodes,
         "node_rank": options.node_rank,
@@ -242,7 +244,7 @@ def fits(
     devices: LocalDevices,
     count: int,
 ) -> bool:
-    """Check whether the job may go on with `count` nodes, and can, with these settings."""
+    """Check whether the job may go on with `count` nodes, and can; `words`: settings of the run."""
     if count < (options.min_nodes or topology.nnodes):
         return False
     try:
@@ -253,7 +255,11 @@ def fits(
 
 
 def _without_spares(topology: HostTopology, *, spares: int, min_nodes: int | None) -> HostTopology:
-    """Return the topology of the nodes that train; a UsageError if there would be none."""
+    """Return the topology of the nodes that train, and log it if this node is a spare.
+
+    Raises:
+        UsageError: no node would train, or fewer than `min_nodes`.
+    """
     trained = topology.nnodes - spares
     if trained < 1:
         raise UsageError(
@@ -281,6 +287,12 @@ def check_node(
     options: SharedOptions, words: Sequence[str], topology: HostTopology, devices: LocalDevices
 ) -> LoadedRun:
     """Load the job, and check everything that one node can know beforehand.
+
+    Args:
+        options: of the command line.
+        words: settings of the run.
+        topology: of the nodes that train.
+        devices: of this node; of kind ``unknown``, only what holds on any machine is checked.
 
     Raises:
         ConfigError: every problem that was found.
@@ -407,7 +419,7 @@ def hello_of(
 
 
 def _with_gloo_interface(environment: Mapping[str, str], address: str) -> Mapping[str, str]:
-    """Set gloo's interface to the one that has an address, unless the user has set it.
+    """Return the environment with gloo's interface: the user's, or the one that has `address`.
 
     By itself gloo takes the address to which the host's own name resolves, which is often loopback.
     NCCL finds its interfaces better without a name.
@@ -429,6 +441,7 @@ async def _run(
     look: Look | None,
     grace_seconds: float,
 ) -> JobEnd:
+    """Meet the other nodes, and run one start after the other until there is no other."""
     import asyncio
 
     from framework.launch.agent import run_attempt
@@ -480,6 +493,7 @@ def _port_problems(topology: HostTopology) -> Sequence[Problem]:
 def _preflight(
     job: LoadedRun, topology: HostTopology, devices: LocalDevices, environment: Mapping[str, str]
 ) -> Look:
+    """Return this node's preflight, which runs when its context is entered."""
     from framework.doctor.node.start import look_before_start
 
     if devices.chosen is None:
@@ -516,7 +530,7 @@ def grace_seconds(flag: float | None) -> float:
 
 
 def hide_token() -> None:
-    """Begin again without DSF_TOKEN, if that is set.
+    """Replace this process by itself without DSF_TOKEN, if that is set; does not return then.
 
     Ranks, and `ps`, see the environment with which a process was started. The token goes through a
     pipe to the new program, which is this one again.
@@ -535,7 +549,12 @@ def hide_token() -> None:
 
 
 def require_token(options: NodeOptions) -> None:
-    """Raise a ConfigError for a job of several nodes without a secret, except with --no_token."""
+    """Check that a job of several nodes has either a secret or --no_token.
+
+    Raises:
+        UsageError: it has both.
+        ConfigError: it has neither.
+    """
     has_token = bool(
         options.token_file or os.environ.get("DSF_TOKEN") or os.environ.get(_TOKEN_END)
     )
@@ -554,7 +573,7 @@ def require_token(options: NodeOptions) -> None:
 
 
 def read_token(path: str | None) -> str:
-    """Return the shared secret; empty if there is none.
+    """Return the shared secret, and remove it from the environment; empty if there is none.
 
     It is in the file at `path`, in the pipe of `hide_token`, or comes from `launch -H`.
 

@@ -302,6 +302,17 @@ def _parsed(
     *,
     grouped: str = "",
 ) -> _Options:
+    """Return the options of a command line, with the run config apart from its settings.
+
+    Args:
+        kind: dataclass of the options.
+        argv: the command line without `command`.
+        command, about, usage: for the help and for messages.
+        grouped: heading in the help of the options that go with a hostfile; empty: none.
+
+    Raises:
+        UsageError: the run config is missing, or stands behind a setting.
+    """
     parser = CommandParser(
         prog=f"python -m framework {command}",
         description=about,

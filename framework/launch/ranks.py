@@ -84,6 +84,15 @@ class Ranks:
         device: str = "cpu",
         devices: Sequence[int] | None = None,
     ) -> None:
+        """Open the pipe of the ranks' reports, which `clear` closes.
+
+        Args:
+            command: the script, and its arguments.
+            topology: of the job, as this node sees it.
+            environment: of the ranks, without their own variables.
+            device: kind of the devices.
+            devices: their numbers, of which the lowest are used; None: from 0.
+        """
         self._command = command
         self._topology = topology
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -126,7 +135,10 @@ class Ranks:
         return len(self._running)
 
     def poll(self) -> list[RankEnd]:
-        """Return the ranks that have ended since the last call."""
+        """Return the ranks that have ended since the last call, and read the reports of all.
+
+        As process 1 of a container, this also reaps orphans.
+        """
         if os.getpid() == 1:
             _reap_orphans({process.pid for process in self._running.values()})
         codes = {rank: process.poll() for rank, process in self._running.items()}
@@ -142,7 +154,10 @@ class Ranks:
         return ended
 
     def _read_reports(self) -> None:
-        """Read the reports of ranks; other lines are of processes that ranks have started."""
+        """Read the reports of ranks, without waiting.
+
+        Other lines, which processes that ranks have started may write, are ignored.
+        """
         while True:
             try:
                 report = RankReport.model_validate(self._reports.receive(0))
@@ -156,7 +171,7 @@ class Ranks:
                 self._end_reports.setdefault(report.rank, report)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to every rank that runs."""
+        """Send a signal to every rank that runs; after SIGKILL `are_given_up` counts the time."""
         if number == signal.SIGKILL:
             self._give_up_at = min(self._give_up_at, time.monotonic() + KILL_SECONDS)
         for process in self._running.values():
@@ -178,9 +193,10 @@ class Ranks:
         ]
 
     def clear(self) -> None:
-        """End all ranks, and all processes that they have started and left.
+        """Kill all ranks, and end all processes that they have started and left.
 
-        Such a process has this agent's id in its environment, in any session.
+        Such a process has this agent's id in its environment, in any session. This blocks until
+        they have ended, for `KILL_SECONDS` and `_CLEAR_SECONDS` at most.
         """
         self.signal(signal.SIGKILL)
         for process in self._running.values():
@@ -226,6 +242,7 @@ def _state(pid: int) -> str:
 
 
 def _processes_of(agent: str, *, without: set[int]) -> list[psutil.Process]:
+    """Return the processes that have an agent's identity in their environment."""
     return [
         process
         for process in psutil.process_iter()
@@ -241,6 +258,7 @@ def _has_agent(process: psutil.Process, agent: str) -> bool:
 
 
 def _end_all(left: list[psutil.Process]) -> None:
+    """Terminate processes, and kill the ones that have not ended within two seconds."""
     for process in left:
         with suppress(psutil.Error):
             process.terminate()
@@ -261,6 +279,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 def _reap_orphans(ranks: set[int]) -> None:
     """Reap dead processes other than `ranks`: process 1 of a container gets every orphan."""
+    # One look at the ranks takes 0.1 s, which many orphans must not delay.
     deadline = time.monotonic() + 0.05
     while time.monotonic() < deadline:
         try:
@@ -286,8 +305,8 @@ class OomKills:
         """
         self._path = Path()
         self._before = 0
-        for path in _counters() if counters is None else counters:
-            count = _read(path)
+        for path in _oom_counter_files() if counters is None else counters:
+            count = _oom_count(path)
             if count is not None:
                 self._path = path
                 self._before = count
@@ -295,10 +314,11 @@ class OomKills:
 
     def have_risen(self) -> bool:
         """Check whether there has been such a kill."""
-        return (_read(self._path) or 0) > self._before
+        return (_oom_count(self._path) or 0) > self._before
 
 
-def _counters() -> list[Path]:
+def _oom_counter_files() -> list[Path]:
+    """Return the files that may have the kernel's count for this control group."""
     paths = []
     for root, group, is_unified in memory_groups():
         name = "memory.events" if is_unified else "memory.oom_control"
@@ -307,7 +327,8 @@ def _counters() -> list[Path]:
     return paths
 
 
-def _read(path: Path) -> int | None:
+def _oom_count(path: Path) -> int | None:
+    """Return the kills for lack of memory that a file has counted, or None."""
     try:
         for line in path.read_text().splitlines():
             words = line.split()

@@ -170,6 +170,7 @@ def _commands(
 
 
 def _topology(options: LaunchOptions, chosen: Sequence[ChosenHost]) -> HostTopology:
+    """Return the topology as node 0 sees it; its port is 0 if a single host finds one itself."""
     sources = options.sources | {"master_addr": "the first host", "master_port": "default"}
     master = options.master_addr
     port = DEFAULT_PORT
@@ -192,7 +193,7 @@ def _topology(options: LaunchOptions, chosen: Sequence[ChosenHost]) -> HostTopol
 def agent_command(
     options: LaunchOptions, chosen: ChosenHost, node_rank: int, topology: HostTopology
 ) -> list[str]:
-    """Build the command that a host runs."""
+    """Return the words that start an agent on a host, for its shell; `&&` is the shell's own."""
     root = str(Path(framework.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     # The package may be found by PYTHONPATH alone, and the folder need not be the checkout.
@@ -230,7 +231,7 @@ def ssh_command(host: Host, command: Sequence[str], *, ssh_args: str) -> list[st
     Its words are quoted for the shell there, except `&&`.
     """
     there = " ".join(word if word == "&&" else shlex.quote(word) for word in command)
-    # Of two values ssh takes the first.
+    # Of two values ssh takes the first, so the user's options win over ours.
     return ["ssh", *split_ssh_args(ssh_args), *_OPTIONS, "--", host.name, there]
 
 
@@ -255,7 +256,7 @@ def address_of(name: str, *, ssh_args: str = "") -> str:
 
 
 def _ssh_endpoint(name: str, *, ssh_args: str) -> tuple[str, str]:
-    """Return the address and the port at which `ssh` reaches a host.
+    """Return the address and the port at which `ssh` reaches a host; takes 20 s at most.
 
     Where `ssh -G` fails, they are the host's name and an empty text.
     """
@@ -313,7 +314,7 @@ def known_addresses(file: Path = Path("/etc/hosts")) -> dict[str, str]:
 
 
 def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
-    """Split the value of ``--ssh_args``, which wins over our own options.
+    """Split the value of ``--ssh_args``; messages name `command`.
 
     Raises:
         UsageError: the quotes are wrong, or `ssh` would prompt for a password.
@@ -404,14 +405,14 @@ class Agents:
         self._agents = [_Agent(name, command) for name, command in commands]
         self._environment = environment
         self._streams: dict[IO[bytes], tuple[str, TextIO, bytearray]] = {}
-        self._ends: list[HostEnd] = []
-        self._given_up: list[HostEnd] = []
+        self._ends: list[HostEnd] = []  # of agents that have ended by themselves
+        self._given_up: list[HostEnd] = []  # of hosts that were lost, or did not end in time
         self._restarts = restarts
         self._wait_seconds = wait_seconds
         self._is_ending = False
-        self._reported = ""
-        self._give_up_at = math.inf
-        self._drained_at = math.inf
+        self._request_sent = ""
+        self._give_up_at = math.inf  # when agents that still run are given up
+        self._drained_at = math.inf  # when output is left that no agent writes any more
         self._grace_seconds = grace_seconds
 
     def run(self, requests: StopRequests) -> int:
@@ -425,7 +426,7 @@ class Agents:
                 self._pass_on_request(requests)
                 self._call_lost_hosts()
         finally:
-            self._let_go()
+            self._close_life_lines()
         # a host that was given up counts only where no agent has the end of the job
         code = job_code(self._ends or self._given_up)
         print_line(f"{ends_reported(self._ends + self._given_up)}; the job ends with {code}")
@@ -436,10 +437,10 @@ class Agents:
         return [(agent, agent.process) for agent in self._agents if agent.process is not None]
 
     def _is_over(self) -> bool:
-        """Check whether all agents have ended, or had the time to.
+        """Check whether all agents have ended and their output is read, or had the time to.
 
-        Neither an `ssh` that hangs holds this process, nor an output that stays open, as that of an
-        agent does that has a rank which cannot be killed.
+        So this process does not wait for an `ssh` that hangs, nor for output that stays open: a
+        rank that cannot be killed holds its agent's.
         """
         now = time.monotonic()
         if self._running:
@@ -450,6 +451,7 @@ class Agents:
         return not self._streams or now > self._drained_at
 
     def _start(self, agent: _Agent) -> None:
+        """Start an agent's `ssh`, and send it its order. Raises ConfigError if there is no ssh."""
         agent.again_at = math.inf
         agent.started_at = time.monotonic()
         try:
@@ -471,6 +473,7 @@ class Agents:
         self._send_to(process, order)
 
     def _pass_on_output(self) -> None:
+        """Wait for output, for `_LOOK_SECONDS`, and print its lines after the names of hosts."""
         if not self._streams:
             time.sleep(_LOOK_SECONDS)
             return
@@ -490,6 +493,7 @@ class Agents:
                 stream.close()
 
     def _look_for_ends(self) -> None:
+        """Note the agents that have ended, and the hosts that were lost."""
         for agent, process in self._running:
             code = process.poll()
             if code is None:
@@ -504,19 +508,19 @@ class Agents:
             if self._restarts is None:
                 self._note_end(agent, EXIT_PEER_LOST)
             else:
-                self._wait_for(agent, self._restarts)
+                self._call_again_later(agent, self._restarts)
 
     def _note_end(self, agent: _Agent, code: int) -> None:
-        """Note the end of an agent, and inform the others where it is the end of the job.
+        """Note the end of an agent, and inform the others if it is the first failure of the job.
 
-        Without restarts that is each agent's end. With them it is node 0's, which leaves last, that
-        of all hosts but one, and an exit code that no other start would change.
+        Without restarts each agent's end is the end of the job. With them it is the end of node 0,
+        which leaves last, of all hosts but one, or with a code that no other start would change.
         """
         has_failed_before = any(earlier for _, earlier in self._ends)
         self._ends.append((agent.name, code))
         num_left = len(self._agents) - len(self._ends) - len(self._given_up)
         leaves_last = self._restarts is None or agent is self._agents[0] or num_left <= 1
-        if leaves_last and not self._reported:
+        if leaves_last and not self._request_sent:
             self._give_up_after(saves=code == EXIT_STOPPED)
         self._is_ending = self._is_ending or leaves_last or is_final(code)
         if code == EXIT_OK or has_failed_before or not self._is_ending:
@@ -524,7 +528,7 @@ class Agents:
         # Agents that have met know of it; the ones that still wait for this host do not.
         self._send_to_all("stop" if code == EXIT_STOPPED else "lost")
 
-    def _wait_for(self, agent: _Agent, restarts: Restarts) -> None:
+    def _call_again_later(self, agent: _Agent, restarts: Restarts) -> None:
         """Call a lost host again after a pause, or give it up."""
         now = time.monotonic()
         # an `ssh` that ends sooner may never have reached the host: it is the same loss
@@ -533,7 +537,7 @@ class Agents:
             agent.lost_since = now
         is_again = (
             not self._is_ending
-            and not self._reported
+            and not self._request_sent
             and agent.losses <= restarts.most
             and now - agent.lost_since < self._wait_seconds
         )
@@ -547,29 +551,32 @@ class Agents:
         self._given_up.append((agent.name, EXIT_PEER_LOST))
 
     def _call_lost_hosts(self) -> None:
+        """Call lost hosts again once their pause is over; give them up if the job ends."""
         for agent in self._agents:
             if agent.again_at == math.inf:
                 continue
-            if self._is_ending or self._reported:
+            if self._is_ending or self._request_sent:
                 self._give_up(agent)
             elif time.monotonic() > agent.again_at:
                 self._start(agent)
 
     def _pass_on_request(self, requests: StopRequests) -> None:
+        """Send a new request to stop, or the one to kill, to all hosts."""
         if requests.insists:
             request = "kill"
         elif requests.asked:
             request = "stop"
         else:
             request = ""
-        if request and request != self._reported:
-            self._reported = request
+        if request and request != self._request_sent:
+            self._request_sent = request
             self._give_up_after(saves=request == "stop")
             more = "; once more kills" if request == "stop" else ""
             print_line(f"{requests.asked}: passing it on to {len(self._running)} hosts{more}")
             self._send_to_all(request)
 
     def _give_up_after(self, *, saves: bool) -> None:
+        """Set the time to give up agents that still run; `saves`: their ranks may save first."""
         seconds = self._grace_seconds if saves else 0.0
         self._give_up_at = time.monotonic() + seconds + _WAIT_SECONDS
 
@@ -583,8 +590,12 @@ class Agents:
             process.stdin.write(encode(message) + b"\n")
             process.stdin.flush()
 
-    def _let_go(self) -> None:
-        """Close the life lines: every agent ends its ranks then, even if its `ssh` hangs here."""
+    def _close_life_lines(self) -> None:
+        """Close the life lines, at which every agent ends its ranks, and all output.
+
+        An `ssh` that does not end within `_LEAVE_SECONDS` is killed. Hosts whose `ssh` ran until
+        now are given up.
+        """
         running = self._running
         for _, process in running:
             assert process.stdin is not None

@@ -44,7 +44,7 @@ class StopRequests:
         self._life_line: MessageReader | None = None
 
     def ask(self, how: str) -> None:
-        """Count a request, as `Insistence` has it."""
+        """Note a request to stop; `system/stopping.py` `Insistence` finds whether it `insists`."""
         self.asked = self.asked or how
         self.is_meant = True
         if self._insistence.again(time.monotonic(), is_notice=how in _NOTICES):
@@ -63,7 +63,7 @@ class StopRequests:
         """
         assert self._life_line is not None
         while True:
-            self._refuse_start()
+            self._raise_if_asked()
             try:
                 message = self._life_line.receive(_LOOK_SECONDS)
                 return AgentOrder.model_validate(message)
@@ -73,7 +73,7 @@ class StopRequests:
                 raise UsageError(_NO_ORDER) from None
 
     def look(self) -> None:
-        """Read what came over the life line."""
+        """Read what came over the life line, without waiting: requests, or its end."""
         while self._life_line is not None:
             try:
                 message = self._life_line.receive(0)
@@ -102,9 +102,9 @@ class StopRequests:
     def refuse_start(self) -> None:
         """Raise RunStopped if there was a request before any rank was started."""
         self.look()
-        self._refuse_start()
+        self._raise_if_asked()
 
-    def _refuse_start(self) -> None:
+    def _raise_if_asked(self) -> None:
         if self.asked:
             raise RunStopped(
                 f"stopped on request ({self.asked}) before any rank was started [stopped-early]"

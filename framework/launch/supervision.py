@@ -55,6 +55,7 @@ _MOST_COUNTED: Final = 1 << 20  # of starts that another node may report
 _LONGEST_LAST: Final = 1000  # of a fingerprint: it travels on the line of GO
 _RESUME: Final = "checkpoint.resume=auto"
 _LONGEST_WAIT_SECONDS: Final = 300.0
+# Addresses, and all numbers but that of the step.
 _VARIABLE: Final = re.compile(r"0x[0-9a-f]+|(?<!step )(?<![\d,.:])\d[\d,.:]*")
 
 
@@ -103,7 +104,14 @@ _Count = Annotated[int, Field(ge=0, le=_MOST_COUNTED)]
 
 
 class RestartState(BaseModel):
-    """What another machine needs to know of the restarts, as `Restarts.state` has it."""
+    """What another machine needs to know of the restarts, as `Restarts.state` has it.
+
+    Attributes:
+        number: starts after the first.
+        idle: starts in a row that saved no new checkpoint.
+        last: fingerprint of the last end.
+        resumes: see `Restarts`.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
@@ -128,8 +136,8 @@ class Restarts:
         self._wait_seconds = config.supervision.wait_seconds
         self._folder = _Folder(config.run.folder, goes_on=config.checkpoint.resume == "auto")
         self._number = 0
-        self._idle = 0
-        self._last = ""
+        self._num_idle = 0
+        self._last_fingerprint = ""
         self.resumes = False
         self.code = EXIT_OK
         self.begin()
@@ -139,8 +147,8 @@ class Restarts:
         """State that another machine needs to go on deciding."""
         return {
             "number": self._number,
-            "idle": self._idle,
-            "last": self._last,
+            "idle": self._num_idle,
+            "last": self._last_fingerprint,
             "resumes": self.resumes,
         }
 
@@ -152,8 +160,8 @@ class Restarts:
             return
         if known.number > self._number:
             self._number = known.number
-            self._idle = known.idle
-            self._last = known.last
+            self._num_idle = known.idle
+            self._last_fingerprint = known.last
             self.resumes = known.resumes
 
     def state_after_losses(self, count: int) -> dict[str, Any]:
@@ -177,27 +185,32 @@ class Restarts:
 
     @property
     def used_up(self) -> str:
-        """Why there is no other start after the loss of node 0; empty if there is one."""
+        """Why there is no other start after the loss of node 0; empty if there may be one."""
         gone = self._folder.gone
         if gone:
             return gone
-        if self._idle >= _MOST_IDLE or self._number > self.most:
-            reason = _reason_to_give_up(is_again=False, idle=self._idle, left=0, most=self.most)
+        if self._num_idle >= _MOST_IDLE or self._number > self.most:
+            reason = _reason_to_give_up(
+                is_same_error=False, idle=self._num_idle, left=0, most=self.most
+            )
             return f"node 0 was lost: {reason}"
         return ""
 
     def count_lost(self) -> None:
-        """Count a start that lost its node 0, on another node, which sends it to the next one."""
+        """Count a start that lost its node 0; this other node sends `state` to the next node 0."""
         self._note_saved()
         self._number += 1
 
     def _note_saved(self) -> int:
-        """Count a start that saved nothing, note whether there is a checkpoint; return its step."""
+        """Note what the start has saved; return the step of its newest checkpoint, or -1.
+
+        A start without a new checkpoint is counted as idle.
+        """
         newest = self._folder.newest_step()
         if newest > self._step:
-            self._idle = 0
+            self._num_idle = 0
         else:
-            self._idle += 1
+            self._num_idle += 1
         # The checkpoint named for the first start holds until this run has saved one of its own.
         self.resumes = self.resumes or newest >= 0
         return newest
@@ -225,10 +238,17 @@ class Restarts:
             write_termination_log(f"{end.line}; {gone}")
             self.code = EXIT_STORAGE
             return None
-        is_again = self._idle > 1 and end.code in _OWN_ERRORS and end.fingerprint == self._last
-        self._last = end.fingerprint
+        is_same_error = (
+            self._num_idle > 1
+            and end.code in _OWN_ERRORS
+            and end.fingerprint == self._last_fingerprint
+        )
+        self._last_fingerprint = end.fingerprint
         reason = _reason_to_give_up(
-            is_again=is_again, idle=self._idle, left=self.most - self._number, most=self.most
+            is_same_error=is_same_error,
+            idle=self._num_idle,
+            left=self.most - self._number,
+            most=self.most,
         )
         if reason:
             print_line(f"{reason}; the job ends [no-restart]")
@@ -239,8 +259,8 @@ class Restarts:
 
     def _next_start(self, end: JobEnd, newest: int) -> NextStart:
         """Count another start, log it, and write it among the events of the run."""
-        if self._idle:
-            seconds = min(self._wait_seconds * 2 ** (self._idle - 1), _LONGEST_WAIT_SECONDS)
+        if self._num_idle:
+            seconds = min(self._wait_seconds * 2 ** (self._num_idle - 1), _LONGEST_WAIT_SECONDS)
         else:
             seconds = 0.0
         if newest >= 0:
@@ -276,8 +296,16 @@ def in_place(arguments: Sequence[str], settings: Sequence[str]) -> tuple[str, ..
     return (*others, *settings)
 
 
-def _reason_to_give_up(*, is_again: bool, idle: int, left: int, most: int) -> str:
-    if is_again:
+def _reason_to_give_up(*, is_same_error: bool, idle: int, left: int, most: int) -> str:
+    """Return why there is no other start; empty if there is one.
+
+    Args:
+        is_same_error: the last two starts ended with the same error, and saved nothing.
+        idle: starts in a row without a new checkpoint.
+        left: restarts that are still allowed.
+        most: restarts that are allowed in all.
+    """
+    if is_same_error:
         return "the same error at the same step again"
     if idle >= _MOST_IDLE:
         return f"{idle} starts in a row without a new checkpoint"
@@ -292,7 +320,8 @@ class _Folder:
     def __init__(self, path: Path, *, goes_on: bool) -> None:
         """Read the folder; `goes_on`: the job resumes from a checkpoint that is there already."""
         self._path = path
-        self._before = self._saved() or {}
+        self._before = self._saved() or {}  # time of each step's manifest
+        # step of the newest checkpoint that the job has, or has had; -1 if there was none
         if goes_on:
             self._seen = max(self._before, default=-1)
         else:

@@ -52,6 +52,7 @@ class Channel(asyncio.Protocol):
 
     Attributes:
         name: address of the other end, for messages.
+        local_address: of this end.
         heard_at: `time.monotonic()` when data came last, or of its beginning.
     """
 
@@ -113,7 +114,13 @@ class Channel(asyncio.Protocol):
     # What agents call.
 
     def sign(self, token: str, *, is_lead: bool, nonces: tuple[str, str]) -> None:
-        """Sign and check every line from here on, if there is a token."""
+        """Sign and check every line from here on, if there is a token.
+
+        Args:
+            token: of the job.
+            is_lead: whether this end is node 0.
+            nonces: of node 0, and of the other node.
+        """
         if token:
             key = _mac(token.encode(), "session", *nonces)
             lead = _mac(key, "lead")
@@ -206,6 +213,12 @@ def new_nonce() -> str:
 
 def proof(token: str, *, role: str, nonces: tuple[str, str], content: Message) -> str:
     """Compute the proof that the sender knows the token, for this connection, role and content.
+
+    Args:
+        token: of the job.
+        role: kind of the proof, so that none passes for another: ``node``, ``lead`` or ``nogo``.
+        nonces: of node 0, and of the other node.
+        content: that the proof covers.
 
     Returns:
         Hexadecimal digits; empty without a token.

@@ -49,7 +49,7 @@ class Rejections:
         self._counts[key] = count
         if count == 1:
             print_line(f"a connection from {address} was turned away: {how}")
-        elif str(count).strip("0") == "1":
+        elif str(count).strip("0") == "1":  # 10, 100, 1000
             address, reason = key
             line = f"{count} connections from {address} were turned away"
             if reason:
@@ -72,7 +72,11 @@ class Rejections:
 
 
 class Client:
-    """A connection to node 0, before and after its HELLO, which is empty before."""
+    """A connection to node 0, before and after its HELLO, which is empty before.
+
+    Attributes:
+        nonce, challenged_at: of node 0's challenge, the latter as `time.time()`.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -92,7 +96,12 @@ class Client:
 
 
 class Clients:
-    """All connections to node 0; `version` changes whenever a node has come or gone."""
+    """All connections to node 0.
+
+    Attributes:
+        present: nodes of this job, after their handshake.
+        version: changes whenever a node has come or gone.
+    """
 
     def __init__(self, *, most_unknown: int) -> None:
         self._most_unknown = most_unknown
@@ -114,7 +123,7 @@ class Clients:
             self.part(oldest, ConnectionLost("there are more connections than nodes"))
 
     def let_in(self, client: Client, hello: dict[str, Any]) -> None:
-        """Count a client among the nodes of this job."""
+        """Count a client among the nodes of this job, unless its connection is closed already."""
         if client in self._unknown:
             self._unknown.remove(client)
             client.hello = hello
@@ -123,7 +132,10 @@ class Clients:
             self.rejections.clear(client.channel.name)
 
     def part(self, client: Client, how: ConnectionLost, *, is_quiet: bool = False) -> None:
-        """Close and forget a connection, and log it unless it was forgotten before."""
+        """Close and forget a connection, and log it unless it was forgotten before.
+
+        A node is not logged if `is_quiet`; a caller that was no node is counted as rejected.
+        """
         client.channel.close()
         if client in self.present:
             self.present.remove(client)

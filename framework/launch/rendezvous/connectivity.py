@@ -69,7 +69,7 @@ def in_background(work: Callable[..., _T], *arguments: Any) -> Future[_T]:
 
 
 def dial(host: str, port: int) -> socket.socket | str:
-    """Try to connect, once; returns the connection, or the reason why there is none."""
+    """Try to connect, once, for some seconds; returns the connection, or why there is none."""
     try:
         return connect(host, port, seconds=_CONNECT_SECONDS)
     except socket.gaierror:
@@ -83,7 +83,7 @@ def dial(host: str, port: int) -> socket.socket | str:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses of a host; an empty list if its name is not known."""
+    """Return the addresses of a host, none if it is not known; blocks while DNS answers."""
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -113,13 +113,13 @@ def listen_at(host: str, port: int) -> socket.socket | None:
     is_literal = host == "localhost" or is_address(host)
     for address in resolve(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        at_all = not is_literal and _is_loopback_address(address)
+        at_all_addresses = not is_literal and _is_loopback_address(address)
         try:
             listener = socket.create_server(
-                ("" if at_all else address, port),
+                ("" if at_all_addresses else address, port),
                 family=family,
                 backlog=_WAITING_TO_BE_ACCEPTED,
-                dualstack_ipv6=at_all and ":" in address and socket.has_dualstack_ipv6(),
+                dualstack_ipv6=at_all_addresses and ":" in address and socket.has_dualstack_ipv6(),
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -166,9 +166,10 @@ def _dns_answer(name: str) -> str:
 
 
 def call_others(targets: Sequence[Target], token: str) -> dict[int, CallResult]:
-    """Call other nodes, and return the failed calls, by the number of the target.
+    """Call other nodes, and return the failed calls, by the place of the target.
 
-    A failed call is tried again for some seconds: a packet or an answer of DNS may be lost.
+    This blocks: a failed call is tried again for `_AGAIN_FOR_SECONDS`, because a packet or an
+    answer of DNS may be lost.
     """
     deadline = time.monotonic() + _AGAIN_FOR_SECONDS
     left = list(range(len(targets)))
@@ -320,7 +321,10 @@ class Round:
 
 
 def targets_of(reach: Reach, *, most: int) -> list[Target]:
-    """Return the targets in a request to call. Raises NoAgent if there are too many."""
+    """Return the targets in a request to call. Raises NoAgent if there are too many.
+
+    A node calls fewer nodes than the `most` in the job, and fewer than `AT_ONCE`.
+    """
     if len(reach.targets) >= min(AT_ONCE, most):
         raise foreign()
     return list(reach.targets)

@@ -60,7 +60,7 @@ SPARE_CONNECTIONS: Final = 64
 _SETTLE_SECONDS: Final = 5.0
 # also when no node came: a mark in the shared folder may be visible late
 _COMPARE_SECONDS: Final = 2.0
-_REST: Final = 5  # times as long as a comparison took
+_REST: Final = 5  # between two comparisons: times as long as one took
 _REPORTED_CHARACTERS: Final = 300  # of each part of a problem; a caller shows no more
 _REPORT_SECONDS: Final = 15.0
 _FIRST_REPORT_SECONDS: Final = 2.0
@@ -122,10 +122,13 @@ class Coordinator:
         self._server = await loop.create_server(
             lambda: Channel(self._opened), sock=self._listener, backlog=4096
         )
-        self._keep(self._sweep())
+        self._run_task(self._sweep())
 
     async def close(self) -> None:
-        """Accept no further connection, and close all there are."""
+        """Accept no further connection, and close all there are.
+
+        The nodes of the last start have `_LEAVE_SECONDS` to close theirs first.
+        """
         if self._server is not None:
             self._server.close()
         if self._peers is not None:
@@ -176,7 +179,7 @@ class Coordinator:
                 why = session.restarts.used_up
                 if why:
                     raise PeerLostError(f"there is no other start: {why} [no-restart]")
-            chosen = self._judge()
+            chosen = self._nodes_to_start()
             if chosen is not None:
                 return chosen
             session.look(self._waiting_for)
@@ -186,7 +189,11 @@ class Coordinator:
                 raise self._stopped
 
     async def decide_restart(self, end: JobEnd) -> RestartDecision:
-        """Decide about another start, and inform all nodes."""
+        """Decide about another start, inform all nodes, and wait before it.
+
+        Raises:
+            RunStopped: on request, during the wait; the other nodes know of it.
+        """
         session = self._session
         peers = self._peers
         assert peers is not None
@@ -216,6 +223,10 @@ class Coordinator:
         return requests.cut_off and not requests.is_meant
 
     def _go(self, chosen: Sequence[Client]) -> Start:
+        """Send GO to the chosen nodes, and return the start.
+
+        Callers before their handshake are closed. Without restarts no later one is accepted.
+        """
         session = self._session
         is_later = self._is_later
         self._epoch += 1
@@ -265,7 +276,7 @@ class Coordinator:
         restarts = self._session.restarts
         return self._epoch > 0 or (restarts is not None and restarts.number > 0)
 
-    def _judge(self) -> Sequence[Client] | None:
+    def _nodes_to_start(self) -> Sequence[Client] | None:
         """Return the nodes of the next start without node 0, or None as long as it has to wait.
 
         Raises:
@@ -273,7 +284,7 @@ class Coordinator:
         """
         present = sorted(set(self._clients.present) - self._ending, key=lambda client: client.node)
         if self._epoch:
-            return self._enough(present)
+            return self._nodes_if_enough(present)
         is_full = len(present) + 1 >= self._session.num_nodes
         if self._round_version != self._clients.version:
             self._round = None
@@ -288,10 +299,10 @@ class Coordinator:
         errors = self._errors(with_port=not waits_for_port)
         if not errors:
             self._differ_since = 0.0
-            chosen = None if waits_for_port else self._enough(present)
+            chosen = None if waits_for_port else self._nodes_if_enough(present)
             if chosen is None:
                 return None
-            return self._connected(chosen)
+            return self._nodes_if_connected(chosen)
         self._differ_since = self._differ_since or now
         # A node that has just died is still present: only nodes that send something again count.
         alive = all(client.channel.heard_at > self._differ_since for client in present)
@@ -307,10 +318,11 @@ class Coordinator:
         errors += [problem for problem in self._differences if problem.severity == "error"]
         return errors
 
-    def _enough(self, present: Sequence[Client]) -> Sequence[Client] | None:
+    def _nodes_if_enough(self, present: Sequence[Client]) -> Sequence[Client] | None:
         """Return the nodes that start, or None if there are too few.
 
-        Fewer than the job has train only after a while, and if the job can be split over them.
+        `present`: the nodes that are there, without node 0. Fewer than the job has train only in a
+        later start, after `ENOUGH_SECONDS`, and if the job can be split over them.
         """
         session = self._session
         wanted = session.topology.nnodes
@@ -339,8 +351,8 @@ class Coordinator:
         now = time.monotonic()
         self._compare_at = now + max(_COMPARE_SECONDS, _REST * (now - began))
 
-    def _connected(self, chosen: Sequence[Client]) -> Sequence[Client] | None:
-        """Return the nodes once they have called each other, and None before.
+    def _nodes_if_connected(self, chosen: Sequence[Client]) -> Sequence[Client] | None:
+        """Have the nodes call each other, and return them once they have; None before.
 
         Nodes without a preflight do not call each other. Raises a ConfigError for calls that fail.
         """
@@ -360,6 +372,11 @@ class Coordinator:
         return None
 
     def _begin_round(self, chosen: Sequence[Client]) -> Round:
+        """Answer at node 0's own port and at that of the ranks, and begin the calls of all nodes.
+
+        Raises:
+            ConfigError: another program has the port of the ranks.
+        """
         here = name_of(self._session.hello)
         master = self._session.topology.master_port
         try:
@@ -392,14 +409,16 @@ class Coordinator:
     def _opened(self, channel: Channel) -> None:
         client = Client(channel)
         self._clients.add(client)
-        self._keep(self._serve(client))
+        self._run_task(self._serve(client))
 
-    def _keep(self, work: Any) -> None:
+    def _run_task(self, work: Any) -> None:
+        """Run a coroutine as a task until `close`."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, client: Client) -> None:
+        """Do a caller's handshake, and handle its messages until its connection is lost."""
         channel = client.channel
         try:
             try:
@@ -409,7 +428,7 @@ class Coordinator:
             while True:
                 self._hear(client, await channel.receive())
         except ConnectionLost as lost:
-            self._part(client, lost)
+            self._drop(client, lost)
 
     async def _admit(self, client: Client) -> None:
         """Do the handshake with a caller.
@@ -485,6 +504,7 @@ class Coordinator:
         return None
 
     def _hear(self, client: Client, message: Message) -> None:
+        """Handle a node's message. While ranks run, only those of nodes in this start count."""
         kind = message["type"]
         if kind == "beat":
             client.channel.send("beat")
@@ -501,7 +521,8 @@ class Coordinator:
             )
         self._woken.set()
 
-    def _part(self, client: Client, how: ConnectionLost) -> None:
+    def _drop(self, client: Client, how: ConnectionLost) -> None:
+        """Close and forget a connection; a node whose ranks run is then lost to its peers."""
         is_running = client.hello and self._running.get(client.node) is client
         self._clients.part(client, how, is_quiet=bool(is_running) or self._is_over)
         if is_running and self._peers is not None:
@@ -509,18 +530,21 @@ class Coordinator:
         self._woken.set()
 
     async def _sweep(self) -> None:
-        """Part from silent nodes. Messages that came while this process was busy are read first."""
+        """Drop silent nodes, until the task is cancelled.
+
+        Messages that came while this process was busy are read first.
+        """
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             for client in list(self._clients.present):
                 if time.monotonic() - client.channel.heard_at > SILENCE_SECONDS:
-                    self._part(client, ConnectionLost(f"silent for {SILENCE_SECONDS:.0f} s"))
+                    self._drop(client, ConnectionLost(f"silent for {SILENCE_SECONDS:.0f} s"))
 
     def _send(self, client: Client, body: bytes) -> None:
         try:
             client.channel.send_body(body)
         except ConnectionLost as lost:
-            self._part(client, lost)
+            self._drop(client, lost)
 
     def _send_to_all(self, kind: str, **content: Any) -> None:
         body = body_of(kind, **content)
@@ -545,6 +569,7 @@ class Coordinator:
             await self._wait(LOOK_SECONDS)
 
     async def _wait(self, seconds: float) -> None:
+        """Wait until a node was heard or has come or gone, for at most `seconds`."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._woken.wait(), seconds)
         self._woken.clear()
@@ -563,6 +588,7 @@ class Coordinator:
             self._send_to_all("waiting", text=self._waiting_for()[:_LONGEST_REPORT])
 
     def _waiting_for(self) -> str:
+        """Describe the nodes that are missing; a name server has half a second to answer."""
         topology = self._session.topology
         here = {client.node for client in self._clients.present}
         here.add(0)

@@ -28,6 +28,7 @@ from framework.hosts.hostfile import first_few, node_names
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _ONE_HOSTFILE: Final = "copy one hostfile to every node"
+# Keys of a HELLO that must have one value on all nodes, each with its fix.
 _SAME: Final = {
     "protocol": "agents of different versions do not understand each other; install the same "
     "everywhere",
@@ -70,7 +71,7 @@ def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> lis
 
     Args:
         hellos: node 0's first.
-        seen: marks that were found the last time, see `framework.doctor.node.start.differences`.
+        seen: marks that were found before; those that are found now are added.
     """
     problems = [*_rank_problems(hellos), *_machine_problems(hellos)]
     for name, fix in _SAME.items():
@@ -82,7 +83,7 @@ def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> lis
         offsets = {name_of(hello): hello.get("ahead", 0.0) for hello in looked}
         problems += differences(looks, seen=seen)
         problems += compare_clocks(offsets).problems
-    return _together(problems)
+    return _grouped_by_problem(problems)
 
 
 def _fact_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
@@ -155,6 +156,7 @@ def _node(hello: Mapping[str, Any]) -> str:
 def _differences(
     hellos: Sequence[Mapping[str, Any]], name: str, values: Sequence[Any], fix: str
 ) -> Iterator[Problem]:
+    """Yield a problem for each node that differs; `values`: of `name`, in the order of `hellos`."""
     names = [name_of(hello) for hello in hellos]
     pairs = list(zip(names, values, strict=True))
     if name == "hosts":
@@ -189,7 +191,7 @@ def _length_text(hosts: str) -> str:
     return f"{hosts.count(',') + 1} hosts"
 
 
-def _together(problems: Sequence[Problem]) -> list[Problem]:
+def _grouped_by_problem(problems: Sequence[Problem]) -> list[Problem]:
     """Return one problem for all nodes that have the same: a thousand lines are not readable."""
     groups: dict[Problem, list[str]] = {}
     for problem in problems:

@@ -53,6 +53,7 @@ async def inspect(session: Session, names: Sequence[str], marks: Sequence[str]) 
 
 
 async def _call_node_0(session: Session, names: Sequence[str]) -> list[Check]:
+    """Take part as another node than node 0, until it ends; return only what has failed here."""
     member = Member(session)
     try:
         await member.begin()
@@ -101,7 +102,7 @@ class Inspector(Coordinator):
         """Return the checks of clocks, network and run folder, and let the others go."""
         self._session.begin_wait()
         num_others = len(self._node_names) - 1
-        await self._until(lambda: len(self._clients.present) >= num_others, MEET_SECONDS)
+        await self._wait_until(lambda: len(self._clients.present) >= num_others, MEET_SECONDS)
         chosen = sorted(self._clients.present, key=lambda client: client.node)
         checks = [self._compare_clocks(chosen), await self._network(chosen)]
         if marks:
@@ -109,7 +110,8 @@ class Inspector(Coordinator):
         await self._send_last("done", code=0)
         return checks
 
-    async def _until(self, holds: Callable[[], bool], seconds: float) -> None:
+    async def _wait_until(self, holds: Callable[[], bool], seconds: float) -> None:
+        """Wait until a condition holds, for at most `seconds`; raises RunStopped on request."""
         until = time.monotonic() + seconds
         while not holds() and time.monotonic() < until:
             self._session.requests.refuse_start()

@@ -26,7 +26,7 @@ class SingleNode:
         self._peers = Peers(0, {0: str(session.hello["host"])})
 
     async def begin(self) -> Start:
-        """Begin at once."""
+        """Begin at once; raises RunStopped on request."""
         self._session.requests.refuse_start()
         self._number += 1
         self._peers = Peers(0, {0: str(self._session.hello["host"])}, epoch=self._number)
@@ -37,7 +37,7 @@ class SingleNode:
         return Start(self._peers, topology, self._session.resumes)
 
     async def decide_restart(self, end: JobEnd) -> RestartDecision:
-        """Decide about another start."""
+        """Decide about another start, and wait before it; raises RunStopped on request."""
         again = await self._session.decide(end, self._peers)
         if again is not None:
             await self._session.pause(again.seconds, self._peers)

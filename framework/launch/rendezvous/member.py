@@ -77,9 +77,9 @@ _PORT_IN_USE_SECONDS: Final = 5.0
 # A name may still mean the last pod of this rank: name servers keep an answer for half a minute,
 # and several of them may be chained.
 _DOUBT_SECONDS: Final = 120.0
-_DOUBT_ELSEWHERE_SECONDS: Final = 10.0
+_DOUBT_ELSEWHERE_SECONDS: Final = 10.0  # the same for node 0 where there are no pods
 _OF_A_POD: Final = "KUBERNETES_SERVICE_HOST"  # the kubelet gives it to every container
-_ELSEWHERE_AFTER_SECONDS: Final = 5.0
+_ELSEWHERE_AFTER_SECONDS: Final = 5.0  # and for other nodes where there are no pods
 # Node 0 keeps the deadline and sends the reason, so no other node leaves before it.
 _AFTER_DEADLINE_SECONDS: Final = 30.0
 _WAITS: Final = "waiting for the others"
@@ -127,7 +127,15 @@ class Member:
                 return start
 
     async def attempt(self) -> Start | None:
-        """Call once, and wait for GO; None if the connection is lost before it."""
+        """Wait for GO, after a call of node 0 if none is connected.
+
+        Returns:
+            None a second after the connection failed or was lost: it is time to call again.
+
+        Raises:
+            ConfigError: this node is refused, or its addresses cannot be right.
+            PeerLostError, RunStopped, JobOver: node 0 reports it.
+        """
         try:
             if self._channel is None:
                 self._channel = await self._call()
@@ -183,7 +191,7 @@ class Member:
         self._session.close()
 
     async def _watched(self, work: Awaitable[_T], *, takes_requests: bool = True) -> _T:
-        """Await with the checks of a wait; a request to stop here is passed on to node 0."""
+        """Await with the checks of `Session.watch`; a request to stop here is sent to node 0."""
         try:
             return await self._session.watch(
                 work, self._waiting_for, deadline=self._deadline, takes_requests=takes_requests
@@ -192,7 +200,7 @@ class Member:
             if self._channel is not None and self._session.requests.is_meant:
                 with suppress(ConnectionLost):
                     self._channel.send("stop", why=self._session.requests.asked)
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # the event loop sends it
             raise
 
     def _deadline(self) -> float | None:
@@ -217,6 +225,7 @@ class Member:
     # The handshake.
 
     async def _call(self) -> Channel:
+        """Open a connection to node 0. Raises ConnectionLost if none can be opened."""
         answer = await asyncio.wrap_future(in_background(dial, self._where, self._session.port))
         if isinstance(answer, str):
             self._no_agent_since = math.inf  # nothing listens there, so no other program does
@@ -253,7 +262,7 @@ class Member:
             refusal = proof(
                 token, role="nogo", nonces=nonces, content={"problems": answer.get("problems")}
             )
-            self._refused(answer, is_proven=is_proof(answer.get("proof"), refusal))
+            self._raise_refusal(answer, is_proven=is_proof(answer.get("proof"), refusal))
             raise ConnectionLost("whoever answers there refuses, and does not know the token")
         if answer["type"] == "later":
             raise ConnectionLost(reason_of(answer.get("why")))
@@ -280,6 +289,7 @@ class Member:
         raise ConfigError.of("token-refused", reason, fix, file="node 0")
 
     def _hello(self, channel: Channel) -> dict[str, Any]:
+        """Return this node's HELLO, and answer at the port in it if there was a preflight."""
         session = self._session
         hello = {**session.hello, "clock": time.time(), "state": dict(session.state)}
         if "look" in hello:
@@ -287,7 +297,14 @@ class Member:
                 hello["echo"] = [channel.local_address, session.answer_at(channel.local_address)]
         return hello
 
-    async def _next(self, channel: Channel, *, beat_seconds: float = BEAT_SECONDS) -> Message:
+    async def _next_message(
+        self, channel: Channel, *, beat_seconds: float = BEAT_SECONDS
+    ) -> Message:
+        """Wait for a message, and send a beat every `beat_seconds` meanwhile.
+
+        Raises:
+            ConnectionLost: node 0 is gone, or silent for `SILENCE_SECONDS`.
+        """
         receiving = asyncio.ensure_future(channel.receive())
         try:
             while not (await asyncio.wait({receiving}, timeout=beat_seconds))[0]:
@@ -306,7 +323,7 @@ class Member:
         try:
             while True:
                 beat_seconds = BEAT_SECONDS if self._peers is None else RUNNING_BEAT_SECONDS
-                message = await self._next(channel, beat_seconds=beat_seconds)
+                message = await self._next_message(channel, beat_seconds=beat_seconds)
                 if message["type"] == "news":
                     if self._peers is not None:
                         self._peers.hear(message)
@@ -320,12 +337,14 @@ class Member:
             self._heard.put_nowait(lost)
 
     async def _take(self) -> Start | Message:
+        """Wait for what `_hear` queues next. Raises ConnectionLost once node 0 is lost."""
         heard = await self._heard.get()
         if isinstance(heard, ConnectionLost):
             raise heard
         return heard
 
     async def _wait_for_go(self, channel: Channel) -> Start:
+        """Wait for GO, and call other nodes when node 0 asks for it. Raises as `attempt` does."""
         calls: asyncio.Task[None] | None = None
         try:
             while True:
@@ -333,7 +352,7 @@ class Member:
                 if isinstance(message, Start):
                     return message
                 if message["type"] == "reach":
-                    targets, token = self._round_of(message)
+                    targets, token = self._calls_of_round(message)
                     if calls is None or calls.done():
                         calls = asyncio.ensure_future(_call_others(channel, targets, token))
                 else:
@@ -346,7 +365,7 @@ class Member:
     def _raise_end(self, message: Message) -> None:
         """Raise the error of a message that ends the wait for GO, see `begin`."""
         if message["type"] == "nogo":
-            self._refused(message, is_proven=True)
+            self._raise_refusal(message, is_proven=True)
         elif message["type"] == "done":
             raise JobOver(read_message(Done, message).code)
         elif message["type"] in ("stop", "lost"):
@@ -363,7 +382,7 @@ class Member:
             self._session.begin_wait(is_idle=True)
             self._waits = "training, and this node is a spare"
 
-    def _round_of(self, message: Message) -> tuple[list[Target], str]:
+    def _calls_of_round(self, message: Message) -> tuple[list[Target], str]:
         """Return the endpoints to call, and the token to send to them.
 
         Raises:
@@ -380,7 +399,8 @@ class Member:
     def _go(self, channel: Channel, message: Message) -> Start:
         """Return the start that node 0 describes: its nodes, its port, and whether it resumes.
 
-        Raises NoAgent if it is not a GO of this job.
+        This node takes over the state of the restarts. Raises NoAgent if it is not a GO of this
+        job.
         """
         session = self._session
         own_node = session.topology.node_rank
@@ -430,8 +450,8 @@ class Member:
         )
         return is_ordered and is_enough
 
-    def _refused(self, message: Message, *, is_proven: bool) -> None:
-        """Raise a ConfigError for a refusal by node 0.
+    def _raise_refusal(self, message: Message, *, is_proven: bool) -> None:
+        """Raise a ConfigError for a refusal by node 0, or return if it is not believed.
 
         A refusal without a proof may come from any program. It is believed if it explains why this
         node cannot prove anything, and ends this node alone.
@@ -500,6 +520,7 @@ def _host_name(reported: object) -> str:
 
 
 async def _call_others(channel: Channel, targets: Sequence[Target], token: str) -> None:
+    """Call other nodes, and send the failed calls to node 0."""
     failures = await asyncio.wrap_future(in_background(call_others, targets, token))
     with suppress(ConnectionLost):
         failed = [[number, call.address, call.reason] for number, call in failures.items()]
@@ -548,6 +569,7 @@ async def find_listener(session: Session) -> socket.socket:
 
     Raises:
         ConfigError: another process has the port or the address.
+        RunStopped, PeerLostError: see `Session.look`.
     """
     master = session.topology.master_addr
     caller = Member(session)
@@ -582,10 +604,11 @@ async def find_listener(session: Session) -> socket.socket:
 
 
 def _try_to_listen(session: Session, waited: float) -> socket.socket | None:
-    """Listen at master_addr if this machine has it; `waited`: seconds since the first try.
+    """Listen at master_addr if this machine has it, else return None.
 
     The port may be in use by another node 0, which will refuse this one. If there was no challenge
     for `_PORT_IN_USE_SECONDS`, it is no agent that has the port, and this raises a ConfigError.
+    `waited`: seconds since the first try.
     """
     try:
         return listen_at(session.topology.master_addr, session.port)

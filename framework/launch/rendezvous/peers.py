@@ -170,6 +170,7 @@ class Peers:
         return is_news
 
     def _add_failure(self, failure: Failure) -> bool:
+        """Add a failure, shortened; returns False if there is no room for it."""
         # A thousand nodes may only have lost another one, before the cause is reported: half of
         # the room is for causes.
         is_cause = failure.code != EXIT_PEER_LOST or failure.kind is FailureKind.NODE_LOST
@@ -183,6 +184,7 @@ class Peers:
         return True
 
     def _apply_lost(self, node: int, how: ConnectionLost) -> None:
+        """Add the loss of a node to the state, as its failure and its end."""
         what = f"{self.name(node)}: lost: {how}"[:_LONGEST_TEXT]
         now = time.strftime("%H:%M:%S")
         self._add_failure(Failure(node, what, EXIT_PEER_LOST, now, FailureKind.NODE_LOST))
@@ -223,12 +225,14 @@ class LeadPeers(Peers):
         return is_news
 
     async def _gather(self) -> None:
+        """Pass on what is new after `_GATHER_SECONDS`, or at once if all nodes have ended."""
         if not self.all_ended:
             await asyncio.sleep(_GATHER_SECONDS)
         self._gathering = None
         self._pass_on()
 
     def _pass_on(self) -> None:
+        """Send what is new to all nodes, in several messages if many have ended."""
         failures = self.failures[self._num_passed_on :]
         self._num_passed_on = len(self.failures)
         content: dict[str, Any] = {"stop": self.stop, "asked": self.asked, "cut": self.cut}
@@ -285,6 +289,7 @@ class MemberPeers(Peers):
         self._changed.set()
 
     def _codes(self, ended: Mapping[str, int]) -> dict[int, int]:
+        """Return exit codes by node. Raises NoAgent if this start has no such node."""
         nodes = {str(node): node for node in self._hosts}
         codes = {}
         for name, code in ended.items():
@@ -302,6 +307,7 @@ class MemberPeers(Peers):
             self._changed.set()
 
     def _failure(self, record: FailureRecord) -> Failure:
+        """Return a failure from its record. Raises NoAgent if this start has no such node."""
         if record.node not in self._hosts:
             raise foreign()
         what = record.what[:_LONGEST_TEXT]

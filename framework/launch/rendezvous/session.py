@@ -76,6 +76,7 @@ class Session:
         fits: whether the job can train on a number of nodes, fewer than it began with.
         state: of the restarts, as node 0 sent it last.
         is_idle: the others train, and this node waits for its turn.
+        started_at: `time.monotonic()` at which the wait began.
         local_address: on which this node and the others reach each other, once they have met.
     """
 
