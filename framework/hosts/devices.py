@@ -100,8 +100,8 @@ def find_devices(environment: Mapping[str, str]) -> LocalDevices:
     requested = environment.get("DS_ACCELERATOR", "")
     if not requested:
         return (
-            _visible("npu", count_npus(), environment)
-            or _visible("cuda", count_gpus(), environment)
+            _visible_devices("npu", count_npus(), environment)
+            or _visible_devices("cuda", count_gpus(), environment)
             or _other_gpus(environment)
             or LocalDevices("cpu", 0)
         )
@@ -109,7 +109,7 @@ def find_devices(environment: Mapping[str, str]) -> LocalDevices:
         kind = requested if requested in get_args(Device) else "unknown"
         return LocalDevices(kind, 0)  # type: ignore[arg-type]
     if requested == "npu":
-        devices = _visible("npu", count_npus(), environment)
+        devices = _visible_devices("npu", count_npus(), environment)
     else:
         devices = _requested_gpus(environment)
     if devices is None:
@@ -122,8 +122,12 @@ def find_devices(environment: Mapping[str, str]) -> LocalDevices:
 
 
 def _requested_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
+    """Return NVIDIA's or AMD's GPUs, for a user who wants them; None if there are none.
+
+    Where only a device file shows that there are some, their count is 0: they are not counted.
+    """
     count = count_gpus() or count_amd_gpus(environment)
-    devices = _visible("cuda", count, environment)
+    devices = _visible_devices("cuda", count, environment)
     if not count and any((_DEV / name).exists() for name in _GPU_FILES):
         return LocalDevices("cuda", 0)
     return devices
@@ -133,7 +137,7 @@ def count_gpus() -> int:
     """Count the NVIDIA GPUs that this process may use."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return _count_nodes("nvidia")
+        return _count_device_files("nvidia")
     try:
         # Under cgroups (Slurm, containers) it lists the GPUs that are allowed; /dev may have more.
         listed = subprocess.run(
@@ -144,7 +148,7 @@ def count_gpus() -> int:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return _count_nodes("nvidia")
+        return _count_device_files("nvidia")
     return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
 
 
@@ -193,7 +197,7 @@ def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Proble
 def _other_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
     """Return the devices that DeepSpeed takes without Ascend and NVIDIA, by the build of torch."""
     if (_DEV / "kfd").exists() and torch_text("hip"):
-        return _visible("cuda", count_amd_gpus(environment), environment)
+        return _visible_devices("cuda", count_amd_gpus(environment), environment)
     if any(_DEV.glob("dri/renderD*")) and torch_text("xpu"):
         return LocalDevices("xpu", 0)
     if any(_DEV.glob("accel/accel*")) and package_folder("habana_frameworks"):
@@ -203,7 +207,7 @@ def _other_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
 
 def count_npus() -> int:
     """Count the Ascend devices."""
-    return _count_nodes("davinci")
+    return _count_device_files("davinci")
 
 
 def visible_variable(kind: str) -> str:
@@ -218,12 +222,18 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _count_nodes(prefix: str) -> int:
+def _count_device_files(prefix: str) -> int:
     return sum(1 for path in _DEV.glob(f"{prefix}*") if re.fullmatch(rf"{prefix}\d+", path.name))
 
 
-def _visible(kind: Device, count: int, environment: Mapping[str, str]) -> LocalDevices | None:
-    """Return the devices that the environment leaves visible; None if there are none."""
+def _visible_devices(
+    kind: Device, count: int, environment: Mapping[str, str]
+) -> LocalDevices | None:
+    """Return the devices that the environment leaves visible, of `count`; None if there are none.
+
+    Raises:
+        ConfigError: the variable holds anything but device numbers.
+    """
     name = visible_variable(kind)
     text = environment.get(name)
     if not count:
@@ -241,6 +251,7 @@ def _visible(kind: Device, count: int, environment: Mapping[str, str]) -> LocalD
 
 
 def _are_device_numbers(words: Sequence[str], count: int) -> bool:
+    """Check whether these are different numbers below `count`."""
     if not all(re.fullmatch("[0-9]{1,4}", word) for word in words):
         return False
     numbers = set(map(int, words))

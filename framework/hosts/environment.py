@@ -29,6 +29,9 @@ def requirements(extras: Sequence[str], *, pyproject: str | None = None) -> list
     Args:
         extras: names of optional dependencies.
         pyproject: text to read them from; None: that of pyproject.toml.
+
+    Raises:
+        SystemExit: there is no such extra.
     """
     if pyproject is not None:
         text = pyproject

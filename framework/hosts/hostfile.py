@@ -89,8 +89,11 @@ def one_spelling(host: str) -> str:
     return str(address)
 
 
-def _shortened(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a name without a domain, and the same name with one."""
+def _names_with_domain(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield pairs of a name without a domain, and the same name with one.
+
+    `names`: names as they are written, by their common spelling.
+    """
     for host, name in names.items():
         label, dot, _ = host.partition(".")
         if dot and ":" not in host and not host.replace(".", "").isdigit() and label in names:
@@ -182,21 +185,22 @@ class _Reader:
         if not match:
             mistakes = _MISTAKES.items()
             reason = next(reason for pattern, reason in mistakes if re.match(pattern, entry))
-            self._refuse("hostfile-malformed", reason, _HOW, line, key="line", value=entry)
+            self._add_problem("hostfile-malformed", reason, _HOW, line, key="line", value=entry)
             return
         slots = int(match[2])
         if slots == 0:
             reason = f"{match[1]} would train nothing"
             fix = "write its number of devices, or remove the line"
-            self._refuse("hostfile-zero-slots", reason, fix, line, key="slots", value=0)
+            self._add_problem("hostfile-zero-slots", reason, fix, line, key="slots", value=0)
         elif slots > _MOST_SLOTS:
             reason = f"no machine has more than {_MOST_SLOTS} devices"
             fix = "write its number of devices"
-            self._refuse("hostfile-many-slots", reason, fix, line, key="slots", value=slots)
+            self._add_problem("hostfile-many-slots", reason, fix, line, key="slots", value=slots)
         else:
             self._add_host(bare(match[1]), slots, line)
 
     def _add_host(self, name: str, slots: int, line: int) -> None:
+        """Add a host, and its problems; a wrong one is added, too: later lines may repeat it."""
         user, at, host = name.rpartition("@")
         if not is_host(host) or (at and not _USER.fullmatch(user)):
             if ":" in host:
@@ -204,23 +208,23 @@ class _Reader:
             else:
                 reason = "no host can have this name"
             fix = "letters, digits, - _ . and user@, or an address such as 10.0.0.2 or [fd00::2]"
-            self._refuse("hostfile-bad-name", reason, fix, line, key="host", value=name)
+            self._add_problem("hostfile-bad-name", reason, fix, line, key="host", value=name)
         first = self._names.setdefault(one_spelling(host), name)
         if name in self._lines:
             reason = f"the host is already in line {self._lines[name]}"
             fix = "keep one line with all its slots"
-            self._refuse("hostfile-duplicate-host", reason, fix, line, key="host", value=name)
+            self._add_problem("hostfile-duplicate-host", reason, fix, line, key="host", value=name)
         elif first != name:
             reason = f"it is the host of line {self._lines[first]}, which is {first} there"
             fix = "keep one line with all its slots"
-            self._refuse("hostfile-duplicate-host", reason, fix, line, key="host", value=name)
+            self._add_problem("hostfile-duplicate-host", reason, fix, line, key="host", value=name)
         self._lines.setdefault(name, line)
         self.hosts.append(Host(name, slots))
 
     def compare_names(self) -> None:
         """Note names that may mean one host, or mean another one on each host."""
         lines = self._lines
-        for short, name in _shortened(self._names):
+        for short, name in _names_with_domain(self._names):
             reason = (
                 f"{short} in line {lines[short]} may be the same host, and its devices would be "
                 "taken twice"
@@ -230,7 +234,7 @@ class _Reader:
                 "their domain"
             )
             line = lines[name]
-            self._refuse("hostfile-duplicate-host", reason, fix, line, key="host", value=name)
+            self._add_problem("hostfile-duplicate-host", reason, fix, line, key="host", value=name)
         if len(self.hosts) < 2:  # alone in a file a loopback name is this machine
             return
         for host in self.hosts:
@@ -238,9 +242,11 @@ class _Reader:
                 reason = "every host takes this name for itself"
                 fix = "write the name that the others know it by"
                 line = lines[host.name]
-                self._refuse("hostfile-loopback", reason, fix, line, key="host", value=host.name)
+                self._add_problem(
+                    "hostfile-loopback", reason, fix, line, key="host", value=host.name
+                )
 
-    def _refuse(
+    def _add_problem(
         self, kind: str, reason: str, fix: str, line: int, *, key: str, value: object
     ) -> None:
         self.problems.append(
@@ -261,18 +267,24 @@ def cluster_of(hosts: Sequence[Host], *, path: str | Path = "") -> Cluster:
 
 
 def _read_text(path: Path, *, name: str) -> str:
-    def refuse(kind: str, reason: str, fix: str) -> ConfigError:
+    """Return the text of a hostfile; `name`: its path as the user wrote it.
+
+    Raises:
+        ConfigError: it is missing, no regular file, too large, unreadable, or not text.
+    """
+
+    def refusal(kind: str, reason: str, fix: str) -> ConfigError:
         return ConfigError.of(f"hostfile-{kind}", reason, fix, file=name)
 
     try:
         status = path.stat()
         # Opening a pipe would wait for its writer, and DeepSpeed takes one for a missing file.
         if not stat.S_ISREG(status.st_mode):
-            raise refuse(
+            raise refusal(
                 "not-a-file", "it is a directory or a pipe, not a file", "name a text file"
             )
         if status.st_size > _LARGEST_FILE_BYTES:
-            raise refuse(
+            raise refusal(
                 "malformed",
                 f"it has {status.st_size} bytes, no hostfile is so large",
                 "name the right file",
@@ -280,18 +292,18 @@ def _read_text(path: Path, *, name: str) -> str:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         fix = "DeepSpeed would train on this machine alone; check the path"
-        raise refuse("not-found", "there is no such file", fix) from None
+        raise refusal("not-found", "there is no such file", fix) from None
     except (OSError, ValueError) as error:
         reason = f"it cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise refuse("unreadable", reason, "check the path") from None
+        raise refusal("unreadable", reason, "check the path") from None
     if content.startswith(_BYTE_ORDER_MARKS):
         reason = "it begins with a byte-order mark, which would become part of the first name"
-        raise refuse("bom", reason, "save it as UTF-8 without a byte-order mark")
+        raise refusal("bom", reason, "save it as UTF-8 without a byte-order mark")
     with suppress(UnicodeDecodeError):
         text = content.decode("utf-8")
         if "\0" not in text:
             return text
-    raise refuse("malformed", "it is not a text file", "name the right file")
+    raise refusal("malformed", "it is not a text file", "name the right file")
 
 
 @dataclass(frozen=True)
@@ -338,7 +350,7 @@ def choose_hosts(
     left = [item for item in chosen if item.devices][:num_nodes]
     if num_nodes and num_nodes > len(hosts):
         reason = f"{path} has {len(hosts)} hosts"
-        problems.append(_wrong("--num_nodes", num_nodes, reason, "name more hosts there"))
+        problems.append(_wrong_choice("--num_nodes", num_nodes, reason, "name more hosts there"))
     if num_gpus:
         problems += _too_few_slots(left, num_gpus, num_gpus_flag)
         left = [ChosenHost(item.host, item.devices[:num_gpus]) for item in left]
@@ -360,12 +372,12 @@ def _filtered(
 ) -> list[ChosenHost]:
     """Return all hosts with the devices that are included, or not excluded; add the problems."""
     if include:
-        included = _parse(include, hosts, option="--include", problems=problems)
+        included = _parse_choice(include, hosts, option="--include", problems=problems)
     else:
         included = {host.name: set(range(host.slots)) for host in hosts}
     excluded: dict[str, set[int]] = {}
     if exclude and not include:
-        excluded = _parse(exclude, hosts, option="--exclude", problems=problems)
+        excluded = _parse_choice(exclude, hosts, option="--exclude", problems=problems)
     chosen = []
     for host in hosts:
         devices = included.get(host.name, set()) - excluded.get(host.name, set())
@@ -374,13 +386,14 @@ def _filtered(
 
 
 def _too_few_slots(chosen: Sequence[ChosenHost], num_gpus: int, flag: str) -> list[Problem]:
+    """Return one problem for all hosts with fewer than `num_gpus` slots, or none."""
     too_small = [item.host for item in chosen if item.host.slots < num_gpus]
     if not too_small:
         return []
     reason = f"{too_small[0].name} has slots={too_small[0].slots}"
     if len(too_small) > 1:
         reason += f", and {len(too_small) - 1} more hosts have too few"
-    return [_wrong(flag, num_gpus, reason, "take as many")]
+    return [_wrong_choice(flag, num_gpus, reason, "take as many")]
 
 
 def is_this_machine(chosen: Sequence[ChosenHost], *, ssh_args: str = "") -> bool:
@@ -394,15 +407,15 @@ def is_this_machine(chosen: Sequence[ChosenHost], *, ssh_args: str = "") -> bool
     return is_loopback_name(name) or name.lower() == socket.gethostname().lower()
 
 
-def _parse(
+def _parse_choice(
     text: str, hosts: Sequence[Host], *, option: str, problems: list[Problem]
 ) -> dict[str, set[int]]:
     """Return the devices by host of a text such as ``host1@host2:0,2``, and add its problems."""
     slots = {host.name: host.slots for host in hosts}
     named: dict[str, set[int]] = {}
-    for part, name, numbers in _parts(text, slots):
+    for part, name, numbers in _split_choice(text, slots):
         if not name:
-            problems.append(_unknown(option, part, list(slots)))
+            problems.append(_unknown_host(option, part, list(slots)))
             continue
         if numbers:
             devices = set(map(int, numbers.split(",")))
@@ -410,13 +423,16 @@ def _parse(
             devices = set(range(slots[name]))
         if max(devices) >= slots[name]:
             reason = f"{name} has devices 0 to {slots[name] - 1}"
-            problems.append(_wrong(option, part, reason, "name those"))
+            problems.append(_wrong_choice(option, part, reason, "name those"))
         named.setdefault(name, set()).update(devices)
     return named
 
 
-def _parts(text: str, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield each part of a text with its host, empty if there is no such host, and its devices.
+def _split_choice(text: str, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield each part of a text such as ``host1@host2:0,2``, with its host and its devices.
+
+    They are ``("host2:0,2", "host2", "0,2")``. Without devices the last one is empty, and for a
+    part that names no host the last two are.
 
     The text is matched with the names, the longest ones first: with `@` and `:` in names no rule
     finds where they end.
@@ -440,17 +456,20 @@ def _parts(text: str, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
         text = text[len(part) + 1 :]
 
 
-def _unknown(option: str, part: str, names: Sequence[str]) -> Problem:
+def _unknown_host(option: str, part: str, names: Sequence[str]) -> Problem:
+    """Return the problem of a part that names no host, or has not the form of one."""
     has_form = re.fullmatch(r"[^:]+(:\d{1,4}(,\d{1,4})*)?", part, re.ASCII)
     if not has_form and not is_host(bare(part)):
         reason = "it is not HOST or HOST:DEVICE,DEVICE"
-        return _wrong(option, part, reason, "for example worker-0@worker-1:0,2")
+        return _wrong_choice(option, part, reason, "for example worker-0@worker-1:0,2")
     if is_host(bare(part)):
         name = part
     else:
         name = part.partition(":")[0]
-    return _wrong(option, name, "the hostfile has no such host", f"it has {first_few(names)}")
+    return _wrong_choice(
+        option, name, "the hostfile has no such host", f"it has {first_few(names)}"
+    )
 
 
-def _wrong(option: str, value: object, reason: str, fix: str) -> Problem:
+def _wrong_choice(option: str, value: object, reason: str, fix: str) -> Problem:
     return Problem("host-choice", reason, fix, key=option, value=value, file="command line")

@@ -180,6 +180,7 @@ def _complete(chosen: dict[str, Setting]) -> HostTopology:
 
 
 def _value_problems(item: Setting) -> Iterator[Problem]:
+    """Yield the problem of a value that no job can have."""
     if item.name == "master_addr":
         if not is_host(item.value):
             fix = (
@@ -201,6 +202,7 @@ def _value_problems(item: Setting) -> Iterator[Problem]:
 
 
 def _contradictions(settings: Sequence[Setting]) -> Iterator[Problem]:
+    """Yield a problem for each name that has different values."""
     for name, flag in _FLAGS.items():
         items = [item for item in settings if item.name == name]
         for other in items:
@@ -212,6 +214,7 @@ def _contradictions(settings: Sequence[Setting]) -> Iterator[Problem]:
 
 
 def _problem(kind: str, item: Setting, reason: str, fix: str, *, value: object = None) -> Problem:
+    """Return a problem of a value, at the place that its source names."""
     source = item.source
     in_file = "/" in source or source == "hostfile"
     if source.startswith("--"):
@@ -229,6 +232,7 @@ def _problem(kind: str, item: Setting, reason: str, fix: str, *, value: object =
 
 
 def _from_hosts(hosts: Sequence[Host]) -> Iterator[Setting]:
+    """Read the hosts of a hostfile; that the first one is node 0 is a guess."""
     if hosts:
         yield Setting("nnodes", str(len(hosts)), "hostfile")
         yield Setting("slots", str(cluster_of(hosts).devices_per_host), "hostfile")
@@ -238,7 +242,13 @@ def _from_hosts(hosts: Sequence[Host]) -> Iterator[Setting]:
 def _plain(
     prefix: str, names: Mapping[str, str], guesses: Mapping[str, str] | None = None
 ) -> Callable[[Mapping[str, str]], Iterator[Setting]]:
-    """Return a reader of variables that hold one value each; of a guess the first word counts."""
+    """Return a reader of variables that hold one value each.
+
+    Args:
+        prefix: of all the variables.
+        names: variables without their prefix, by the names of `HostTopology`.
+        guesses: the same for variables whose values are guesses; their first words count.
+    """
 
     def read(environment: Mapping[str, str]) -> Iterator[Setting]:
         for name, variable in names.items():
@@ -276,6 +286,7 @@ def _slurm(environment: Mapping[str, str]) -> Iterator[Setting]:
 
 
 def _slurm_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem if `srun` starts more than one launcher on a node."""
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     in_step = {"SLURM_STEP_ID", "SLURM_NODEID"} <= environment.keys()
     if in_step and any(int(count) > 1 for count in re.findall(r"(?:^|,)(\d+)", tasks)):
