@@ -16,13 +16,16 @@ _GB: Final = 1e9
 
 
 def judge(result: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield the measurements as rows of a table, with slow hosts and links as warnings."""
+    """Yield the measurements as rows of a table, with slow hosts and links as warnings.
+
+    `result`: as `framework/engine/link_bench.py` prints it.
+    """
     for row in result["all_reduce"]:
         took = f"{row['bytes'] >> 20} MiB in {row['seconds'] * 1e3:.2f} ms"
         outcome = f"{took}: algorithm {_speed(row['algorithm'])}, bus {_speed(row['bus'])}"
         yield Check("all-reduce", outcome, facts={"all_reduce": row})
     if result["pairs"]:
-        yield _pairs(result["pairs"])
+        yield _check_pairs(result["pairs"])
     for row in result["storage"]:
         if "error" in row:
             problem = Problem(
@@ -37,8 +40,11 @@ def judge(result: Mapping[str, Any]) -> Iterator[Check]:
             yield Check("storage", outcome, facts={"storage": row})
 
 
-def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
-    """Find slow hosts, which are slow with all others, and slow links, which are one pair each."""
+def _check_pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
+    """Find slow hosts, which are slow with all others, and slow links, which are one pair each.
+
+    `rows`: each with hosts ``a`` and ``b``, and ``bytes_per_second`` each way.
+    """
     best: dict[str, float] = {}
     for row in rows:
         for name in (row["a"], row["b"]):

@@ -56,7 +56,7 @@ def check_devices(requirements: Requirements, environment: Mapping[str, str]) ->
         problems.append(_too_few(devices.count, ranks, devices.kind))
     gpus = _gpus_of_ranks(devices, environment)[:ranks]
     if gpus:
-        problems += _about(gpus, _ask_nvidia_smi("compute-apps", _PER_PROCESS, environment))
+        problems += _gpu_problems(gpus, _ask_nvidia_smi("compute-apps", _PER_PROCESS, environment))
     names = sorted({row["name"] for row in gpus})
     facts |= {"gpus": [row["uuid"] for row in gpus], "gpu_names": names}
     outcome = f"{ranks} of {devices.count} {devices.kind}"
@@ -102,7 +102,8 @@ def _ask_nvidia_smi(
     return rows
 
 
-def _about(gpus: Sequence[Row], processes: Sequence[Row]) -> Iterator[Problem]:
+def _gpu_problems(gpus: Sequence[Row], processes: Sequence[Row]) -> Iterator[Problem]:
+    """Yield the problems of GPUs; `processes`: those that compute on any GPU of this host."""
     for gpu in gpus:
         yield from _about_use(gpu, processes)
         yield from _about_memory(gpu)
@@ -110,6 +111,7 @@ def _about(gpus: Sequence[Row], processes: Sequence[Row]) -> Iterator[Problem]:
 
 
 def _about_use(gpu: Row, processes: Sequence[Row]) -> Iterator[Problem]:
+    """Warn if a process other than this one and its parent uses the GPU, or holds its memory."""
     label = f"GPU {gpu['index']}"
     own = {os.getpid(), os.getppid()}
     others = []
@@ -130,6 +132,7 @@ def _about_use(gpu: Row, processes: Sequence[Row]) -> Iterator[Problem]:
 
 
 def _about_memory(gpu: Row) -> Iterator[Problem]:
+    """Warn of a GPU that has counted memory errors."""
     errors = _number(gpu["ecc.errors.uncorrected.volatile.total"])
     if errors:
         found = f"{errors} uncorrected memory errors"
@@ -143,6 +146,7 @@ def _about_memory(gpu: Row) -> Iterator[Problem]:
 
 
 def _about_driver(gpus: Sequence[Row]) -> Iterator[Problem]:
+    """Yield an error for each release of the driver that torch's CUDA does not run on."""
     cuda = torch_text("cuda")
     oldest = _OLDEST_DRIVER.get((cuda or "").partition(".")[0])
     for driver in sorted({row["driver_version"] for row in gpus}):

@@ -67,6 +67,7 @@ class Echo:
         self._thread.start()
 
     def _serve(self) -> None:
+        """Accept and answer callers until `close`, in the thread."""
         with self._server, selectors.DefaultSelector() as selector:
             selector.register(self._server, selectors.EVENT_READ, self._server)
             while not self._is_closed.is_set():
@@ -86,12 +87,13 @@ class Echo:
         """Answer the peers that have sent something, and return those to close."""
         over = set()
         for peer, until in self._peers.items():
-            is_closed = peer in ready and not _answered(peer)
+            is_closed = peer in ready and not _send_back(peer)
             if is_closed or until < time.monotonic():
                 over.add(peer)
         return over
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
+        """Accept one caller, which has `_CALL_SECONDS` until it is closed."""
         try:
             peer, _ = self._server.accept()
             peer.setblocking(False)
@@ -101,17 +103,17 @@ class Echo:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, close all connections, and wait for the thread."""
         self._is_closed.set()
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # it wakes the thread
         self._thread.join()
 
 
-def _answered(peer: socket.socket) -> bool:
-    """Return the bytes that have come; False if the caller has closed the connection.
+def _send_back(peer: socket.socket) -> bool:
+    """Send back the bytes that have come; returns False if the connection is of no more use.
 
-    The end that closes first keeps the port for a minute, so that is left to the caller.
+    The caller closes it, because the end that closes first keeps the port for a minute.
     """
     try:
         content = peer.recv(_LONGEST_TOKEN)
@@ -133,7 +135,10 @@ def connect(host: str, port: int, *, seconds: float) -> socket.socket:
 
 
 def call(host: str, port: int, *, token: str, seconds: float = _CALL_SECONDS) -> CallResult:
-    """Call an `Echo` with a token: a proxy that takes every connection does not return it."""
+    """Call an `Echo` with a token: a proxy that takes every connection does not return it.
+
+    All addresses of the host are tried. If none answers, the result is that of the first one.
+    """
     try:
         entries = socket.getaddrinfo(host, port, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except OSError as error:
@@ -150,6 +155,7 @@ def call(host: str, port: int, *, token: str, seconds: float = _CALL_SECONDS) ->
 
 
 def _reason_of_failure(address: str, port: int, *, token: str, seconds: float) -> str:
+    """Call one address; returns why that failed, or an empty text."""
     try:
         with connect(address, port, seconds=seconds) as peer:
             peer.settimeout(seconds)

@@ -38,7 +38,7 @@ _CONTAINER_DEFAULT_BYTES: Final = 64 * MIB
 # DeepSpeed's ds_report warns of less.
 _COMFORTABLE_BYTES: Final = 512 * MIB
 _LOCKED_BYTES: Final = 64 * MIB
-_FIRST_TIME: Final = 1_700_000_000
+_FIRST_TIME: Final = 1_700_000_000  # November 2023: a clock that was set is later
 
 
 def examine(
@@ -64,6 +64,7 @@ def examine(
     of_ranks |= added_environment(
         environment, device=cluster.device, num_ranks=cluster.devices_per_host
     )
+    # A function for each check, with its arguments.
     looks: dict[str, tuple[Any, ...]] = {
         "versions": (check_versions, requirements),
         "code": (check_code, requirements),
@@ -240,6 +241,7 @@ def check_name(requirements: Requirements, environment: Mapping[str, str]) -> Ch
 
 
 def _about_interface(interface: str) -> Iterator[Problem]:
+    """Yield an error if this host has no interface of this name."""
     known = dict(socket.if_nameindex()).values()
     if interface not in known:
         reason = "gloo wants the name of one interface of this host, without ^ or commas"

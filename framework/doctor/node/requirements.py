@@ -126,6 +126,7 @@ def _kept(plan: Plan) -> dict[str, int]:
 
 
 def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    """Yield the files and folders that the run reads, each with its key."""
     for name in ("root", "path"):
         path = getattr(config.data, name, None)
         if isinstance(path, str) and not getattr(config.data, "download", False):

@@ -60,7 +60,7 @@ _NCCL: Final = re.compile(
 
 def check_versions(requirements: Requirements) -> Check:
     """Check Python and the packages that training needs."""
-    wanted = _wanted()
+    wanted = _training_requirements()
     problems = _package_problems(wanted)
     cuda = torch_text("cuda")
     torch = torch_text("__version__")
@@ -193,7 +193,7 @@ def environment_facts(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in sorted(environment.items()) if _NCCL.fullmatch(name)}
 
 
-def _wanted() -> list[str]:
+def _training_requirements() -> list[str]:
     """Return the requirements of the train extra, of the checkout or of the installed copy."""
     if (ROOT / "pyproject.toml").is_file():
         return pip_requirements(["train"])
@@ -235,7 +235,7 @@ def check_ops(requirements: Requirements, environment: Mapping[str, str]) -> Che
     if not requirements.ops:
         return Check("compiled ops", "none is loaded", problems)
     folder, ready = _cached(requirements, environment)
-    problems += _problems(requirements, environment, folder=folder, ready=ready)
+    problems += _op_problems(requirements, environment, folder=folder, ready=ready)
     states = []
     for op in requirements.ops:
         state = "compiled" if op.name in ready else "to be compiled"
@@ -259,9 +259,16 @@ def _cached(requirements: Requirements, environment: Mapping[str, str]) -> tuple
     return folder, ready
 
 
-def _problems(
+def _op_problems(
     requirements: Requirements, environment: Mapping[str, str], *, folder: Path, ready: set[str]
 ) -> Iterator[Problem]:
+    """Yield what keeps the ops from being compiled or loaded.
+
+    Args:
+        requirements, environment: as `check_ops` has them.
+        folder: of compiled ops.
+        ready: names of ops that need no compilation.
+    """
     loaded = [op for op in requirements.ops if not _is_built_in(op)]
     uncompiled = [op for op in loaded if op.name not in ready]
     if loaded and shutil.which("ninja", path=environment.get("PATH")) is None:
@@ -276,6 +283,7 @@ def _problems(
 
 
 def _about_compiler(ops: list[Op], environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield what is missing to compile these ops: a compiler, a library, Python's headers."""
     compiler = environment.get("CXX", "").strip() or "c++"
     if shutil.which(compiler.split()[0], path=environment.get("PATH")) is None:
         fix = "install g++ (Debian, Ubuntu: apt install g++), or build DeepSpeed's ops beforehand"
@@ -362,6 +370,7 @@ def _cuda_home(environment: Mapping[str, str]) -> Path:
 
 
 def _about_cache(folder: Path, uncompiled: list[Op]) -> Iterator[Problem]:
+    """Yield a problem if the folder of compiled ops is not writable, or lies on shared storage."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     key = "TORCH_EXTENSIONS_DIR"
     value = str(folder)
@@ -400,6 +409,7 @@ def _about_lock(lock: Path) -> Iterator[Problem]:
 
 
 def _is_held(lock: Path) -> bool:
+    """Check whether a process holds the lock, by taking it for a moment."""
     with suppress(OSError):
         try:
             with lock.open("rb") as file:

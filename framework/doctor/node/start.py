@@ -208,7 +208,11 @@ def not_shared(name: str, path: str, *, name_of_0: str) -> Problem:
 
 
 def unseen_marks(own_mark: str, marks: set[str], seen: set[str]) -> set[str]:
-    """Return the marks of other nodes that node 0 does not see; none if it left no mark itself."""
+    """Return the marks of other nodes that node 0 does not see, and add the others to `seen`.
+
+    None is missing if node 0 left no mark itself. A mark elsewhere than in or near node 0's own
+    folder is not looked for, and counts as not seen.
+    """
     if not own_mark:
         return set()
     own_folder = Path(own_mark).parent
@@ -277,6 +281,7 @@ def compare_clocks(offsets: Mapping[str, float]) -> Check:
 
 
 def _versions(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
+    """Yield a problem for each node with another version; an error where all must be equal."""
     fix = "install the same everywhere, best from one image or constraints.txt"
     for package, values in _tables(nodes, "versions", absent="none"):
         severity: Severity = "error" if package in _MUST_BE_EQUAL else "warning"
@@ -312,6 +317,7 @@ def _devices(nodes: Mapping[str, Facts], owner: dict[str, str]) -> Iterator[Prob
 
 
 def _variables(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
+    """Yield a warning for each node that has another value of a variable than most."""
     for variable, values in _tables(nodes, "variables", absent="not set"):
         yield from outliers(
             values, "variables-differ", variable, "set it alike everywhere", severity="warning"

@@ -33,7 +33,7 @@ def check_run_folder(requirements: Requirements, counts_replaced: bool = False) 
     """
     if requirements.checkpoints is None:
         return Check("run folder", "no run config given")
-    place, problems = _probed(
+    place, problems = _write_test_file(
         requirements.checkpoints, "run-folder", "set run.output_dir to another folder"
     )
     facts = {"run_folder": str(requirements.run_folder), "run_folder_type": file_system(place)}
@@ -56,6 +56,7 @@ def check_run_folder(requirements: Requirements, counts_replaced: bool = False) 
 def _about_room(requirements: Requirements, free: int, sizes: Sequence[int]) -> Iterator[Problem]:
     """Check the free space: a checkpoint is written completely before the oldest one is removed."""
     largest = max(sizes, default=0)
+    # Room for the checkpoints that are still to come, one of them before the oldest is removed.
     wanted = largest * max(1, requirements.num_kept + 1 - len(sizes))
     severity: Severity = "error" if free < largest else "warning"
     if largest and free < wanted:
@@ -77,7 +78,7 @@ def _about_room(requirements: Requirements, free: int, sizes: Sequence[int]) -> 
 def check_temporary(environment: Mapping[str, str]) -> Check:
     """Check the folder where Python and compilers put temporary files."""
     folder = Path(environment.get("TMPDIR") or tempfile.gettempdir())
-    place, problems = _probed(folder, "tmp", "set TMPDIR to a folder you can write to")
+    place, problems = _write_test_file(folder, "tmp", "set TMPDIR to a folder you can write to")
     free = _free(place)
     if not problems and free < 100 * MIB:
         reason = "compilers and data workers put files there"
@@ -103,7 +104,9 @@ def check_home(requirements: Requirements, environment: Mapping[str, str]) -> Ch
         if not folder:
             continue
         fix = f"set {name} to a folder of this host that you can write to"
-        place, failures = _probed(Path(folder), "cache", fix, severity="warning", num_bytes=1)
+        place, failures = _write_test_file(
+            Path(folder), "cache", fix, severity="warning", num_bytes=1
+        )
         problems += failures
         if not failures and name == "TRITON_CACHE_DIR" and is_remote(place):
             reason = f"it lies on {file_system(place)}, where ranks wait for each other's files"
@@ -119,7 +122,9 @@ def check_offload(requirements: Requirements) -> Check:
     problems: list[Problem] = []
     outcome = []
     for folder in requirements.nvme_folders:
-        place, failures = _probed(folder, "nvme-path", "set nvme_path to a folder on a local drive")
+        place, failures = _write_test_file(
+            folder, "nvme-path", "set nvme_path to a folder on a local drive"
+        )
         outcome.append(f"{folder}: {size_text(_free(place))} free")
         problems += failures
         if not failures and is_remote(place):
@@ -158,7 +163,7 @@ def is_remote(folder: Path) -> bool:
     return _REMOTE.fullmatch(file_system(folder)) is not None
 
 
-def _probed(
+def _write_test_file(
     folder: Path,
     kind: str,
     fix: str,
@@ -166,7 +171,13 @@ def _probed(
     severity: Severity = "error",
     num_bytes: int = _PROBE_BYTES,
 ) -> tuple[Path, list[Problem]]:
-    """Write a test file to a folder, or to the nearest one above it that exists.
+    """Write a test file to a folder, or to the nearest one above it that exists, and remove it.
+
+    Args:
+        folder: which need not exist.
+        kind: beginning of the problem's kind, before ``-unwritable``.
+        fix, severity: of the problem.
+        num_bytes: size of the file.
 
     Returns:
         The folder that was written to, and the problem if that failed.
