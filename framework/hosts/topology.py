@@ -195,6 +195,7 @@ def _value_problems(item: Setting) -> Iterator[Problem]:
         return
     least = 1 if item.name in ("nnodes", "slots", "master_port") else 0
     most = _LARGEST[item.name]
+    # `int` refuses a number of thousands of digits
     is_number = item.value.isascii() and item.value.isdigit() and len(item.value) < 9
     if not is_number or not least <= int(item.value) <= most:
         fix = f"write a whole number from {least} to {most}"

@@ -156,6 +156,7 @@ def peer_name(rank: int, *, master: str, names: Sequence[str] = ()) -> str:
 
 
 def _dns_answer(name: str) -> str:
+    """Describe what DNS answers for a name within half a second."""
     lookup = in_background(resolve, name)
     wait([lookup], _LOOKUP_SECONDS)  # no longer: the answer is for a message only
     if not lookup.done():
