@@ -283,7 +283,7 @@ class EarlyStopping(_Watch):
     """Ends a run after `patience` evaluations in which its metric has not become better."""
 
     def on_start(self, state: State) -> None:
-        """End the run at once if its earlier start, from whose state this one goes on, was ended."""
+        """End the run at once if its earlier start, from which this one goes on, was ended."""
         if self._waited >= self._patience:
             self._act(state)
 
