@@ -124,7 +124,9 @@ def _without_hang_watch(config: RunConfig) -> RunConfig:
 
 
 def _refuse_work_of_fit(config: RunConfig, *, has_own_data: bool, has_callbacks: bool) -> None:
-    """Refuse keys that only the loop of `fit` serves."""
+    """Raise a ConfigError for keys that only the loop of `fit` serves, and for a run whose length
+    is not known: with data of the user's own it takes `training.max_steps`.
+    """
     _refuse_divided_steps(config)
     if has_own_data and not config.training.max_steps:
         reason = "without train_data nothing says how long the run is"

@@ -243,7 +243,7 @@ def _checked_variants(arguments: argparse.Namespace, log_every: int) -> list[Var
         ConfigError: with the problems of all variants.
     """
     configs, settings = split_words(arguments.words)
-    _refuse_odd_words(arguments, configs)
+    _refuse_wrong_arguments(arguments, configs)
     device_counts = arguments.num_gpus or (None,)
     variants = []
     problems: list[Problem] = []
@@ -277,15 +277,18 @@ def _with_variant_name(name: str, problems: Iterable[Problem]) -> Iterator[Probl
         yield replace(problem, reason=f"{problem.reason} (variant {name})")
 
 
-def _refuse_odd_words(arguments: argparse.Namespace, configs: Sequence[str]) -> None:
-    _refuse_odd_variants(arguments.variants)
+def _refuse_wrong_arguments(arguments: argparse.Namespace, configs: Sequence[str]) -> None:
+    """Raise a UsageError for a command line without a config, or with arguments that do not go
+    together.
+    """
+    _refuse_wrong_variants(arguments.variants)
     if not configs:
         raise UsageError("bench: name a run config, for example ds_configs/quickstart.yaml")
     if arguments.hostfile and arguments.num_gpus:
         raise UsageError("bench: --num_gpus and --hostfile exclude each other")
 
 
-def _refuse_odd_variants(variants: Iterable[Sequence[str]]) -> None:
+def _refuse_wrong_variants(variants: Iterable[Sequence[str]]) -> None:
     for label, *settings in variants:
         if is_setting(label) or not all(map(is_setting, settings)):
             reason = "a name and its key=value settings follow --variant; configs stand before it"

@@ -73,7 +73,7 @@ def _add_arguments(check: CommandParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     files, settings = split_words(arguments.words)
-    _refuse_odd_words(arguments, files)
+    _refuse_wrong_arguments(arguments, files)
     try:
         against = _context(arguments)
     except ConfigError as error:  # the hostfile
@@ -118,7 +118,10 @@ def _check(
     return exit_code
 
 
-def _refuse_odd_words(arguments: argparse.Namespace, files: Sequence[str]) -> None:
+def _refuse_wrong_arguments(arguments: argparse.Namespace, files: Sequence[str]) -> None:
+    """Raise a UsageError for a command line without a file, or with options that do not go
+    together.
+    """
     resolves = arguments.resolve
     has_other_reader = arguments.reader in ("deepspeed", "accelerate")
     prints_twice = arguments.output is None and arguments.format != "text"

@@ -147,7 +147,7 @@ def _run(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None)
     gpu = find_gpu(arguments.gpu)
     if gpu:
         cluster = replace(cluster, device=gpu.device)
-    _refuse_odd_options(arguments)
+    _refuse_wrong_arguments(arguments)
     if arguments.measure:
         _measure(cluster, out=_stream_of_notes(arguments))
     question = _question(arguments, run, cluster)
@@ -218,7 +218,8 @@ def _question(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster) -
     return _Question(arguments, run, plan, target, work, why)
 
 
-def _refuse_odd_options(arguments: argparse.Namespace) -> None:
+def _refuse_wrong_arguments(arguments: argparse.Namespace) -> None:
+    """Raise a UsageError for options that do not go together."""
     runs_here = arguments.measure or arguments.trials
     chart = arguments.chart or ".svg"
     refuse(

@@ -184,10 +184,17 @@ def layer_depths(names: Iterable[str]) -> dict[str, int]:
 
 
 def _depth_of(name: str, depths: Mapping[str, int]) -> int:
-    """Return the depth of a weight, by its name or by the name of the layer that holds it."""
-    while name not in depths:
-        name = name.rpartition(".")[0]
-    return depths[name]
+    """Return the depth of a weight, by its name or by the name of the layer that holds it.
+
+    Raises:
+        KeyError: `depths` has neither.
+    """
+    layer = name
+    while layer not in depths:
+        layer, dot, _ = layer.rpartition(".")
+        if not dot:
+            raise KeyError(name)
+    return depths[layer]
 
 
 # Adapters, matched as peft matches (its `check_target_module_exists`).
@@ -233,8 +240,10 @@ def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
     fixes: dict[tuple[str, str], str] = {}  # (key, name) -> fix
 
     def add(key: str, names: Sequence[str], name: str) -> None:
-        guess = nearest(name, known) or known[0]
-        fixes[f"{key}.{names.index(name)}", name] = f"did you mean {guess}?"
+        fix = "remove it"
+        if known:
+            fix = f"did you mean {nearest(name, known) or known[0]}?"
+        fixes[f"{key}.{names.index(name)}", name] = fix
 
     if not isinstance(targets, str):
         for name in targets:

@@ -91,7 +91,8 @@ class TakenSet(_Taken):
         with random_state_kept():
             seed_generators(number)
             order = np.fromiter(self._sampler, dtype=np.int64)
-        if len(order) != self.num_ordered or not 0 <= order.min() <= order.max() < len(self):
+        are_samples = bool(np.all((order >= 0) & (order < len(self))))  # true of an empty order
+        if len(order) != self.num_ordered or not are_samples:
             reason = (
                 f"epoch {epoch} has {len(order)} samples of {len(self)}, and the first one "
                 f"{self.num_ordered}"

@@ -122,7 +122,16 @@ def num_samples_of(dataset: Any) -> int | None:
     """Count the samples of an epoch; None for a stream, which would have to be read for it."""
     if is_stream(dataset):
         return None
-    return getattr(dataset, "num_ordered", None) or len(dataset)
+    if orders_itself(dataset):
+        return int(dataset.num_ordered)
+    return len(dataset)
+
+
+def orders_itself(dataset: Any) -> bool:
+    """Check whether a dataset has an order of its own, of a sampler: `num_ordered` samples an
+    epoch (0 with an empty sampler), numbered by `epoch_order`.
+    """
+    return getattr(dataset, "num_ordered", None) is not None
 
 
 @dataclass(frozen=True)
@@ -188,11 +197,15 @@ class TrainLoader:
         )
         self.steps_per_epoch: int = num_samples // share.global_size
         if self.steps_per_epoch == 0:
+            if num_samples:
+                fix = f"set batch.global_size to {num_samples} or less, or train on more data"
+            else:  # the user's sampler is empty; a dataset that is was refused before
+                fix = "give the DataLoader a sampler that has samples"
             raise ConfigError.of(
                 "dataset-smaller-than-batch",
                 f"the training set has {num_samples} samples, so not one batch of "
                 f"{share.global_size} can be filled",
-                f"set batch.global_size to {num_samples} or less, or train on more data",
+                fix,
                 "batch.global_size",
                 share.global_size,
             )
@@ -229,7 +242,7 @@ def _sampler_maker(
     Raises:
         ConfigError: kind ``data-without-lengths``: `ordering` orders by length.
     """
-    if getattr(dataset, "num_ordered", None):
+    if orders_itself(dataset):
         order_of = partial(dataset.epoch_order, seed=seed)
     else:
         order_of = partial(

@@ -215,8 +215,8 @@ def _write_and_read(folder: Path, num_bytes: int) -> dict[str, Any]:
     try:
         start = time.perf_counter()
         with path.open("wb") as file:
-            for _ in range(num_bytes // len(block)):
-                file.write(block)
+            for start_of_block in range(0, num_bytes, len(block)):
+                file.write(block[: num_bytes - start_of_block])
             file.flush()
             os.fsync(file.fileno())
             write_seconds = time.perf_counter() - start

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, get_args
+from typing import Final, NamedTuple, get_args
 
 from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Device
@@ -59,6 +59,7 @@ _GPU_FILES: Final = ("kfd", "dxg", "nvmap", "nvhost-gpu")
 # A driver that hangs must not hang us; on hosts with eight GPUs and no persistence daemon a second
 # or two is normal.
 _PROBE_TIMEOUT_SECONDS: Final = 20
+_LONGEST_MESSAGE: Final = 200
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,23 @@ class LocalDevices:
         return replace(self, chosen=numbers, count=count)
 
 
+def devices_of_ranks(chosen: Sequence[int] | None, num_ranks: int) -> list[int]:
+    """Return the device number of each rank of this machine.
+
+    DeepSpeed's launcher sorts the numbers of ``--include`` and of ``*_VISIBLE_DEVICES`` (0.19.8,
+    launcher/runner.py, `parse_node_config_list`), so that rank 0 has the lowest one. Of these the
+    first `num_ranks` are taken: with ``--num_gpus`` the launcher itself would drop the variable and
+    take devices from 0 on, which another user may have.
+
+    Args:
+        chosen: device numbers, in any order; None: all devices.
+        num_ranks: number of ranks on this machine.
+    """
+    if chosen is None:
+        return list(range(num_ranks))
+    return sorted(chosen)[:num_ranks]
+
+
 def find_devices(environment: Mapping[str, str]) -> LocalDevices:
     """Return the devices of the kind that DeepSpeed will choose.
 
@@ -114,6 +132,9 @@ def find_devices(environment: Mapping[str, str]) -> LocalDevices:
         devices = _requested_gpus(environment)
     if devices is None:
         reason = f"this process sees no {requested} device"
+        smi_error = _nvidia_smi_error()
+        if requested == "cuda" and smi_error:
+            reason += f", as nvidia-smi fails: {smi_error}"
         fix = "unset it, or DS_ACCELERATOR=cpu to train on processors"
         raise ConfigError.of(
             "no-device", reason, fix, key="DS_ACCELERATOR", value=requested, file="environment"
@@ -133,11 +154,34 @@ def _requested_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
     return devices
 
 
+class _SmiList(NamedTuple):
+    """Answer of ``nvidia-smi -L``: the number of GPUs, and its message if it fails."""
+
+    count: int
+    error: str = ""
+
+
 def count_gpus() -> int:
-    """Count the NVIDIA GPUs that this process may use."""
+    """Count the NVIDIA GPUs that this process may use; 0 if `nvidia-smi` fails."""
+    listed = _list_gpus()
+    if listed is None:
+        return _count_device_files("nvidia")
+    return listed.count
+
+
+def _nvidia_smi_error() -> str:
+    """Return the message of an `nvidia-smi` that fails; empty if it is not installed, or works."""
+    listed = _list_gpus()
+    if listed is None:
+        return ""
+    return listed.error
+
+
+def _list_gpus() -> _SmiList | None:
+    """Return the answer of `nvidia-smi`; None if it is not installed, or does not end in time."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return _count_device_files("nvidia")
+        return None
     try:
         # Under cgroups (Slurm, containers) it lists the GPUs that are allowed; /dev may have more.
         listed = subprocess.run(
@@ -148,8 +192,14 @@ def count_gpus() -> int:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return _count_device_files("nvidia")
-    return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
+        return None
+    count = len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
+    if listed.returncode == 0:
+        return _SmiList(count)
+    message = " ".join(f"{listed.stdout} {listed.stderr}".split())  # it may fill several lines
+    if not message:
+        message = f"exit code {listed.returncode}"
+    return _SmiList(count, message[:_LONGEST_MESSAGE])
 
 
 def count_amd_gpus(environment: Mapping[str, str]) -> int:
@@ -179,9 +229,16 @@ def count_amd_gpus(environment: Mapping[str, str]) -> int:
 
 
 def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Problem | None:
-    """Return a warning of AMD's GPUs that stay idle because this torch is not built for ROCm."""
+    """Return a warning of GPUs that stay idle while processors train: NVIDIA's for which
+    `nvidia-smi` fails, or AMD's for which this torch is not built.
+    """
     if devices.kind != "cpu" or environment.get("DS_ACCELERATOR"):
         return None
+    smi_error = _nvidia_smi_error()
+    if smi_error:
+        reason = f"nvidia-smi fails here, so that processors train: {smi_error}"
+        fix = "repair the driver, or DS_ACCELERATOR=cpu if that is meant"
+        return Problem("gpus-unused", reason, fix, severity="warning")
     count = count_amd_gpus(environment)
     if not count or torch_text("hip"):
         return None

@@ -14,6 +14,7 @@ from typing import Final
 
 import framework
 from framework.errors import ConfigError
+from framework.hosts.devices import devices_of_ranks
 from framework.hosts.hostfile import ChosenHost, read_hostfile
 from framework.hosts.topology import HostTopology
 from framework.launch.options import LaunchOptions
@@ -70,7 +71,7 @@ def local_command(
     if chosen is None:
         command += ["--num_gpus", str(num_ranks)]
     else:
-        numbers = sorted(chosen[:num_ranks])
+        numbers = devices_of_ranks(chosen, num_ranks)
         command += ["--include", "localhost:" + ",".join(map(str, numbers))]
     if address:
         command += ["--master_addr", address]
@@ -97,7 +98,7 @@ def node_command(
         hostfile: path of the user's; None: the command makes one.
     """
     if devices:
-        numbers = sorted(devices)[: topology.slots]
+        numbers = devices_of_ranks(devices, topology.slots)
     else:
         numbers = []
     before = ""

@@ -21,7 +21,7 @@ from typing import Final
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from framework.hosts.devices import visible_variable
+from framework.hosts.devices import devices_of_ranks, visible_variable
 from framework.hosts.topology import HostTopology
 from framework.launch.options import KILL_SECONDS
 from framework.system.json_lines import MessageReader
@@ -97,7 +97,7 @@ class Ranks:
         self._topology = topology
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._give_up_at = math.inf
-        numbers = range(topology.slots) if devices is None else sorted(devices)[: topology.slots]
+        numbers = devices_of_ranks(devices, topology.slots)
         # A pipe takes a line at once: every rank writes its own there, and none waits for the
         # agent to read.
         self._end_reports: dict[int, RankReport] = {}

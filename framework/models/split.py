@@ -82,13 +82,18 @@ class TensorPart:
         may_draw: whether a layer may draw random numbers.
     """
 
+    _copied: tuple[Tensor, Tensor] | None
+    """The last input of `copy_once`, and its copy."""
+    _common: list[Tensor] | None
+    """Between `begin` and `end`: states of the common stream's generators, the CPU's first."""
+
     def __init__(self, group: Any, *, may_draw: bool = True) -> None:
         self.group = group
         self.may_draw = may_draw
         self.rank = torch.distributed.get_rank(group)
         self.size = torch.distributed.get_world_size(group)
-        self._copied: tuple[Tensor, Tensor] | None = None
-        self._common: list[Tensor] | None = None  # states of the generators
+        self._copied = None
+        self._common = None
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Return the same tensor; its gradient is the sum of the ranks' gradients."""
@@ -129,8 +134,10 @@ class TensorPart:
         torch.manual_seed(seed * self.size + self.rank)
 
     def end(self, *_: Any) -> None:
-        """Return to the common random numbers: before a row layer, and in any case when the module
-        around both layers has run.
+        """Put the generators back to the common stream, and drop the input that `copy_once` keeps.
+
+        A row layer calls it first, and so does a forward hook of the module around both layers
+        (hence the arguments, which it ignores). Without `begin` only the input is dropped.
         """
         self._copied = None
         if self._common is not None:

@@ -119,10 +119,15 @@ def _is_loss(name: str) -> bool:
 
 
 def _curves(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
+    """Yield a chart of each metric in `_CURVES`, None for one that no run has a number of. Of a
+    single run they show the skipped steps.
+    """
     marks = []
     if len(runs) == 1:
         marks = [mark for mark in marks_of(runs[0]) if mark.kind == "skip"]
     for name, (title, unit) in _CURVES.items():
+        # None: logarithmic if the values span a large range. A learning rate falls to zero as a
+        # line or a cosine, which is seen on a linear axis only.
         is_log = False if name == "train/lr" else None
         slug = name.replace("/", "-")
         yield line_chart(slug, title, unit, _lines(runs, name), marks=marks, is_log=is_log)

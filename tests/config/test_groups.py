@@ -13,9 +13,11 @@ from framework.config.groups import (
     in_order,
     layer_depths,
     refuse_unmatched_groups,
+    unmatched_modules,
 )
 from framework.config.load import config_from_values
 from framework.config.optimizer import has_groups
+from framework.config.training import LoRA
 from framework.errors import ConfigError
 
 SHAPES = {
@@ -65,6 +67,16 @@ def section(**keys: Any) -> Any:
 )
 def test_layers_are_numbered_from_the_input(names: Any, depths: list[int]) -> None:
     assert list(layer_depths(names).values()) == depths
+
+
+def test_a_weight_that_no_layer_holds_is_an_error() -> None:
+    with pytest.raises(KeyError, match=r"norm\.weight"):
+        group_values({"norm.weight": (4,)}, section(layer_decay=0.5), layers=["blocks.0", "head"])
+
+
+def test_a_model_without_modules_matches_no_name() -> None:
+    lora = LoRA(target_modules=["query"], modules_to_save=["head"])
+    assert [problem.fix for problem in unmatched_modules(lora, [])] == ["remove it", "remove it"]
 
 
 def test_each_layer_has_a_share_of_the_next_ones_rate() -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from framework.data.from_dataloader import TakenSet, as_tensors, taken_over
-from framework.data.loaders import EvalLoader, is_stream
+from framework.data.loaders import EvalLoader, is_stream, num_samples_of
 from framework.data.splits import given_splits
 from framework.data.streams import StreamEvalLoader
 from framework.errors import ConfigError
@@ -225,6 +225,14 @@ class TestSamplers:
         with pytest.raises(ConfigError, match=r"\[sampler-order\]") as caught:
             steps(dataset, 3)
         assert line in str(caught.value)
+
+    def test_an_empty_one_has_no_samples(self) -> None:
+        dataset, _ = taken_over(DataLoader(NUMBERS, 4, sampler=[]), key="data", trains=True)
+        assert num_samples_of(dataset) == 0
+        with pytest.raises(ConfigError, match=r"0 samples.*\[dataset-smaller-than-batch\]"):
+            steps(dataset, 1)
+        chosen, _ = taken_over(DataLoader(NUMBERS, 4, sampler=[]), key="data", trains=False)
+        assert len(chosen) == 0
 
     def test_in_evaluation_it_chooses_the_samples(self) -> None:
         dataset, _ = taken_over(DataLoader(NUMBERS, 4, sampler=[3, 5, 9]), key="", trains=False)

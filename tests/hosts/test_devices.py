@@ -11,6 +11,7 @@ from framework.hosts import devices
 from framework.hosts.devices import (
     LocalDevices,
     count_gpus,
+    devices_of_ranks,
     find_devices,
     unused_gpus,
     usable_cores,
@@ -96,12 +97,38 @@ def test_nvidia_smi_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert count_gpus() == 2
 
 
+@pytest.mark.parametrize(
+    ("chosen", "num_ranks", "numbers"),
+    [(None, 2, [0, 1]), ((3, 1, 0), 2, [0, 1]), ((3, 1, 0), 3, [0, 1, 3])],
+)
+def test_ranks_have_the_devices_that_the_launcher_gives_them(
+    chosen: tuple[int, ...] | None, num_ranks: int, numbers: list[int]
+) -> None:
+    assert devices_of_ranks(chosen, num_ranks) == numbers
+    if chosen is not None and num_ranks == len(chosen):
+        runner = pytest.importorskip("deepspeed.launcher.runner")
+        include = "localhost:" + ",".join(map(str, chosen))
+        assert runner.parse_inclusion_exclusion({"localhost": 8}, include, "") == {
+            "localhost": numbers
+        }
+
+
 def test_a_broken_driver_means_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed' ; exit 9\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert count_gpus() == 0
+    # a warning, and the reason of an error where GPUs are requested, has the program's message
+    monkeypatch.setattr(devices, "count_amd_gpus", lambda environment: 0)
+    warning = unused_gpus(LocalDevices("cpu", 0), {})
+    assert warning is not None
+    assert (warning.kind, warning.severity) == ("gpus-unused", "warning")
+    assert "NVIDIA-SMI has failed" in warning.reason
+    assert unused_gpus(LocalDevices("cpu", 0), {"DS_ACCELERATOR": "cpu"}) is None
+    monkeypatch.setattr(devices, "_DEV", tmp_path)
+    with pytest.raises(ConfigError, match=r"nvidia-smi fails: NVIDIA-SMI has.*\[no-device\]"):
+        find_devices({"DS_ACCELERATOR": "cuda"})
 
 
 @pytest.fixture

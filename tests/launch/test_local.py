@@ -341,7 +341,7 @@ def test_visible_devices_are_named() -> None:
         ["--config", "a"], num_ranks=2, port=1, script=Path("train.py"), chosen=(7, 3, 5)
     )
     assert "--num_gpus" not in command
-    assert command[command.index("--include") + 1] == "localhost:3,7"
+    assert command[command.index("--include") + 1] == "localhost:3,5"
 
 
 def test_a_hostfile_of_the_machine_is_not_read(

@@ -12,7 +12,13 @@ from typing import Any, Final
 from framework.doctor.node.findings import GIB, MIB, Check, size_text, warning
 from framework.doctor.node.requirements import Requirements
 from framework.errors import ConfigError, Problem, counted
-from framework.hosts.devices import LocalDevices, find_devices, torch_text, unused_gpus
+from framework.hosts.devices import (
+    LocalDevices,
+    devices_of_ranks,
+    find_devices,
+    torch_text,
+    unused_gpus,
+)
 
 _SECONDS: Final = 10
 _PER_GPU: Final = (
@@ -54,7 +60,7 @@ def check_devices(requirements: Requirements, environment: Mapping[str, str]) ->
     problems = []
     if devices.count < ranks:
         problems.append(_too_few(devices.count, ranks, devices.kind))
-    gpus = _gpus_of_ranks(devices, environment)[:ranks]
+    gpus = _gpus_of_ranks(devices, ranks, environment)
     if gpus:
         problems += _gpu_problems(gpus, _ask_nvidia_smi("compute-apps", _PER_PROCESS, environment))
     names = sorted({row["name"] for row in gpus})
@@ -65,15 +71,15 @@ def check_devices(requirements: Requirements, environment: Mapping[str, str]) ->
     return Check("devices", outcome, problems, facts)
 
 
-def _gpus_of_ranks(devices: LocalDevices, environment: Mapping[str, str]) -> list[Row]:
-    """Return the rows of `nvidia-smi` for the chosen devices, in the order of the ranks."""
+def _gpus_of_ranks(
+    devices: LocalDevices, num_ranks: int, environment: Mapping[str, str]
+) -> list[Row]:
+    """Return the rows of `nvidia-smi` for the devices of the ranks, in the order of the ranks."""
     if devices.kind != "cuda":
         return []
     by_index = {row["index"]: row for row in _ask_nvidia_smi("gpu", _PER_GPU, environment)}
-    if devices.chosen is None:
-        return list(by_index.values())
     rows = []
-    for number in devices.chosen:
+    for number in devices_of_ranks(devices.chosen, num_ranks):
         row = by_index.get(str(number))
         if row is not None:
             rows.append(row)

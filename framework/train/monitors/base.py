@@ -84,7 +84,12 @@ class Sinks:
                     monitor.close()
 
     def close(self, *, hurries: bool) -> None:
-        """Close all; `hurries`: the run has stopped or failed, and others wait for this rank."""
+        """Close all monitors; those that fail are only warned of.
+
+        Args:
+            hurries: the run has stopped or failed, and other ranks wait for this one: monitors
+                that have a `hurry` method are asked not to send what is left.
+        """
         if hurries:
             for monitor in self._monitors:
                 hurry = getattr(monitor, "hurry", None)

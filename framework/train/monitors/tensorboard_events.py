@@ -34,7 +34,7 @@ class Histogram(NamedTuple):
     buckets: Mapping[float, int]
 
     def plus(self, other: Histogram) -> Histogram:
-        """Add another histogram to this one."""
+        """Return the histogram of both's values, under this one's tag."""
         buckets: dict[float, int] = {}
         for limit in sorted(set(self.buckets) | set(other.buckets)):
             buckets[limit] = self.buckets.get(limit, 0) + other.buckets.get(limit, 0)

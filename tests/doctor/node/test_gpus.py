@@ -93,6 +93,11 @@ def test_another_process_computes_there(tmp_path: Path) -> None:
     assert only == []  # this run does not take that one
 
 
+def test_the_devices_of_the_ranks_are_the_lowest(tmp_path: Path) -> None:
+    busy = "GPU-b, 4711, python, 30000\n"
+    assert look(tmp_path, FINE, busy, ranks=1, CUDA_VISIBLE_DEVICES="1,0") == []
+
+
 def test_memory_without_a_known_process(tmp_path: Path) -> None:
     assert look(tmp_path, [FINE[0].replace(" 4,", " 40000,"), FINE[1]]) == [
         ("gpu-memory-used", "GPU 0")
