@@ -19,7 +19,7 @@ from tools.docs_site.reference import config_keys, parsers
 CONFIG_KEYS = 281
 KINDS_OF_PROBLEMS = 652
 COMMANDS = 20  # train.py is one
-OPTIONS = 211
+OPTIONS = 213
 PUBLIC_NAMES = 16
 # Before the first step of a run of LeNet on two ranks. Rank 0 prints an estimate of the memory and
 # writes the metrics.

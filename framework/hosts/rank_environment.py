@@ -11,9 +11,16 @@ from framework.hosts.devices import usable_cores
 
 
 def added_environment(
-    environment: Mapping[str, str], *, device: str, num_ranks: int
+    environment: Mapping[str, str], *, device: str, num_ranks: int, threads: int | None = None
 ) -> dict[str, str]:
-    """Return the variables that the run needs and the user has not set."""
+    """Return the variables that the run needs and the user has not set.
+
+    Args:
+        environment: of the user.
+        device: kind of the devices.
+        num_ranks: on this host.
+        threads: of each rank that is bound to cores; None: an equal share of all.
+    """
     added: dict[str, str] = {}
     programs = str(Path(sys.executable).parent)
     if programs not in environment.get("PATH", "").split(os.pathsep):
@@ -25,7 +32,7 @@ def added_environment(
     if not environment.get("OMP_NUM_THREADS"):
         # Every rank would take every core, and they would wait for each other: with GPUs, in
         # offloaded optimizers.
-        added["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_ranks))
+        added["OMP_NUM_THREADS"] = str(threads or max(1, usable_cores() // num_ranks))
     allocator = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF"))
     if device == "cuda" and not allocator:
         # Batches of evaluation have other sizes than batches of training: fixed segments would

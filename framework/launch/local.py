@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from framework.errors import EXIT_OK, ConfigError, UsageError
+from framework.hosts.cores import bind_ranks
 from framework.hosts.devices import LocalDevices, find_devices, unused_gpus
 from framework.hosts.hostfile import ChosenHost, is_this_machine
 from framework.hosts.rank_environment import added_environment
@@ -104,7 +105,10 @@ def _launch_here(
         chosen=devices.chosen,
         script=script,
     )
-    added = added_environment(os.environ, device=devices.kind, num_ranks=num_ranks)
+    binding = bind_ranks(options.bind_cores, devices, num_ranks)
+    added = added_environment(
+        os.environ, device=devices.kind, num_ranks=num_ranks, threads=binding.threads()
+    )
     sources["slots"] = ranks.source
     sources["master_port"] = "--master_port" if options.master_port else "a free one"
     if options.master_addr:
@@ -122,6 +126,7 @@ def _launch_here(
         topology,
         [str(script), *job.arguments],
         devices=devices,
+        binding=binding,
         environment={**os.environ, **added},
         requests=requests,
         grace_seconds=grace_seconds(options.grace_seconds),

@@ -30,6 +30,7 @@ from framework.errors import (
     counted,
     missing_package,
 )
+from framework.hosts.cores import NOT_BOUND, Binding, bind_ranks
 from framework.hosts.devices import LocalDevices, find_devices, unused_gpus, visible_variable
 from framework.hosts.hostfile import Host, is_loopback_name, read_hostfile
 from framework.hosts.rank_environment import added_environment
@@ -116,7 +117,10 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     if unused:
         print_problem(unused)
     script = find_train_script()
-    added = added_environment(os.environ, device=devices.kind, num_ranks=topology.slots)
+    binding = bind_ranks(options.bind_cores, devices, topology.slots)
+    added = added_environment(
+        os.environ, device=devices.kind, num_ranks=topology.slots, threads=binding.threads()
+    )
     if not is_alone and not os.environ.get("DEEPSPEED_TIMEOUT"):
         added["DEEPSPEED_TIMEOUT"] = _COLLECTIVE_MINUTES
     command = node_command(
@@ -136,6 +140,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         topology,
         devices,
         script=script,
+        binding=binding,
         added=added,
         names=[host.name for host in hosts],
         requests=requests,
@@ -150,6 +155,7 @@ def _start(
     devices: LocalDevices,
     *,
     script: Path,
+    binding: Binding,
     added: Mapping[str, str],
     names: Sequence[str],
     requests: StopRequests,
@@ -159,6 +165,7 @@ def _start(
 
     Args:
         script: train.py.
+        binding: cores of the ranks.
         added: further environment variables of the ranks.
         names: of the hosts, if there is a hostfile.
         requests: to stop.
@@ -189,6 +196,7 @@ def _start(
         topology,
         [str(script), *job.arguments],
         devices=devices,
+        binding=binding,
         environment=environment,
         requests=requests,
         grace_seconds=save_seconds,
@@ -323,6 +331,7 @@ def run_node(
     environment: Mapping[str, str],
     requests: StopRequests,
     grace_seconds: float,
+    binding: Binding = NOT_BOUND,
     facts: Mapping[str, str] | None = None,
     look: Look | None = None,
     port: int = 0,
@@ -338,6 +347,7 @@ def run_node(
     Args:
         command: the script, and its arguments.
         requests: to stop, since this process began; its signals are handled already.
+        binding: cores of the ranks, which a line of the log names.
         facts: values that have to be the same on every node.
         look: this node's preflight, until the nodes have met.
         port, token, deadline_seconds, names, restarts, spares, fits: see `Session`.
@@ -353,6 +363,8 @@ def run_node(
 
     from framework.launch.rendezvous.session import Session
 
+    if binding.line:
+        print_line(f"cores: {binding.line}")
     job_id = environment.get("DSF_JOB_ID", "")
     session = Session(
         topology,
@@ -385,6 +397,7 @@ def run_node(
             variables,
             device=devices.kind,
             devices=devices.chosen,
+            processors=binding.processors,
         )
 
     return asyncio.run(_run(session, make_ranks, look=look, grace_seconds=grace_seconds))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from framework.errors import UsageError
+from framework.hosts.cores import BINDING_CHOICES
 from framework.hosts.hostfile import ChosenHost, bare, choose_hosts, is_host
 from framework.system.arguments import (
     CommandParser,
@@ -94,6 +95,12 @@ class SharedOptions:
         "S",
         seconds,
         default=None,
+    )
+    bind_cores: str = option(
+        "give each rank cores of its own, near its device; auto: where a host has several NUMA "
+        "nodes or several GPUs",
+        default="auto",
+        choices=BINDING_CHOICES,
     )
     hostfile: str | None = option(
         "hosts and their devices, in DeepSpeed's format",
@@ -225,6 +232,7 @@ _WITHOUT_HOSTS: Final = frozenset(
         "dry_run",
         "deepspeed_config",
         "grace_seconds",
+        "bind_cores",
         "hostfile",
         "fit_batch",
     )

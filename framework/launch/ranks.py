@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -83,6 +83,7 @@ class Ranks:
         *,
         device: str = "cpu",
         devices: Sequence[int] | None = None,
+        processors: Sequence[frozenset[int]] = (),
     ) -> None:
         """Open the pipe of the ranks' reports, which `clear` closes.
 
@@ -92,9 +93,11 @@ class Ranks:
             environment: of the ranks, without their own variables.
             device: kind of the devices.
             devices: their numbers, of which the lowest are used; None: from 0.
+            processors: of each rank, to which it is bound; none: ranks have those of this process.
         """
         self._command = command
         self._topology = topology
+        self._processors = processors
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._give_up_at = math.inf
         numbers = devices_of_ranks(devices, topology.slots)
@@ -121,13 +124,32 @@ class Ranks:
             command = [sys.executable, "-u", script, f"--local_rank={local_rank}"]
             # A session of its own: Ctrl-C reaches the agent only, so that each rank gets one
             # request.
-            self._running[int(environment["RANK"])] = subprocess.Popen(
-                command + arguments,
-                env=environment,
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                pass_fds=(self._write_end,),
-            )
+            with self._on_processors(local_rank):
+                self._running[int(environment["RANK"])] = subprocess.Popen(
+                    command + arguments,
+                    env=environment,
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(self._write_end,),
+                )
+
+    @contextmanager
+    def _on_processors(self, local_rank: int) -> Iterator[None]:
+        """Bind this thread to the processors of a rank for the time of the block.
+
+        A process that it starts is bound like it, from the first page of memory on, and so are the
+        workers that this process starts. Code between fork and exec could block: this process has
+        threads.
+        """
+        if not self._processors:
+            yield
+            return
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._processors[local_rank])
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
 
     @property
     def num_running(self) -> int:

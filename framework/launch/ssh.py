@@ -215,6 +215,8 @@ def agent_command(
         words += ["--min_nodes", str(options.min_nodes)]
     if options.no_preflight:
         words.append("--no_preflight")
+    if options.bind_cores != "auto":
+        words += ["--bind_cores", options.bind_cores]
     if options.wait_seconds is not None:
         words += ["--wait_seconds", f"{options.wait_seconds:.3f}"]
     if options.control_port:

@@ -40,6 +40,8 @@ def main() -> None:
         time.sleep(60)
         os._exit(0)
     seen = {"pid": os.getpid(), "worker": worker, "argv": sys.argv, "environment": dict(os.environ)}
+    seen["processors"] = sorted(os.sched_getaffinity(0))
+    seen["processors of worker"] = sorted(os.sched_getaffinity(worker))
     temporary = folder / f"{rank}.tmp"
     temporary.write_text(json.dumps(seen))
     temporary.rename(folder / f"{rank}.json")

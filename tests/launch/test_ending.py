@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from framework.config.load import config_from_values
-from framework.errors import EXIT_STOPPED, EXIT_TRAINING, RunStopped
+from framework.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRAINING, RunStopped
 from framework.hosts.devices import LocalDevices
 from framework.hosts.topology import HostTopology
 from framework.launch import agent, local, node
@@ -255,6 +255,27 @@ async def run_alone(
     ranks: Ranks, requests: StopRequests, *, grace_seconds: float
 ) -> tuple[int, JobEnd]:
     return await run_attempt(ranks, Peers(0, {0: "here"}), requests, grace_seconds=grace_seconds)
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="two ranks with cores of their own need two cores"
+)
+def test_a_rank_and_its_workers_stay_on_their_cores(tmp_path: Path) -> None:
+    """The agent itself keeps all cores."""
+    usable = os.sched_getaffinity(0)
+    shares = [frozenset(sorted(usable)[:1]), frozenset(sorted(usable)[1:])]
+    ranks = Ranks(
+        [str(ROOT / "tests/launch/rank.py"), str(tmp_path), "exit=0"],
+        HostTopology(1, 2, 0, "127.0.0.1", 29500),
+        {**os.environ, "PYTHONPATH": str(ROOT)},
+        processors=shares,
+    )
+    code, _ = asyncio.run(run_alone(ranks, StopRequests(), grace_seconds=1))
+    assert code == EXIT_OK
+    for rank, share in enumerate(shares):
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert seen["processors"] == seen["processors of worker"] == sorted(share)
+    assert os.sched_getaffinity(0) == usable
 
 
 def test_a_rank_that_cannot_be_started_is_reported_in_a_line(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError
 from framework.hosts import rank_environment
+from framework.hosts.cores import Binding
 from framework.hosts.devices import LocalDevices
 from framework.hosts.hostfile import bare, is_loopback_name
 from framework.hosts.rank_environment import added_environment
@@ -370,6 +372,8 @@ def test_variables_that_are_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     of_gpus = {"OMP_NUM_THREADS": "2", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert added_environment(here, device="cuda", num_ranks=2) == of_gpus
+    bound = added_environment(here, device="cuda", num_ranks=2, threads=4)
+    assert bound["OMP_NUM_THREADS"] == "4"
     own = {"OMP_NUM_THREADS": "3", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     assert added_environment(here | own, device="cuda", num_ranks=2) == {}
 
@@ -408,6 +412,31 @@ def test_dry_run_prints_a_command_and_starts_nothing(
     assert line.startswith("launch: plain command: ")
     assert "--num_gpus 2 --master_port 29512" in line
     assert line.endswith(f"train.py --config {config}")
+
+
+def test_ranks_are_bound_as_asked(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--bind_cores` reaches the node that starts the ranks, with threads by the cores of a rank."""
+    given: list[tuple[Binding, str]] = []
+    asked: list[object] = []
+
+    def bind_ranks(*words: object) -> Binding:
+        asked.append(words)
+        return Binding((frozenset({0}), frozenset({1, 2})), "a line")
+
+    def run_node(*_: object, binding: Binding, environment: Mapping[str, str], **__: object) -> Any:
+        given.append((binding, environment["OMP_NUM_THREADS"]))
+        return JobEnd(0)
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(local, "find_devices", lambda environment: CPU)
+    monkeypatch.setattr(local, "bind_ranks", bind_ranks)
+    monkeypatch.setattr(local, "run_node", run_node)
+    monkeypatch.setattr(local, "_look_at_ops", lambda *_: None)
+    assert local.launch([config, "--bind_cores", "on"]) == 0
+    assert asked == [("on", CPU, 2)]
+    assert given == [(Binding((frozenset({0}), frozenset({1, 2}))), "1")]
 
 
 @pytest.mark.parametrize(

@@ -426,7 +426,7 @@ def test_nothing_of_a_command_is_read_by_a_shell() -> None:
 @pytest.mark.parametrize("seconds", [1_000_000.0, 123_456.7, 0.25])
 def test_a_host_reads_its_orders(seconds: float) -> None:
     words = agent_command(
-        LaunchOptions("a.yaml", ("x=1",), wait_seconds=seconds),
+        LaunchOptions("a.yaml", ("x=1",), wait_seconds=seconds, bind_cores="off"),
         ChosenHost(Host("h", 2), (0, 1)),
         1,
         TOPOLOGY,
@@ -438,6 +438,7 @@ def test_a_host_reads_its_orders(seconds: float) -> None:
         seconds,
         2,
     )
+    assert found.bind_cores == "off"
 
 
 def test_options_of_the_user_win_over_ours() -> None:

@@ -26,8 +26,9 @@ from framework.doctor.node.storage import (
     check_run_folder,
     check_temporary,
 )
-from framework.errors import Problem, Severity, counted
-from framework.hosts.devices import usable_cores
+from framework.errors import ConfigError, Problem, Severity, counted
+from framework.hosts.cores import bind_ranks
+from framework.hosts.devices import LocalDevices, find_devices, usable_cores
 from framework.hosts.rank_environment import added_environment
 
 SHARED_MEMORY: Final = Path("/dev/shm")
@@ -185,7 +186,9 @@ def check_open_files(requirements: Requirements) -> Check:
 
 
 def check_cores(requirements: Requirements, environment: Mapping[str, str]) -> Check:
-    """Compare the threads of all ranks with the cores that this process may use."""
+    """Compare the threads of all ranks with the cores that this process may use, and show the cores
+    to which `launch` binds each rank.
+    """
     ranks = requirements.cluster.devices_per_host
     cores = min(usable_cores(), _quota())
     text = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
@@ -196,6 +199,7 @@ def check_cores(requirements: Requirements, environment: Mapping[str, str]) -> C
     outcome = f"{cores} for {counted(ranks, 'rank')}"
     if threads:
         outcome += f" x OMP_NUM_THREADS={threads}"
+    outcome += f"; {_binding(requirements, environment)}"
     problems = []
     if requirements.cluster.device == "cpu" and ranks * threads > cores and threads > 1:
         reason = (
@@ -207,6 +211,16 @@ def check_cores(requirements: Requirements, environment: Mapping[str, str]) -> C
             warning("too-many-threads", reason, fix, key="OMP_NUM_THREADS", value=threads)
         )
     return Check("cores", outcome, problems)
+
+
+def _binding(requirements: Requirements, environment: Mapping[str, str]) -> str:
+    """Describe the cores to which `launch` binds the ranks of this host by itself."""
+    cluster = requirements.cluster
+    devices = LocalDevices("cpu", 0)
+    if cluster.device == "cuda":
+        with contextlib.suppress(ConfigError):  # the check of devices reports it
+            devices = find_devices(environment)
+    return bind_ranks("auto", devices, cluster.devices_per_host).line
 
 
 def _quota() -> int:
