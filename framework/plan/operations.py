@@ -129,6 +129,7 @@ class Tape:
     products: int = 0
     _new: list[Value] = field(default_factory=list)
     _operations: list[_Operation] = field(default_factory=list)
+    _turns: Value | None = None
 
     def start(self, prefix: str) -> None:
         """Begin a part; the names of its weights begin with the prefix."""
@@ -497,17 +498,31 @@ class Tape:
         batch, channels = value.shape[:2]
         return self.run(value, shape=(batch, channels, 1, 1))
 
-    def rotate(self, *heads: Value) -> list[Value]:
-        """Apply rotary positions to queries and keys, in fp32, with angles that are kept."""
-        angles = Value((heads[0].shape[-2], heads[0].shape[-1]), _FP32, has_gradient=False)
-        wide = [self.cast(head, _FP32) for head in heads]
-        # products, sums and a copy, one after the other
-        self.moved_bytes += 5 * _num_bytes(wide)
-        products = [self.run(head, shape=head.shape, saves=[angles]) for head in wide]
+    def turns(self, value: Value, head_size: int) -> Value:
+        """Keep the table of rotary positions for (batch, sequence, size): one for all parts."""
+        if self._turns is None:
+            shape = (2, value.shape[1], head_size // 2)
+            self._turns = Value(shape, _FP32, has_gradient=False)
+            self._save([self._turns])
+            self._operations.append(_Operation((), self._turns, (self._turns,), 0, False, ()))
+        return self._turns
+
+    def rotate(self, turns: Value, *heads: Value) -> list[Value]:
+        """Apply rotary positions to queries and keys, in halves, with sums in fp32."""
         rotated = []
-        for product in products:
-            summed = self.run(product, shape=product.shape)
-            rotated.append(self.cast(summed, heads[0].width))
+        for head in heads:
+            half = head.with_last(head.shape[-1] // 2)
+            product = self.run(head, shape=half, width=_FP32, has_gradient=False)
+            self.moved_bytes += 2 * product.num_bytes  # of the second half
+            made = self.run(
+                head,
+                product,
+                shape=head.shape,
+                width=head.width,
+                saves=[turns],
+                temporary=product.num_bytes,
+            )
+            rotated.append(made)
         return rotated
 
     def attention(

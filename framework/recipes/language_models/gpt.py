@@ -25,45 +25,8 @@ from framework.models.initialized import (
     split_heads,
 )
 from framework.models.layers import Layer, LayeredModel
-from framework.models.sequence import attend, first_position
-
-
-def rotate(*heads: Tensor, theta: float, places: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Turn the pair (i, i + d/2) of the vector at position p by the angle p * theta^(-2i/d).
-
-    These are rotary positions (Su et al. 2021, "RoFormer"), in the half-split order of Llama's
-    released weights.
-
-    The angles are computed anew in float32 (float64 for such input) and never kept in a buffer:
-    ZeRO-3's constructor patch and half-precision casts would round them, and a checkpoint would
-    hold a tensor that is no weight.
-
-    Args:
-        heads: queries and keys (batch, heads, sequence, d), with the same length, d and dtype;
-            d is even.
-        theta: base of the angles.
-        places: their positions, (batch, sequence) int64; None: their order in the sequence.
-
-    Returns:
-        Tensors of the same shapes and dtype.
-    """
-    dtype = heads[0].dtype
-    device = heads[0].device
-    length, width = heads[0].shape[-2:]
-    angle_dtype = torch.promote_types(dtype, torch.float32)
-    pairs = torch.arange(0, width, 2, device=device).to(angle_dtype)
-    if places is None:
-        first_place = first_position(length)
-        places = torch.arange(first_place, first_place + length, device=device)[None]
-    angles = places.to(angle_dtype)[:, None, :, None] * theta ** (-pairs / width)
-    cos = angles.cos()
-    sin = angles.sin()
-    rotated: list[Tensor] = []
-    for vectors in heads:
-        first, second = vectors.to(angle_dtype).chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        rotated.append(turned.to(dtype))
-    return tuple(rotated)
+from framework.models.sequence import attend
+from framework.recipes.language_models.rotary import turn, turns_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +79,16 @@ class GPTShape:
         (Radford et al. 2019, section 2.3).
         """
         return DEFAULT_STD / sqrt(2 * self.num_layers)
+
+    def turns(self, hidden: Tensor, places: Tensor | None) -> Tensor | None:
+        """Return the angles by which all blocks turn queries and keys, as `turns_for` does; None
+        where positions are learned.
+        """
+        if self.positions == "learned":
+            return None
+        if _past is not None:
+            places = _past.places
+        return turns_for(hidden, head_size=self.head_size, theta=self.rope_theta, places=places)
 
     def linear(self, in_features: int, out_features: int, *, std: float = DEFAULT_STD) -> nn.Module:
         return DrawnLinear(in_features, out_features, bias=self.bias, std=std)
@@ -210,7 +183,7 @@ class CausalAttention(nn.Module):
     to the same shape.
 
     In packed rows a position sees its own text alone; their places (batch, sequence) begin at 0
-    with each text.
+    with each text. `turns` are the angles of rotary positions (`GPTShape.turns`), None elsewhere.
     """
 
     shares_sequences = True
@@ -224,7 +197,9 @@ class CausalAttention(nn.Module):
         self.value = shape.linear(shape.hidden_size, kv_size)
         self.output = shape.linear(shape.hidden_size, shape.hidden_size, std=shape.residual_std)
 
-    def forward(self, hidden: Tensor, places: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, places: Tensor | None = None, turns: Tensor | None = None
+    ) -> Tensor:
         shape = self.shape
         query = split_heads(self.query(hidden), shape.head_size)
         key = split_heads(self.key(hidden), shape.head_size)
@@ -233,10 +208,9 @@ class CausalAttention(nn.Module):
         if places is not None:
             texts = (places == 0).cumsum(1)  # number of each position's text in its row
             mask = (texts[:, None, :, None] == texts[:, None, None, :]).tril()
-        if _past is not None:
-            places = _past.places
-        if shape.positions == "rotary":
-            query, key = rotate(query, key, theta=shape.rope_theta, places=places)
+        if turns is not None:
+            query = turn(query, turns)
+            key = turn(key, turns)
         if _past is not None:
             key, value, mask = _past.extend(self, key, value)
         dropout = shape.dropout if self.training else 0.0
@@ -273,11 +247,12 @@ class GPTBlock(nn.Module):
     """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)).
 
     Takes hidden (batch, sequence, hidden), or the tuple of it and the places of packed rows;
-    returns the same.
+    returns the same. `turns` are `GPTShape.turns`; it makes them itself if it gets none.
     """
 
     def __init__(self, shape: GPTShape, number: int = 0) -> None:
         super().__init__()
+        self.shape = shape
         self.attention_norm = shape.make_norm()
         self.attention = CausalAttention(shape)
         self.mlp_norm = shape.make_norm()
@@ -289,16 +264,33 @@ class GPTBlock(nn.Module):
             self.mlp = make_perceptron()
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, value: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        if isinstance(value, tuple):
-            hidden, places = value
-            return self._run(hidden, places), places
-        return self._run(value)
-
-    def _run(self, hidden: Tensor, *places: Tensor) -> Tensor:
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), *places))
+    def forward(
+        self, value: Tensor | tuple[Tensor, Tensor], turns: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        hidden, places = _hidden_and_places(value)
+        if turns is None:
+            turns = self.shape.turns(hidden, places)
+        mixed = self.attention(self.attention_norm(hidden), places, turns)
+        hidden = hidden + self.dropout(mixed)
         output: Tensor = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
-        return output
+        if places is None:
+            return output
+        return output, places
+
+
+def _hidden_and_places(value: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Take what goes between layers apart; places are None where rows are not packed."""
+    if isinstance(value, tuple):
+        return value
+    return value, None
+
+
+def _with_turns(shape: GPTShape, block: nn.Module, value: Any) -> Any:
+    """Apply a block, and hand it the table of rotary positions, which a compiled block would make
+    anew.
+    """
+    hidden, places = _hidden_and_places(value)
+    return block(value, shape.turns(hidden, places))
 
 
 def _beside_places(module: nn.Module, value: Any) -> Any:
@@ -381,8 +373,11 @@ def gpt_layers(shape: GPTShape) -> list[Layer]:
     else:
         second = Layer("dropout", partial(nn.Dropout, shape.dropout), call=_beside_places)
     layers = [first, second]
+    call = None
+    if shape.positions == "rotary":
+        call = partial(_with_turns, shape)
     for number in range(shape.num_layers):
-        layers.append(Layer(f"blocks.{number}", partial(GPTBlock, shape, number)))
+        layers.append(Layer(f"blocks.{number}", partial(GPTBlock, shape, number), call=call))
     layers.append(Layer("norm", shape.make_norm, call=_without_places))
     layers.append(last)
     return layers

@@ -27,6 +27,10 @@ def gpt(model: GPT, share: RankShare) -> Layers:
         added = tape.run(value, shape=value.shape, has_gradient=flows, passes=True)
         return tape.dropout(added, model.dropout)
 
+    def dropout(tape: Tape, value: Value) -> Value:
+        tape.turns(value, model.hidden_size // model.num_heads)
+        return tape.dropout(value, model.dropout)
+
     def embed(tape: Tape, tokens: Value) -> Value:
         return tape.embedding(tokens, share.of(model.vocab_size), model.hidden_size)
 
@@ -39,7 +43,7 @@ def gpt(model: GPT, share: RankShare) -> Layers:
     if model.positions == "learned":
         yield "positions", positions, 1
     else:
-        yield "dropout", with_arguments(Tape.dropout, model.dropout), 1
+        yield "dropout", dropout, 1
     if model.moe is None or model.moe.every == 1:
         yield "blocks.{}", partial(_gpt_block, model, share, norm, model.moe), model.num_layers
     else:
@@ -76,11 +80,8 @@ def _gpt_block(
     key = heads("key", kv_size)
     value = heads("value", kv_size)
     if model.positions == "rotary":
-        query, key = tape.rotate(query, key)
+        query, key = tape.rotate(tape.turns(hidden, head_size), query, key)
     mixed = tape.attention(query, key, value, dropout=model.dropout, is_causal=True)
-    # The output of attention lies in memory as the rotated query does, and is copied into rows.
-    if model.positions == "rotary":
-        mixed = tape.run(mixed, shape=mixed.shape)
     rows = share.rows(tape, mixed, rank_size)
     output = linear(rows, size, "attention.output", split=False)
     hidden = tape.add(hidden, tape.dropout(output, model.dropout))

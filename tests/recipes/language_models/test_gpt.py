@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from framework.models.layers import LayeredModel, as_layers, recipes_only
-from framework.recipes.language_models.gpt import GPT, GPTShape, rotate
+from framework.recipes.language_models.gpt import GPT, GPTShape
 
 GPT2_LIKE: dict[str, Any] = {
     "vocab_size": 11,
@@ -173,29 +173,6 @@ def test_no_position_sees_a_later_one(shape: dict[str, Any]) -> None:
     assert (before[:, 5:] - after[:, 5:]).abs().amax(-1).min() > 1e-6
 
 
-def test_rotation_keeps_lengths_and_scores_depend_on_the_distance_only() -> None:
-    torch.manual_seed(0)
-    query, key = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-    queries, keys = (
-        turned[0, 0]
-        for turned in rotate(*(x.expand(1, 1, 32, 8) for x in (query, key)), theta=50.0)
-    )
-    torch.testing.assert_close(queries.norm(dim=-1), query.norm().expand(32))
-    scores = queries @ keys.T
-    for distance in range(-6, 7):
-        along = scores.diagonal(distance)
-        torch.testing.assert_close(along, along[:1].expand_as(along))
-    assert (scores[0, 1] - scores[0, 3]).abs() > 1e-3
-
-
-def test_rotation_in_half_precision_has_the_angles_of_float32() -> None:
-    """Position 300 is not a bf16 number: angles in bf16 would be off by up to a radian."""
-    x = torch.randn(1, 1, 301, 8).bfloat16()
-    (turned,), (exact,) = rotate(x, theta=1e4), rotate(x.float(), theta=1e4)
-    torch.testing.assert_close(turned, exact.bfloat16())
-    assert turned.dtype == torch.bfloat16
-
-
 def test_shared_keys_are_repeated_keys() -> None:
     few = shaken(**LLAMA_LIKE)
     many = GPT.of(**(LLAMA_LIKE | {"num_kv_heads": 4})).double().eval()
@@ -293,7 +270,7 @@ def test_recipes_build_the_same_weights_alone(shape: dict[str, Any]) -> None:
 def assert_recipes_build(bare: LayeredModel, model: LayeredModel, *, seed: int) -> None:
     """Every layer, made alone and last first, holds the weights that it has in the model."""
     for number, layer in reversed(list(enumerate(bare.layers()))):
-        if layer.call is None:
+        if model.place_of(layer) == layer.name:
             alone, there = (
                 layer.make(number, seed=seed).state_dict(),
                 model.get_submodule(layer.name).state_dict(),
