@@ -95,12 +95,12 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
         prepared = prepare(config, objects=objects)
     with handling, opened(prepared, request) as run:
         engine = OpenEngine(run, request)
-        engine._refuse_shared_weights()
-        _OPEN.append(engine)
-        if not run.start_step and prepared.plan.config.evaluation.at_start:
-            engine._evaluate_once()
         reason = "interrupted"
         try:
+            engine._refuse_shared_weights()
+            _OPEN.append(engine)
+            if not run.start_step and prepared.plan.config.evaluation.at_start:
+                engine._evaluate_once()
             # RunStopped is of an engine that was opened later: this one ends as that one did
             with suppress(RunStopped):
                 yield engine
@@ -109,7 +109,8 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
             reason = str(error) or type(error).__name__
             raise
         finally:
-            _OPEN.remove(engine)
+            if engine in _OPEN:
+                _OPEN.remove(engine)
             engine._close(reason)
 
 

@@ -8,9 +8,10 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 import framework
+from framework import own_loop
 from framework.commands.export import main as export
 from framework.errors import ConfigError
 from tests.launched import read_metrics, run_ranks, series
@@ -238,6 +240,30 @@ class TestRefusals:
             ):
                 pass
         assert list(tmp_path.iterdir()) == []
+
+    def test_an_evaluation_that_fails_at_the_start_leaves_nothing_open(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ends: list[str] = []
+
+        def fail() -> None:
+            raise ValueError("no memory")
+
+        engine = SimpleNamespace(
+            _refuse_shared_weights=lambda: None, _evaluate_once=fail, _close=ends.append
+        )
+        plan = SimpleNamespace(config=SimpleNamespace(evaluation=SimpleNamespace(at_start=True)))
+        run = SimpleNamespace(start_step=0)
+        monkeypatch.setattr(own_loop, "prepare", lambda *_, **__: SimpleNamespace(plan=plan))
+        monkeypatch.setattr(own_loop, "opened", lambda *_: nullcontext(run))
+        monkeypatch.setattr(own_loop, "OpenEngine", lambda *_: engine)
+        with (
+            pytest.raises(ValueError, match="no memory"),
+            framework.open_engine({"training": {"max_steps": 1}}, model=torch.nn.Identity()),
+        ):
+            pass
+        assert ends == ["no memory"]
+        assert own_loop._OPEN == []
 
     def test_recipes_are_short(self) -> None:
         for path in (ROOT / "examples").glob("*.py"):

@@ -13,7 +13,6 @@ from typing import Final
 
 ALIKE: Final = 0.74  # a guess below this likeness confuses more than it helps
 _LONG_ENOUGH: Final = 6
-_BEGINNING: Final = 4
 _SHORTEST: Final = 4  # "io" is one letter from "aio", and means something else
 _LONG: Final = 7  # from here on two letters may be wrong
 _LONGEST: Final = 80
@@ -111,9 +110,7 @@ def likeness(word: str, other: str) -> float:
     """
     plain_word = _plain(word[:100])
     plain_other = _plain(other[:100])
-    is_long_part = len(plain_word) >= _LONG_ENOUGH and plain_word in plain_other
-    is_beginning = len(plain_word) >= _BEGINNING and plain_word == plain_other.partition("_")[0]
-    if is_long_part or is_beginning:
+    if len(plain_word) >= _LONG_ENOUGH and plain_word in plain_other:
         return 0.8
     matcher = difflib.SequenceMatcher(None, plain_word, plain_other)
     if matcher.real_quick_ratio() >= ALIKE and matcher.quick_ratio() >= ALIKE:

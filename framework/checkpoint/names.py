@@ -12,6 +12,7 @@ the files).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import stat
@@ -39,7 +40,7 @@ SAVING: Final = ".saving"
 LEAVING: Final = ".leaving-"
 TAG: Final = re.compile(r"global_step(?P<step>[0-9]{1,18})\Z")
 # Set aside by a resume from an earlier step (`framework.checkpoint.resume_point.set_aside_later`).
-REPLACED: Final = re.compile(r"(?P<tag>global_step(?P<step>[0-9]{1,18}))\.replaced(-[0-9]{1,3})?\Z")
+REPLACED: Final = re.compile(r"(?P<tag>global_step(?P<step>[0-9]{1,18}))\.replaced(-[0-9]{1,9})?\Z")
 _RANK: Final = r"zero_pp_rank_(?P<rank>[0-9]{1,6})"
 _MODEL_RANK: Final = r"mp_rank_(?P<model_rank>[0-9]{1,4})"
 MODEL_FILE: Final = re.compile(rf"(?:{_RANK}_)?{_MODEL_RANK}_model_states\.pt")
@@ -56,10 +57,14 @@ def tag_of(step: int) -> str:
     return f"global_step{step}"
 
 
-def replaced_names(tag: str) -> list[str]:
-    """List the names that a checkpoint may get when it is set aside: it gets the first free one."""
+def replaced_names(tag: str) -> Iterator[str]:
+    """Yield the names that a checkpoint may get when it is set aside, without end: it gets the
+    first free one.
+    """
     first = f"{tag}.replaced"
-    return [first, *(f"{first}-{number}" for number in range(1, 1000))]
+    yield first
+    for number in itertools.count(1):
+        yield f"{first}-{number}"
 
 
 def layer_file(number: int, tensor_rank: int | None = None) -> str:

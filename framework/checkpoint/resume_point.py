@@ -340,5 +340,8 @@ def set_aside_later(start: SavedCheckpoint) -> list[Path]:
 
 
 def _free_name(path: Path) -> Path:
-    targets = (path.with_name(name) for name in replaced_names(path.name))
-    return next(target for target in targets if not os.path.lexists(target))
+    names = replaced_names(path.name)
+    target = path.with_name(next(names))
+    while os.path.lexists(target):
+        target = path.with_name(next(names))
+    return target

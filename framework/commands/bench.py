@@ -22,7 +22,7 @@ from typing import Any, Final
 from deepspeed_lint.text.document import is_setting
 from framework.commands.check_fix import write_file
 from framework.commands.cluster_options import split_words
-from framework.commands.timed_runs import INTERRUPTED, config_alone, run_alone
+from framework.commands.timed_runs import INTERRUPTED, NO_TIMES, config_alone, run_alone
 from framework.errors import (
     EXIT_OK,
     EXIT_TRAINING,
@@ -404,6 +404,8 @@ def _measure(
             clocks = tuple(map(sub, _clocks(), before))
             environment = environment or run.environment
             windows = windows_of(run, dropped=warmup_points, size=arguments.steps // log_every)
+            if not windows and not failure:
+                failure = NO_TIMES
             _add_start(variant, windows, clocks, failure)
             outcome = _outcome(windows, failure)
             line = f"start {number} of {num_starts}: {variant.name}: {outcome}\n"

@@ -22,6 +22,7 @@ from framework.system.parent_watch import FAILURES_VARIABLE
 _NEVER: Final = {"every_epochs": None, "every_steps": None, "every_minutes": None, "at_end": False}
 _NO_SINKS: Final = {"tensorboard": False, "csv": False, "report": False, "progress": "off"}
 INTERRUPTED: Final = "interrupted"
+NO_TIMES: Final = "its run ended without an error, and has logged too few times of steps"
 
 
 def config_alone(config: RunConfig, *, steps: int, log_every: int) -> RunConfig:

@@ -13,11 +13,12 @@ from statistics import median
 from typing import Any, Final
 
 from framework.commands.strategies import unusual
-from framework.commands.timed_runs import INTERRUPTED, run_alone
+from framework.commands.timed_runs import INTERRUPTED, NO_TIMES, run_alone
 from framework.errors import TrainingError, UsageError
 from framework.plan.alternatives import settings_text
 from framework.plan.candidate import Candidate
 from framework.plan.plan import Plan
+from framework.report.records import Series
 from framework.system.output import write
 
 _ROUNDS: Final = 3
@@ -151,7 +152,11 @@ def _run_round(trial: Trial) -> str:
         raise KeyboardInterrupt
     if trial.failure:
         return trial.failure
-    seconds = [0.001 * step_ms for step_ms in run.metrics["time/step_ms"].values]
+    step_times = run.metrics.get("time/step_ms", Series()).values
+    if not step_times:
+        trial.failure = NO_TIMES
+        return trial.failure
+    seconds = [0.001 * step_ms for step_ms in step_times]
     trial.rounds.append(seconds[1:] or seconds)
     return f"{1000 * median(trial.rounds[-1]):.1f} ms a step"
 

@@ -149,7 +149,9 @@ class StopAgreement:
         self._due_by_clock = due
         self._round = 0
         self._step = step
-        self._posted = -1
+        self._posted = -1  # step that this rank does not pass in this round, or -1
+        self._place: int | None = None  # in the order in which the ranks' steps reach the store
+        self._is_posted = False  # all that is due of a post has reached the store
         self._last_decided = -1
         self._agreed: deque[tuple[int, Decision]] = deque()  # after which call what happens
         self._is_stopping = False
@@ -192,7 +194,7 @@ class StopAgreement:
         """
         self._closing.set()
         self._thread.join(self._wait_seconds)
-        if self._posted < 0 and not self._is_stopping and not self._thread.is_alive():
+        if not self._is_posted and not self._is_stopping and not self._thread.is_alive():
             with suppress(RuntimeError):
                 self._post()
 
@@ -219,14 +221,9 @@ class StopAgreement:
             RuntimeError: the ranks have not all posted yet, or the store does not answer; the next
                 look calls this again.
         """
-        if self._posted < 0:
-            request = Decision.of_signal(self._request.signal)
-            if request == GO_ON:
-                request = self._due_by_clock()
-            if request != GO_ON:
-                self._store.set(self._key("asked"), str(request))
-            elif not self._store.check([self._key("asked")]):
-                return
+        if self._posted < 0 and not self._is_asked():
+            return
+        if not self._is_posted:
             self._post()
         # `wait` instead of `check`: the store answers all waiting ranks as soon as the key is set.
         self._store.wait([self._key("decided")], timedelta(seconds=max(1.0, self._look_seconds)))
@@ -237,9 +234,21 @@ class StopAgreement:
             self._agreed.append((step, decision))
             self._is_stopping = decision.action is Action.STOP
             self._posted = -1
+            self._place = None
+            self._is_posted = False
             self._last_decided = step
             self._round += 1
             self._changed.notify_all()
+
+    def _is_asked(self) -> bool:
+        """Check whether a rank has a request, and share this rank's if it has one."""
+        request = Decision.of_signal(self._request.signal)
+        if request == GO_ON:
+            request = self._due_by_clock()
+        if request == GO_ON:
+            return bool(self._store.check([self._key("asked")]))
+        self._store.set(self._key("asked"), str(request))
+        return True
 
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
@@ -247,14 +256,25 @@ class StopAgreement:
     def _post(self) -> None:
         """Post the step that ends next, after which this rank waits. The last rank to post
         decides.
+
+        The rank is held at its step before the store knows the step: else it could go past it
+        meanwhile. If the store fails, the next call posts the same step, from where this one came
+        to.
+
+        Raises:
+            RuntimeError: the store does not answer.
         """
         with self._changed:
-            self._posted = max(self._step, self._last_decided) + 1
-        self._store.set(self._key(f"next/{self._rank}"), str(self._posted))
-        if self._store.add(self._key("posted"), 1) == self._world_size:
+            if self._posted < 0:
+                self._posted = max(self._step, self._last_decided) + 1
+        if self._place is None:
+            self._store.set(self._key(f"next/{self._rank}"), str(self._posted))
+            self._place = self._store.add(self._key("posted"), 1)
+        if self._place == self._world_size:
             keys = [self._key(f"next/{rank}") for rank in range(self._world_size)]
             steps = [int(step) for step in self._store.multi_get(keys)]
             self._store.set(self._key("decided"), str(max(steps)))
+        self._is_posted = True
 
     def _count_down(self) -> None:
         """Give up after a while. The request may come from a launcher that has seen a rank die:

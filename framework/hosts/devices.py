@@ -157,7 +157,7 @@ def _requested_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
 class _SmiList(NamedTuple):
     """Answer of ``nvidia-smi -L``: the number of GPUs, and its message if it fails."""
 
-    count: int
+    num_gpus: int
     error: str = ""
 
 
@@ -166,7 +166,7 @@ def count_gpus() -> int:
     listed = _list_gpus()
     if listed is None:
         return _count_device_files("nvidia")
-    return listed.count
+    return listed.num_gpus
 
 
 def _nvidia_smi_error() -> str:

@@ -97,6 +97,12 @@ def _leave_out_devices(arguments: TrainerArguments) -> None:
 
 def _take_length(arguments: TrainerArguments) -> None:
     """Take max_steps or max_epochs; fast_dev_run, a number of steps, wins over both."""
+    fast_dev_run = arguments.take("fast_dev_run")
+    if fast_dev_run:
+        arguments.put("training.max_steps", int(fast_dev_run), "fast_dev_run")
+        for name in ("max_steps", "max_epochs"):
+            arguments.leave_out(name, "fast_dev_run is the length, as there")
+        return
     max_steps = arguments.take("max_steps")
     max_epochs = arguments.take("max_epochs")
     if max_steps > 0:
@@ -106,9 +112,6 @@ def _take_length(arguments: TrainerArguments) -> None:
     elif max_epochs != -1:
         comment = "" if max_epochs else "the default there"
         arguments.put("training.max_epochs", max_epochs or _DEFAULT_EPOCHS, "max_epochs", comment)
-    fast_dev_run = arguments.take("fast_dev_run")
-    if fast_dev_run:
-        arguments.put("training.max_steps", int(fast_dev_run), "fast_dev_run")
 
 
 def _take_evaluation(arguments: TrainerArguments) -> None:

@@ -43,6 +43,7 @@ _CONNECT_SECONDS: Final = 10
 _EXAMINE_SECONDS: Final = 60.0
 _MEET_SECONDS: Final = 90.0
 _BENCH_SECONDS: Final = 180.0
+_END_SECONDS: Final = 5.0
 _AGENT: Final = (sys.executable, "-m", "framework.launch.inspection_agent")
 # As `framework.engine.link_bench` prints it. It imports torch, so it is not imported here.
 _RESULT: Final = "@link_bench "
@@ -133,6 +134,7 @@ class HostAgent:
             start_new_session=True,
         )
         self._answers: queue.Queue[str | None] = queue.Queue()
+        self._sending: threading.Thread | None = None
         threading.Thread(target=self._sort_output, daemon=True).start()
 
     def ask(self, order: Examine | Meet | Bench, *, seconds: float) -> Answer:
@@ -141,32 +143,50 @@ class HostAgent:
         Raises:
             HostFailed: none comes within `seconds`, the agent has ended, or is of another release.
         """
+        line = order.model_dump_json() + "\n"
+        # In a thread: a long order waits for the host to read, and a host may hang.
+        self._sending = threading.Thread(target=self._send, args=(line,), daemon=True)
+        self._sending.start()
         try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(order.model_dump_json() + "\n")
-            self._process.stdin.flush()
-            line = self._answers.get(timeout=seconds)
+            answer = self._answers.get(timeout=seconds)
         except queue.Empty:
             raise HostFailed(f"no answer within {seconds:.0f} s") from None
-        except OSError:
-            line = None
-        if line is None:
-            code = self._process.wait()
-            self._stderr.seek(0)
-            last = self._stderr.read().strip().rpartition("\n")[2].strip() or "it said nothing"
-            raise HostFailed(f"ssh ended with {code}: {last}")
+        if answer is None:
+            raise HostFailed(self._end())
         try:
-            return Answer.model_validate_json(line)
+            return Answer.model_validate_json(answer)
         except ValidationError:
             raise HostFailed("its answer is of another release of the framework") from None
 
+    def _send(self, line: str) -> None:
+        """Write a line to the agent; one that reads nothing any more ends the answers."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        except (OSError, ValueError):  # it has ended, or `close` was called
+            self._answers.put(None)
+
+    def _end(self) -> str:
+        """Wait for the end of an `ssh` that has closed its output, and return how it ended."""
+        try:
+            code = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "ssh has closed its output, and does not end"
+        self._stderr.seek(0)
+        last = self._stderr.read().strip().rpartition("\n")[2].strip()
+        return f"ssh ended with {code}: {last or 'it printed nothing'}"
+
     def close(self) -> None:
         """Let the agent clean up, and kill its `ssh` if that takes too long."""
+        if self._sending is not None and self._sending.is_alive():
+            self._process.kill()  # it does not read, and closing its stdin would wait for it
+            self._sending.join(_END_SECONDS)
         with suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
         try:
-            self._process.wait(5)
+            self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

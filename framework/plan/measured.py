@@ -78,11 +78,11 @@ class OptimizerState:
 
     Attributes:
         bytes_per_element: of what it keeps from step to step.
-        copies_per_element: of what it takes while it steps, the gradient not counted.
+        step_bytes_per_element: of what it takes while it steps, the gradient not counted.
     """
 
     bytes_per_element: float
-    copies_per_element: int = 0
+    step_bytes_per_element: int = 0
 
 
 @lru_cache(maxsize=8)  # a search reads it for every candidate

@@ -65,7 +65,7 @@ def _state_numbers(name: str, shape: Shape, optimizer: Muon | Adafactor) -> int:
     return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
 
 
-def copies_per_element(optimizer: OptimizerSection, *, is_on_cpu: bool) -> int:
+def step_bytes_per_element(optimizer: OptimizerSection, *, is_on_cpu: bool) -> int:
     """Return the bytes that a step takes for each element that is stepped at once.
 
     torch's loop over weights, on CPU, holds two copies of one weight. Its `foreach` form, on GPUs,
@@ -78,7 +78,7 @@ def copies_per_element(optimizer: OptimizerSection, *, is_on_cpu: bool) -> int:
     factory = optimizer.own_factory()
     if factory is not None:
         state = kept_state(factory)
-        return state.copies_per_element if state else 0
+        return state.step_bytes_per_element if state else 0
     if _is_fused(optimizer):
         return 0
     decayed = 0

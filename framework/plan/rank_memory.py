@@ -22,7 +22,7 @@ from framework.config.run_config import RunConfig
 from framework.plan.activations import Moment, Passes
 from framework.plan.offload import Shares
 from framework.plan.operations import Shape
-from framework.plan.optimizer_memory import copies_per_element, muon_copies, state_of
+from framework.plan.optimizer_memory import muon_copies, state_of, step_bytes_per_element
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 from framework.plan.work import ModelWork
@@ -362,7 +362,7 @@ class RankMemory:
             sum_width=self.sum_width,
             has_copies=self.has_copies,
             state_bytes=self.state_width + self.average_width,
-            copies=self.copies_per_element * self.largest_part,
+            copies=self.step_bytes_per_element * self.largest_part,
             groups=self.shares_by_group(),
             parts=self.parts,
             weights=self.sizes,
@@ -631,10 +631,10 @@ class RankMemory:
     # The optimizer's step.
 
     @cached_property
-    def copies_per_element(self) -> int:
+    def step_bytes_per_element(self) -> int:
         """Bytes that the step takes for each element that is stepped at once."""
         is_on_cpu = self.is_cpu or self.is_offloaded
-        return copies_per_element(self.config.optimizer, is_on_cpu=is_on_cpu)
+        return step_bytes_per_element(self.config.optimizer, is_on_cpu=is_on_cpu)
 
     def step(self, states: Bytes) -> Bytes:
         """Return the bytes in the step by component: `states`, which stay, gradients in fp32 and
@@ -652,9 +652,9 @@ class RankMemory:
         if isinstance(optimizer, Muon):
             copies = muon_copies(optimizer, self.work.weights, is_cpu=self.is_cpu)
         elif self.is_cpu:
-            copies = self.copies_per_element * self.largest_part
+            copies = self.step_bytes_per_element * self.largest_part
         else:
-            copies = self.copies_per_element * self.total
+            copies = self.step_bytes_per_element * self.total
         return {"gradients": self.stepped_gradients(), "optimizer copies": copies}
 
     def stepped_gradients(self) -> int:
@@ -711,7 +711,7 @@ class RankMemory:
             flat = self.sum_width * self.largest
         computed_on = stays + (in_fp32 or flat)
         gradients = max(copied, computed_on)
-        copies = self.copies_per_element * part
+        copies = self.step_bytes_per_element * part
         return {
             "gradients": gradients,
             "optimizer copies": max(computed_on + copies - gradients, 0),

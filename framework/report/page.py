@@ -196,18 +196,20 @@ def _where(run: RunRecords) -> str:
     cluster = run.section("cluster")
     model = _value_of(config, "model", "kind") or _value_of(config, "model", "target") or "unknown"
     device = run.environment.get("device", cluster.get("device"))
-    facts = [
-        f"model {show_value(model)}",
-        f"{cluster.get('world_size')} x {device}",
-        f"{_value_of(config, 'precision', 'dtype')}, ZeRO {_value_of(config, 'zero', 'stage')}",
-    ]
+    facts = [f"model {show_value(model)}"]
+    world_size = cluster.get("world_size")
+    if world_size is not None and device is not None:
+        facts.append(f"{world_size} x {device}")
+    dtype = _value_of(config, "precision", "dtype")
+    stage = _value_of(config, "zero", "stage")
+    if dtype is not None and stage is not None:
+        facts.append(f"{dtype}, ZeRO {stage}")
     stamps = run.clock.finite_values
     if stamps:
         facts.append(f"last record {moment(stamps[-1])} UTC")
     line = ""
     for fact in facts:
-        if "None" not in fact:  # the text of a value that the records lack
-            line += f" {fact[:1].upper()}{fact[1:]}."
+        line += f" {fact[:1].upper()}{fact[1:]}."
     return line
 
 

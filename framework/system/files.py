@@ -56,7 +56,7 @@ class NewFile:
             self._hash.update(rest[:count])
             self._num_bytes += count
             rest = rest[count:]
-        return len(data)
+        return memoryview(data).nbytes
 
     def flush(self) -> None:
         """Do nothing: there is no buffer."""

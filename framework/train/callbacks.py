@@ -87,9 +87,10 @@ class State:
         self.requests.metrics |= {name: float(value) for name, value in metrics.items()}
 
     def scale_lr(self, factor: float) -> None:
-        """Multiply the learning rates of all later steps; rank 0's factor counts.
+        """Multiply the learning rates of all later steps.
 
-        A scheduler other than ``constant`` sets its own rates again.
+        The factor of the first rank that asks counts: usually all ask alike, and one change is
+        meant. A scheduler other than ``constant`` sets its own rates again.
         """
         self.requests.lr_factor *= factor
 
@@ -193,19 +194,21 @@ class Callbacks:
     def agreed(self) -> Requests:
         """Return what any rank has requested since the last call, without metrics. Collective.
 
-        Rank 0's factor of the learning rates is applied here. Metrics stay for the next `call`.
+        The factor of the learning rates, of the first rank that has one, is applied here. Metrics
+        stay for the next `call`.
         """
         own_requests = self._requests
         self._requests = Requests(metrics=own_requests.metrics)
         requests_of_ranks: list[Requests] = self._gather(own_requests)
-        factor = requests_of_ranks[0].lr_factor
-        if factor != 1.0:
-            self._scale_lr(factor)
         agreed = Requests()
         for requests in requests_of_ranks:
+            if agreed.lr_factor == 1.0:
+                agreed.lr_factor = requests.lr_factor
             agreed.stop = agreed.stop or requests.stop
             agreed.save = agreed.save or requests.save
             agreed.evaluate = agreed.evaluate or requests.evaluate
+        if agreed.lr_factor != 1.0:
+            self._scale_lr(agreed.lr_factor)
         return agreed
 
     def state(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 
 from framework.cli import main
 from framework.commands import bench, timed_runs
-from framework.commands.timed_runs import INTERRUPTED, config_alone
+from framework.commands.timed_runs import INTERRUPTED, NO_TIMES, config_alone
 from framework.config.load import config_from_values
 from framework.plan.plan import Plan
 from framework.report.records import RunRecords, Series
@@ -129,6 +129,16 @@ def test_a_variant_that_fails_is_named_and_the_others_go_on(
     ]
     # its own setting wins
     assert settings == ["run.seed=7", "run.seed=7 zero.stage=1", "run.seed=1"]
+
+
+def test_a_run_without_times_of_steps_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(bench, "run_alone", lambda plan, **_: (RunRecords(Path("run")), ""))
+    assert main(["bench", QUICKSTART, "--out", "found"]) == 70
+    lines = capsys.readouterr().out.splitlines()
+    assert f"quickstart: {NO_TIMES}" in lines
+    assert json.loads(Path("found/bench.json").read_text())["variants"][0]["failure"] == NO_TIMES
 
 
 def test_ctrl_c_keeps_whole_windows(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

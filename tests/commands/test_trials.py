@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from framework.commands import trials as trials_module
 from framework.commands.measure import environment_of_ranks, measure
+from framework.commands.timed_runs import NO_TIMES
 from framework.commands.torch_child import failure_of
 from framework.commands.trials import Trial, fastest, run_trials, table, within_noise
 from framework.config.load import config_from_values
@@ -19,6 +21,7 @@ from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
 from framework.plan.memory import estimate
 from framework.plan.plan import make_plan
+from framework.report.records import RunRecords
 from framework.system.parent_watch import FAILURES_VARIABLE, record_failure
 
 CONFIG = config_from_values({"model": {"kind": "mlp"}, "training": {"max_steps": 9}})
@@ -53,6 +56,12 @@ def test_both_are_for_one_host() -> None:
         run_trials([Candidate({}, hosts, estimate(PLAN))])
     with pytest.raises(UsageError, match="--measure measures this machine alone"):
         measure(hosts.cluster)
+
+
+def test_a_run_without_times_of_steps_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials_module, "run_alone", lambda plan, **_: (RunRecords(Path("run")), ""))
+    with pytest.raises(TrainingError, match=rf"{NO_TIMES} \[trials-failed\]"):
+        run_trials([Candidate({}, PLAN, estimate(PLAN))])
 
 
 @pytest.mark.slow

@@ -220,6 +220,48 @@ def test_one_that_was_asked_and_waits_in_a_collective_ends(
     assert capfd.readouterr().err.count("[peer-lost]") == 1
 
 
+class FailsOnce:
+    """A store of which the first call of one method, on a key with a word in it, fails."""
+
+    def __init__(self, store: Store, method: str, word: str) -> None:
+        self._store = store
+        self._method = method
+        self._word = word
+        self.has_failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+        if name != self._method or self.has_failed:
+            return method
+
+        def failing(key: str, *values: Any) -> Any:
+            if self._word not in key or self.has_failed:
+                return method(key, *values)
+            self.has_failed = True
+            raise RuntimeError("Connection reset by peer")
+
+        return failing
+
+
+@pytest.mark.parametrize(
+    ("method", "word"), [("set", "asked"), ("set", "next/"), ("add", "posted"), ("set", "decided")]
+)
+def test_a_post_that_fails_is_made_again(method: str, word: str) -> None:
+    store = PrefixStore("job", HashStore())
+    stores = [FailsOnce(store, method, word) for _ in range(2)]
+    ranks = [
+        Rank(number, stores[number], ranks=2, steps=10_000, step_seconds=0.002)  # type: ignore[arg-type]
+        for number in range(2)
+    ]
+    for rank in ranks:
+        rank.thread.start()
+    ranks[0].request.receive(signal.SIGTERM)
+    join(ranks)
+    assert any(store.has_failed for store in stores)
+    assert {rank.decision for rank in ranks} == {SIGTERM}
+    assert len({rank.step for rank in ranks}) == 1
+
+
 def test_a_store_that_is_gone_does_not_disturb_until_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

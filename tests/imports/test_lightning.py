@@ -54,6 +54,14 @@ def test_lightnings_defaults_where_ours_differ() -> None:
     ) == (0, 50, 1)
 
 
+@pytest.mark.parametrize("steps", [True, 7])
+def test_a_dry_run_is_the_only_length(steps: bool | int) -> None:
+    found = imported({"trainer": {"fast_dev_run": steps, "max_epochs": 5, "max_steps": 90}})
+    training = config_from_values(found.values).training
+    assert (training.max_steps, training.max_epochs) == (int(steps), None)
+    assert {"max_epochs", "max_steps"} <= {omission.key for omission in found.left_out}
+
+
 def test_lightnings_strategy_config_wins_and_is_refused_where_lightning_does() -> None:
     config = {
         "zero_optimization": {"stage": 3},

@@ -105,6 +105,14 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     ]
 
 
+def test_what_is_known_is_shown_whatever_its_name(tmp_path: Path) -> None:
+    config = CONFIG | {"model": {"target": "my.models:NoneOfThem"}}
+    write_run(tmp_path / "run", config=config)
+    words = " ".join(structure(tmp_path / "run").words)
+    assert " Model my.models:NoneOfThem." in words
+    assert "ZeRO None" not in words  # the config lacks the stage
+
+
 def test_every_chart_has_its_text_and_ids_stand_once(tmp_path: Path) -> None:
     for folders in ([write_run(tmp_path / "a")], [tmp_path / "a", write_run(tmp_path / "b")]):
         found = structure(*folders)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,12 @@ def test_a_new_file_is_hashed_as_it_is_written_and_never_replaces_another(tmp_pa
     assert (record.num_bytes, record.sha256) == (19, hashlib.sha256(path.read_bytes()).hexdigest())
     with pytest.raises(FileExistsError):
         NewFile(path)
+
+
+def test_a_write_returns_bytes_of_any_type_of_data(tmp_path: Path) -> None:
+    stream = NewFile(tmp_path / "data")
+    assert stream.write(memoryview(array("d", [1.0, 2.0]))) == 16
+    assert stream.close().num_bytes == 16
 
 
 def test_a_new_file_is_no_way_through_a_link(tmp_path: Path) -> None:

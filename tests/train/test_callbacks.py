@@ -129,6 +129,21 @@ def test_it_happens_where_another_rank_asks() -> None:
     assert (outcome.step, outcome.ended_early) == (2, "rank 1 has had enough")
 
 
+@pytest.mark.parametrize(
+    ("factors", "rates"), [((1.0, 0.5), [0.5]), ((0.5, 0.5), [0.5]), ((0.1, 0.5), [0.1])]
+)
+def test_rates_are_scaled_once_where_any_rank_asks(
+    factors: tuple[float, float], rates: list[float]
+) -> None:
+    scaled: list[float] = []
+    requests = [Requests(lr_factor=factor) for factor in factors]
+    callbacks = Callbacks(
+        [Recorder()], gather=lambda own: requests, is_main=True, scale_lr=scaled.append
+    )
+    callbacks.agreed()
+    assert scaled == rates
+
+
 def test_a_callback_that_fails_ends_the_run_by_name() -> None:
     class Breaks:
         def on_log(self, state: State) -> None:

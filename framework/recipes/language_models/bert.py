@@ -241,14 +241,15 @@ class BERT(LayeredModel):
         """Build a BERT from the attributes of `BERTShape`."""
         return cls(BERTShape(**shape))
 
-    def get_output_embeddings(self) -> nn.Module:
-        """Return the output layer, and give it the bias that losses in tiles add (`head_bias`); the
-        method's name is that of transformers.
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the layer that makes logits of tokens, and give it the bias that losses in tiles
+        add (`head_bias`); None with a head for classes. The method's name is that of transformers.
         """
+        if self.shape.num_classes:
+            return None
         embed = self.get_submodule("embed")
-        outputs = self.get_submodule("classes" if self.shape.num_classes else "outputs")
         if isinstance(embed, TokenEmbedding):
-            embed.head_bias = [outputs.get_parameter("bias")]
+            embed.head_bias = [self.get_parameter("outputs.bias")]
         return embed
 
 

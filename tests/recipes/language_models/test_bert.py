@@ -231,3 +231,7 @@ def test_recipes_build_the_same_weights_alone() -> None:
             )
             assert alone.keys() == there.keys()
             assert all(torch.equal(alone[name], there[name]) for name in alone), layer.name
+
+
+def test_a_head_for_classes_has_no_logits_of_tokens() -> None:
+    assert BERT.of(**SHAPE, num_classes=3).get_output_embeddings() is None
