@@ -122,7 +122,7 @@ class LoadedRun:
         notes = list(self.source.notes)
         max_restarts = self.config.supervision.max_restarts
         if max_restarts and not is_supervised:
-            reason = "nobody starts the run again here"
+            reason = "no launcher starts the run again here"
             fix = "start it by `python -m framework launch`"
             key = "supervision.max_restarts"
             problem = Problem("not-supervised", reason, fix, key, max_restarts, severity="warning")

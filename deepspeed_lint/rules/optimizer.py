@@ -60,7 +60,7 @@ def optimizer_untested(facts: Facts) -> Found:
     known = name in TORCH_OPTIMIZERS or name in ("lamb", "musgd")
     allowed = facts.get("zero_allow_untested_optimizer")  # any true value will do
     if known and name not in TESTED and facts.stage and not allowed:
-        reason = f"DeepSpeed takes it with ZeRO stage {facts.stage} only when told to"
+        reason = f"DeepSpeed takes it with ZeRO stage {facts.stage} only when asked to"
         yield _TYPE, reason, "set zero_allow_untested_optimizer: true"
 
 

@@ -151,7 +151,7 @@ def read_text(path: Path, *, name: str) -> str:
     except FileNotFoundError:
         if path.is_symlink():
             raise refuse(
-                "config-not-found", "it is a link to a file that is not there", "mend the link"
+                "config-not-found", "it is a link to a file that is not there", "repair the link"
             ) from None
         raise refuse("config-not-found", "there is no such file", "check the path") from None
     except OSError as error:
@@ -210,7 +210,7 @@ def _read_pipe(descriptor: int, refuse: Callable[[str, str, str], ConfigError]) 
         if part == b"" and data:
             break
         if part == b"" and waited > WRITER_SECONDS:
-            raise refuse("config-unreadable", "a pipe that nobody writes to", fix)
+            raise refuse("config-unreadable", "a pipe that no program writes to", fix)
         if waited > PIPE_SECONDS:
             raise refuse(
                 "config-unreadable", f"a pipe that did not end within {PIPE_SECONDS:g} s", fix

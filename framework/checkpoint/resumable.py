@@ -127,7 +127,7 @@ def _other_steps(checkpoint: SavedCheckpoint, global_size: int) -> Problem | Non
     if saved is None:
         reason = (
             f"counts {checkpoint.manifest['samples']:,} samples in {checkpoint.step:,} steps, so "
-            "its steps were not all alike, and its place in the data cannot be told"
+            "its steps were not all alike, and its place in the data is not known"
         )
     else:
         reason = (

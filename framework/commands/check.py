@@ -47,7 +47,7 @@ def _add_arguments(check: CommandParser) -> None:
     )
     change = check.add_mutually_exclusive_group()
     change.add_argument(
-        "--fix", action="store_true", help="mend in place what has one safe answer, and show how"
+        "--fix", action="store_true", help="correct in place what has one safe answer, and show how"
     )
     change.add_argument(
         "--resolve",

@@ -475,7 +475,9 @@ def hf_names(
     wrong = _fault_of(names, stored)
     if wrong:
         raise refused(
-            "wrong", f"hf_names() of {type(module).__name__} {wrong}", "mend it, or leave --hf out"
+            "wrong",
+            f"hf_names() of {type(module).__name__} {wrong}",
+            "correct it, or leave --hf out",
         )
     return dict(names), {}
 

@@ -329,7 +329,7 @@ def _token_folder(config: RunConfig, checkpoint: SavedCheckpoint, kept: Path) ->
     for data without a path. ConfigError for data that is no token folder.
     """
     if not isinstance(config.data, (Text, TextPairs)):
-        reason = "it is not a token folder, so nobody knows what its numbers stand for"
+        reason = "it is not a token folder, so that the meaning of its numbers is not known"
         fix = "name a tokenizer with --tokenizer"
         raise ConfigError.of(
             "tokenizer-unknown", reason, fix, key="data", file=str(checkpoint.path)

@@ -18,7 +18,7 @@ from framework.errors import TrainingError, UsageError
 from framework.plan.alternatives import settings_text
 from framework.plan.candidate import Candidate
 from framework.plan.plan import Plan
-from framework.report.records import Series
+from framework.report.series import Series
 from framework.system.output import write
 
 _ROUNDS: Final = 3

@@ -224,7 +224,7 @@ def time_layers(
                 raise ConfigError.of(
                     "layer-failed",
                     f"the layer fails when it is timed on {device()}: {in_one_line(error)}",
-                    "mend the layer, or set another parallel.partition than measured",
+                    "correct the layer, or set another parallel.partition than measured",
                     "model",
                     layer.name,
                 ) from error

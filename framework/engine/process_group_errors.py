@@ -166,8 +166,8 @@ def lost_peer(error: BaseException) -> FrameworkError | None:
     if known_event:
         event = known_event[0]
     return PeerLostError(
-        f"{_this_rank()}: another rank has ended or cannot be reached any more ({event}); what "
-        "that one said last tells why [peer-lost]",
+        f"{_this_rank()}: another rank has ended or cannot be reached any more ({event}); the "
+        "last line of that rank names the cause [peer-lost]",
         is_of_one_rank=True,
     )
 
@@ -206,7 +206,7 @@ def _reason_not_met(error: RuntimeError) -> str:
     if joined:
         return (
             f"{place}: only {joined[1]} of {joined[2]} ranks came to {host}:{port}{within}; look "
-            "at what the others said, and whether every node was started with its own "
+            "at the messages of the others, and whether every node was started with its own "
             "--node_rank [rendezvous-incomplete]"
         )
     if is_network and rank != "0":

@@ -293,7 +293,7 @@ class StopAgreement:
 def _peer_lost(rank: int) -> PeerLostError:
     return PeerLostError(
         f"rank {rank}: the ranks are to agree on a step, and another one has ended or does not "
-        "answer; what that one said last tells why. The last complete checkpoint stands: "
+        "answer; the last line of that rank names the cause. The last complete checkpoint stands: "
         "checkpoint.resume=auto [peer-lost]",
         is_of_one_rank=True,
     )

@@ -303,7 +303,7 @@ class _NodeAttempt:
         if code == EXIT_OK and not any(self.peers.ended.values()):
             line = f"finished: {counted(len(self.peers.ended), 'node')}, every rank ended with 0"
             return EXIT_OK, JobEnd(EXIT_OK, line)
-        saved = "what was saved, if anything, the ranks said above"
+        saved = "the ranks' lines above name what was saved, if anything was"
         why = self.peers.stop or self.peers.cut or "a rank"
         line = f"stopped on request ({why}): {stopped}; {saved}"
         if self.peers.cut and not self.peers.any_stop:

@@ -178,7 +178,8 @@ def _start(
     token = read_token(options.token_file)
     if not (token or is_alone):
         print_line(
-            "no token: whoever reaches this port can end the job or take a place in it [no-token]"
+            "no token: any program that reaches this port can end the job or take a place in it "
+            "[no-token]"
         )
     environment = {**os.environ, **added}  # without the token, which `read_token` has removed
     save_seconds = grace_seconds(options.grace_seconds)
@@ -576,8 +577,8 @@ def require_token(options: NodeOptions) -> None:
     if not has_token and not options.no_token:
         raise ConfigError.of(
             "no-token",
-            "several nodes need a secret in common: whoever answers at node 0's port would be "
-            "taken for node 0",
+            "several nodes need a secret in common: any program that answers at node 0's port "
+            "would be taken for node 0",
             "give every node --token_file FILE with the same secret (head -c 32 /dev/urandom | "
             "base64 > FILE), or --no_token where all who reach this port may take part",
             key="--token_file",

@@ -210,8 +210,8 @@ class NodeOptions(SharedOptions):
         default=None,
     )
     no_token: bool = option(
-        "let several nodes meet without a secret: whoever reaches their port can end the job or "
-        "take a place in it"
+        "let several nodes meet without a secret: any program that reaches their port can end the "
+        "job or take a place in it"
     )
     spares: int = option(
         "so many of the members wait for the place of one that is lost",

@@ -327,7 +327,7 @@ def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
         raise UsageError(f"{command}: --ssh_args: {error}") from None
     for word in words:
         if _PROMPTS.match(word):
-            reason = "nobody is asked for a password; use a key, or an agent that holds it"
+            reason = "no password can be asked for; use a key, or an agent that holds it"
             raise UsageError(f"{command}: --ssh_args: {word}: {reason}")
     return words
 

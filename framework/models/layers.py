@@ -296,9 +296,7 @@ def _why_not_layered(model: Any) -> tuple[str, str]:
     )
     if isinstance(model, nn.Module) and isinstance(getattr(model, "layers", None), nn.Module):
         kind = type(model.layers).__name__
-        reason = (
-            f"its attribute layers is a {kind}, and nobody but its forward() knows how that is run"
-        )
+        reason = f"its attribute layers is a {kind}, and only its forward() knows how that is run"
         return reason, f"name the {kind} otherwise (self.blocks), and {advice}"
     if _has_own_forward(model):
         return (
@@ -306,9 +304,7 @@ def _why_not_layered(model: Any) -> tuple[str, str]:
             advice,
         )
     if not isinstance(model, _SEQUENCES):
-        reason = (
-            "it is not a sequence of layers, so nobody but its forward() knows where it can be cut"
-        )
+        reason = "it is not a sequence of layers, so only its forward() knows where it can be cut"
         return reason, f"make it an nn.Sequential, return a list of layers, or {advice}"
     items = list(model)
     if not items:

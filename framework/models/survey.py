@@ -161,7 +161,7 @@ def _build(layer: Layer, number: int, make: Callable[[int], nn.Module]) -> nn.Mo
     except Exception as error:
         reason = f"the layer cannot be built: {in_one_line(error)}"
         raise ConfigError.of(
-            "layer-failed", reason, "mend what builds it", "model", layer.name
+            "layer-failed", reason, "correct what builds it", "model", layer.name
         ) from error
 
 
@@ -173,7 +173,7 @@ def _run(layer: Layer, module: nn.Module, value: Any) -> Any:
             f"the layer fails on the output of the layer before, {_shown(value)}: "
             f"{in_one_line(error)}"
         )
-        fix = "mend the layer, or the order of the layers"
+        fix = "correct the layer, or the order of the layers"
         name = f"{layer.name} ({type(module).__name__})"
         raise ConfigError.of("layer-failed", reason, fix, "model", name) from error
 

@@ -345,7 +345,7 @@ def as_module(model: Any) -> torch.nn.Module:
             return LayeredModel(layers)
         except ValueError as error:
             raise ConfigError.of(
-                "layers-do-not-fit", str(error), "mend the list", "model"
+                "layers-do-not-fit", str(error), "correct the list", "model"
             ) from error
     return LayeredModel(as_layers(model), taken_from=model)
 

@@ -91,7 +91,9 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     try:
         refuse_bad_ties(layers)
     except ValueError as error:
-        raise ConfigError.of("layers-do-not-fit", str(error), "mend the list", "model") from error
+        raise ConfigError.of(
+            "layers-do-not-fit", str(error), "correct the list", "model"
+        ) from error
     _refuse_own_forward(parts.task)
     inputs, _ = first_batch(plan, parts)
     if not _is_tensors(inputs):
@@ -318,7 +320,7 @@ def first_batch(plan: Plan, parts: Parts) -> tuple[Any, Any]:
         raise
     except Exception as error:
         reason = f"the first micro-batch cannot be read: {summary(error)}"
-        fix = "mend the dataset, its collate_fn, or the task's split(batch)"
+        fix = "correct the dataset, its collate_fn, or the task's split(batch)"
         raise ConfigError.of("first-batch-failed", reason, fix, "data") from error
     finally:
         batches.close()

@@ -269,8 +269,8 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
         for replaced in set_aside_later(start):
             print_line(
                 f"the steps after {start.step} are taken again; an earlier checkpoint of them is "
-                f"now {replaced} ({size_of(replaced) / 1e9:.3f} GB; it stays until somebody "
-                "deletes it)"
+                f"now {replaced} ({size_of(replaced) / 1e9:.3f} GB; it stays until you "
+                "delete it)"
             )
     plan_values = plan.to_dict()
     pipeline = prepared.pipeline()

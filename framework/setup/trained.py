@@ -154,7 +154,7 @@ def saved_config(
     for name in sections:
         section = getattr(config, name)
         if isinstance(section, Object):
-            reason = f"{section.object} was handed over from Python, and nobody can ask it here"
+            reason = f"{section.object} was handed over from Python, and cannot be asked here"
             fix = f"name it in the config ({name}.target), or {otherwise}"
             raise refused(missing_kind, reason, fix)
         is_trusted = trust is not None and Path(trust).resolve() in resolved_folders
@@ -164,7 +164,7 @@ def saved_config(
                 "which would be run"
             )
             fix = (
-                f"if you trust whoever wrote the folder, give --trust {checkpoint.path} (in "
+                f"if you trust the author of the folder, give --trust {checkpoint.path} (in "
                 "Python trust=True)"
             )
             raise refused("target-not-trusted", reason, f"{fix}; or {otherwise}")

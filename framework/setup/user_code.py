@@ -321,7 +321,7 @@ def _import_failed(error: BaseException, module_name: str, path: str, *, key: st
         missing = error.name
     if not missing:
         reason = f"importing it failed: {summary(error)}"
-        return ConfigError.of("target-import-failed", reason, "mend the module", key, path)
+        return ConfigError.of("target-import-failed", reason, "correct the module", key, path)
     if module_name == missing or module_name.startswith(f"{missing}."):
         reason = f"there is no module {missing}"
         fix = f"check the spelling, or start where {module_name.split('.')[0]} can be imported"
@@ -347,7 +347,7 @@ def _attribute(holder: Any, name: str, holder_name: str, path: str, *, key: str)
         raise ConfigError.of("target-not-found", reason, fix, key, path) from error
     except Exception as error:  # modules that import on first use
         reason = f"reading {name} failed: {summary(error)}"
-        fix = "mend the module"
+        fix = "correct the module"
         raise ConfigError.of("target-import-failed", reason, fix, key, path) from error
 
 

@@ -175,7 +175,7 @@ class Task(ABC):
         """
         raise ConfigError.of(
             "task-has-no-positions",
-            "nobody knows which dimension of its batches are positions",
+            "it is not known which dimension of its batches are positions",
             "override Task.share(inputs, targets, positions), or set parallel.sequence: 1",
             "task",
             type(self).__name__,

@@ -94,7 +94,7 @@ def test_latest(tmp_path: Path) -> None:
     assert len(latest_tag(tmp_path)) == 256
     (tmp_path / "latest").rename(tmp_path / "other")
     (tmp_path / "latest").symlink_to("other")
-    assert latest_tag(tmp_path) == "", "a link may lead to a pipe that nobody writes to"
+    assert latest_tag(tmp_path) == "", "a link may lead to a pipe that no program writes to"
 
 
 def test_folders_by_their_names(tmp_path: Path) -> None:

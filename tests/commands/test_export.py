@@ -224,7 +224,7 @@ class TestRealCheckpoints:
         monkeypatch.setattr(TiedNet, "hf_names", lambda self: names)
         with pytest.raises(
             ConfigError,
-            match=rf"--hf: hf_names\(\) of TiedNet ({stated}).*; mend it, .* \[hf-names-wrong\]",
+            match=rf"--hf: hf_names\(\) of TiedNet ({stated}).*; correct it, .* \[hf-names-wrong\]",
         ):
             export(str(tied), tmp_path / "out", hf=True, trust=str(tied))
         assert list(tmp_path.iterdir()) == []

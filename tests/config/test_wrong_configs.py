@@ -70,7 +70,7 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
         ": there is no such file; check the path [config-not-found]"
     ]
     assert lines_of(tmp_path / "dangling") == [
-        ": it is a link to a file that is not there; mend the link [config-not-found]"
+        ": it is a link to a file that is not there; repair the link [config-not-found]"
     ]
     assert lines_of(tmp_path) == [
         ": this is a folder; name a .yaml or .json file in it [config-unreadable]"

@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_listen_yet_is_no_failure(alone: Members) -> None:
     assert code == EXIT_STOPPED
     last = stated.splitlines()[-1]
     assert last.startswith("launch: stopped on request (SIGTERM at node 0 (")
-    assert last.endswith("; what was saved, if anything, the ranks said above")
+    assert last.endswith("; the ranks' lines above name what was saved, if anything was")
 
 
 def test_a_request_is_logged_before_it_is_obeyed(

@@ -462,7 +462,7 @@ def test_options_of_the_user_win_over_ours() -> None:
 @pytest.mark.parametrize("command", ["launch", "doctor"])
 def test_no_password_prompt(text: str, command: str) -> None:
     with pytest.raises(
-        UsageError, match=rf"{command}: --ssh_args: .*: nobody is asked for a password"
+        UsageError, match=rf"{command}: --ssh_args: .*: no password can be asked for"
     ):
         split_ssh_args(text, command=command)
     assert split_ssh_args("-o BatchMode=yes -i ~/batchmode=x") == [

@@ -229,7 +229,7 @@ def test_a_job_without_restarts_prints_it(
     job.print_notes()
     said = capsys.readouterr().err
     assert "run.yaml:1" in said
-    assert "supervision.max_restarts = 3: nobody starts the run again here" in said
+    assert "supervision.max_restarts = 3: no launcher starts the run again here" in said
 
 
 def write_config(folder: Path, name: str, dies: dict[str, Any] | None, **sections: Any) -> Path:

@@ -246,7 +246,7 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
     manifest = checkpoint.manifest
     if (checkpoint.path / SWAPPED).is_dir():
         raise ValueError(
-            "its state lies in the files of DeepSpeed's NVMe swapper, which nobody else reads"
+            "its state lies in the files of DeepSpeed's NVMe swapper, which only DeepSpeed reads"
         )
     size = checkpoint.tensor_size
     stored, ties, lacking = _map_of_rank(files, manifest, 0, size)

@@ -424,7 +424,7 @@ def _grace(work: Workload) -> Findings:
     elif agent_seconds.isdecimal() and int(agent_seconds) >= pod_seconds:
         reason = (
             f"--grace_seconds {agent_seconds}: the kubelet kills the agent after {pod_seconds} s, "
-            "before it has said why"
+            "before it has printed why"
         )
         yield work.program.at("command"), reason, "less than terminationGracePeriodSeconds"
 

@@ -55,7 +55,7 @@ def check_devices(requirements: Requirements, environment: Mapping[str, str]) ->
         outcome = f"no accelerator, {counted(ranks, 'rank')} on processors"
         return Check("devices", outcome, (problem,) if problem else (), facts)
     if not devices.count:
-        outcome = f"{counted(ranks, 'rank')} on {devices.kind} devices, which nobody counts"
+        outcome = f"{counted(ranks, 'rank')} on {devices.kind} devices, which are not counted"
         return Check("devices", outcome, (), facts)
     problems = []
     if devices.count < ranks:
@@ -128,7 +128,7 @@ def _about_use(gpu: Row, processes: Sequence[Row]) -> Iterator[Problem]:
     value = f"{size_text(used)} used"
     if others:
         listed = ", ".join(others[:3])
-        reason = f"somebody else computes there: {listed}"
+        reason = f"another process computes there: {listed}"
         fix = "end it, or choose others with CUDA_VISIBLE_DEVICES"
         yield warning("gpu-busy", reason, fix, key=label, value=value)
     elif used > GIB:

@@ -403,7 +403,10 @@ def _about_lock(lock: Path) -> Iterator[Problem]:
         if "FileBaton" not in text and not _is_held(lock):
             return
     if age >= _OLD_LOCK_SECONDS:
-        reason = "ranks wait for it before they load the op, for ever if whoever took it is gone"
+        reason = (
+            "ranks wait for it before they load the op, for ever if the process that took it is "
+            "gone"
+        )
         fix = f"rm {lock} if nothing compiles there now"
         yield warning("lock-stale", reason, fix, key=str(lock), value=f"{age / 60:.0f} minutes old")
 

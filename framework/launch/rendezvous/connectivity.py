@@ -295,8 +295,8 @@ class Round:
         fix = _LET_THEM
         if reached.is_loopback and group[0][1] < 0 and not is_address(self._master[0]):
             kind = "name-loopback"
-            what = "the name leads back to whoever asks"
-            fix = "mend /etc/hosts there"
+            what = "the name leads back to the host that asks"
+            fix = "correct /etc/hosts there"
         return Problem(
             kind,
             f"{what}{at}: {reached.reason}",

@@ -383,7 +383,7 @@ class Coordinator:
             port = self._session.answer_at(self._address)
             self._session.answer_at(self._address, master)
         except OSError as error:
-            reason = f"nobody can meet there: {(error.strerror or str(error)).lower()}"
+            reason = f"nodes cannot meet there: {(error.strerror or str(error)).lower()}"
             fix = "give all nodes another --master_port"
             raise ConfigError.of(
                 "port-not-usable", reason, fix, "--master_port", master, f"node {here}"

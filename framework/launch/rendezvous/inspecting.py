@@ -78,7 +78,7 @@ def _unmet(session: Session, names: Sequence[str], reason: str) -> Problem:
         return Problem(
             "name-loopback",
             "the name of another host leads back to this one",
-            "mend /etc/hosts there",
+            "correct /etc/hosts there",
             key=names[0],
             value=addresses[0],
             file=file,
@@ -132,7 +132,7 @@ class Inspector(Coordinator):
         try:
             session.answer_at(self._address, master_port)
         except OSError as error:
-            reason = f"nobody can meet there: {(error.strerror or str(error)).lower()}"
+            reason = f"nodes cannot meet there: {(error.strerror or str(error)).lower()}"
             fix = "choose another --master_port"
             problems.append(
                 Problem(

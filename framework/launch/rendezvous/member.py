@@ -263,12 +263,14 @@ class Member:
                 token, role="nogo", nonces=nonces, content={"problems": answer.get("problems")}
             )
             self._raise_refusal(answer, is_proven=is_proof(answer.get("proof"), refusal))
-            raise ConnectionLost("whoever answers there refuses, and does not know the token")
+            raise ConnectionLost(
+                "the program that answers there refuses, and does not know the token"
+            )
         if answer["type"] == "later":
             raise ConnectionLost(reason_of(answer.get("why")))
         signed = proof(token, role="lead", nonces=nonces, content={})
         if answer["type"] != "welcome" or not is_proof(answer.get("proof"), signed):
-            raise ConnectionLost("whoever answers there does not know the token")
+            raise ConnectionLost("the program that answers there does not know the token")
         channel.sign(token, is_lead=False, nonces=nonces)
         self._welcomed_at = time.monotonic()
         self._no_agent_since = math.inf
@@ -279,7 +281,7 @@ class Member:
         if challenge.token == bool(self._session.token):
             return
         if self._is_known:  # the address has another owner for a while
-            raise ConnectionLost("whoever answers there is none of this job")
+            raise ConnectionLost("the program that answers there is none of this job")
         if challenge.token:
             reason = "it asks for a token"
         else:
@@ -545,7 +547,7 @@ def _problems(message: Message) -> list[Problem]:
         problems.append(Problem(kind, reason, fix, key, value, record.get("file", "")))
     if problems:
         return problems
-    reason = "it refused, and said no reason"
+    reason = "it refused without a reason"
     return [Problem("node-refused", reason, "read its output", file="node 0")]
 
 

@@ -167,7 +167,7 @@ def tokenized(
         raise
     except Exception as error:  # jinja's, or any that a template raises
         reason = f"it fails on {place}: {in_one_line(error)}"
-        fix = "mend the template, or the messages"
+        fix = "correct the template, or the messages"
         raise ConfigError.of("chat-template-wrong", reason, fix, _KEY) from error
     return np.array(ids, np.uint32), learnt
 

@@ -70,7 +70,7 @@ def dealt(
                 part.append(make(str(place), row))
         except (OSError, ValueError, csv.Error) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            fix = "mend it, or name another"
+            fix = "repair it, or name another"
             raise ConfigError.of("rows-not-read", f"{place}: {reason}", fix, key, path) from error
     return training, evaluation
 

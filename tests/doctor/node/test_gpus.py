@@ -71,7 +71,7 @@ def test_devices_that_are_not_counted_are_not_missing(monkeypatch: pytest.Monkey
         lambda environment: devices.LocalDevices("cuda", 0),
     )
     found = check_devices(Requirements(Cluster(device="cuda")), {})
-    assert (found.outcome, found.problems) == ("1 rank on cuda devices, which nobody counts", ())
+    assert (found.outcome, found.problems) == ("1 rank on cuda devices, which are not counted", ())
 
 
 def test_gpus_that_torch_cannot_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
