@@ -158,6 +158,12 @@ class Engine(Protocol):
         """The look at all steps; None without `training.bad_steps`."""
         ...
 
+    def ahead(self, micro_batches: Iterator[Any], *, num_steps: int) -> Iterator[Any]:
+        """Return the micro-batches of `num_steps` steps for `train_step`, which then may begin to
+        copy the next one before its step. An error in that is raised in the step that needs it.
+        """
+        ...
+
     def train_step(self, micro_batches: Iterator[Any]) -> StepResult:
         """Take one optimizer step on the next `accumulation_steps` micro-batches. Does not wait for
         the device.

@@ -40,6 +40,9 @@ class RecordingEngine:
     step: int = 0
     fails_at: int = -1
 
+    def ahead(self, micro_batches: Iterator[Any], *, num_steps: int) -> Iterator[Any]:
+        return micro_batches
+
     def train_step(self, micro_batches: Iterator[Any]) -> RecordedStep:
         self.taken += [next(micro_batches), next(micro_batches)]
         self.step += 1
@@ -132,6 +135,7 @@ class SavingEngine:
         array[:] = bytes(len(array))
         return record
 
+    def ahead(self, micro_batches: Iterator[Any], *, num_steps: int) -> Iterator[Any]: ...
     def train_step(self, micro_batches: Iterator[Any]) -> Any: ...
     def evaluate(self, batches: Iterable[tuple[Any, bool]], **options: Any) -> Any: ...
     def load(self, folder: Any, *, moved: bool) -> Any: ...

@@ -293,6 +293,7 @@ class StreamLoader:
         self._reading = reading
         self._seed = reading.seed
         self.places = dict(places or {})
+        self.earlier_places = dict(self.places)  # before the step that was read last
         self._collate_fn = own_collate(dataset)
         self._sample_seed = reading.seed if reading.random_samples else None
         self.num_lanes = num_lanes(dataset, global_size=share.global_size, requested=lanes)
@@ -312,6 +313,8 @@ class StreamLoader:
             steps = items.in_workers(**fetching)
             try:
                 while True:
+                    # A batch may be read before the step before it is saved.
+                    self.earlier_places = dict(self.places)
                     parts_of: list[list[_BatchPart]] = [[] for _ in range(num_batches)]
                     for _ in range(max(self._num_workers, 1)):
                         parts, places = next(steps)
@@ -519,7 +522,8 @@ class StreamPlaces:
             return {}
         last: dict[int, LanePlace] = {}
         end = step * self.loader.per_lane
-        for places in self._gather(self.loader.places):
+        pairs = self._gather((self.loader.earlier_places, self.loader.places))
+        for places in chain.from_iterable(pairs):
             for index, place in places.items():
                 if place.count > end:
                     continue

@@ -23,7 +23,7 @@ from framework.engine.phases import phases_of
 from framework.engine.plain_weights import PlainWeights
 from framework.engine.schedules import LR_RATIO
 from framework.engine.step import PassedStep
-from framework.engine.step_batches import HALF, DeviceBatches, place
+from framework.engine.step_batches import HALF, DeviceBatches, place, streams_of
 from framework.engine.stragglers import stragglers_of
 from framework.engine.trained_weights import TrainedWeights
 from framework.engine.workarounds.grad_norm import keep_norm
@@ -76,7 +76,9 @@ class BaseEngine:
         self.modes = Modes(engine, plain_name=self.name_module, stages=stages)
         half = HALF.get(plan.config.precision.dtype)
         positions = _positions_of_rank(plan)
-        self._batches = DeviceBatches(device(), half, training.channels_last, positions)
+        self._batches = DeviceBatches(
+            device(), half, training.channels_last, positions, streams_of(device())
+        )
         # First, so that all that is put between the engine and its optimizer below sees the
         # groups that are stepped.
         self._freezing: StepwiseFreezing | None = None
@@ -126,6 +128,10 @@ class BaseEngine:
         """Check whether the last step may have left the weights as they were."""
         watch = self.bad_steps
         return (watch is not None and watch.keeps_weights) or may_have_been_skipped(self.engine)
+
+    def ahead(self, micro_batches: Iterator[Any], *, num_steps: int) -> Iterator[Any]:
+        """Return the micro-batches as they are: only `PlainEngine` begins to copy the next ones."""
+        return micro_batches
 
     def pass_over(self, micro_batches: Iterator[Any]) -> PassedStep:
         assert self.bad_steps is not None

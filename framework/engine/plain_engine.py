@@ -33,6 +33,7 @@ from framework.tasks.task import Task
 
 if TYPE_CHECKING:
     from framework.engine.backward_passes import BackwardPasses
+    from framework.engine.copies_ahead import BatchesAhead
     from framework.engine.rank_groups import RankGroups
     from framework.engine.shared_positions import PositionCheck
 
@@ -93,6 +94,7 @@ class PlainEngine(BaseEngine):
 
     show_batch: Callable[[Any, Any, Any], object] | None = None
     _check: PositionCheck | None = None  # until the first step
+    _ahead: BatchesAhead | None = None
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, plan: Plan, task: Task) -> None:
         super().__init__(engine, plan, task, names=partial(names_of, engine.module))
@@ -160,6 +162,24 @@ class PlainEngine(BaseEngine):
             self._sums.close()
         super().close()
 
+    def ahead(self, micro_batches: Iterator[Any], *, num_steps: int) -> Iterator[Any]:
+        """Return micro-batches of which the first of a step is copied during the step before it,
+        where the device has a stream for that. Not for a pipeline, whose stages read at other
+        moments.
+        """
+        if self._batches.streams is None:
+            return micro_batches
+        from framework.engine.copies_ahead import BatchesAhead
+
+        task = self._task
+        batches = self._batches
+        self._ahead = BatchesAhead(
+            micro_batches,
+            lambda batch: batches.begin(task.on_host(batch)),
+            count=num_steps * self.engine.gradient_accumulation_steps(),
+        )
+        return self._ahead
+
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
         """Run forward, backward and DeepSpeed's step for each micro-batch, without waiting for the
         device.
@@ -222,6 +242,9 @@ class PlainEngine(BaseEngine):
         mean = self._loss.mean(total)
         if self.tensor_check is not None:
             self.tensor_check.end()
+        if self._ahead is not None:
+            phases.enter("data")
+            self._ahead.fill()
         phases.end()
         return Step(self, mean, lr, self.may_be_skipped(), partial(routing_metrics, reported))
 

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed
@@ -24,6 +24,56 @@ _TENSORS: Final = (torch.Tensor, PackedSequence)
 HALF: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+class Streams(Protocol):
+    """Two streams of a device: one that copies, and the one that computes."""
+
+    def copy(self, value: Any) -> Any:
+        """Put the copy of a tensor of the host on the copying stream, and return its result, which
+        holds the values once that stream is there.
+        """
+        ...
+
+    def mark(self) -> Any:
+        """Return an event behind all copies so far."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Have the computing stream, and not the host, wait for an event."""
+        ...
+
+    def keep(self, value: Any) -> None:
+        """Keep the memory of a copy from the copying stream until all that the computing stream
+        has got by the time of its release is done.
+        """
+        ...
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """Return the streams of a device; None for a device that copies in the order of its work, as a
+    processor does.
+    """
+    if device.type != "cuda":
+        return None
+    from framework.engine.copies_ahead import CudaStreams
+
+    return CudaStreams(device)
+
+
+@dataclass(frozen=True)
+class CopiedBatch:
+    """A batch on its way to the device.
+
+    Attributes:
+        batch: its tensors are on the device once `copied` has passed; all else is as it was.
+        tensors: the copies in it.
+        copied: event behind them.
+    """
+
+    batch: Any
+    tensors: tuple[Any, ...]
+    copied: Any
+
+
 @dataclass(frozen=True)
 class DeviceBatches:
     """Moves tensors anywhere in a batch to the device.
@@ -35,12 +85,14 @@ class DeviceBatches:
         channels_last: store images (4-d floating tensors) that the model reads channel by channel
             last.
         positions: this rank's part of every sequence, where ranks share them.
+        streams: a stream for copies beside the computing one; None: copies are on that one.
     """
 
     device: torch.device
     half: torch.dtype | None = None
     channels_last: bool = False
     positions: Positions | None = None
+    streams: Streams | None = None
 
     def split(self, task: Task, batch: Any) -> tuple[Any, Any]:
         """Split a batch into the model's inputs and the targets, both on the device.
@@ -48,14 +100,47 @@ class DeviceBatches:
         A target keeps its digits: in half precision 300,123 would be 301,056, or infinite, in loss
         and metrics.
         """
-        inputs, targets = task.split(self.move(task.on_host(batch)))
+        if not isinstance(batch, CopiedBatch):
+            batch = task.on_host(batch)
+        inputs, targets = task.split(self.move(batch))
         if self.positions is not None:
             inputs, targets = task.share(inputs, targets, self.positions)
         return self.as_read(inputs), targets
 
     def move(self, value: Any) -> Any:
         """Return the same batch on the device, without waiting for it."""
+        if self.streams is not None:
+            copied = value
+            if not isinstance(value, CopiedBatch):
+                copied = self.begin(value)
+            self.streams.wait(copied.copied)
+            for tensor in copied.tensors:
+                self.streams.keep(tensor)
+            value = copied.batch
         return changed(value, self._moved)
+
+    def begin(self, batch: Any) -> CopiedBatch:
+        """Begin to copy the tensors of a batch on the copying stream; `move` ends it.
+
+        What moves itself, and what is no dense tensor, is left to `move`: its memory could not be
+        kept from the copying stream. So are tensors of a device, which the computing stream may
+        still write.
+        """
+        streams = self.streams
+        assert streams is not None
+        copies: list[torch.Tensor] = []
+
+        def copy(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+                return value
+            if value.device.type != "cpu":
+                return value
+            copied: torch.Tensor = streams.copy(value)
+            copies.append(copied)
+            return copied
+
+        moved = changed(batch, copy)
+        return CopiedBatch(moved, tuple(copies), streams.mark())
 
     def as_read(self, inputs: Any) -> Any:
         """Return the same inputs in the type and the layout that the model reads."""

@@ -169,7 +169,8 @@ class Trainer:
             ending.callback(self._first_step.end)
             stream = self._train_data.stream(outcome.step)
             ending.callback(getattr(stream, "close", lambda: None))
-            micro_batches = self._micro_batches(stream)
+            num_steps = schedule.total_steps - outcome.step
+            micro_batches = self._engine.ahead(self._micro_batches(stream), num_steps=num_steps)
             if self._start.evaluates_first and self._eval_data and self._due(schedule.evaluate):
                 self._evaluate()
             self._call_aside("on_start")

@@ -63,6 +63,9 @@ class Job:
 
     # What the Trainer asks of an engine and of data.
 
+    def ahead(self, batches: Iterator[Any], *, num_steps: int) -> Iterator[Any]:
+        return batches
+
     def train_step(self, batches: Iterator[Any]) -> Job:
         seconds = FIRST_STEP_SECONDS if self.is_first else STEP_SECONDS
         self.spend(seconds)

@@ -261,18 +261,20 @@ class TestStates:
         """As where reading samples takes longer than here."""
         monkeypatch.setattr("framework.data.streams._TIME_OF_STATES", 0)
 
-    def saved(self, dataset: Any, step: int, *, ranks: int, workers: int = 0) -> dict[str, Any]:
-        """What a checkpoint holds after this many steps."""
+    def saved(
+        self, dataset: Any, step: int, *, ranks: int, workers: int = 0, ahead: int = 0
+    ) -> dict[str, Any]:
+        """What a checkpoint holds after this many steps, with batches of the next one read."""
         found: list[StreamPlaces] = [StreamPlaces(lambda own: [own, *others]) for _ in range(ranks)]
         others: list[Any] = []
         for rank, places in enumerate(found):
             places.loader = loader(dataset, ranks=ranks, rank=rank, micro=1, num_workers=workers)
             stream = places.loader.stream()
-            for _ in range(step * GLOBAL // ranks):
+            for _ in range(step * GLOBAL // ranks + ahead):
                 next(stream)
             stream.close()
             if rank:
-                others.append(places.loader.places)
+                others.append((places.loader.earlier_places, places.loader.places))
         return found[0].state(step)
 
     @pytest.mark.slow
@@ -291,6 +293,17 @@ class TestStates:
         dataset = Stateful(ends)
         assert steps(dataset, 3, start=80, ranks=after, micro=1, places=restored.restored) == whole
         assert dataset.read[0] < after * 6 * (70 + 3 * 2)
+
+    @pytest.mark.parametrize("step", range(28, 38))
+    def test_a_batch_that_is_read_ahead_costs_no_state(self, step: int) -> None:
+        """Of every lane there is a place, of at most 70 samples before, at any step."""
+        ends = (300,) * 6
+        state = self.saved(Stateful(ends), step, ranks=1, ahead=1)
+        restored = StreamPlaces(lambda own: [own])
+        restored.restore(state)
+        counts = [place.count for place in restored.restored.values()]
+        assert len(counts) == 6
+        assert all(step * 2 - 70 < count <= step * 2 for count in counts)
 
     def test_a_source_without_states_reads_its_pass_only(self) -> None:
         ends = (50,) * 6
