@@ -147,8 +147,18 @@ def _switch(value: Any) -> Any:
     return value
 
 
+def _compile_switch(value: Any) -> Any:
+    """Take ``auto`` as it is, and the rest as a switch."""
+    if value == "auto":
+        return value
+    return _switch(value)
+
+
 _Compile = Annotated[
-    Compile | None, BeforeValidator(_switch, json_schema_input_type=bool | Compile | None)
+    Literal["auto"] | Compile | None,
+    BeforeValidator(
+        _compile_switch, json_schema_input_type=Literal["auto"] | bool | Compile | None
+    ),
 ]
 
 
@@ -282,9 +292,11 @@ class Training(Section):
     """What becomes of steps whose numbers go wrong: ``stop``, ``skip``, ``roll_back``, or how. Left
     out: the run ends at a logged step whose loss is not finite, and nothing else is looked at.
     """
-    compile: _Compile = None
-    """torch.compile of the model: true, false, or how. Losses then differ from a run without by
-    rounding.
+    compile: _Compile = "auto"
+    """torch.compile of the model: auto, true, false, or how. The first micro-batch is computed as
+    written and compiled, and both must agree to rounding; where they do not, ``true`` and a section
+    end the run, and ``auto`` goes on as written, with a line that has the reason. auto compiles
+    repeated blocks on CUDA devices, and nothing on processors.
     """
     channels_last: bool = False
     """Store images with the channels last; convolutions follow, and tensor cores read that order

@@ -109,7 +109,9 @@ class BaseEngine:
                 engine, training.bad_steps, self.kept_norm, most_steps=training.log_every
             )
         self.trained_weights = TrainedWeights(engine, names())
-        keep_gradient_order(engine, refuse_changes=self.trained_weights.refuse_changed_flags)
+        self._end_pass = keep_gradient_order(
+            engine, refuse_changes=self.trained_weights.refuse_changed_flags
+        )
 
     @property
     def ds_config(self) -> Mapping[str, Any]:

@@ -21,11 +21,12 @@ from framework.engine.initialize import MakeOptimizer, initialize
 from framework.engine.metrics import EvalSums
 from framework.engine.schedules import MakeSchedule
 from framework.engine.step import Step
-from framework.engine.step_batches import StepLoss
+from framework.engine.step_batches import StepLoss, loss_of_one_batch
 from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.models.added_losses import AddsLosses, collected_routings, routing_metrics
 from framework.models.layers import LayeredModel
+from framework.plan.compiling import CompileChoice, compile_choice
 from framework.plan.plan import Plan
 from framework.system.log import warn
 from framework.tasks.loss_checks import refuse_without_graph
@@ -33,6 +34,7 @@ from framework.tasks.task import Task
 
 if TYPE_CHECKING:
     from framework.engine.backward_passes import BackwardPasses
+    from framework.engine.compile_probe import CompileProbe
     from framework.engine.copies_ahead import BatchesAhead
     from framework.engine.rank_groups import RankGroups
     from framework.engine.shared_positions import PositionCheck
@@ -64,13 +66,6 @@ def build_engine(
 
         share_attention(model)
     names = names_of(model)
-    section = plan.config.training.compile
-    if section is not None:
-        from framework.models.compilation import compile_model
-
-        # As DeepSpeed's `engine.compile` does: the ranges would cut graphs.
-        deepspeed.utils.nvtx.enable_nvtx = False
-        compile_model(model, section, after_first_pass=plan.config.zero.stage == 3)
     engine = initialize(
         plan,
         model,
@@ -83,6 +78,9 @@ def build_engine(
     scale_fp16_loss(engine)
     plain = PlainEngine(engine, plan, task)
     plain.compare_positions()
+    choice = compile_choice(plan.config, plan.cluster.device, os.environ)
+    if choice.section is not None:
+        plain.compile_first(choice)
     return plain
 
 
@@ -95,9 +93,12 @@ class PlainEngine(BaseEngine):
     show_batch: Callable[[Any, Any, Any], object] | None = None
     _check: PositionCheck | None = None  # until the first step
     _ahead: BatchesAhead | None = None
+    _probe: CompileProbe | None = None
+    _is_probed = True
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, plan: Plan, task: Task) -> None:
         super().__init__(engine, plan, task, names=partial(names_of, engine.module))
+        self._plan = plan
         self._sums = sum_gradients(engine)
         if plan.layout.tensor_size > 1:
             from framework.engine.tensor_check import GradientCheck
@@ -139,8 +140,28 @@ class PlainEngine(BaseEngine):
         if self._check is not None:
             self._check.settle_numbering()
 
+    def compile_first(self, choice: CompileChoice) -> None:
+        """Compile the model before the first step, if it then computes the same.
+
+        Raises:
+            ConfigError: kind ``no-blocks``.
+        """
+        from framework.engine.compile_probe import CompileProbe
+
+        names = names_of(self.engine.module)
+        self._probe = CompileProbe(
+            self._plan, self.engine, choice, names=names, end_pass=self._end_pass
+        )
+        self._is_probed = False
+
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return outputs of the model, for a loss whose backward pass is DeepSpeed's."""
+        if not self._is_probed and torch.is_grad_enabled():
+            self._is_probed = True
+            assert self._probe is not None
+            # The loss is the loop's: any that depends on all outputs shows whether they, and what
+            # is computed back from them, are the same.
+            self._probe.decide(lambda model: _mean_square(model(*inputs, **named)))
         return self.engine(*inputs, **named)
 
     def outputs(self, inputs: Any) -> Any:
@@ -160,6 +181,8 @@ class PlainEngine(BaseEngine):
     def close(self) -> None:
         if self._sums is not None:
             self._sums.close()
+        if self._probe is not None:
+            self._probe.close()
         super().close()
 
     def ahead(self, micro_batches: Iterator[Any], *, num_steps: int) -> Iterator[Any]:
@@ -188,6 +211,9 @@ class PlainEngine(BaseEngine):
         if self._check is not None:
             micro_batches = self._compared(micro_batches, self._check)
             self._check = None
+        if not self._is_probed:
+            micro_batches = self._probed(micro_batches)
+            self._is_probed = True
         watch = self.bad_steps
         if watch is None:
             step: Step = self._take(micro_batches)
@@ -202,6 +228,24 @@ class PlainEngine(BaseEngine):
         split = self._task.split
         check.look_at_batch(first, lambda batch: split(move(batch)), self._batches.as_read)
         return chain([first], micro_batches)
+
+    def _probed(self, micro_batches: Iterator[Any]) -> Iterator[Any]:
+        """Compile the model if the first micro-batch gives the same then, and return all of them.
+        Collective.
+        """
+        assert self._probe is not None
+        first = next(micro_batches)
+        with self._sharing():
+            self._probe.decide(partial(self._loss_of, first))
+        return chain([first], micro_batches)
+
+    def _loss_of(self, batch: Any, model: Any) -> torch.Tensor:
+        """Compute the loss of a micro-batch by itself, 0-d."""
+        inputs, targets = self._batches.split(self._task, batch)
+        with self._tiles(targets), collected_routings() as routings:
+            outputs = self._task.forward(model, inputs)
+            loss = loss_of_one_batch(self._task, outputs, targets)
+        return sum((routing.loss for routing in routings), loss)
 
     def _take(self, micro_batches: Iterator[Any]) -> Step:
         """Take one step on the next micro-batches; its loss stays on the device."""
@@ -275,6 +319,16 @@ class PlainEngine(BaseEngine):
                     show(inputs, targets, outputs)
                     show = None
         return sums.metrics(task)
+
+
+def _mean_square(outputs: Any) -> torch.Tensor:
+    """Return the sum of the mean squares of all floating-point tensors in a model's outputs."""
+    leaves = torch.utils._pytree.tree_leaves(outputs)
+    losses: list[torch.Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            losses.append(leaf.float().square().mean())
+    return torch.stack(losses).sum()
 
 
 Tiles = Callable[[Any], AbstractContextManager[None]]

@@ -391,6 +391,19 @@ class StepLoss:
         return ConfigError.of("task-loss-result", reason, fix, "task", type(self._task).__name__)
 
 
+def loss_of_one_batch(task: Task, outputs: Any, targets: Any) -> torch.Tensor:
+    """Return the loss of a batch by itself, 0-d: the mean of what it counts."""
+    means: list[torch.Tensor] = []
+    for part in _parts(task.loss(outputs, targets)):
+        if isinstance(part, Ratio):
+            means.append(part.total / _as_float32(part.count, part.total.device).clamp(min=1.0))
+        else:
+            means.append(part)
+    if len(means) == 1:
+        return means[0]
+    return torch.stack(means).sum()
+
+
 def _device_of(counts: Sequence[Any]) -> torch.device | None:
     """Return the device of the first count that is a tensor, or None."""
     for count in counts:

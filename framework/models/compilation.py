@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,40 +13,78 @@ from framework.config.training import Compile
 from framework.errors import ConfigError
 from framework.models.layers import LayeredModel
 
+_GRAPHS_OF_CUDA: Final = ("reduce-overhead", "max-autotune")
 
-def compile_model(model: nn.Module, section: Compile, *, after_first_pass: bool = False) -> None:
-    """Let torch compile a model or its blocks, in place.
 
-    Of a model that recomputes its layers, the layers are compiled: no graph holds recomputation.
+class CompiledModules:
+    """Modules of a model that are run as written, or compiled in place: weights keep their names.
 
-    `after_first_pass`: the first forward pass runs uncompiled. At ZeRO stage 3 DeepSpeed learns in
-    it which weights a module reads from another module, and gathers them before that module from
-    then on; in a graph it learns nothing (0.19.8, runtime/zero/parameter_offload.py
-    `ZeROOrderedDict.__getitem__`).
-
-    Raises:
-        ConfigError: kind ``no-blocks``.
+    Attributes:
+        modules: what is compiled, each by itself.
+        section: how.
     """
-    torch.compiler.reset()  # graphs of earlier runs count against torch's limit of graphs as well
-    modules = _modules_to_compile(model, per=section.per)
-    if not modules:
-        reason = f"{type(model).__name__} has no two blocks of one class"
-        fix = "set training.compile.per: model"
-        raise ConfigError.of("no-blocks", reason, fix, "training.compile.per", section.per)
 
-    def compile_modules() -> None:
-        for module in modules:
-            module.compile(**section.model_dump(exclude={"per"}))
+    def __init__(self, model: nn.Module, section: Compile, *, deterministic: bool = False) -> None:
+        """Find the modules, and leave them as written.
 
-    if not after_first_pass:
-        compile_modules()
-        return
+        Of a model that recomputes its layers these are the layers: no graph holds recomputation.
 
-    def compile_once(*_: Any) -> None:
-        compile_modules()
-        handle.remove()
+        Args:
+            model: the model.
+            section: how it is compiled.
+            deterministic: whether kernels may not be chosen by their time, which differs from run
+                to run.
 
-    handle = model.register_forward_hook(compile_once)
+        Raises:
+            ConfigError: kind ``no-blocks``.
+        """
+        self.section = section
+        self.modules = _modules_to_compile(model, per=section.per)
+        self._deterministic = deterministic
+        self._settings: list[tuple[Any, str, Any]] = []  # of torch, as they were
+        if not self.modules:
+            reason = f"{type(model).__name__} has no two blocks of one class"
+            fix = "set training.compile.per: model"
+            raise ConfigError.of("no-blocks", reason, fix, "training.compile.per", section.per)
+
+    @property
+    def records_graphs(self) -> bool:
+        """Check whether kernels are recorded as CUDA graphs, which takes two passes."""
+        return self.section.mode in _GRAPHS_OF_CUDA
+
+    def start(self) -> None:
+        """Compile at the next forward pass."""
+        torch.compiler.reset()  # graphs of earlier runs count against torch's limit as well
+        if self.section.backend == "inductor":
+            import torch._inductor.config as inductor
+
+            # Dropout as torch draws it without: losses then are those of a run as written.
+            self._set(inductor, "fallback_random", True)
+            if self._deterministic:
+                self._set(inductor, "deterministic", True)
+        for module in self.modules:
+            module.compile(**self.section.model_dump(exclude={"per"}))
+
+    def go_on_without(self) -> None:
+        """Run as written what torch fails to compile later, as for a batch of another shape."""
+        import torch._dynamo.config as dynamo
+
+        self._set(dynamo, "suppress_errors", True)
+
+    def stop(self) -> None:
+        """Run the modules as written from now on, and free their graphs."""
+        for module in self.modules:
+            module._compiled_call_impl = None
+        for owner, name, value in reversed(self._settings):
+            setattr(owner, name, value)
+        self._settings.clear()
+        torch.compiler.reset()
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        """Set torch's setting, if this release has it, until `stop`."""
+        if hasattr(owner, name):
+            self._settings.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
 
 
 def _modules_to_compile(model: nn.Module, *, per: str) -> list[nn.Module]:

@@ -102,21 +102,6 @@ def _op_of_optimizer(optimizer: Mapping[str, Any], *, on_host: bool) -> dict[str
     return {}
 
 
-def lost_gradients(torch_version: str) -> Problem | None:
-    """Return the problem of torch.compile in a release that drops, without an error, the gradients
-    of every autograd.Function that writes its output in place; None for all other releases.
-    """
-    if not torch_version.startswith("2.11."):
-        return None
-    reason = (
-        "torch 2.11 compiles an autograd.Function that writes its output in place into one "
-        "without gradients, and reports no error; sums over ranks are such, and a model may have "
-        "others"
-    )
-    fix = "install torch 2.12 or newer, or set training.compile: false"
-    return Problem("compile-loses-gradients", reason, fix, "training.compile", True)
-
-
 def missing_compiler(device: Device, environment: Mapping[str, str]) -> Problem | None:
     """Return a problem if the compiler of torch.compile's inductor is not here.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -16,6 +17,7 @@ from framework.checkpoint.names import CHECKPOINTS, tag_of
 from framework.config.training import Checkpoint
 from framework.errors import counted, in_one_line
 from framework.plan.cluster import RANKS_ON_CPU
+from framework.plan.compiling import compile_choice
 from framework.plan.plan import Plan
 from framework.system.log import print_line, warn
 from framework.system.metric_names import PHASES, time_of
@@ -128,12 +130,13 @@ def _start_rows(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple
     """
     config = plan.config
     yield "model", _model_text(config.model, num_params, num_trained)
-    compiled = config.training.compile
+    choice = compile_choice(config, plan.cluster.device, os.environ)
+    compiled = choice.section
     if compiled is not None:
-        yield (
-            "compiled",
-            f"per {compiled.per} by {compiled.backend}, in the first step and where shapes change",
-        )
+        where = ", if the first micro-batch then gives the same" if choice.is_auto else ""
+        yield "compiled", f"per {compiled.per} by {compiled.backend}, in the first step{where}"
+    elif choice.reason:
+        yield "compiled", f"no: {choice.reason}"
     yield "length", str(plan.length)
     from framework.plan.memory import NotEstimatedError, estimate  # rank 0 alone prints it
 

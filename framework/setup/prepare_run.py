@@ -285,11 +285,11 @@ def _placing(source: Source) -> Iterator[None]:
         raise ConfigError([source.locate(problem) for problem in error.problems]) from error
 
 
-def _compile_problems(section: Compile | None, device: Device) -> Iterator[Problem]:
-    """Yield the first problem that compiling the model would meet here."""
-    if section is None:
+def _compile_problems(section: Compile | str | None, device: Device) -> Iterator[Problem]:
+    """Yield the first problem that compiling the model would meet here; none with ``auto``."""
+    if not isinstance(section, Compile):
         return
-    from framework.plan.compiled_ops import lost_gradients, missing_compiler
+    from framework.plan.compiled_ops import missing_compiler
 
     backends = torch.compiler.list_backends(exclude_tags=())
     if section.backend not in backends:
@@ -297,11 +297,10 @@ def _compile_problems(section: Compile | None, device: Device) -> Iterator[Probl
         fix = f"write one of {', '.join(backends)}"
         yield Problem("unknown-backend", reason, fix, "training.compile.backend", section.backend)
         return
-    problem = lost_gradients(torch.__version__)
-    if not problem and section.backend == "inductor":
+    if section.backend == "inductor":
         problem = missing_compiler(device, os.environ)
-    if problem:
-        yield problem
+        if problem:
+            yield problem
 
 
 def _check_packages(config: RunConfig, device: Device) -> None:

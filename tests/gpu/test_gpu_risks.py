@@ -17,7 +17,6 @@ from framework.checkpoint.manifest import list_checkpoints
 from framework.config.load import config_from_values
 from framework.engine.plain_engine import arithmetic_of
 from framework.plan.cluster import Cluster
-from framework.plan.compiled_ops import lost_gradients
 from framework.plan.plan import make_plan
 from tests.launched import read_metrics, series, train_cases_on_gpu
 
@@ -110,8 +109,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             resume = "auto" if (run, steps) == ("resumed", STEPS) else "never"
             configs.append({**values, "checkpoint": {"at_end": True, "resume": resume}})
     for name, sections in LEARNING.items():
-        if not is_refused(name):
-            configs.append(config(name, folder, sections, max_epochs=6, log_every=11))
+        configs.append(config(name, folder, sections, max_epochs=6, log_every=11))
     train_cases_on_gpu(configs, folder=folder)
     assert not list(folder.glob("*.error")), [
         path.read_text(encoding="utf-8") for path in folder.glob("*.error")
@@ -131,17 +129,8 @@ def test_deterministic_runs_are_equal_to_the_bit(runs: Path, name: str, other: s
     assert [checkpoint.step for checkpoint in last] == [STEPS, STEPS]
 
 
-def is_refused(name: str) -> bool:
-    return (
-        "compile" in LEARNING[name].get("training", {})
-        and lost_gradients(torch.__version__) is not None
-    )
-
-
 @pytest.mark.parametrize("name", LEARNING)
 def test_options_that_meet_kernels_learn(runs: Path, name: str) -> None:
-    if is_refused(name):
-        pytest.skip(f"torch {torch.__version__} loses gradients: nothing is compiled")
     assert read_metrics(runs / name)[-1]["eval/accuracy"] > 0.7
 
 

@@ -1,27 +1,30 @@
-"""The parts of a model that are compiled."""
+"""What `training.compile` compiles of a model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from framework.config.training import Compile
 from framework.errors import ConfigError
-from framework.models.compilation import compile_model
+from framework.models.compilation import CompiledModules
 from framework.models.recomputation import with_recompute
 from framework.recipes.image_models.resnet import SmallResNet18
 from tests.models.small_models import gpt, with_dropout
 
 
+def names_of_compiled(model: nn.Module) -> list[str]:
+    return [
+        name for name, module in model.named_modules() if module._compiled_call_impl is not None
+    ]
+
+
 def test_what_is_compiled() -> None:
     def compiled(model: nn.Module, **asked: Any) -> list[str]:
-        compile_model(model, Compile(backend="eager", **asked))
-        return [
-            name for name, module in model.named_modules() if module._compiled_call_impl is not None
-        ]
+        CompiledModules(model, Compile(backend="eager", **asked)).start()
+        return names_of_compiled(model)
 
     model, names = with_dropout(), list(with_dropout().state_dict())
     assert compiled(model) == [""]
@@ -38,11 +41,18 @@ def test_what_is_compiled() -> None:
         compiled(with_dropout(), per="block")
 
 
-def test_a_model_whose_first_pass_is_looked_at_is_compiled_after_it() -> None:
+def test_nothing_is_compiled_before_the_start_and_after_the_end() -> None:
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
     model = gpt()
-    compile_model(model, Compile(backend="eager"), after_first_pass=True)
-    assert model._compiled_call_impl is None
-    for _ in range(2):
-        model(torch.zeros(1, 4, dtype=torch.long))
-        assert model._compiled_call_impl is not None
-    assert not model._forward_hooks
+    before = inductor.fallback_random, inductor.deterministic, dynamo.suppress_errors
+    compiled = CompiledModules(model, Compile(per="block"), deterministic=True)
+    assert names_of_compiled(model) == []
+    compiled.start()
+    compiled.go_on_without()
+    assert len(names_of_compiled(model)) == 4
+    assert (inductor.fallback_random, inductor.deterministic, dynamo.suppress_errors) == (True,) * 3
+    compiled.stop()
+    assert names_of_compiled(model) == []
+    assert (inductor.fallback_random, inductor.deterministic, dynamo.suppress_errors) == before

@@ -34,7 +34,6 @@ from framework.hosts.environment import requirements as pip_requirements
 from framework.plan.compiled_ops import (
     Op,
     extensions_folder,
-    lost_gradients,
     missing_compiler,
     path_of_compilers,
 )
@@ -229,9 +228,6 @@ def check_ops(requirements: Requirements, environment: Mapping[str, str]) -> Che
         without_compiler = missing_compiler(requirements.cluster.device, environment)
         if without_compiler:
             problems.append(without_compiler)
-        wrong_release = lost_gradients(version_of("torch") or "")
-        if wrong_release:
-            problems.append(wrong_release)
     if not requirements.ops:
         return Check("compiled ops", "none is loaded", problems)
     folder, ready = _cached(requirements, environment)

@@ -23,20 +23,24 @@ from framework.errors import TrainingError
 
 def keep_gradient_order(
     engine: deepspeed.DeepSpeedEngine, *, refuse_changes: Callable[[], None] = lambda: None
-) -> None:
+) -> Callable[[], None] | None:
     """Make all ranks reduce all gradients in one order, at stages 1 to 3. At stage 3 refuse ranks
     that call different modules; `refuse_changes` is called first, and may raise a better reason.
+
+    Returns:
+        At stage 3 a function that ends a pass whose gradients DeepSpeed does not reduce; else None.
     """
     optimizer = engine.optimizer
     group = getattr(optimizer, "dp_process_group", None)
     reduces = group is not None and hasattr(optimizer, "reduce_ready_partitions_and_remove_grads")
     if not reduces or torch.distributed.get_world_size(group) == 1:
-        return
+        return None
     at_end = None
     if hasattr(optimizer, "parameter_offload"):
         coordinator = optimizer.parameter_offload.get_param_coordinator()
         at_end = _FetchOrder(coordinator, group, engine.module, refuse_changes).end
     _GradientOrder(optimizer, engine.module, group, at_end=at_end)
+    return at_end
 
 
 # Gradients that may wait before the graph is searched for weights without one, which takes a

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from deepspeed_lint.rows import Finding, Row, cases_of, findings, is_between
 from framework.config.base import Section
-from framework.config.run_config import RunConfig
+from framework.config.run_config import AUTO, RunConfig
 from framework.errors import Problem, Severity
 from framework.plan.cluster import Cluster
 
@@ -83,7 +83,7 @@ def _holds(config: RunConfig, cluster: Cluster, name: str, wanted: Any) -> bool:
     if isinstance(wanted, list):
         return value in wanted
     if isinstance(wanted, str):
-        return bool(value) is (wanted == "on")
+        return (bool(value) and value != AUTO) is (wanted == "on")
     return is_between(value, wanted)
 
 

@@ -10,15 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from framework.config.training import Compile
 from framework.doctor.node.requirements import Requirements
 from framework.doctor.node.software import check_ops
 from framework.hosts.devices import package_folder, torch_text
 from framework.plan.cluster import Cluster, Device
 from framework.plan.compiled_ops import Op, extensions_folder, needed_ops
-from framework.setup.prepare_run import _compile_problems
 from tests.doctor.node.broken import findings, programs
 
 CPU_ADAM = Op("cpu_adam", "optimizer.implementation is deepspeed")
@@ -67,19 +64,6 @@ def test_no_compiler_for_graphs(tmp_path: Path, cache: dict[str, str]) -> None:
     assert found("cpu", "g++") == found("cuda", "gcc") == []
     assert found("cpu", "nproc", CXX="icpx -O3") == ["compiler-missing"]
     assert found("cpu", "bash", CXX="bash -O3") == []
-
-
-@pytest.mark.parametrize(
-    ("version", "kinds"), [("2.11.0+cu130", ["compile-loses-gradients"]), ("2.12.1", [])]
-)
-def test_a_torch_that_loses_gradients(
-    version: str, kinds: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("framework.doctor.node.software.torch_text", lambda _: version)
-    monkeypatch.setattr(torch, "__version__", version)
-    in_doctor = check_ops(Requirements(Cluster(), compiles=True), os.environ).problems
-    in_a_rank = _compile_problems(Compile(), "cpu")
-    assert [each.kind for each in in_doctor] == [each.kind for each in in_a_rank] == kinds
 
 
 def test_no_ninja_also_breaks_what_is_compiled(

@@ -1,0 +1,71 @@
+"""What `training.compile` comes to on a kind of device, as far as the config shows it.
+
+Whether a model has blocks, how much they compute and whether torch compiles them right is known
+when it is built (`engine/compile_probe.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from framework.config.run_config import AUTO, RunConfig
+from framework.config.training import Compile
+from framework.plan.cluster import Device
+from framework.plan.compiled_ops import missing_compiler
+
+
+class CompileChoice(NamedTuple):
+    """How a model is compiled.
+
+    Attributes:
+        section: what torch.compile is given; None: nothing is compiled.
+        is_auto: whether the run goes on as written where it cannot be compiled.
+        reason: why ``auto`` compiles nothing on a device where it usually does.
+    """
+
+    section: Compile | None
+    is_auto: bool = False
+    reason: str = ""
+
+
+OF_BLOCKS: Final = Compile(per="block")
+"""What ``auto`` compiles where it compiles anything."""
+
+
+def compile_choice(
+    config: RunConfig, device: Device, environment: Mapping[str, str]
+) -> CompileChoice:
+    """Choose what is compiled, from the config, the kind of device and the compilers that
+    `environment` leads to.
+    """
+    asked = config.training.compile
+    if asked != AUTO:
+        return CompileChoice(asked)
+    # Gains were measured on CUDA devices alone. On processors a graph takes a C++ compiler for
+    # longer than most runs there last.
+    if device != "cuda":
+        return CompileChoice(None, is_auto=True)
+    reason = _reason_against(config)
+    if not reason:
+        problem = missing_compiler(device, environment)
+        if problem is not None:
+            reason = problem.reason
+    if reason:
+        return CompileChoice(None, is_auto=True, reason=reason)
+    return CompileChoice(OF_BLOCKS, is_auto=True)
+
+
+def _reason_against(config: RunConfig) -> str:
+    """Return which other setting leaves nothing to compile, or an empty string."""
+    if config.parallel.pipe > 1:
+        return "stages of a pipeline are not compiled"
+    if config.zero.stage == 3:
+        return (
+            "at zero.stage 3 DeepSpeed gathers weights inside of every block, which no graph holds"
+        )
+    if config.training.detect_anomaly:
+        return "training.detect_anomaly names operations, and a graph is one of them"
+    if config.profile is not None and config.profile.modules:
+        return "profile.modules measures modules, and no graph shows its own"
+    return ""
