@@ -36,10 +36,10 @@ LossOf = Callable[[Any], Tensor]
 """Computes the loss of the first micro-batch, 0-d, with a model that it is given."""
 
 # By how much, relative to its norm, the gradient of a whole model may differ between two ways to
-# round. In bf16 a number is rounded to 8 bits, which is an error of 0.11 % on average; a model of 48
-# layers rounds about 1,200 times on the way to its first weights, and errors of either sign add up
-# as their root: 4 %, and both ways have it. fp16 and TF32 have 3 bits more, an eighth of that. In
-# fp32 (24 bits) the longest sums have 10^5 terms: root(10^5) roundings of 2^-24 are 2e-5.
+# round. In bf16 a number is rounded to 8 bits, an error of 0.11 % on average; a model of 48 layers
+# rounds about 1,200 times on the way to its first weights, and errors of either sign add up as
+# their root: 4 %, and both ways have it. fp16 and TF32 have 3 bits more, an eighth of that. In fp32
+# (24 bits) the longest sums have 10^5 terms: root(10^5) roundings of 2^-24 are 2e-5.
 BOUNDS: Final = {"bf16": 0.1, "fp16": 0.0125, "tf32": 0.0125, "fp32": 1e-4}
 # A single weight's gradient differs by more than the whole: it is a part of the sums.
 _OF_ONE_WEIGHT: Final = 4
@@ -178,8 +178,8 @@ class CompileProbe:
             reason = f"the first micro-batch fails as written: {in_one_line(error)}"
         if self._is_auto and plain is not None and operations < SMALL_BLOCK:
             reason = (
-                f"a block takes {operations / 1e9:,.3g} GFLOP of a micro-batch, and a GPU waits for "
-                f"its host below {SMALL_BLOCK / 1e9:,.2g}"
+                f"a block takes {operations / 1e9:,.3g} GFLOP of a micro-batch, and a GPU waits "
+                f"for its host below {SMALL_BLOCK / 1e9:,.2g}"
             )
         if not reason and candidate.section.backend == "inductor":
             problem = missing_compiler(self._plan.cluster.device, os.environ)

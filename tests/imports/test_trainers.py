@@ -25,7 +25,7 @@ def test_compiling_is_taken_over() -> None:
     assert (asked.backend, asked.mode) == ("aot_eager", "max-autotune"), (
         "one of them turns it on there"
     )
-    assert hugging_face(torch_compile=False).training.compile is None
+    assert hugging_face(torch_compile=False).training.compile == "auto"
     dynamo = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_dynamic": False}
     accelerate = {
         "compute_environment": "LOCAL_MACHINE",
