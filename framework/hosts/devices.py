@@ -280,7 +280,11 @@ def usable_cores() -> int:
 
 
 def _count_device_files(prefix: str) -> int:
-    return sum(1 for path in _DEV.glob(f"{prefix}*") if re.fullmatch(rf"{prefix}\d+", path.name))
+    count = 0
+    for path in _DEV.glob(f"{prefix}*"):
+        if re.fullmatch(rf"{prefix}\d+", path.name):
+            count += 1
+    return count
 
 
 def _visible_devices(

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -48,19 +49,30 @@ def requirements(extras: Sequence[str], *, pyproject: str | None = None) -> list
     return lines
 
 
-def missing(wanted: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the requirements that are not installed, and sentences about too old ones."""
+class OldPackage(NamedTuple):
+    """An installed package that is older than `oldest`, the oldest version that is wanted."""
+
+    name: str
+    version: str
+    oldest: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version} is older than {self.oldest}"
+
+
+def missing(wanted: Sequence[str]) -> tuple[list[str], list[OldPackage]]:
+    """Return the requirements that are not installed, and the packages that are too old."""
     absent: list[str] = []
-    too_old: list[str] = []
+    too_old: list[OldPackage] = []
     for requirement in wanted:
-        name, _, floor = requirement.partition(">=")
+        name, _, oldest = requirement.partition(">=")
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             absent.append(requirement)
             continue
-        if _release(version) < _release(floor):
-            too_old.append(f"{name} {version} is older than {floor}")
+        if _release(version) < _release(oldest):
+            too_old.append(OldPackage(name, version, oldest))
     return absent, too_old
 
 
@@ -110,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
         absent, too_old = missing(requirements(extras))
         print("\n".join(absent))
         if too_old:
-            print("; ".join(too_old), file=sys.stderr)
+            print("; ".join(map(str, too_old)), file=sys.stderr)
             return 1
     return 0
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from deepspeed_lint.facts import value_at
 from framework.errors import Problem, show_value
-from framework.imports.trainer_arguments import (
-    TrainerArguments,
+from framework.imports.foreign_arguments import (
+    ForeignArguments,
     WatchedSection,
     launch_options,
     refused_beside_json,
@@ -35,7 +35,7 @@ _NOT_BESIDE_A_FILE: Final[Mapping[str, str]] = {
 }
 
 
-def take_accelerate_config(arguments: TrainerArguments) -> None:
+def take_accelerate_config(arguments: ForeignArguments) -> None:
     """Put Accelerate's config under the keys of a run config."""
     deepspeed = arguments.take_section("deepspeed_config")
     _leave_out_processes(arguments)
@@ -49,7 +49,7 @@ def take_accelerate_config(arguments: TrainerArguments) -> None:
         arguments.omit("use_cpu", "true", "the environment variable DS_ACCELERATOR=cpu")
 
 
-def _leave_out_processes(arguments: TrainerArguments) -> None:
+def _leave_out_processes(arguments: ForeignArguments) -> None:
     """List the number of processes: the launcher decides it, not the run config."""
     num_processes = arguments.take("num_processes", 1)
     num_machines = arguments.take("num_machines", 1)
@@ -59,7 +59,7 @@ def _leave_out_processes(arguments: TrainerArguments) -> None:
         arguments.omit("num_processes", str(num_processes), reason)
 
 
-def _take_deepspeed(arguments: TrainerArguments, section: WatchedSection) -> None:
+def _take_deepspeed(arguments: ForeignArguments, section: WatchedSection) -> None:
     stage = _zero_stage(section)
     if stage is not None:
         arguments.put("zero.stage", stage, "deepspeed_config.zero_stage")
@@ -83,7 +83,7 @@ def _take_deepspeed(arguments: TrainerArguments, section: WatchedSection) -> Non
         arguments.omit("deepspeed_config.deepspeed_hostfile", None, reason)
 
 
-def _take_offloads(arguments: TrainerArguments, section: WatchedSection) -> None:
+def _take_offloads(arguments: ForeignArguments, section: WatchedSection) -> None:
     for name in ("offload_optimizer", "offload_param"):
         device = section.get(f"{name}_device", "none")
         nvme_path = section.get(f"{name}_nvme_path")
@@ -101,7 +101,7 @@ def _zero_stage(section: WatchedSection) -> Any:
     return stage
 
 
-def _take_fsdp(arguments: TrainerArguments) -> None:
+def _take_fsdp(arguments: ForeignArguments) -> None:
     """Take FSDP's sharding as a ZeRO stage, its offloading and its activation checkpointing."""
     fsdp = arguments.take_section("fsdp_config")
     if not fsdp:
@@ -116,7 +116,7 @@ def _take_fsdp(arguments: TrainerArguments) -> None:
         arguments.put("training.recompute_every", 1, "fsdp_config")
 
 
-def _take_dynamo(arguments: TrainerArguments) -> None:
+def _take_dynamo(arguments: ForeignArguments) -> None:
     old_backend = arguments.take("dynamo_backend")
     dynamo = arguments.take_section("dynamo_config")
     backend = str(dynamo.get("dynamo_backend", old_backend) or "no").lower()
@@ -131,7 +131,7 @@ def _take_dynamo(arguments: TrainerArguments) -> None:
 
 
 def _find_keys_beside_a_file(
-    arguments: TrainerArguments, config: Mapping[str, Any]
+    arguments: ForeignArguments, config: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """Find Accelerate's own keys for settings of a `deepspeed_config_file`: it refuses both."""
     section = arguments.values["deepspeed_config"]

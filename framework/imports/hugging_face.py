@@ -13,14 +13,14 @@ from typing import Any, Final
 
 from deepspeed_lint.facts import value_at
 from framework.errors import Problem, show_value
-from framework.imports.trainer_arguments import MAPPINGS, TrainerArguments, Values, disagreement
+from framework.imports.foreign_arguments import MAPPINGS, ForeignArguments, Values, disagreement
 
 _SINKS: Final = ("wandb", "mlflow", "trackio", "comet_ml")
 _DEFAULT_CLIPPING: Final = 1.0  # of DeepSpeed, for a JSON without gradient_clipping
 _INVERSE_SQRT_WARMUP: Final = 10_000
 
 
-def take_training_arguments(arguments: TrainerArguments) -> None:
+def take_training_arguments(arguments: ForeignArguments) -> None:
     """Put Hugging Face's TrainingArguments under the keys of a run config."""
     _take_run(arguments)
     _take_model(arguments)
@@ -48,7 +48,7 @@ def take_training_arguments(arguments: TrainerArguments) -> None:
     _take_clipping(arguments)
 
 
-def _take_run(arguments: TrainerArguments) -> None:
+def _take_run(arguments: ForeignArguments) -> None:
     folder = Path(str(arguments.take("output_dir") or "runs/run"))
     name = _run_name(str(arguments.take("run_name") or folder.name))
     arguments.put("run.name", name, "output_dir")
@@ -61,7 +61,7 @@ def _run_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")[:100] or "run"
 
 
-def _take_model(arguments: TrainerArguments) -> None:
+def _take_model(arguments: ForeignArguments) -> None:
     """Take the model's name, which is an argument of transformers' own scripts."""
     model = arguments.values.get("model_name_or_path")
     if not model:
@@ -76,7 +76,7 @@ def _take_model(arguments: TrainerArguments) -> None:
     arguments.mark_taken("model_name_or_path")
 
 
-def _take_optimizer(arguments: TrainerArguments) -> None:
+def _take_optimizer(arguments: ForeignArguments) -> None:
     """Take optimizer, rate, decay, betas and eps: as keys of a kind of ours, or as arguments of a
     target.
     """
@@ -108,7 +108,7 @@ def _take_optimizer(arguments: TrainerArguments) -> None:
         arguments.put("optimizer.eps", eps, "adam_epsilon")
 
 
-def _take_schedule(arguments: TrainerArguments) -> None:
+def _take_schedule(arguments: ForeignArguments) -> None:
     name = str(arguments.take("lr_scheduler_type"))
     kind = MAPPINGS["lr_scheduler_type"].get(name)
     if kind is None:
@@ -134,7 +134,7 @@ def _take_schedule(arguments: TrainerArguments) -> None:
         arguments.sections["callbacks"] = [callback]
 
 
-def _take_warmup(arguments: TrainerArguments, schedule: str) -> None:
+def _take_warmup(arguments: ForeignArguments, schedule: str) -> None:
     """Take the warm-up: a number of steps, or below 1 a share of the run."""
     warmup = _warmup(arguments)
     max_steps = arguments.take("max_steps")
@@ -151,13 +151,13 @@ def _take_warmup(arguments: TrainerArguments, schedule: str) -> None:
         arguments.put("scheduler.warmup_steps", num_steps, "warmup_steps")
 
 
-def _warmup(arguments: TrainerArguments) -> float:
+def _warmup(arguments: ForeignArguments) -> float:
     """Return the warm-up: a number of steps, or below 1 a share of the run."""
     steps = arguments.take("warmup_steps")
     return float(steps or arguments.values.get("warmup_ratio") or 0)
 
 
-def _take_length(arguments: TrainerArguments) -> None:
+def _take_length(arguments: ForeignArguments) -> None:
     """Take max_steps, or the epochs rounded to whole ones."""
     if arguments.take("max_steps") > 0:
         arguments.put("training.max_steps", arguments.take("max_steps"), "max_steps")
@@ -171,14 +171,14 @@ def _take_length(arguments: TrainerArguments) -> None:
     arguments.put("training.max_epochs", whole_epochs, "num_train_epochs", comment)
 
 
-def _take_label_smoothing(arguments: TrainerArguments) -> None:
+def _take_label_smoothing(arguments: ForeignArguments) -> None:
     smoothing = arguments.take("label_smoothing_factor")
     if smoothing:
         arguments.put("task.label_smoothing", smoothing, "label_smoothing_factor")
         arguments.put("task.kind", "classification")
 
 
-def _take_precision(arguments: TrainerArguments) -> None:
+def _take_precision(arguments: ForeignArguments) -> None:
     if arguments.take("bf16"):
         dtype = "bf16"
     elif arguments.take("fp16"):
@@ -193,7 +193,7 @@ def _take_precision(arguments: TrainerArguments) -> None:
         arguments.put("precision.matmul", "high", "tf32")
 
 
-def _take_interval(arguments: TrainerArguments, prefix: str, key: str) -> None:
+def _take_interval(arguments: ForeignArguments, prefix: str, key: str) -> None:
     """Take the steps between two logs, evaluations or saves; a share of the run has no key."""
     strategy = str(arguments.take(f"{prefix}_strategy"))
     interval = arguments.take(f"{prefix}_steps")
@@ -206,7 +206,7 @@ def _take_interval(arguments: TrainerArguments, prefix: str, key: str) -> None:
         arguments.put(key, int(interval), f"{prefix}_steps")
 
 
-def _take_cadences(arguments: TrainerArguments) -> None:
+def _take_cadences(arguments: ForeignArguments) -> None:
     """Take when the run evaluates and saves, and which checkpoints it keeps."""
     if arguments.take("eval_strategy") == "steps" and arguments.take("eval_steps") is None:
         arguments.values["eval_steps"] = arguments.take("logging_steps")  # as there
@@ -230,7 +230,7 @@ def _take_cadences(arguments: TrainerArguments) -> None:
     _take_best_checkpoint(arguments)
 
 
-def _take_best_checkpoint(arguments: TrainerArguments) -> None:
+def _take_best_checkpoint(arguments: ForeignArguments) -> None:
     """Take the metric that rates checkpoints; by default, as there, the loss, and less is better
     for losses alone.
     """
@@ -247,14 +247,14 @@ def _take_best_checkpoint(arguments: TrainerArguments) -> None:
     arguments.put("checkpoint.best_is", best_is, "greater_is_better")
 
 
-def _take_sampling(arguments: TrainerArguments) -> None:
+def _take_sampling(arguments: ForeignArguments) -> None:
     strategy = arguments.take("train_sampling_strategy")
     groups_by_length = arguments.take("group_by_length")
     if strategy == "group_by_length" or groups_by_length:
         arguments.put("data.bucket_steps", 50)  # there too a window of 50 batches is sorted
 
 
-def _leave_out_loader_options(arguments: TrainerArguments) -> None:
+def _leave_out_loader_options(arguments: ForeignArguments) -> None:
     """List the options of the data loader: they are no `data:` section without the user's data."""
     loader = arguments.sections.pop("data", {})
     options = [f"{name}: {value}" for name, value in loader.items() if value]
@@ -262,7 +262,7 @@ def _leave_out_loader_options(arguments: TrainerArguments) -> None:
         arguments.omit("for your data section", ", ".join(options), reason="")
 
 
-def _take_monitors(arguments: TrainerArguments) -> None:
+def _take_monitors(arguments: ForeignArguments) -> None:
     sinks = arguments.take("report_to")
     if isinstance(sinks, str):
         sinks = [sinks]
@@ -277,7 +277,7 @@ def _resume_point(value: Any) -> str:
     return str(value)
 
 
-def _take_clipping(arguments: TrainerArguments) -> None:
+def _take_clipping(arguments: ForeignArguments) -> None:
     """Let DeepSpeed's default win over max_grad_norm where the JSON has no gradient_clipping."""
     clipping = arguments.take("max_grad_norm")
     has_json = arguments.take("deepspeed") is not None
@@ -289,7 +289,7 @@ def _take_clipping(arguments: TrainerArguments) -> None:
         arguments.put("training.clip_grad_norm", _DEFAULT_CLIPPING, "max_grad_norm")
 
 
-def _find_mismatches(arguments: TrainerArguments, config: Mapping[str, Any]) -> Iterator[Problem]:
+def _find_mismatches(arguments: ForeignArguments, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Find values of the JSON that the Trainer refuses because its arguments, given or by default,
     have others; "auto" matches any (transformers/integrations/deepspeed.py
     `HfTrainerDeepSpeedConfig`).
@@ -316,7 +316,7 @@ def _find_mismatches(arguments: TrainerArguments, config: Mapping[str, Any]) -> 
         )
 
 
-def _compared(arguments: TrainerArguments) -> list[tuple[str, Any, str]]:
+def _compared(arguments: ForeignArguments) -> list[tuple[str, Any, str]]:
     """List what the Trainer compares: key of the JSON, value of the argument, argument."""
     micro_size = arguments.take("per_device_train_batch_size")
     steps = arguments.take("gradient_accumulation_steps")

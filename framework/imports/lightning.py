@@ -15,9 +15,9 @@ from framework.config import base
 from framework.config.optimizer import SGD, Adam, AdamW
 from framework.config.zero import Zero
 from framework.errors import Problem, show_value
-from framework.imports.trainer_arguments import (
+from framework.imports.foreign_arguments import (
     DEFAULTS,
-    TrainerArguments,
+    ForeignArguments,
     Values,
     WatchedSection,
     disagreement,
@@ -56,7 +56,7 @@ _STRATEGY_ARGUMENTS: Final = frozenset(_ZERO_KEYS) | {
 }
 
 
-def take_lightning_config(arguments: TrainerArguments) -> None:
+def take_lightning_config(arguments: ForeignArguments) -> None:
     """Put Lightning's CLI config under the keys of a run config."""
     seed = arguments.document.value.get("seed_everything")
     if isinstance(seed, int) and not isinstance(seed, bool):
@@ -83,7 +83,7 @@ def take_lightning_config(arguments: TrainerArguments) -> None:
     arguments.add_deepspeed(deepspeed_config, "strategy", _find_refused)
 
 
-def _leave_out_devices(arguments: TrainerArguments) -> None:
+def _leave_out_devices(arguments: ForeignArguments) -> None:
     """List devices and accelerator: the launcher decides them, not the run config."""
     devices = arguments.take("devices")
     num_nodes = arguments.take("num_nodes")
@@ -95,7 +95,7 @@ def _leave_out_devices(arguments: TrainerArguments) -> None:
     arguments.leave_out("accelerator", accelerator)
 
 
-def _take_length(arguments: TrainerArguments) -> None:
+def _take_length(arguments: ForeignArguments) -> None:
     """Take max_steps or max_epochs; fast_dev_run, a number of steps, wins over both."""
     fast_dev_run = arguments.take("fast_dev_run")
     if fast_dev_run:
@@ -114,7 +114,7 @@ def _take_length(arguments: TrainerArguments) -> None:
         arguments.put("training.max_epochs", max_epochs or _DEFAULT_EPOCHS, "max_epochs", comment)
 
 
-def _take_evaluation(arguments: TrainerArguments) -> None:
+def _take_evaluation(arguments: ForeignArguments) -> None:
     """Take val_check_interval: an int counts batches, a float is a share of an epoch."""
     interval = arguments.take("val_check_interval")
     if isinstance(interval, int):
@@ -132,7 +132,7 @@ def _take_evaluation(arguments: TrainerArguments) -> None:
         arguments.omit("val_check_interval", share, "set evaluation.every_steps")
 
 
-def _take_precision(arguments: TrainerArguments, *, is_deepspeed: bool) -> None:
+def _take_precision(arguments: ForeignArguments, *, is_deepspeed: bool) -> None:
     """Take fp16 or bf16; fp32 is our default, and any other precision is listed as left out."""
     precision = str(arguments.take("precision") or "32-true")
     if precision.startswith("bf16"):
@@ -154,7 +154,7 @@ def _take_precision(arguments: TrainerArguments, *, is_deepspeed: bool) -> None:
 # The strategy.
 
 
-def _take_strategy(arguments: TrainerArguments) -> tuple[bool, Any]:
+def _take_strategy(arguments: ForeignArguments) -> tuple[bool, Any]:
     """Take the strategy, by name or by class.
 
     Returns:
@@ -197,7 +197,7 @@ def _named_options(name: re.Match[str]) -> Values:
     return options
 
 
-def _take_other_strategy(arguments: TrainerArguments, name: str, options: WatchedSection) -> None:
+def _take_other_strategy(arguments: ForeignArguments, name: str, options: WatchedSection) -> None:
     if name.lower().startswith("fsdp"):
         shards_gradients_only = "SHARD_GRAD_OP" in str(options.get("sharding_strategy"))
         arguments.put("zero.stage", 2 if shards_gradients_only else 3, "strategy")
@@ -214,7 +214,7 @@ def _is_plain_strategy(name: str) -> bool:
     return name in ("auto", "ddp", "single_device") or name.startswith(("ddp_", "DDPStrategy"))
 
 
-def _take_deepspeed_strategy(arguments: TrainerArguments, options: Values) -> None:
+def _take_deepspeed_strategy(arguments: ForeignArguments, options: Values) -> None:
     """Take the arguments of DeepSpeedStrategy, with its defaults where ours differ."""
     defaults = DEFAULTS[_STRATEGY_CLASS]
     settings = {name: value for name, value in defaults.items() if value is not None}
@@ -235,7 +235,7 @@ def _take_deepspeed_strategy(arguments: TrainerArguments, options: Values) -> No
             arguments.omit(f"strategy.{name}", show_value(value), reason)
 
 
-def _take_zero_keys(arguments: TrainerArguments, settings: Values, stage: int) -> None:
+def _take_zero_keys(arguments: ForeignArguments, settings: Values, stage: int) -> None:
     our_defaults = Zero()
     for name in _ZERO_KEYS:
         if name == "allgather_bucket_size" and stage == 3:
@@ -244,7 +244,7 @@ def _take_zero_keys(arguments: TrainerArguments, settings: Values, stage: int) -
             arguments.put(f"zero.{name}", settings[name], "strategy")
 
 
-def _find_refused(arguments: TrainerArguments, config: Mapping[str, Any]) -> Iterator[Problem]:
+def _find_refused(arguments: ForeignArguments, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Find what Lightning, or DeepSpeed below it, refuses of the JSON beside the arguments
     (pytorch_lightning/strategies/deepspeed.py `_format_batch_size_and_grad_accum_config`,
     lightning_fabric's `_format_precision_config`).
@@ -271,7 +271,7 @@ def _find_refused(arguments: TrainerArguments, config: Mapping[str, Any]) -> Ite
 # Sections beside the trainer.
 
 
-def _take_classes(arguments: TrainerArguments) -> None:
+def _take_classes(arguments: ForeignArguments) -> None:
     """Take the classes of optimizer and schedule, as a kind of ours or as a target."""
     for name, key in (("optimizer", "optimizer"), ("lr_scheduler", "scheduler")):
         section = arguments.document.value.get(name)
@@ -308,7 +308,7 @@ def _torch_optimizer(
     return section
 
 
-def _leave_out_sections(arguments: TrainerArguments) -> None:
+def _leave_out_sections(arguments: ForeignArguments) -> None:
     """List model, data and all other sections that are not read as left out."""
     values = arguments.document.value
     for name in ("model", "data"):

@@ -20,15 +20,15 @@ from deepspeed_lint.text.document import YAML_ENDINGS, Document, parse_document,
 from framework.errors import ConfigError, Problem
 from framework.imports.accelerate import take_accelerate_config
 from framework.imports.deepspeed import Imported
+from framework.imports.foreign_arguments import MAPPINGS, ForeignArguments, answers
 from framework.imports.hugging_face import take_training_arguments
 from framework.imports.kind_of_file import Tool, foreign_problem, tool_of, with_last_of_duplicates
 from framework.imports.lightning import take_lightning_config
-from framework.imports.trainer_arguments import MAPPINGS, TrainerArguments, answers
 from framework.system.log import print_problem
 
 __all__ = ["answers", "import_arguments", "read_arguments"]
 
-_TAKERS: Final[Mapping[Tool, Callable[[TrainerArguments], None]]] = {
+_TAKERS: Final[Mapping[Tool, Callable[[ForeignArguments], None]]] = {
     "transformers.TrainingArguments": take_training_arguments,
     "accelerate": take_accelerate_config,
     "lightning.Trainer": take_lightning_config,
@@ -79,7 +79,7 @@ def import_arguments(document: Document) -> Imported:
     """
     tool = tool_of(document.value)
     assert tool is not None
-    arguments = TrainerArguments(tool, document)
+    arguments = ForeignArguments(tool, document)
     for name, key in MAPPINGS["moves"][tool].items():
         arguments.move(name, key)
     _TAKERS[tool](arguments)

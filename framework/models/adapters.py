@@ -16,7 +16,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from framework.config.groups import LORA, is_saved, tied_problem, unmatched_modules
+from framework.config.groups import (
+    ALL_LINEAR,
+    LORA,
+    is_named,
+    is_saved,
+    tied_problem,
+    unmatched_modules,
+)
 from framework.config.training import LoRA
 from framework.errors import ConfigError
 from framework.models.layers import LayeredModel
@@ -24,6 +31,7 @@ from framework.models.layers import LayeredModel
 _BASE: Final = "base_layer."
 _ADAPTER: Final = ".default"
 _CHUNK: Final = 1 << 22
+_CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd numbers that mix well (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators"),
 # as int64.
@@ -109,13 +117,26 @@ def _inject(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
             reason = str(error).partition(". ")[0]
             fix = "name linear layers, convolutions or embeddings"
             key = "training.lora.target_modules"
-            if "4 dimensions" in reason:
-                # At stage 3 kernels are partitioned, and have not their four dimensions.
+            if _adapts_partitioned_kernels(model, lora):
                 fix = "set zero.stage: 2 for convolutions"
             raise ConfigError.of(
                 "lora-not-adaptable", reason, fix, key, lora.target_modules
             ) from error
     return adapted
+
+
+def _adapts_partitioned_kernels(model: nn.Module, lora: LoRA) -> bool:
+    """Check whether a convolution that is to be adapted lacks the dimensions of its kernel: ZeRO
+    stage 3 partitions it, and leaves a flat weight.
+    """
+    if lora.target_modules == ALL_LINEAR:  # peft passes convolutions by
+        return False
+    for name, module in model.named_modules():
+        if not isinstance(module, _CONVOLUTIONS) or not is_named(name, lora.target_modules):
+            continue
+        if module.weight.dim() < 2 + len(module.kernel_size):
+            return True
+    return False
 
 
 def _tied_modules(model: nn.Module) -> set[str]:

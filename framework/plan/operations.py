@@ -21,6 +21,15 @@ from framework.config.training import HALF_ROWS, LoRA
 Shape = tuple[int, ...]
 _FP32: Final = 4
 _INT64: Final = 8
+# Bytes that a tiled loss reads (r) and writes (w) of each logit beside its products, whose own
+# traffic their operations stand for (`VocabularyPart.exponentials`, `_write_gradient`): the largest
+# logit r4; the difference to it r4 w4; exponentials r4 w4; their sum r4; the gradient r4 w4.
+_TILE_BYTES_OF_LOGIT: Final = 32
+# The same with logits and gradients of two bytes, and fp32 between: r2; r2 w4; r4 w4; r4; r4 w2.
+_TILE_BYTES_OF_HALF_LOGIT: Final = 26
+# Adding a tile's product in half precision to the fp32 gradient of the weight: r2 r4 w4 of each
+# element. In fp32 the product itself adds.
+_TILE_BYTES_OF_WEIGHT: Final = 10
 
 
 @dataclass(eq=False)
@@ -629,7 +638,9 @@ class Tape:
         is_half = self.product_width < _FP32
         flows = value.has_gradient
         filled = weight
+        bytes_of_logit = _TILE_BYTES_OF_LOGIT
         if is_half:
+            bytes_of_logit = _TILE_BYTES_OF_HALF_LOGIT
             filled = (outputs + -outputs % HALF_ROWS, inputs)
         value = self.cast(value, self.product_width)
         flops = rows * prod(weight)  # half of the logits' operations: two operations record it
@@ -641,14 +652,13 @@ class Tape:
         logits = make(value, shape=(tile, filled[0]), flops=flops)
         if is_half:
             logits = self._half_gradient(logits)
-        # Bytes read and written: of every logit for largest, difference, exponential, sum and
-        # gradient; of each tile for the sum of the weight's gradient.
-        moved = rows * filled[0] * (26 if is_half else 32)
+        moved = rows * filled[0] * bytes_of_logit
         products = []
         temporary = 0
         if is_half and is_trained:
             products.append(make(logits, shape=filled))
-            moved += ceil(rows / tile) * 10 * prod(filled)
+            num_tiles = ceil(rows / tile)
+            moved += num_tiles * _TILE_BYTES_OF_WEIGHT * prod(filled)
             temporary += prod(filled) * value.width
         # Half of them: a backward pass is taken to move as much again, and here there is none.
         self.moved_bytes = before + moved // 2

@@ -561,15 +561,24 @@ class RankMemory:
         """Return the bytes of gradients at stage 3 at their fullest, beside `gathered` bytes of
         whole weights.
 
-        It is one of these: a bucket that fills and one more weight; a full bucket and its copy, or
-        the first weight, when the other weights are freed.
+        It is one of these:
+
+        - within the pass, a bucket of gradients, and the gradient that is to join it;
+        - at its end, when whole weights are freed again, the last bucket and the copy of it that
+          the sum works on (DeepSpeed's `reduce_scatter_coalesced` joins gradients by `torch.cat`;
+          gloo's reduce-scatter makes the copy where a gradient is alone);
+        - at its end, the gradient of the first weight, if it is too large for a bucket, and the
+          copy of it; with several ranks the weight itself is still gathered, too.
         """
         bucket = self.zero.reduce_bucket_size
         filling = min(self.flight + min(self.largest, bucket), self.total)
         first = 0
         if self.sizes[0] > bucket:
-            num_copies = 3 if self.ranks > 1 else 2
+            num_copies = 2
+            if self.gathers:
+                num_copies += 1
             first = num_copies * self.sizes[0]
+        # the caller adds `gathered` to it, of which nothing else is left then
         full = self.width * max(2 * self.flight, first) - gathered
         return max(self.width * filling, full)
 
@@ -614,10 +623,17 @@ class RankMemory:
         return num_reduced
 
     def _summed_as_made(self, kept: Bytes) -> dict[str, int]:
-        """Return the bytes of sums within the backward pass, as gradients are made.
+        """Return the bytes of sums within the backward pass, as gradients are made, at the last
+        bucket's sum.
 
-        What is reduced is there twice; where a weight is larger than a bucket its gradient stays
-        beside the copy.
+        Gradients in flight lie in the bucket, which is counted by itself. Beside it there are the
+        copy that the sum works on and the gradients that are made meanwhile (`num_reduced`).
+
+        The rank's own sums are allocated as a whole when the first bucket has been summed: all of
+        them are there beside the last of many buckets, none beside the only one. Between the two
+        they are taken in proportion to the elements before the last bucket; with `overlap_comm` half
+        of that bucket counts as well, as another one fills while it is summed. That is no equality:
+        tests/plan/test_memory.py holds it against counted bytes.
         """
         num_reduced = self.num_reduced
         if self.sum_width > self.width:  # summed into the rank's own share, which is kept

@@ -42,7 +42,8 @@ def test_sorts_requirements_into_present_missing_and_too_old() -> None:
     version = metadata.version("pytest")
     absent, too_old = environment.missing(["pytest>=1", "no-such-thing>=2", "pytest>=999"])
     assert absent == ["no-such-thing>=2"]
-    assert too_old == [f"pytest {version} is older than 999"]
+    assert too_old == [("pytest", version, "999")]
+    assert str(too_old[0]) == f"pytest {version} is older than 999"
 
 
 @pytest.mark.parametrize(

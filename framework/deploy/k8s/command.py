@@ -14,7 +14,7 @@ from secrets import token_hex
 from deepspeed_lint.text.document import read_text
 from framework.config.run_config import RunConfig
 from framework.deploy.k8s.lint import lint
-from framework.deploy.k8s.manifests import parse_manifests
+from framework.deploy.k8s.read_manifests import parse_manifests
 from framework.deploy.k8s.render import manifest
 from framework.deploy.k8s.request import K8sRequest
 from framework.deploy.options import as_service_name, last_setting, parse, resume_setting

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import yaml
 
-from framework.deploy.k8s.manifests import Manifest, ManifestPart, Workload, find_workloads
+from framework.deploy.k8s.read_manifests import Manifest, ManifestPart, Workload, find_workloads
 from framework.deploy.k8s.render import (
     BUDGET_ANNOTATION,
     CACHE_VARIABLES,

@@ -11,7 +11,7 @@ from typing import Any, Final
 import yaml
 
 from deepspeed_lint.text.document import parse_document
-from framework.deploy.k8s.manifests import lines_of
+from framework.deploy.k8s.read_manifests import lines_of
 from framework.deploy.k8s.request import CONFIG_PATH, TOKEN_PATH, K8sRequest
 from framework.deploy.options import as_config_key, parse_quantity
 from framework.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, EXIT_STOPPED, EXIT_USAGE

@@ -94,11 +94,11 @@ def _package_problems(wanted: Sequence[str]) -> list[Problem]:
         else:
             reason = f"{sys.executable} has no {name}; a part of training needs it"
             problems.append(warning("package-missing", reason, _INSTALL, key=name))
-    for sentence in too_old:
-        if sentence.split()[0] in ("torch", "deepspeed"):
-            problems.append(Problem("package-too-old", sentence, _INSTALL))
+    for package in too_old:
+        if package.name in ("torch", "deepspeed"):
+            problems.append(Problem("package-too-old", str(package), _INSTALL))
         else:
-            problems.append(warning("package-too-old", sentence, _INSTALL))
+            problems.append(warning("package-too-old", str(package), _INSTALL))
     return problems
 
 

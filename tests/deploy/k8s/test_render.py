@@ -17,7 +17,7 @@ import yaml
 from framework import errors
 from framework.cli import main
 from framework.deploy.k8s.lint import lint
-from framework.deploy.k8s.manifests import parse_manifests
+from framework.deploy.k8s.read_manifests import parse_manifests
 from framework.deploy.k8s.render import write_yaml
 from tests.deploy.k8s.cases import BASE, CASES, GOLDEN, ROOT, text_of
 

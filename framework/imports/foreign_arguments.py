@@ -1,4 +1,4 @@
-"""`TrainerArguments`: the arguments of another trainer on their way to a run config.
+"""`ForeignArguments`: the arguments of another trainer on their way to a run config.
 
 The module of each trainer takes the arguments one by one and puts what they mean under run-config
 keys. Arguments that no module takes are listed as left out, with the reason from
@@ -69,7 +69,7 @@ class WatchedSection(dict[str, Any]):
 
 
 @dataclass
-class TrainerArguments:
+class ForeignArguments:
     """Arguments of another trainer, and the run config that they become.
 
     Attributes:
@@ -375,7 +375,7 @@ class TrainerArguments:
         return placed(self.document, problem, at_top=False)
 
 
-FindConflicts = Callable[[TrainerArguments, Mapping[str, Any]], Iterator[Problem]]
+FindConflicts = Callable[[ForeignArguments, Mapping[str, Any]], Iterator[Problem]]
 
 
 def _decided_sections(imported: Imported, autos: Sequence[str]) -> dict[str, Values]:
