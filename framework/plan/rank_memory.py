@@ -631,9 +631,9 @@ class RankMemory:
 
         The rank's own sums are allocated as a whole when the first bucket has been summed: all of
         them are there beside the last of many buckets, none beside the only one. Between the two
-        they are taken in proportion to the elements before the last bucket; with `overlap_comm` half
-        of that bucket counts as well, as another one fills while it is summed. That is no equality:
-        tests/plan/test_memory.py holds it against counted bytes.
+        they are taken in proportion to the elements before the last bucket; with `overlap_comm`
+        half of that bucket counts as well, as another one fills while it is summed. That is no
+        equality: tests/plan/test_memory.py holds it against counted bytes.
         """
         num_reduced = self.num_reduced
         if self.sum_width > self.width:  # summed into the rank's own share, which is kept
