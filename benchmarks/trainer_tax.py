@@ -1,19 +1,20 @@
 """What the Trainer costs over loops that do the same maths: plain DDP, Accelerate, Hugging Face's
 Trainer, DeepSpeed.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/trainer_tax.py --out
-    benchmarks/results/trainer_tax.json torchrun --standalone --nproc-per-node 1
-    benchmarks/trainer_tax.py --model small_resnet18      # on a GPU
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.trainer_tax --stage 1
+    torchrun --standalone --nproc-per-node 1 -m benchmarks.trainer_tax --model small_resnet18  # GPU
 
 All sides are built from the same seed and train one model (LeNet) on the same images, a
 `TensorDataset` as a user would bring, in turn, A B C A B C, in blocks of steps: `trainer` through
 `Trainer.fit` with all monitors on, a logged point every 10 steps and an ear for requests to stop;
 `ddp` and `accelerate` through the loop that a user would write, with torch's `DataLoader` and
-clipping, which logs nothing at all; `bare` through such a loop around DeepSpeed's engine, with our
-batches; `hf` through Hugging Face's Trainer, which logs every 10 steps; `deaf` is the Trainer that
-cannot be asked to stop. Printed: the ratio of the median block times to each, with the spread block
-by block, and how far the losses of `trainer` and `bare` differ, which read the same batches: one
-divides a sum by its count and clips with other kernels, so in the last bits.
+clipping, which logs nothing at all; `bare` through such a loop around DeepSpeed's engine at the
+same ZeRO stage, with our batches; `hf` through Hugging Face's Trainer, which logs every 10 steps;
+`deaf` is the Trainer that cannot be asked to stop. Printed: the ratio of the median block times to
+each, with the spread block by block; the same of the processor time that the training thread takes
+for a step, which other work on the machine does not lengthen and in which no waiting counts; and
+how far the losses of `trainer` and `bare` differ, which read the same batches: one divides a sum by
+its count and clips with other kernels, so in the last bits.
 """
 
 from __future__ import annotations
@@ -123,10 +124,10 @@ def _measure(
             side.run(block * steps, (block + 1) * steps)
             _settle()
             seconds = time.perf_counter() - max(before, getattr(side, "began", 0.0))
-            _, processor = side.pace.take()
+            _, of_thread = side.pace.take()
             if block:  # the first one warms up
                 times[name].blocks.append(seconds)
-                times[name].processor.append(processor)
+                times[name].processor.append(of_thread)
     ours = times["trainer"]
     others = {name: of for name, of in times.items() if name != "trainer"}
     medians = {name: statistics.median(of.blocks) for name, of in times.items()}
@@ -141,7 +142,7 @@ def _measure(
         "processor_block_ratios": {
             name: _ratios(ours.processor, of.processor) for name, of in others.items()
         },
-        "model": prepared.plan.config.model.kind,
+        "model": getattr(prepared.plan.config.model, "kind", ""),
         "ms_per_step": {name: 1000 * median / steps for name, median in medians.items()},
         "processor_ms_per_step": {name: 1000 * median for name, median in processor.items()},
         "blocks": blocks,
