@@ -135,7 +135,7 @@ class DeviceBatches:
                 return value
             if value.device.type != "cpu":
                 return value
-            copied: torch.Tensor = streams.copy(value)
+            copied: torch.Tensor = with_notes(streams.copy(value), value)
             copies.append(copied)
             return copied
 
@@ -151,7 +151,8 @@ class DeviceBatches:
     def _moved(self, value: Any) -> Any:
         if isinstance(value, _TENSORS):
             # PackedSequence's `to` is typed with one overload only.
-            return value.to(self.device, non_blocking=True)  # type: ignore[arg-type]
+            moved = value.to(self.device, non_blocking=True)  # type: ignore[arg-type]
+            return with_notes(moved, value)
         if callable(getattr(value, "to", None)):
             return value.to(self.device)
         return value
@@ -170,6 +171,16 @@ class DeviceBatches:
 
             return channels_last(converted)
         return converted
+
+
+def with_notes(moved: Any, value: Any) -> Any:
+    """Return the copy of a tensor, with the texts that a task has noted on the tensor
+    (`framework.models.packed_attention.note_texts`).
+    """
+    texts = getattr(value, "noted_texts", None)
+    if texts is not None:
+        moved.noted_texts = texts
+    return moved
 
 
 def place(task: Task, device: torch.device) -> None:

@@ -104,6 +104,11 @@ def _all_to_all(parts: Tensor, group: Any) -> Tensor:
     return received
 
 
+def is_shared() -> bool:
+    """Check whether the models of this process see a part of the positions only."""
+    return _shared is not None
+
+
 def first_position(length: int) -> int:
     """Return the number, in its sequence, of the first of `length` positions that a model sees."""
     if _shared is None:

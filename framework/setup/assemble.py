@@ -20,12 +20,11 @@ from framework.data.splits import Splits
 from framework.engine import random_state
 from framework.engine.base_engine import BaseEngine
 from framework.engine.collective_timeout import gather_from_disks
-from framework.engine.distributed import claims_error_report, device, from_rank0, gather, rank
+from framework.engine.distributed import claims_error_report, from_rank0, gather, rank
 from framework.engine.model_build import build_model, partition
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.step_batches import HALF
 from framework.engine_protocol import Engine
-from framework.errors import ConfigError, in_one_line
 from framework.models.prepare_model import as_fp32, prepare_model
 from framework.models.unsupported import (
     in_rows,
@@ -36,7 +35,6 @@ from framework.models.unsupported import (
 from framework.plan.plan import Plan
 from framework.setup.prepare_run import Prepared
 from framework.setup.user_code import load_target
-from framework.tasks.task import Task
 from framework.train.cadence import Every, Schedule
 from framework.train.callbacks import Callbacks
 from framework.train.monitors.base import Aside, Behind, Monitor, make_or_warn
@@ -80,10 +78,17 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         make_schedule=parts.make_schedule,
         groups=groups,
     )
-    reads_packed_rows = getattr(plan.config.model, "reads_packed_rows", False)
-    if getattr(plan.config.data, "packing", False) and not reads_packed_rows:
-        _refuse_mixing(engine, parts.task)
+    if _packs_rows_of_others(plan):
+        from framework.setup.packed_rows import keep_texts_apart
+
+        keep_texts_apart(engine, parts.task, plan)
     return engine
+
+
+def _packs_rows_of_others(plan: Plan) -> bool:
+    """Check whether rows are packed for a model that is not known to keep their texts apart."""
+    reads_packed_rows = getattr(plan.config.model, "reads_packed_rows", False)
+    return getattr(plan.config.data, "packing", False) and not reads_packed_rows
 
 
 def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) -> PipelineEngine:
@@ -170,35 +175,11 @@ def _whole_model(
         model = add_adapters(model, config.training.lora, seed=config.run.seed)
         if config.zero.stage == 3:
             model = partition(model, prepared.ds_config)
+    if _packs_rows_of_others(plan):
+        from framework.models.packed_transformers import attend_in_packed_rows
+
+        attend_in_packed_rows(model)
     return model
-
-
-@torch.no_grad()
-def _refuse_mixing(engine: PlainEngine, task: Task) -> None:
-    """Refuse a model if its outputs for a packed text depend on the text before it. Collective."""
-    from framework.tasks.classification import logits_of
-
-    module = engine.module
-    positions = torch.arange(4, device=device()).repeat(1, 2)
-    model_config = getattr(module, "config", task)
-    if hasattr(model_config, "use_cache"):
-        model_config.use_cache = False  # with a cache, transformers' masks ignore the positions
-    logits = list[torch.Tensor]()  # of the second text, after two different first texts
-    reason = "in this model a conversation sees those before it in a row, whatever its places are"
-    try:
-        with engine.modes.evaluating():
-            for first in (0, 8):
-                tokens = torch.cat([torch.arange(first, first + 4), torch.arange(4, 8)])
-                ids = tokens[None].to(positions.device)
-                outputs = engine.outputs({"input_ids": ids, "position_ids": positions})
-                logits.append(logits_of(outputs)[:, 4:].float())
-    except TypeError as error:
-        reason = f"the model does not take the places of tokens ({in_one_line(error)})"
-    # Experts compute the same tokens in other groups, and round otherwise.
-    if len(logits) < 2 or (logits[0] - logits[1]).abs().max() > 0.01 * logits[0].abs().max():
-        raise ConfigError.of(
-            "packing-not-separated", reason, "set data.packing: false", "data.packing", True
-        )
 
 
 def watch_samples(

@@ -53,6 +53,17 @@ class CausalLM(Task):
             targets = functional.pad(targets[:, 1:], (0, 1), value=self.ignore_index)
         return inputs, targets
 
+    def on_host(self, batch: Any) -> Any:
+        """Find where the texts of packed rows begin, before their places leave the host."""
+        inputs = batch
+        if isinstance(batch, list | tuple) and batch:
+            inputs = batch[0]
+        if isinstance(inputs, Mapping) and isinstance(inputs.get("position_ids"), Tensor):
+            from framework.models.packed_attention import note_texts
+
+            note_texts(inputs["position_ids"])
+        return batch
+
     def share(self, inputs: Tensor, targets: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Take this rank's part of inputs and targets.
 

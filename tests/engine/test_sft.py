@@ -148,7 +148,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(root / "base", MARKED)
     mixing = config(root, "packed-z1")
     mixing["run"]["name"] = "mixing"
-    mixing["model"] = {"target": "tests.jobs.families:theirs", "args": {"family": "opt"}}
+    mixing["model"] = {"target": "tests.jobs.mixing:Mixing"}
     for name, folder in (
         ("BertForPreTraining", "bert"),
         ("BertForSequenceClassification", "bert-classes"),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,13 @@ from framework.models.initialized import (
     split_heads,
 )
 from framework.models.layers import Layer, LayeredModel
-from framework.models.sequence import attend
+from framework.models.sequence import attend, is_shared
 from framework.recipes.language_models.rotary import turn, turns_for
+
+if TYPE_CHECKING:  # rows of one text each need none of it
+    from framework.models.packed_attention import PackedRows
+
+_Rows: TypeAlias = "PackedRows | Tensor"  # where the texts of packed rows are, or their places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +171,9 @@ class LearnedPositions(nn.Module):
         draw(self.weight, std=DEFAULT_STD, truncated=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, embedded: Tensor, places: Tensor | None = None) -> Tensor:
+    def forward(self, embedded: Tensor, rows: _Rows | None = None) -> Tensor:
         """Shapes as in the class docstring; ValueError for a sequence that is too long."""
+        places = _places_of(rows)
         if _past is not None:
             places = _past.places
         if places is None:
@@ -182,8 +188,8 @@ class CausalAttention(nn.Module):
     """Self-attention in which a position sees itself and those before it: (batch, sequence, hidden)
     to the same shape.
 
-    In packed rows a position sees its own text alone; their places (batch, sequence) begin at 0
-    with each text. `turns` are the angles of rotary positions (`GPTShape.turns`), None elsewhere.
+    In packed rows a position sees its own text alone. `turns` are the angles of rotary positions
+    (`GPTShape.turns`), None elsewhere.
     """
 
     shares_sequences = True
@@ -198,25 +204,44 @@ class CausalAttention(nn.Module):
         self.output = shape.linear(shape.hidden_size, shape.hidden_size, std=shape.residual_std)
 
     def forward(
-        self, hidden: Tensor, places: Tensor | None = None, turns: Tensor | None = None
+        self,
+        hidden: Tensor,
+        rows: _Rows | None = None,
+        turns: Tensor | None = None,
     ) -> Tensor:
         shape = self.shape
         query = split_heads(self.query(hidden), shape.head_size)
         key = split_heads(self.key(hidden), shape.head_size)
         value = split_heads(self.value(hidden), shape.head_size)
-        mask = None
-        if places is not None:
-            texts = (places == 0).cumsum(1)  # number of each position's text in its row
-            mask = (texts[:, None, :, None] == texts[:, None, None, :]).tril()
         if turns is not None:
             query = turn(query, turns)
             key = turn(key, turns)
-        if _past is not None:
-            key, value, mask = _past.extend(self, key, value)
         dropout = shape.dropout if self.training else 0.0
-        mixed = attend(query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout)
+        if rows is not None:
+            mixed = _attend_in_rows(query, key, value, rows, dropout=dropout)
+        else:
+            mask = None
+            if _past is not None:
+                key, value, mask = _past.extend(self, key, value)
+            mixed = attend(
+                query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout
+            )
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
+
+
+def _attend_in_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: _Rows, *, dropout: float
+) -> Tensor:
+    """Attend within the texts of packed rows; through a mask of all pairs where a model that runs
+    layer by layer has only their places.
+    """
+    from framework.models.packed_attention import attend_within_texts, texts_mask
+
+    if isinstance(rows, tuple):
+        return attend_within_texts(query, key, value, rows, dropout=dropout)
+    mask = texts_mask(rows)
+    return attend(query, key, value, attn_mask=mask, is_causal=False, dropout_p=dropout)
 
 
 class FeedForward(nn.Module):
@@ -246,8 +271,9 @@ class FeedForward(nn.Module):
 class GPTBlock(nn.Module):
     """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Takes hidden (batch, sequence, hidden), or the tuple of it and the places of packed rows;
-    returns the same. `turns` are `GPTShape.turns`; it makes them itself if it gets none.
+    Takes hidden (batch, sequence, hidden), or the tuple of it and the texts of packed rows, or
+    their places; returns the same. `turns` are `GPTShape.turns`; it makes them itself if it gets
+    none.
     """
 
     def __init__(self, shape: GPTShape, number: int = 0) -> None:
@@ -265,50 +291,57 @@ class GPTBlock(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(
-        self, value: Tensor | tuple[Tensor, Tensor], turns: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        hidden, places = _hidden_and_places(value)
+        self, value: Tensor | tuple[Tensor, _Rows], turns: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, _Rows]:
+        hidden, rows = _hidden_and_rows(value)
         if turns is None:
-            turns = self.shape.turns(hidden, places)
-        mixed = self.attention(self.attention_norm(hidden), places, turns)
+            turns = self.shape.turns(hidden, _places_of(rows))
+        mixed = self.attention(self.attention_norm(hidden), rows, turns)
         hidden = hidden + self.dropout(mixed)
         output: Tensor = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
-        if places is None:
+        if rows is None:
             return output
-        return output, places
+        return output, rows
 
 
-def _hidden_and_places(value: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Take what goes between layers apart; places are None where rows are not packed."""
+def _hidden_and_rows(value: Tensor | tuple[Tensor, _Rows]) -> tuple[Tensor, _Rows | None]:
+    """Take what goes between layers apart; the second is None where rows are not packed."""
     if isinstance(value, tuple):
         return value
     return value, None
+
+
+def _places_of(rows: _Rows | None) -> Tensor | None:
+    """Return the places of the tokens of packed rows, (batch, sequence) int64."""
+    if isinstance(rows, tuple):
+        return rows.places
+    return rows
 
 
 def _with_turns(shape: GPTShape, block: nn.Module, value: Any) -> Any:
     """Apply a block, and hand it the table of rotary positions, which a compiled block would make
     anew.
     """
-    hidden, places = _hidden_and_places(value)
-    return block(value, shape.turns(hidden, places))
+    hidden, rows = _hidden_and_rows(value)
+    return block(value, shape.turns(hidden, _places_of(rows)))
 
 
-def _beside_places(module: nn.Module, value: Any) -> Any:
-    """Apply a layer to hidden vectors, and pass on the places of packed rows beside them."""
+def _beside_rows(module: nn.Module, value: Any) -> Any:
+    """Apply a layer to hidden vectors, and pass on the texts of packed rows beside them."""
     if isinstance(value, tuple):
         return (module(value[0]), value[1])
     return module(value)
 
 
-def _with_places(module: nn.Module, value: Any) -> Any:
-    """Apply a layer to hidden vectors and the places of packed rows, and pass the places on."""
+def _with_rows(module: nn.Module, value: Any) -> Any:
+    """Apply a layer to hidden vectors and the texts of packed rows, and pass the texts on."""
     if isinstance(value, tuple):
         return (module(*value), value[1])
     return module(value)
 
 
-def _without_places(module: nn.Module, value: Any) -> Any:
-    """Apply a layer to hidden vectors, and drop the places of packed rows."""
+def _without_rows(module: nn.Module, value: Any) -> Any:
+    """Apply a layer to hidden vectors, and drop the texts of packed rows."""
     if isinstance(value, tuple):
         return module(value[0])
     return module(value)
@@ -320,7 +353,8 @@ class GPT(LayeredModel):
     Input: tokens (batch, sequence) int64, at most `max_positions` of them where positions are
     learned; where rows pack several texts, also the place of each token in its text
     (`position_ids`). Output: logits (batch, sequence, vocab_size). Between layers goes one tensor
-    (batch, sequence, hidden), with the places of packed rows if the input has them.
+    (batch, sequence, hidden), and beside it, if the input has places, the texts of packed rows,
+    which are found once (`packed_rows`).
 
     Weights start from N(0, 0.02^2), those that add to the residual stream from N(0, 0.02^2 / (2
     num_layers)), biases from zero (Radford et al. 2018, section 4.1; 2019, section 2.3).
@@ -350,6 +384,25 @@ class GPT(LayeredModel):
         experts = MoE(**moe) if moe else None
         return cls(GPTShape(moe=experts, **shape))
 
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Run all layers on tokens, or on tokens and their places in texts."""
+        inputs += tuple(named_inputs.values())
+        if len(inputs) == 2 and not is_shared():
+            from framework.models.packed_attention import packed_rows
+
+            tokens, places = inputs
+            if len(places) != len(tokens):
+                places = places.expand(len(tokens), -1)
+            rows = packed_rows(places)
+            has_table = self.shape.positions == "learned"
+            if has_table and rows.longest > self.shape.max_positions:
+                raise ValueError(
+                    f"a text of {rows.longest} tokens; the model has {self.shape.max_positions} "
+                    "positions"
+                )
+            inputs = (tokens, rows)
+        return super().forward(*inputs)
+
     def get_output_embeddings(self) -> nn.Module:
         """Return the output layer; the method's name is that of transformers."""
         return self.get_submodule(self.place_of(self.recipes[-1]))
@@ -369,15 +422,15 @@ def gpt_layers(shape: GPTShape) -> list[Layer]:
         make_positions = partial(
             LearnedPositions, shape.max_positions, shape.hidden_size, dropout=shape.dropout
         )
-        second = Layer("positions", make_positions, call=_with_places)
+        second = Layer("positions", make_positions, call=_with_rows)
     else:
-        second = Layer("dropout", partial(nn.Dropout, shape.dropout), call=_beside_places)
+        second = Layer("dropout", partial(nn.Dropout, shape.dropout), call=_beside_rows)
     layers = [first, second]
     call = None
     if shape.positions == "rotary":
         call = partial(_with_turns, shape)
     for number in range(shape.num_layers):
         layers.append(Layer(f"blocks.{number}", partial(GPTBlock, shape, number), call=call))
-    layers.append(Layer("norm", shape.make_norm, call=_without_places))
+    layers.append(Layer("norm", shape.make_norm, call=_without_rows))
     layers.append(last)
     return layers

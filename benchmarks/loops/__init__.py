@@ -1,1 +1,0 @@
-"""Loops that benchmarks hold against each other."""

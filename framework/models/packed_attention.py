@@ -1,0 +1,307 @@
+"""Attention within the texts of packed rows: no text sees another, and no mask of all pairs of
+positions is built.
+
+A packed row holds several texts end to end, and the places of its tokens (``position_ids``) begin
+at 0 with each of them. Where texts begin is found once for a batch, on the host, before its tensors
+travel to the device (`note_texts`); every layer gets the same `PackedRows`. Attention is then
+computed
+
+- by torch's kernel for texts of different lengths, ``torch.nn.attention.varlen``, on a GPU in half
+  precision: one launch for all texts of a batch;
+- else text by text: as many launches as texts, in any precision, with dropout, on any device;
+- with a mask (batch, 1, sequence, sequence), `texts_mask`, where neither can work: within a graph
+  of ``torch.compile`` without that kernel, as a graph would hold the lengths of one batch.
+
+All three compute the same; work and memory of the first two grow with the squares, and the sum, of
+the lengths of texts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+_NOTED: Final = "noted_texts"  # attribute of a tensor of places: what `_texts_of` returns
+_HALF: Final = (torch.float16, torch.bfloat16)
+# Flash attention's limits: the largest head, and the number that its size is a multiple of.
+_LARGEST_HEAD: Final = 256
+_HEAD_MULTIPLE: Final = 8
+_FIRST_CAPABILITY: Final = (8, 0)  # of GPUs with a kernel of flash attention (Ampere)
+_DEVICES_WITH_KERNEL: Final = ["cuda"]
+
+
+class PackedRows(NamedTuple):
+    """Where the texts of a batch of rows begin.
+
+    Attributes:
+        places: of each token in its text, (batch, sequence) int64.
+        starts: of the texts, counted in tokens over all rows, row after row, and at last the number
+            of all tokens: (texts + 1,) int32, on the device of the places.
+        host_starts: the same in the host's memory.
+        longest: tokens of the longest text.
+    """
+
+    places: Tensor
+    starts: Tensor
+    host_starts: Tensor
+    longest: int
+
+
+def packed_rows(places: Tensor) -> PackedRows:
+    """Return the texts of a batch by the places of its tokens, (batch, sequence), which begin at 0
+    with each text; a row that begins with the rest of a text begins one.
+
+    Where `note_texts` has not seen the batch on the host, and the places lie on a device, they are
+    read from it: the one time that a forward pass waits for the device.
+    """
+    noted = getattr(places, _NOTED, None)
+    if noted is None:
+        noted = _texts_of(places)
+    host_starts, longest = noted
+    starts = host_starts.to(places.device, non_blocking=True)
+    return PackedRows(places, starts, host_starts, longest)
+
+
+def note_texts(places: Tensor) -> None:
+    """Find the texts of places that lie in the host's memory, and note them on the tensor, for
+    `packed_rows` of its copy on a device (`DeviceBatches` carries the note there).
+    """
+    if places.ndim == 2 and places.device.type == "cpu":
+        setattr(places, _NOTED, _texts_of(places))
+
+
+def _texts_of(places: Tensor) -> tuple[Tensor, int]:
+    """Return the starts of texts, (texts + 1,) int32 on the host, and the length of the longest."""
+    begins = (places == 0).cpu()
+    begins[:, :1] = True
+    starts = begins.flatten().nonzero().flatten()
+    host_starts = torch.cat((starts, torch.tensor([begins.numel()]))).to(torch.int32)
+    longest = 0
+    if begins.numel():
+        longest = int(host_starts.diff().max())
+    return host_starts, longest
+
+
+def texts_mask(places: Tensor, *, window: int | None = None) -> Tensor:
+    """Build the mask (batch, 1, sequence, sequence) of the positions that each position sees: those
+    of its own text, itself and before it, and at most the last `window` of them.
+    """
+    begins = places == 0
+    texts = begins.cumsum(1)  # number of each position's text in its row
+    mask = (texts[:, None, :, None] == texts[:, None, None, :]).tril()
+    if window is not None:
+        mask = mask.triu(1 - window)
+    return mask
+
+
+def attend_within_texts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Compute causal attention in which a position sees its own text alone.
+
+    Args:
+        query: (batch, heads, sequence, head size).
+        key: the same, with as many heads or fewer; each serves equally many heads of the query.
+        value: as `key`, with a head size of its own.
+        rows: where the texts begin.
+        dropout: share of the attention weights that are set to zero.
+        scale: of the scores; 1 / sqrt(head size) by default.
+        window: how many positions a position sees at most, itself included; None: no limit.
+
+    Returns:
+        (batch, heads, sequence, head size of the value), in memory (batch, sequence, heads, size).
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
+    if not why_no_kernel(query, value, dropout=dropout):
+        return _by_kernel(query, key, value, rows, scale=scale, window=window)
+    if torch.compiler.is_compiling():
+        return _by_mask(query, key, value, rows, dropout=dropout, scale=scale, window=window)
+    return _text_by_text(query, key, value, rows, dropout=dropout, scale=scale, window=window)
+
+
+def why_no_kernel(query: Tensor, value: Tensor, *, dropout: float) -> str:
+    """Return why attention within texts cannot take torch's kernel for texts of different lengths;
+    empty if it can.
+
+    Args:
+        query: (batch, heads, sequence, head size).
+        value: the same of the values.
+        dropout: of the attention weights.
+    """
+    if query.device.type not in _DEVICES_WITH_KERNEL:
+        return f"there is none for {query.device.type}"
+    if query.dtype not in _HALF:
+        return "it computes in bf16 and fp16 only"
+    if dropout:
+        return "it has no dropout"
+    size = query.shape[-1]
+    if size != value.shape[-1] or size > _LARGEST_HEAD or size % _HEAD_MULTIPLE:
+        return f"heads of {size} are none that it takes"
+    reason: str = _why_not_here(query.device.type, query.device.index)
+    return reason
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _why_not_here(device_type: str, index: int | None) -> str:
+    """Return why this torch, or this device, has no kernel for texts of different lengths."""
+    if "window_size" not in _kernel_parameters():
+        return "this torch has none (2.11 is the first)"
+    if device_type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(index)
+        if capability < _FIRST_CAPABILITY:
+            return f"a GPU of compute capability {capability[0]}.{capability[1]} has none"
+    return ""
+
+
+_parameters: list[tuple[str, ...]] = []  # what `_kernel_parameters` has found; no cache of
+# functools, through which torch.compile would warn that it looks
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _kernel_parameters() -> tuple[str, ...]:
+    """Return the names of the parameters of torch's kernel; none where it has no such kernel."""
+    if _parameters:
+        return _parameters[0]
+    names: tuple[str, ...] = ()
+    with suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn
+
+        names = tuple(inspect.signature(varlen_attn).parameters)
+    _parameters.append(names)
+    return names
+
+
+def _by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    *,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, heads, length, _ = query.shape
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    if window is not None:
+        options["window_size"] = (window - 1, 0)
+    repeats = heads // key.shape[1]
+    if repeats > 1 and "enable_gqa" in _kernel_parameters():
+        options["enable_gqa"] = True
+    elif repeats > 1:  # before torch 2.12
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
+    # cuDNN, which later versions of torch prefer, plans anew for every number of texts.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        mixed = varlen_attn(
+            _flat(query),
+            _flat(key),
+            _flat(value),
+            rows.starts,
+            rows.starts,
+            rows.longest,
+            rows.longest,
+            **options,
+        )
+    assert isinstance(mixed, Tensor)
+    return mixed.view(batch, length, heads, -1).transpose(1, 2)
+
+
+def _text_by_text(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    *,
+    dropout: float,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    batch, heads, length, _ = query.shape
+    has_whole_rows = len(rows.host_starts) == batch + 1 or not query.numel()
+    if has_whole_rows and (window is None or length <= window):  # a text in each row, or no tokens
+        return _causal(query, key, value, None, dropout=dropout, scale=scale)
+    lengths = rows.host_starts.diff().tolist()
+    texts: list[tuple[Tensor, ...]] = []
+    for tensor in (query, key, value):
+        # One backward pass for all texts: slices would each fill a gradient of the whole batch.
+        texts.append(torch.split(_flat(tensor), lengths))
+    mixed: list[Tensor] = []
+    for queries, keys, values in zip(*texts, strict=True):
+        mask = None
+        if window is not None and len(queries) > window:
+            seen = torch.ones(len(queries), len(queries), dtype=torch.bool, device=query.device)
+            mask = seen.tril().triu(1 - window)
+        text = _causal(
+            queries.transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            mask,
+            dropout=dropout,
+            scale=scale,
+        )
+        mixed.append(text[0].transpose(0, 1))
+    return torch.cat(mixed).view(batch, length, heads, -1).transpose(1, 2)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Turn (batch, heads, sequence, size) into (batch * sequence, heads, size)."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _by_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    *,
+    dropout: float,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    mask = texts_mask(rows.places, window=window)
+    return _causal(query, key, value, mask, dropout=dropout, scale=scale)
+
+
+def _causal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1 and mask is not None:  # no fast kernel takes both
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
+        repeats = 1
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=repeats > 1,
+    )

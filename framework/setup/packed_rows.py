@@ -1,0 +1,111 @@
+"""Packed rows of conversations for a model of the user's own: attention within texts where that is
+possible, and a trial before the first step that shows that texts are kept apart.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from framework.config.precision import Autocast
+from framework.engine.distributed import device
+from framework.engine.plain_engine import PlainEngine
+from framework.engine.step_batches import HALF
+from framework.errors import ConfigError, in_one_line
+from framework.models.packed_transformers import (
+    attends_in_packed_rows,
+    dense_masks,
+    keep_masks,
+    kept_masks,
+)
+from framework.plan.plan import Plan
+from framework.system.log import warn
+from framework.tasks.classification import logits_of
+from framework.tasks.task import Task
+
+_TEXT: Final = 4  # tokens of a text of the trial
+# Parts of the largest logit. Experts compute the same tokens in other groups, and round otherwise;
+# a kernel of half precision rounds otherwise than another.
+_ROUNDING: Final = 0.01
+_ROUNDING_OF_KERNELS: Final = 0.05
+
+
+def keep_texts_apart(engine: PlainEngine, task: Task, plan: Plan) -> None:
+    """Try a packed row on a model. Collective.
+
+    Attention within texts that computes something else than the model does on a text alone is taken
+    back. A warning names each model of transformers that keeps a mask of all pairs of positions.
+
+    Raises:
+        ConfigError: kind ``packing-not-separated``: the outputs for a text depend on the one before
+            it.
+    """
+    model_config = getattr(engine.module, "config", task)
+    if hasattr(model_config, "use_cache"):
+        model_config.use_cache = False  # with a cache, transformers' masks ignore the positions
+    precision = plan.config.precision
+    is_half = precision.dtype in HALF or isinstance(precision, Autocast)
+    reasons = kept_masks(engine.module)
+    reason = _why_mixed(engine, task, is_half=is_half)
+    if reason and attends_in_packed_rows(engine.module):
+        keep_masks(engine.module)
+        reasons = [reason]
+        reason = _why_mixed(engine, task, is_half=is_half)
+    if reason:
+        raise ConfigError.of(
+            "packing-not-separated", reason, "set data.packing: false", "data.packing", True
+        )
+    for kept in reasons:
+        _warn_of_masks(kept)
+
+
+@torch.no_grad()
+def _why_mixed(engine: PlainEngine, task: Task, *, is_half: bool) -> str:
+    """Return why texts of a row are not kept apart; empty if they are. Collective."""
+    is_replaced = attends_in_packed_rows(engine.module)
+    rows = torch.arange(2 * _TEXT)[None]
+    other_rows = torch.cat([rows[:, :_TEXT] + 2 * _TEXT, rows[:, _TEXT:]], dim=1)
+    try:
+        with engine.modes.evaluating():
+            after_first = _logits_of_last(engine, task, rows)
+            after_other = _logits_of_last(engine, task, other_rows)
+            alone = after_first
+            if is_replaced:
+                with dense_masks():
+                    alone = _logits_of_last(engine, task, rows[:, _TEXT:])
+    except TypeError as error:
+        return f"the model does not take the places of tokens ({in_one_line(error)})"
+    except Exception as error:
+        if not is_replaced:
+            raise
+        return f"attention within texts fails ({in_one_line(error)})"
+    largest = after_first.abs().max()
+    if (after_first - after_other).abs().max() > _ROUNDING * largest:
+        return "in this model a conversation sees those before it in a row, although its places begin at 0"
+    tolerance = _ROUNDING
+    if is_half:
+        tolerance = _ROUNDING_OF_KERNELS
+    if (after_first - alone).abs().max() > tolerance * largest:
+        return "attention within texts computes something else than the model does on a text alone"
+    return ""
+
+
+def _logits_of_last(engine: PlainEngine, task: Task, rows: Tensor) -> Tensor:
+    """Return the logits of the last text of a batch of texts end to end, (1, tokens, vocabulary)
+    float32.
+    """
+    ids = rows.to(device())
+    places = torch.arange(_TEXT, device=device()).repeat(1, rows.shape[1] // _TEXT)
+    outputs = engine.outputs({"input_ids": ids, "position_ids": places})
+    logits: Tensor = logits_of(outputs)[:, -_TEXT:].float()
+    return logits
+
+
+def _warn_of_masks(reason: str) -> None:
+    warn(
+        f"{reason}: a mask of all pairs of positions keeps the texts of a row apart, which costs "
+        "time and memory that grow with the square of data.sequence_length [packed-rows-masked]",
+        is_of_all_ranks=True,
+    )
