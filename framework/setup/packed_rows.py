@@ -83,7 +83,7 @@ def _why_mixed(engine: PlainEngine, task: Task, *, is_half: bool) -> str:
         return f"attention within texts fails ({in_one_line(error)})"
     largest = after_first.abs().max()
     if (after_first - after_other).abs().max() > _ROUNDING * largest:
-        return "in this model a conversation sees those before it in a row, although its places begin at 0"
+        return "in this model a conversation sees those before it in a row in spite of its places"
     tolerance = _ROUNDING
     if is_half:
         tolerance = _ROUNDING_OF_KERNELS
