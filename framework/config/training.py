@@ -17,6 +17,7 @@ from pydantic import (
     StringConstraints,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import PydanticKnownError
 
@@ -268,6 +269,11 @@ class Training(Section):
     less memory for about a third more computation. 0 keeps everything. 1 also turns on what
     transformers' models bring along (`gradient_checkpointing_enable`).
     """
+    recompute: Literal["selective", "full"] | None = None
+    """What of a group runs again. ``full``: all of it. ``selective``: all but matrix products,
+    convolutions and fused attention, whose outputs are kept beside the group's input: more memory,
+    hardly more computation. Left out: full. Written without `recompute_every`: groups of one layer.
+    """
     loss_tile: LossTile = "auto"
     """Positions of a micro-batch whose logits are there at once: the output layer, the
     cross-entropy and both their gradients are computed tile by tile. 0: all. auto: all up to 2^28
@@ -317,6 +323,19 @@ class Training(Section):
     """Keep a moving average of the weights, in fp32, spread over the ranks as the optimizer's state
     is; left out: none.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _group_what_is_recomputed(cls, values: Any) -> Any:
+        """Let `recompute` alone mean groups of one layer."""
+        if not isinstance(values, Mapping) or not values.get("recompute"):
+            return values
+        return {"recompute_every": 1, **values}
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether recomputed layers keep the outputs of their products."""
+        return self.recompute == "selective"
 
 
 class _Often(Section):

@@ -62,6 +62,7 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         set_mode: SetMode | None,
         loss_fn: Callable[..., torch.Tensor],
         dynamic_shape: bool,
+        keeps_products: bool,
     ) -> None:
         self._bounds = list(bounds)
         self._seed = seed
@@ -73,7 +74,9 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
             layers=self._specs(layers),
             num_stages=len(bounds) - 1,
             # DeepSpeed's own function would make batch norms count every batch twice.
-            activation_checkpoint_func=partial(recompute, modules=self.modules),
+            activation_checkpoint_func=partial(
+                recompute, modules=self.modules, keeps_products=keeps_products
+            ),
             loss_fn=loss_fn,
             dynamic_shape=dynamic_shape,
         )
@@ -186,6 +189,7 @@ def build_pipeline(
             set_mode=set_mode,
             loss_fn=loss,
             dynamic_shape=varying_shapes,
+            keeps_products=plan.config.training.keeps_products,
         )
     engine = initialize(
         plan,

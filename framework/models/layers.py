@@ -13,9 +13,10 @@ on where the model is cut.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,24 +47,76 @@ class LayerStack(nn.Sequential):
 # Activation recomputation: a group of layers keeps only its input, and runs again in the backward
 # pass.
 
+# Kept outputs of products stay where they are, even if hooks take other saved tensors elsewhere.
+# torch 2.15 asks for this choice, and earlier ones have no other.
+CHECKPOINT_OPTIONS: Final[dict[str, Any]] = {
+    name: False
+    for name in ("respect_saved_tensors_hooks",)
+    if name in inspect.signature(checkpoint).parameters
+}
+
 
 def recompute(
-    run: Callable[..., Any], *values: Any, modules: Callable[[], Iterable[nn.Module]]
+    run: Callable[..., Any],
+    *values: Any,
+    modules: Callable[[], Iterable[nn.Module]],
+    keeps_products: bool = False,
 ) -> Any:
     """Return ``run(*values)``, keeping for the backward pass only `values`; `run` runs again then.
 
     Gradients are the same to the bit: dropout repeats its draws, and batch norms count the batch
     once.
 
-    `modules` returns the modules that `run` calls, submodules included. It is called in the
-    backward pass.
+    Args:
+        run: what is called.
+        values: its arguments.
+        modules: returns the modules that `run` calls, submodules included. It is called in the
+            backward pass.
+        keeps_products: whether outputs of products are kept as well, and not computed again
+            (`kept_products`).
     """
-    return checkpoint(
-        run,
-        *values,
-        use_reentrant=False,
-        context_fn=lambda: (nullcontext(), _running_statistics_kept(modules)),
-    )
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of the first run and of the second."""
+        if not keeps_products:
+            return nullcontext(), _running_statistics_kept(modules)
+        from framework.models.kept_products import keeping_products
+
+        first, second = keeping_products(keeps_nothing)
+        return first, _within(_running_statistics_kept(modules), second)
+
+    return checkpoint(run, *values, use_reentrant=False, context_fn=contexts, **CHECKPOINT_OPTIONS)
+
+
+_keeps_nothing = False
+
+
+@contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """Let recomputed layers keep no output within the block: products of tiles are freed one by
+    one.
+    """
+    global _keeps_nothing
+    before = _keeps_nothing
+    _keeps_nothing = True
+    try:
+        yield
+    finally:
+        _keeps_nothing = before
+
+
+def keeps_nothing() -> bool:
+    """Check whether a block of `keeping_nothing` runs."""
+    return _keeps_nothing
+
+
+@contextmanager
+def _within(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter several contexts in turn, for the time of the block."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 @contextmanager
@@ -178,6 +231,7 @@ class LayeredModel(nn.Module):
         refuse_bad_ties(layers)
         self.recipes = tuple(layers)
         self.recompute_every = 0
+        self.keeps_products = False
         self.taken_from_train = own_train(taken_from)
         if not _building.get():
             return
@@ -207,22 +261,39 @@ class LayeredModel(nn.Module):
         """Run all layers; named inputs are taken in their order.
 
         With `recompute_every`, groups of that many layers keep only their inputs for the backward
-        pass.
+        pass, and with `keeps_products` the outputs of products.
         """
         inputs += tuple(named_inputs.values())
         value: Any = inputs
         if len(inputs) == 1:
             value = inputs[0]
         every = self.recompute_every
+        if self.keeps_products and self._is_compiled():
+            every = 0  # the compiler's graphs keep products, and compute cheap operations again
         if not every or not torch.is_grad_enabled():
             return self._run(value, 0, len(self.recipes))
         for start in range(0, len(self.recipes), every):
-            value = recompute(self._run, value, start, start + every, modules=self.modules)
+            value = recompute(
+                self._run,
+                value,
+                start,
+                start + every,
+                modules=self.modules,
+                keeps_products=self.keeps_products,
+            )
         return value
+
+    def _is_compiled(self) -> bool:
+        """Check whether torch.compile runs the layers."""
+        first = self.get_submodule(self.place_of(self.recipes[0]))
+        return first._compiled_call_impl is not None
 
     def _run(self, value: Any, start: int, stop: int) -> Any:
         for layer in self.recipes[start:stop]:
-            value = layer.apply(self.get_submodule(self.place_of(layer)), value)
+            module = self.get_submodule(self.place_of(layer))
+            is_last = layer is self.recipes[-1]  # its outputs are the model's
+            with keeping_nothing() if is_last and self.keeps_products else nullcontext():
+                value = layer.apply(module, value)
         return value
 
     def place_of(self, layer: Layer) -> str:

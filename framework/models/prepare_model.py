@@ -34,7 +34,9 @@ def prepare_model(model: nn.Module, training: Training) -> nn.Module:
     if training.recompute_every:
         from framework.models.recomputation import with_recompute
 
-        model = with_recompute(model, every=training.recompute_every)
+        model = with_recompute(
+            model, every=training.recompute_every, keeps_products=training.keeps_products
+        )
     return model
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from framework.errors import ConfigError, in_one_line
-from framework.models.layers import LayeredModel, as_layers
+from framework.models.layers import (
+    CHECKPOINT_OPTIONS,
+    LayeredModel,
+    as_layers,
+    keeps_nothing,
+)
 
 
-def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
+def with_recompute(model: nn.Module, *, every: int, keeps_products: bool = False) -> nn.Module:
     """Return the model with layers in groups of `every`: only a group's input is kept for the
-    backward pass. With 0, everything is kept.
+    backward pass, with `keeps_products` also the outputs of its products. With 0, everything is
+    kept.
 
     A model that cannot be cut into layers, but has a method that turns on its own recomputation, as
     transformers' models have, recomputes each of its layers.
@@ -27,12 +34,17 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
         try:
             model = LayeredModel(as_layers(model), taken_from=model)
         except ConfigError as error:
-            return _with_own_checkpointing(model, every=every, refusal=error)
+            return _with_own_checkpointing(
+                model, every=every, keeps_products=keeps_products, refusal=error
+            )
     model.recompute_every = every
+    model.keeps_products = keeps_products
     return model
 
 
-def _with_own_checkpointing(model: nn.Module, *, every: int, refusal: ConfigError) -> nn.Module:
+def _with_own_checkpointing(
+    model: nn.Module, *, every: int, keeps_products: bool, refusal: ConfigError
+) -> nn.Module:
     """Turn on the recomputation that the model, or its parts, bring along, and return the model.
 
     Raises:
@@ -42,11 +54,18 @@ def _with_own_checkpointing(model: nn.Module, *, every: int, refusal: ConfigErro
     (problem,) = refusal.problems
     reason = f"the model ({problem.value}) cannot be cut into layers: {problem.reason}"
     fix = f"{problem.fix}; or set training.recompute_every: 0"
+    arguments: list[dict[str, Any]] = []
+    if keeps_products:
+        from framework.models.kept_products import keeping_products
+
+        # Keyword arguments of torch's `checkpoint`, as transformers' methods take them.
+        options = {"use_reentrant": False, "context_fn": partial(keeping_products, keeps_nothing)}
+        arguments.append(options | CHECKPOINT_OPTIONS)
     enablers = list(_checkpointing_methods(model))
     try:
         if every == 1:
             for enable in enablers:
-                enable()
+                enable(*arguments)
     except Exception as error:  # a ValueError of transformers, or what other code raises
         reason += f"; and its own recomputation cannot be turned on: {in_one_line(error)}"
         enablers = []

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from framework.config.training import HALF_ROWS, LossTile, positions_of_tile
 from framework.errors import ConfigError
+from framework.models.layers import keeping_nothing
 from framework.models.split import ColumnLinear, VocabularyPart
 
 
@@ -97,9 +98,10 @@ def tiled_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ti
         hidden = vocabulary.part.copy(hidden)
     has_guesses = not torch.is_grad_enabled()
     rows = hidden.flatten(0, -2).to(dtype)
-    guesses, nats = _SumOfTiles.apply(
-        rows, weight.to(dtype), bias, targets.flatten(), vocabulary, positions, has_guesses
-    )
+    with keeping_nothing():
+        guesses, nats = _SumOfTiles.apply(
+            rows, weight.to(dtype), bias, targets.flatten(), vocabulary, positions, has_guesses
+        )
     if has_guesses:
         return TiledLoss(guesses.view(targets.shape), nats)
     return TiledLoss(None, nats)

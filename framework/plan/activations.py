@@ -5,7 +5,7 @@ depends on what else is there, so all moments that may be the fullest are listed
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from framework.plan.work import LayerWork
@@ -47,7 +47,11 @@ class Passes:
 
 
 def passes_over(
-    layers: Sequence[LayerWork], loss: LayerWork | None, *, recompute_every: int = 0
+    layers: Sequence[LayerWork],
+    loss: LayerWork | None,
+    *,
+    recompute_every: int = 0,
+    keeps_products: bool = False,
 ) -> Passes:
     """Find the moments of both passes of a micro-batch that may be the fullest.
 
@@ -56,10 +60,11 @@ def passes_over(
         loss: None if it is on another rank.
         recompute_every: layers of a group that keeps only its input and runs again in the backward
             pass; 0: none.
+        keeps_products: whether such a group keeps the outputs of its products, too.
     """
     if not layers:
         return Passes((Moment(0),), (Moment(0),), 0)
-    rank = _Layers(layers, loss, recompute_every)
+    rank = _Layers(layers, loss, recompute_every, keeps_products=keeps_products)
     return Passes(tuple(rank.forward()), tuple(rank.backward()), rank.kept_bytes)
 
 
@@ -67,16 +72,31 @@ class _Layers:
     """Layers of a rank, in groups that are recomputed together; without recomputation in one."""
 
     def __init__(
-        self, layers: Sequence[LayerWork], loss: LayerWork | None, recompute_every: int
+        self,
+        layers: Sequence[LayerWork],
+        loss: LayerWork | None,
+        recompute_every: int,
+        *,
+        keeps_products: bool = False,
     ) -> None:
         size = recompute_every or len(layers)
+        if not keeps_products:
+            layers = [_without_products(layer) for layer in layers]
+        elif loss is not None:  # the last layer's outputs are the model's, and are not kept
+            layers = [*layers[:-1], _without_products(layers[-1])]
         self.layers = layers
         self.loss = loss
         self.recomputes = recompute_every > 0
         self.starts = range(0, len(layers), size)  # first layer of each group
         self.groups = [layers[start : start + size] for start in self.starts]
-        # Bytes of the inputs of all groups up to and with each one.
-        self.held = list(accumulate(self.input_bytes(start) for start in self.starts))
+        # Bytes of the inputs of all groups up to and with each one, and of the products of those
+        # before it.
+        self.products = [sum(layer.product_bytes for layer in group) for group in self.groups]
+        held = 0
+        self.held: list[int] = []
+        for start, before in zip(self.starts, [0, *self.products], strict=False):
+            held += self.input_bytes(start) + before
+            self.held.append(held)
 
     def input_bytes(self, index: int) -> int:
         """Return the bytes of a layer's input: the output of the layer before on this rank."""
@@ -88,7 +108,7 @@ class _Layers:
     def kept_bytes(self) -> int:
         """Bytes that a micro-batch leaves for its backward pass."""
         if self.recomputes:
-            return self.held[-1]
+            return self.held[-1] + self.products[-1]
         return sum(layer.saved_bytes for layer in self.layers)
 
     def saved(self, number: int) -> list[int]:
@@ -110,16 +130,18 @@ class _Layers:
             yield Moment(self.kept_bytes, self.loss.saved_bytes + self.loss.peak_bytes)
         for number in reversed(range(len(self.groups))):
             saved = self.saved(number)
+            products = self.products[number]
             for place, layer in reversed(list(enumerate(self.groups[number]))):
                 index = self.starts[number] + place
                 is_logits = self.makes_logits(index)
                 if not self.recomputes:
                     yield _moment(saved[place + 1], layer.peak_bytes, 0, is_logits)
                     continue
-                passing = layer.passing_bytes
+                products -= layer.product_bytes
+                passing = layer.selective_bytes if layer.product_bytes else layer.passing_bytes
                 if place == 0:  # the group's input is held
                     passing -= self.input_bytes(index)
-                yield _moment(self.held[number], passing, 0, is_logits)
+                yield _moment(self.held[number] + products, passing, 0, is_logits)
 
     def backward(self) -> Iterator[Moment]:
         """Yield the moments of the backward pass."""
@@ -131,10 +153,12 @@ class _Layers:
         for number in reversed(range(len(self.groups))):
             saved = self.saved(number)
             before_group = num_done
+            later_products = 0  # of the layers of the group that have not run again
             for place, layer in reversed(list(enumerate(self.groups[number]))):
                 index = self.starts[number] + place
                 if self.recomputes:
-                    again = self.running_again(number, place)
+                    again = self.running_again(number, place) + later_products
+                    later_products += layer.product_bytes
                     is_logits = self.makes_logits(index)
                     yield _moment(saved[place + 1], again, before_group, is_logits)
                 is_tied = layer.shares in names
@@ -166,6 +190,11 @@ class _Layers:
         if place == 0 and not layer.input_bytes:  # the group's input is held
             running -= self.input_bytes(self.starts[number])
         return running
+
+
+def _without_products(layer: LayerWork) -> LayerWork:
+    """Return a layer that keeps no outputs of products when it is recomputed."""
+    return replace(layer, product_bytes=0)
 
 
 def _moment(

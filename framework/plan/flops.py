@@ -37,7 +37,7 @@ def flops_per_step(
     peak = peaks.get(by.dtype)
     if peak:
         amounts["throughput/mfu"] = 3 * forward / peak
-        if by.recomputed:  # the loss belongs to no layer, and is kept
-            again = by.recomputed * (1 - work.parts[-1].flops / work.flops)
+        if by.products_again:  # the loss belongs to no layer, and is kept
+            again = by.products_again * (1 - work.parts[-1].flops / work.flops)
             amounts["throughput/hfu"] = (3 + again) * forward / peak
     return amounts

@@ -143,7 +143,13 @@ def _memory_without_pipeline(plan: Plan, work: ModelWork) -> Memory:
     in `num_params` and in the files.
     """
     *layers, loss = work.layers()
-    passes = passes_over(layers, loss, recompute_every=plan.config.training.recompute_every)
+    training = plan.config.training
+    passes = passes_over(
+        layers,
+        loss,
+        recompute_every=training.recompute_every,
+        keeps_products=training.keeps_products,
+    )
     rank_work = _without_other_experts(work, plan)
     num_elsewhere = work.num_params - rank_work.num_params
     memory = _memory(plan, rank_work, passes, num_elsewhere=num_elsewhere)
@@ -227,6 +233,7 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
             stage_layers,
             loss if pipeline.is_last else None,
             recompute_every=config.training.recompute_every,
+            keeps_products=config.training.keeps_products,
         )
         memory = _memory(plan, _of_layers(work, stage_layers), passes, pipeline)
         memories.append(replace(memory, stage=number))

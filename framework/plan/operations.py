@@ -137,6 +137,7 @@ class Tape:
     moved_bytes: int = 0
     products: int = 0
     _new: list[Value] = field(default_factory=list)
+    _of_products: set[Value] = field(default_factory=set)
     _operations: list[_Operation] = field(default_factory=list)
     _turns: Value | None = None
 
@@ -148,6 +149,7 @@ class Tape:
         self.moved_bytes = 0
         self.products = 0
         self._new = []
+        self._of_products = set()
         self._operations = []
 
     @property
@@ -159,6 +161,15 @@ class Tape:
     def split_bytes(self) -> int:
         """Those of `saved_bytes` that tensor parallelism divides."""
         return sum(value.num_bytes for value in self._new if value.is_split)
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of the outputs of the part's products, which selective recomputation keeps."""
+        return _num_bytes(self._of_products)
+
+    def note_product(self, *made: Value) -> None:
+        """Count the outputs of the last operation as a product's (`models.kept_products`)."""
+        self._of_products.update(value.storage for value in made)
 
     def saves_first(self, value: Value) -> bool:
         """Check whether a tensor is saved by this part, and by none before it."""
@@ -222,16 +233,22 @@ class Tape:
             self._save([made])
         return made
 
-    def forward_bytes(self, ends: Sequence[Value], *, keeps: bool = True) -> int:
+    def forward_bytes(
+        self, ends: Sequence[Value], *, keeps: bool = True, keeps_products: bool = False
+    ) -> int:
         """Return the bytes at the fullest moment of the forward pass, beside what the part saves.
 
         Args:
             ends: what the part is given and what it returns: it stays.
             keeps: whether the pass saves values for a backward pass.
+            keeps_products: whether a pass that saves none keeps the outputs of products; they
+                count.
         """
         last_use = self._last_uses()
         stays = {end.storage for end in ends}
         kept = self.saved if keeps else set[Value]()
+        if keeps_products:
+            stays |= self._of_products
         live = set[Value]()
         most = 0
         for number, operation in enumerate(self._operations):
@@ -429,7 +446,7 @@ class Tape:
             if cast_value.has_gradient or len(weight) > 2:
                 saves.append(copy)
             temporary = copy.num_bytes
-        return self.run(
+        made = self.run(
             cast_value,
             shape=shape,
             saves=saves,
@@ -438,6 +455,8 @@ class Tape:
             has_gradient=flows or cast_value.has_gradient,
             is_split=split,
         )
+        self.note_product(made)
+        return made
 
     def cast(self, value: Value, width: int) -> Value:
         if value.width == width:
@@ -565,6 +584,7 @@ class Tape:
         if mask is not None:
             saves.append(Value(mask.shape, query.width, has_gradient=False))
         made = self.run(query, key, value, shape=query.shape, saves=saves, flops=flops)
+        self.note_product(made, sums)
         return self.save_output(made)
 
     def _attention_in_steps(self, query: Value, key: Value, value: Value) -> Value:

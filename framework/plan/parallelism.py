@@ -29,6 +29,7 @@ class Parallelism:
         gradient_bytes: of an element of the gradients that are sent.
         state_bytes: of optimizer state for an element, with the fp32 weight where there is one.
         recomputed: share of the forward pass that runs again in the backward pass.
+        keeps_products: whether the products of that share are kept, and do not run again.
         overlaps: sums of gradients run beside the backward pass.
         scatters: each rank gets its part of the sums alone, as with FSDP; DeepSpeed does so at
             stage 3 only.
@@ -61,6 +62,7 @@ class Parallelism:
     gradient_bytes: int = 2
     state_bytes: int = 12
     recomputed: float = 0.0
+    keeps_products: bool = False
     overlaps: bool = True
     scatters: bool = False
     bucket: int = 50_000_000
@@ -79,6 +81,11 @@ class Parallelism:
     def num_devices(self) -> int:
         """Devices of one step."""
         return self.data * self.pipe * self.tensor * self.sequence
+
+    @property
+    def products_again(self) -> float:
+        """Share of the products of a forward pass that run again in the backward pass."""
+        return 0.0 if self.keeps_products else self.recomputed
 
     @staticmethod
     def from_plan(plan: Plan) -> Parallelism:
@@ -103,6 +110,7 @@ class Parallelism:
             gradient_bytes=_gradient_bytes(plan, is_half=is_half),
             state_bytes=_state_bytes(config.optimizer, has_copies=is_half or stage > 0),
             recomputed=1.0 if config.training.recompute_every else 0.0,
+            keeps_products=config.training.keeps_products,
             overlaps=_overlaps(zero),
             scatters=stage == 3,
             bucket=zero.reduce_bucket_size,

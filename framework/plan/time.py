@@ -310,11 +310,12 @@ class _Step:
         least = self.rates.launch_seconds if part.flops else 0.0
         launch = max(least - product - moved, 0.0)
         again = 0.0 if is_loss else self.by.recomputed
+        products_again = 0.0 if is_loss else self.by.products_again
         forward = {"compute": product, "memory-bound operations": moved, "launch": launch}
         # Each product has two in the backward pass; of other operations as much is moved as
         # forward.
         backward = {
-            "compute": (2 + again) * product,
+            "compute": (2 + products_again) * product,
             "memory-bound operations": (1 + again) * moved,
             "launch": max(least - 2 * product - moved, 0.0) + again * launch,
         }

@@ -58,6 +58,9 @@ class LayerWork:
         masked_flops: the part of `flops` that fused kernels of causal attention leave out.
         is_product: whether it is one product with one weight: the weight's gradient is made while
             its output's is there.
+        product_bytes: bytes of the outputs of its products, which selective recomputation keeps.
+        selective_bytes: bytes at most at any moment of a forward pass that keeps the outputs of
+            products alone, these included.
     """
 
     name: str
@@ -77,6 +80,8 @@ class LayerWork:
     may_start_stage: bool = True
     masked_flops: int = 0
     is_product: bool = False
+    product_bytes: int = 0
+    selective_bytes: int = 0
 
     def scaled(self, count: int, num_samples: int) -> LayerWork:
         """Return the work on `count` samples, of that on `num_samples`."""
@@ -467,6 +472,8 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
         may_start_stage=not isinstance(value, tuple),
         masked_flops=tape.masked_flops,
         is_product=tape.products == 1,
+        product_bytes=tape.product_bytes,
+        selective_bytes=tape.forward_bytes(ends, keeps=False, keeps_products=True),
     )
     return part, made
 

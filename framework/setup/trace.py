@@ -54,6 +54,10 @@ _EMPTY = (
 )
 
 
+# Products that selective recomputation runs again (`models.kept_products`).
+_BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
+
+
 @dataclass
 class _Record:
     """Figures of one part of the model.
@@ -161,6 +165,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_causal = args[4:5] == (True,)
             causal_length = args[0].shape[-2] if is_causal else 0
             self.count(int(count_flops(*args, **kwargs, out_val=result)), causal_length)
+            if func not in _BATCHED_PRODUCTS:
+                self.current.figures["products"] += _total_bytes(_tensors(result))
             return
         inputs = _tensors((args, kwargs))
         outputs = _tensors(result)
@@ -266,7 +272,10 @@ class _AsOnGPU(TorchFunctionMode):
         # Two products: of queries and keys, and of their scores and the values.
         flops = 2 * query.numel() // size * key.shape[-2] * (size + value.shape[-1])
         self._ledger.count(flops, query.shape[-2] if is_causal else 0)
-        return _FusedAttention.apply(query, key, value)
+        output = _FusedAttention.apply(query, key, value)
+        log_sums_bytes = 4 * query.numel() // size
+        self._ledger.current.figures["products"] += _bytes(output) + log_sums_bytes
+        return output
 
 
 def trace_work(
@@ -520,6 +529,8 @@ def _layer_work(
         input_bytes=figures["input"],
         backward_bytes=max(record.peak_bytes["backward"] - saved_bytes, 0),
         passing_bytes=forward_bytes + figures["saved"],
+        product_bytes=figures["products"],
+        selective_bytes=forward_bytes + figures["saved"],
         shared_params=shared_params,
         shares=shares,
     )

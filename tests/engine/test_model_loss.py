@@ -23,10 +23,19 @@ CASES: dict[str, tuple[str, bool, dict[str, Any], int]] = {
     "own-next-z3": ("gpt-neox", False, {"kind": "model_loss", "mean_over": "next_labels"}, 3),
     "recomputed": ("qwen3", False, {"kind": "causal_lm"}, 0),
     "recomputed-z3": ("qwen3", False, {"kind": "model_loss", "mean_over": "next_labels"}, 3),
+    "recomputed-selective": ("qwen3", False, {"kind": "causal_lm"}, 0),
+    "recomputed-selective-z3": ("gpt-neox", False, {"kind": "causal_lm"}, 3),
     "named-next": ("qwen3", False, {"kind": "causal_lm"}, 1),
     "own-classes": ("roberta", True, {"kind": "model_loss"}, 0),
     "named-classes": ("roberta", True, {"kind": "classification"}, 1),
 }
+
+
+def recomputed(name: str) -> dict[str, Any]:
+    """Keys of `training` of the case."""
+    if "selective" in name:
+        return {"recompute": "selective"}
+    return {"recompute_every": int(name.startswith("recomputed"))}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "max_steps": STEPS,
                 "log_every": 1,
                 "clip_grad_norm": 0,
-                "recompute_every": int(name.startswith("recomputed")),
+                **recomputed(name),
             },
             "checkpoint": {"at_end": False},
             "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},

@@ -107,7 +107,7 @@ TWO_RANKS = [
     ),
     Case("resnet", "resnet"),
     Case("gpt", "gpt", steps=NUM_STEPS),
-    Case("gpt-recompute", "gpt", training={"recompute_every": 2}),
+    Case("gpt-recompute", "gpt", training={"recompute_every": 2, "recompute": "selective"}),
     Case("gpt-decay-zero1", "gpt", sections={"optimizer": DECAY, "zero": {"stage": 1}}),
     Case(
         "gpt-layers",

@@ -85,6 +85,11 @@ VARIED: dict[str, tuple[int, dict[str, Any], float]] = {
         {"training": {"max_steps": NUM_STEPS, "log_every": 1, "recompute_every": 1}},
         1e-5,
     ),
+    "recompute-selective": (
+        3,
+        {"training": {"max_steps": NUM_STEPS, "log_every": 1, "recompute": "selective"}},
+        1e-5,
+    ),
     **{
         f"autocast-z{stage}": (stage, {"precision": {"dtype": "autocast"}}, 0.02)
         for stage in (0, 2)

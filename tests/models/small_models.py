@@ -11,7 +11,7 @@ from framework.recipes.language_models.gpt import GPT
 IDS = torch.randint(0, 11, (4, 64), generator=torch.Generator().manual_seed(0))
 
 
-def gpt() -> nn.Module:
+def gpt(*, dropout: float = 0.1) -> nn.Module:
     return GPT.of(
         vocab_size=11,
         max_positions=64,
@@ -20,7 +20,7 @@ def gpt() -> nn.Module:
         num_heads=4,
         num_kv_heads=2,
         mlp_size=64,
-        dropout=0.1,
+        dropout=dropout,
     )
 
 

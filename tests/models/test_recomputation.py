@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.config.training import Training
 from framework.errors import ConfigError
+from framework.models.kept_products import _operations
 from framework.models.layers import Layer, LayeredModel
 from framework.models.prepare_model import prepare_model
+from framework.models.tiled_loss import output_head, wanting_loss
 from framework.recipes.image_models.resnet import SmallResNet18, resnet18
 from tests.models.small_models import IDS, bert, gpt, with_dropout
 
@@ -64,14 +69,15 @@ def one_step(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["full", "selective"])
 @pytest.mark.parametrize("name", MODELS)
-def test_recomputed_gradients_are_the_same_to_the_bit_and_less_is_kept(name: str) -> None:
+def test_recomputed_gradients_are_the_same_to_the_bit_and_less_is_kept(name: str, how: str) -> None:
     build, inputs = MODELS[name]
     torch.manual_seed(0)
     plain = build()
     other = build()
     other.load_state_dict(plain.state_dict())
-    recomputed = prepare_model(other, Training(recompute_every=3))
+    recomputed = prepare_model(other, Training(recompute_every=3, recompute=how))
     assert list(recomputed.state_dict()) == list(plain.state_dict())
     gradients, buffers, kept_bytes = one_step(plain, inputs)
     again, buffers_again, kept_again_bytes = one_step(recomputed, inputs)
@@ -163,3 +169,76 @@ def test_a_model_with_recomputation_of_its_own_turns_it_on() -> None:
         ConfigError, match=r"cannot be turned on: ValueError: Recomputing does not support"
     ):
         prepare_model(refusing, Training(recompute_every=1))
+
+
+class Products(TorchDispatchMode):
+    """Counts the operations whose outputs selective recomputation keeps, and all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Counter[str] = Counter()
+        self.others: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        counter = self.kept if func in _operations() else self.others
+        counter[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_a_step(how: str | None) -> Products:
+    """Operations below autograd of a small GPT's forward and backward pass."""
+    torch.manual_seed(0)
+    model = gpt(dropout=0.0)
+    with Products() as counted:
+        training = Training() if how is None else Training(recompute=how)
+        prepare_model(model, training)(IDS).square().mean().backward()
+    return counted
+
+
+def test_selective_recomputation_runs_no_product_again_and_everything_else() -> None:
+    plain, selective, full = (operations_of_a_step(how) for how in (None, "selective", "full"))
+    assert plain.kept.total() > 10
+    assert selective.kept == plain.kept
+    assert full.kept.total() > plain.kept.total()
+    norms = "aten::native_layer_norm"
+    assert selective.others[norms] == full.others[norms] > plain.others[norms]
+
+
+def test_recompute_alone_means_groups_of_one_layer_and_old_files_mean_what_they_did() -> None:
+    assert Training(recompute="selective").recompute_every == 1
+    assert Training(recompute="selective").keeps_products
+    assert Training(recompute="full", recompute_every=3).recompute_every == 3
+    old = Training(recompute_every=2)
+    assert (old.recompute, old.keeps_products) == (None, False)
+    assert Training().recompute_every == 0
+
+
+def test_a_loss_in_tiles_keeps_none_of_its_logits() -> None:
+    """Logits of all tiles would be more than the whole logits that tiles are there to avoid."""
+    torch.manual_seed(0)
+    model = prepare_model(gpt(dropout=0.0), Training(recompute="selective"))
+    vocabulary = model.shape.vocab_size
+    assert output_head(model) is not None
+    kept: list[Tensor] = []
+    targets = IDS.flatten()
+    with wanting_loss(targets, 2, None):
+        loss = model(IDS)
+        frames = [object_ for object_ in gc.get_objects() if type(object_) is Tensor]
+        kept = [tensor for tensor in frames if tensor.shape[-1:] == (vocabulary,)]
+        loss.nats.backward()
+    assert not kept
+
+
+def test_a_product_that_is_written_over_runs_again() -> None:
+    """In place on the output of a product: what is kept is no longer what it was."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Tanh())
+
+    value = torch.randn(4, 8)
+    gradients, _, _ = one_step(build(), (value,))
+    again, _, _ = one_step(
+        prepare_model(build(), Training(recompute_every=2, recompute="selective")), (value,)
+    )
+    assert all(torch.equal(gradients[key], again[key]) for key in gradients)

@@ -324,7 +324,31 @@ def shared_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         )
 
 
-CASES = {name: (config, batch) for name, config, batch in (*cases(), *own_cases(), *shared_cases())}
+def length_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
+    """Those of memory for long sequences."""
+    tokens = [["int64", [8, 64]]] * 2
+    text = {"data": {"kind": "text", "sequence_length": 64}, "task": {"kind": "causal_lm"}}
+    zero = {"stage": 1, "reduce_bucket_size": 500_000}
+    gpt = GPT | {"vocab_size": 300, "dropout": 0.1}
+    llama = gpt | {"size": "llama-2-7b", "mlp_size": 700, "num_kv_heads": 2}
+    batch = {"micro_size": 8, "accumulation_steps": 1}
+    selective = {"max_steps": 9, "recompute": "selective"}
+    for name, model in (("gpt", gpt), ("llama", llama)):
+        for dtype, every in (("fp32", 1), ("bf16", 2)):
+            values = {
+                "model": model,
+                "zero": zero,
+                "precision": {"dtype": dtype},
+                "training": selective | {"recompute_every": every},
+                "batch": batch,
+            }
+            yield f"own-length-selective-{name}-{every}", values | text, tokens
+
+
+CASES = {
+    name: (config, batch)
+    for name, config, batch in (*cases(), *own_cases(), *shared_cases(), *length_cases())
+}
 
 
 # On one rank and on four the states and sums that depend on ranks; the knobs, models and
@@ -359,6 +383,7 @@ def measured(
                 else (number + number // 4 + 4) % 16
             )
             == 0
+            or name.startswith("own-length")
         ]
     listed = [{"config": CASES[name][0], "batch": CASES[name][1]} for name in names]
     (folder / "cases.json").write_text(json.dumps(listed), encoding="utf-8")

@@ -73,6 +73,8 @@ def test_recomputation_is_a_third_pass_of_all_but_the_loss() -> None:
     assert again["compute"] == pytest.approx(kept["compute"] * 4 / 3)
     more = again["memory-bound operations"] - kept["memory-bound operations"]
     assert more == pytest.approx(8 * 4e8 / 1e12)
+    selective = seconds(recomputed=1.0, keeps_products=True)
+    assert selective == pytest.approx(again | {"compute": kept["compute"]})
 
 
 def test_rates_of_a_step() -> None:

@@ -124,6 +124,7 @@ def _mixture(model: GPT, moe: MoE, tape: Tape, normed: Value) -> Value:
     flows = tape.own((experts, size), "mlp.router") or normed.has_gradient
     work = 2 * tokens * experts * size
     logits = tape.run(exact, shape=(tokens, experts), saves=[exact], flops=work, has_gradient=flows)
+    tape.note_product(logits)
     chosen = Value((moe.top_k, choices), 8, has_gradient=False)
     weights = tape.run(tape.relu(logits), shape=(choices, 1), saves=[chosen])
     if moe.top_k > 1:
