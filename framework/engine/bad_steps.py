@@ -25,6 +25,7 @@ from framework.checkpoint.names import BAD_STEPS
 from framework.config.training import BadSteps
 from framework.engine import random_state
 from framework.engine.distributed import gather
+from framework.engine.gradient_divisor import reads_on_device
 from framework.engine.workarounds.grad_norm import KeptNorm
 from framework.engine_protocol import BadStep
 
@@ -89,7 +90,7 @@ class StepWatch:
         engine._take_model_step = self._take_watched
         if self.keeps_weights:
             base = getattr(engine.optimizer, "optimizer", engine.optimizer)
-            self._reads_on_device = not section.rerun and _reads_on_device(base)
+            self._reads_on_device = not section.rerun and reads_on_device(base)
             base.step = functools.wraps(base.step)(functools.partial(self._step, base, base.step))
 
     def run(self, take: TakeStep, micro_batches: Iterator[Any]) -> Any:
@@ -321,14 +322,6 @@ def _keeping(stream: Iterator[Any], kept: list[Any]) -> Iterator[Any]:
     for batch in stream:
         kept.append(batch)
         yield batch
-
-
-def _reads_on_device(optimizer: Any) -> bool:
-    """Check whether an optimizer leaves everything as it is if its `found_inf` is 1. SGD's momentum
-    would begin with what memory held.
-    """
-    is_adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-    return is_adam and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _is_same(one: float, other: float) -> bool:

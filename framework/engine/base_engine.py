@@ -87,6 +87,7 @@ class BaseEngine:
 
             self._freezing = StepwiseFreezing(engine, training.freeze, names())
         self._leaves_out_frozen = training.lora is not None
+        _shorten_step(engine, stages=stages)
         self.written: WrittenWeights | PlainWeights = PlainWeights(engine.module)
         if half is not None or plan.config.zero.stage > 0:
             from framework.engine.written_weights import WrittenWeights
@@ -263,6 +264,22 @@ class BaseEngine:
         halves = self._batches.split(self._task, batch)
         enter(before)
         return halves
+
+
+def _shorten_step(engine: deepspeed.DeepSpeedEngine, *, stages: Any) -> None:
+    """Have the engine step in fewer passes over the gradients than DeepSpeed does.
+
+    `stages` is the process group of a pipeline's stages.
+    """
+    stage = engine.zero_optimization_stage()
+    if stage in (1, 2):
+        from framework.engine.flat_step import shorten_flat_step
+
+        shorten_flat_step(engine)
+    elif stage == 0 and (engine.fp16_enabled() or engine.bfloat16_enabled()):
+        from framework.engine.half_step import shorten_half_step
+
+        shorten_half_step(engine, stages=stages)
 
 
 def _positions_of_rank(plan: Plan) -> Positions | None:

@@ -33,12 +33,12 @@ class Rates:
         weight_seconds: time of the host for one weight in one pass at stage 3. Of the points of the
             `fit` half belle-402-007 to -009 show it: their steps take 0.38 to 0.42 s at every
             length and width, for 293 weights in two passes.
-        half_weight_seconds: the same for one weight in a step of half precision without ZeRO. The
-            step of GPT-2, which has 196 weights, takes 143 ms on an H200, and 104 at stage 1
+        joined_bytes: moved for an element of the optimizer's share by a step at stages 1 and 2
+            beyond what the optimizer itself needs: counted, not measured on a device. The norm
+            reads 2, the fp32 gradients take 2 + 4, and 4 + 4 where they are divided; the look for
+            what was written into weights (engine/written_weights.py) takes 38. DeepSpeed's own
+            step took 158, measured with GPT-2 and GPT-2 XL on an H200: 8 and 101 ms
             (benchmarks/results/one_gpu.json).
-        joined_bytes: moved for an element by DeepSpeed's step at stages 1 and 2 beyond what the
-            optimizer itself needs. With them the steps of GPT-2 and GPT-2 XL on an H200 take 8 and
-            101 ms, as measured there.
     """
 
     plateau: float = 0.91
@@ -52,8 +52,7 @@ class Rates:
     best: float = 0.8
     launch_seconds: float = 2e-4
     weight_seconds: float = 6.6e-4
-    half_weight_seconds: float = 2.1e-4
-    joined_bytes: float = 158.0
+    joined_bytes: float = 54.0
 
 
 RATES: Final = Rates()
@@ -68,6 +67,5 @@ OF_PROCESSORS: Final = Rates(
     overlap=0.0,
     launch_seconds=0.0,
     weight_seconds=0.0,
-    half_weight_seconds=0.0,
     joined_bytes=0.0,
 )

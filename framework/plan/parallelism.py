@@ -40,9 +40,7 @@ class Parallelism:
         persistent: elements up to which a weight stays whole at stage 3.
         by_weight: the host handles each weight by itself at stage 3, as DeepSpeed does; FSDP
             handles blocks.
-        halves_alone: half precision without ZeRO: DeepSpeed steps weight by weight.
-        joins_gradients: stages 1 and 2: DeepSpeed steps on a joined, unscaled and clipped fp32
-            copy.
+        joins_gradients: stages 1 and 2: the optimizer steps on a joined fp32 copy.
         interleaving: parts of the model on each pipeline stage.
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
         is_offloaded: the optimizer runs on the host.
@@ -70,7 +68,6 @@ class Parallelism:
     live: int = 1_000_000_000
     persistent: int = 100_000
     by_weight: bool = True
-    halves_alone: bool = False
     joins_gradients: bool = False
     interleaving: int = 1
     block_sums: tuple[int, int] = (2, 4)
@@ -117,7 +114,6 @@ class Parallelism:
             prefetches=zero.stage3_prefetch_bucket_size > 0,
             live=zero.stage3_max_live_parameters,
             persistent=zero.stage3_param_persistence_threshold,
-            halves_alone=is_half and stage == 0 and layout.pipe_size == 1,
             joins_gradients=stage in (1, 2),
             is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
             weights_offloaded=stage == 3 and zero.offload_param.device != "none",

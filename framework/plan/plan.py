@@ -239,7 +239,7 @@ def _findings_of_layout(
     config: RunConfig, cluster: Cluster, layout: Layout, length: Length
 ) -> list[Problem]:
     findings = list(_length_findings(config, layout, length))
-    findings += half_precision_without_zero(config, cluster, layout)
+    findings += half_precision_without_zero(config, layout)
     findings += _slow_vocabulary(config, cluster, layout)
     return findings
 

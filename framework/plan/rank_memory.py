@@ -712,8 +712,8 @@ class RankMemory:
     def _step_with_zero(self) -> dict[str, int]:
         """Return the bytes of a step of the largest part.
 
-        It is fullest either while gradients are copied into a flat one and then to fp32, or while
-        the optimizer computes.
+        It is fullest either while gradients are copied into a flat one, at stage 3 and with experts
+        before they are made fp32, or while the optimizer computes.
         """
         part = self.largest_part
         stays = 0
@@ -721,7 +721,10 @@ class RankMemory:
             stays = self.sum_width * self.touched_before
         flat = self.sum_width * part
         in_fp32 = _FP32 * part if self.sum_width < _FP32 else 0
-        copied = self.sum_width * self.num_whole + flat + in_fp32
+        joins_first = self.stage == 3 or self.config.parallel.expert > 1
+        copied = self.sum_width * self.num_whole + in_fp32
+        if joins_first or not in_fp32:
+            copied += flat
         # The flat gradient of one weight alone is that weight's whole gradient, not a copy.
         if self.stage < 3 and self.largest > part:
             flat = self.sum_width * self.largest

@@ -447,8 +447,7 @@ class _Step:
     def optimizer(self) -> float:
         """Return the seconds of the optimizer's step, which is bound by memory.
 
-        It reads gradients, reads and writes its state and fp32 weights, and writes weights; in half
-        precision without ZeRO the host looks at each gradient.
+        It reads gradients, reads and writes its state and fp32 weights, and writes weights.
         """
         by = self.by
         device = self.machine.device
@@ -459,10 +458,7 @@ class _Step:
             return moved * self.machine.devices_per_host / host / self.rates.memory
         if by.joins_gradients:
             moved += self.share * self.rates.joined_bytes
-        seconds = moved / self.bandwidth
-        if by.halves_alone:
-            seconds += self.rates.half_weight_seconds * len(self.work.weights)
-        return seconds
+        return moved / self.bandwidth
 
 
 def _add(total: Seconds, seconds: Seconds, count: float) -> None:

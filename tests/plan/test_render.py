@@ -570,11 +570,5 @@ def test_rows_that_gpus_multiply_slowly_are_noted(changed: dict[str, Any], is_no
 
 def test_a_long_sum_that_deepspeed_rounds_is_noted() -> None:
     values = {"precision": {"dtype": "bf16"}, "batch": {"micro_size": 1, "accumulation_steps": 9}}
-    config, slow, long = (
-        config_from_values(values),
-        "half-precision-without-zero",
-        "long-sum-in-half-precision",
-    )
-    for device, kinds in (("cpu", [long]), ("cuda", [slow, long])):
-        findings = make_plan(config, Cluster(devices_per_host=1, device=device)).findings  # type: ignore[arg-type]
-        assert [found.kind for found in findings] == kinds
+    findings = make_plan(config_from_values(values), Cluster(devices_per_host=1)).findings
+    assert [found.kind for found in findings] == ["long-sum-in-half-precision"]

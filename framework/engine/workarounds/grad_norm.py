@@ -18,6 +18,8 @@ import deepspeed
 import torch
 import torch.distributed
 
+from framework.engine.gradient_norm import norm_of
+
 
 class KeptNorm:
     """Stands in for `DeepSpeedEngine.clip_fp32_gradients`, and keeps the norm before clipping."""
@@ -57,11 +59,11 @@ class KeptNorm:
         parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [_numbers_of_gradient(parameter) for parameter in parameters]
         if self._group is None:
-            norm = _norm(gradients, device=self._engine.device)
+            norm = norm_of(gradients, device=self._engine.device)
         else:
             pairs = zip(parameters, gradients, strict=True)
             once = [gradient for parameter, gradient in pairs if self._counts(parameter)]
-            square = _norm(once, device=self._engine.device).square()
+            square = norm_of(once, device=self._engine.device).square()
             torch.distributed.all_reduce(square, group=self._group)
             norm = square.sqrt()
         self.norm = norm
@@ -92,13 +94,15 @@ def _numbers_of_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter.grad._values()
 
 
-def _norm(gradients: list[torch.Tensor], *, device: torch.device) -> torch.Tensor:
-    if not gradients:
-        return torch.zeros((), device=device)
-    norm: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32))
-    )
-    return norm
+def norm_over_ranks(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptNorm:
+    """Return a measurement of the whole model's norm, where stages of a pipeline (the process group
+    `stages`) or tensor parts have weights of their own.
+    """
+    if stages is None and engine.mpu is not None:
+        group = engine.mpu.get_model_parallel_group()
+        counts_whole = torch.distributed.get_rank(group) == 0
+        return KeptNorm(engine, group=group, counts_whole=counts_whole)
+    return KeptNorm(engine, group=stages)
 
 
 def keep_norm(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptNorm | None:
@@ -109,10 +113,7 @@ def keep_norm(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptN
     """
     if engine.zero_optimization_stage() != 0 or engine.fp16_enabled() or engine.bfloat16_enabled():
         return None
-    kept = KeptNorm(engine, group=stages)
-    if stages is None and engine.mpu is not None:
-        group = engine.mpu.get_model_parallel_group()
-        kept = KeptNorm(engine, group=group, counts_whole=torch.distributed.get_rank(group) == 0)
+    kept = norm_over_ranks(engine, stages=stages)
     engine.clip_fp32_gradients = kept
     engine.zero_grad = kept.forget_gradients
     return kept

@@ -48,7 +48,10 @@ def norm_of(engine: deepspeed.DeepSpeedEngine) -> float | None:
     scale; None before the first step.
     """
     norm: float | None = engine.get_global_grad_norm()
-    is_scaled = isinstance(engine.optimizer, FP16_UnfusedOptimizer)
+    optimizer = engine.optimizer
+    is_scaled = isinstance(optimizer, FP16_UnfusedOptimizer) and (
+        optimizer.fused_lamb_legacy or engine.has_moe_layers
+    )  # else see half_step.py
     if norm is not None and is_scaled:
-        return norm / float(engine.optimizer.loss_scale)
+        return norm / float(optimizer.loss_scale)
     return norm

@@ -59,34 +59,23 @@ def _is_summed_in_fp32(dtype: str | None, num_summands: int) -> bool:
     return num_summands > LONG_SUM
 
 
-def half_precision_without_zero(
-    config: RunConfig, cluster: Cluster, layout: Layout
-) -> Iterator[Problem]:
-    """Find settings that at stage 0 are less exact, or slower, than at any other stage.
-
-    deepspeed/runtime/fp16/unfused_optimizer.py `step` looks at each gradient from the host.
-    """
+def half_precision_without_zero(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    """Find long sums of gradients in half precision: stage 0 has no others."""
     if config.zero.stage or config.parallel.pipe > 1:
         return
-    if not isinstance(config.precision, BF16 | FP16):
-        return
-    fix = "set zero.stage: 1, on a single device as well"
-    notes = _costs_of_half_precision(config.precision, cluster, layout.accumulation_steps)
-    for kind, reason in notes:
-        yield Problem(kind=kind, key="zero.stage", value=0, severity="note", reason=reason, fix=fix)
-
-
-def _costs_of_half_precision(
-    precision: BF16 | FP16, cluster: Cluster, steps: int
-) -> Iterator[tuple[str, str]]:
-    """Yield kind and reason of each cost of gradients in half precision at stage 0."""
-    dtype = precision.dtype
-    if cluster.device == "cuda":
-        reason = f"in {dtype} every step waits for the device once for each weight there"
-        yield "half-precision-without-zero", reason
-    if steps > LONG_SUM:
-        reason = f"the gradients of {steps} micro-batches are summed in {dtype}, which rounds each"
-        yield "long-sum-in-half-precision", reason
+    precision = config.precision
+    steps = layout.accumulation_steps
+    if isinstance(precision, BF16 | FP16) and steps > LONG_SUM:
+        dtype = precision.dtype
+        yield Problem(
+            kind="long-sum-in-half-precision",
+            key="zero.stage",
+            value=0,
+            severity="note",
+            reason=f"the gradients of {steps} micro-batches are summed in {dtype}, which rounds "
+            "each",
+            fix="set zero.stage: 1, on a single device as well",
+        )
 
 
 @rule()

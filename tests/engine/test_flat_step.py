@@ -1,0 +1,76 @@
+"""Steps in few passes have the numbers of DeepSpeed's own, and cost less: nothing in doubles, no
+pass that only multiplies or joins, one sum of the norm, one read where a step may be left out.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs.step_passes import CASES
+from tests.launched import ROOT, run_ranks
+
+pytestmark = pytest.mark.slow
+
+FLAT = [name for name in CASES if not name.startswith("z0")]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks has found, by case."""
+    folder: Path = tmp_path_factory.mktemp("passes")
+    out = folder / "found.json"
+    run_ranks(ROOT / "tests/jobs/step_passes.py", str(out), num_ranks=2, cwd=folder)
+    reports: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+    return reports
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_norms_and_scales_are_those_of_deepspeeds_own_step(
+    found: list[dict[str, Any]], name: str
+) -> None:
+    for report in found:
+        case = report[name]
+        ours, theirs = case["ours"], case["theirs"]
+        assert case["distance"] <= (1e-6 if "fp32" in name else 2e-3)  # a bit of bf16
+        assert ours["scales"] == theirs["scales"]
+        assert ours["skipped"] == theirs["skipped"]
+        if name != "z0-fp16":  # whose norm DeepSpeed leaves multiplied
+            assert ours["norms"] == pytest.approx(theirs["norms"], rel=2e-4)
+    if "fp16" in name:
+        skipped = found[0][name]["ours"]["skipped"]
+        scales = found[0][name]["ours"]["scales"]
+        assert skipped[-1] > 0
+        assert any(later > earlier for earlier, later in pairwise(scales))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_value_is_read_where_a_step_may_be_left_out(
+    found: list[dict[str, Any]], name: str
+) -> None:
+    may_be_left_out = name.endswith(("fp16", "fp32", "checked"))
+    for report in found:
+        assert report[name]["ours"]["reads"] == int(may_be_left_out)
+        if name.startswith("z0"):
+            assert report[name]["theirs"]["reads"] > 6  # one for each weight, and further ones
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_the_norm_is_one_sum_and_gradients_are_made_fp32_in_one_pass(
+    found: list[dict[str, Any]], name: str
+) -> None:
+    groups = 2 if "groups" in name else 1
+    for report in found:
+        ours, theirs = report[name]["ours"], report[name]["theirs"]
+        assert ours["messages"] == {"all_reduce": 1, "all_gather_into_tensor": groups}
+        assert ours["doubles"] == 0
+        assert theirs["doubles"] > 0
+        assert sum(ours["large"].values()) < sum(theirs["large"].values())
+        if "fused" in name:
+            # one copies weights back; the others compare what was written into weights
+            copies = {"_to_copy": 2, "eq": 1, "where": 1, "copy_": 1, "_allgather_base_": 1}
+            assert ours["large"] == copies
