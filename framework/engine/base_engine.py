@@ -17,6 +17,7 @@ from framework.checkpoint.state.weight_names import Names
 from framework.engine.checkpoint_bytes import save_bytes
 from framework.engine.collective_timeout import collective_timeout
 from framework.engine.distributed import device, gather
+from framework.engine.garbage import Garbage
 from framework.engine.held_weights import further_names, is_frozen, state_of
 from framework.engine.modes import Modes
 from framework.engine.phases import phases_of
@@ -113,6 +114,7 @@ class BaseEngine:
         self._end_pass = keep_gradient_order(
             engine, refuse_changes=self.trained_weights.refuse_changed_flags
         )
+        self._garbage = Garbage(engine, log_every=training.log_every)
 
     @property
     def ds_config(self) -> Mapping[str, Any]:
@@ -236,6 +238,7 @@ class BaseEngine:
         return float(self.engine.get_lr()[0]) / (group.get(LR_RATIO) or 1.0)
 
     def close(self) -> None:
+        self._garbage.close()
         if self._freezing is not None:
             self._freezing.close()
         self.written.close()

@@ -1,4 +1,4 @@
-"""Division of gradients by the loss scale and by what clipping asks for, before they are stepped."""
+"""Division of gradients by the loss scale and by what clipping asks for, before they are used."""
 
 from __future__ import annotations
 
