@@ -125,8 +125,8 @@ def _without_hang_watch(config: RunConfig) -> RunConfig:
 
 
 def _refuse_work_of_fit(config: RunConfig, *, has_own_data: bool, has_callbacks: bool) -> None:
-    """Raise a ConfigError for keys that only the loop of `fit` serves, and for a run whose length
-    is not known: with data of the user's own it takes `training.max_steps`.
+    """Raise a ConfigError for keys that only the loop of `fit` serves, and for a run of unknown
+    length: with data of the user's own it takes `training.max_steps`.
     """
     _refuse_divided_steps(config)
     if has_own_data and not config.training.max_steps:

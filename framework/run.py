@@ -4,11 +4,13 @@ another, to `Trainer.fit()` and its end. From `process_group` on, all ranks do t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from framework.checkpoint.manifest import SavedCheckpoint
+from framework.config.run_config import RunConfig
 from framework.data.loaders import is_stream
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
 from framework.engine.distributed import (
@@ -24,7 +26,7 @@ from framework.engine.hang_watch import HangWatch, Watched, watching
 from framework.engine.plain_engine import arithmetic_of
 from framework.engine.random_state import seed_ranks
 from framework.engine.stop_agreement import agreed_stops
-from framework.engine_protocol import LOADING, SAVING
+from framework.engine_protocol import LOADING, SAVING, Engine
 from framework.errors import RunStopped
 from framework.report.summary import RunResult, describe_stop
 from framework.setup import start_point
@@ -130,23 +132,12 @@ def _at_work(
     if engine.bad_steps:
         with_state.append(engine.bad_steps)
     kept = start_point.Kept(places, *with_state)
-
-    def load(checkpoint: SavedCheckpoint | None) -> int:
-        name = "nothing"
-        if checkpoint:
-            name = str(checkpoint.path)
-        with watch.during(LOADING), waiting(f"the load of {name}"):
-            return start_point.load_start(engine, checkpoint, kept=kept, description=description)
-
+    load = partial(_load, engine, kept, description, watch)
     start_step = load(start)
     checkpointer = make_checkpointer(
         engine, folder.checkpoints, plan=plan, description=description, further=kept.state
     )
-    intervals = {
-        Action.EVALUATE: config.evaluation.every_minutes,
-        Action.SAVE: config.checkpoint.every_minutes,
-    }
-    minutes = Minutes(intervals, most=config.training.max_minutes, began=request.began)
+    minutes = _make_minutes(config, began=request.began)
     with (
         closing(checkpointer),
         agreed_stops(request, start_step=start_step, due=minutes.due) as ask,
@@ -179,6 +170,31 @@ def _at_work(
     engine.close()
     if rank() == 0:
         run.print_end()
+
+
+def _load(
+    engine: Engine,
+    kept: start_point.Kept,
+    description: Mapping[str, Any],
+    watch: HangWatch,
+    checkpoint: SavedCheckpoint | None,
+) -> int:
+    """Load a checkpoint, if there is one, into the engine and `kept`; returns its step. Collective,
+    and watched: a load that hangs is a hang.
+    """
+    name = "nothing"
+    if checkpoint:
+        name = str(checkpoint.path)
+    with watch.during(LOADING), waiting(f"the load of {name}"):
+        return start_point.load_start(engine, checkpoint, kept=kept, description=description)
+
+
+def _make_minutes(config: RunConfig, *, began: float) -> Minutes:
+    intervals = {
+        Action.EVALUATE: config.evaluation.every_minutes,
+        Action.SAVE: config.checkpoint.every_minutes,
+    }
+    return Minutes(intervals, most=config.training.max_minutes, began=began)
 
 
 def _stream_places(prepared: Prepared) -> StreamPlaces | None:

@@ -382,26 +382,41 @@ def run_node(
     )
 
     def make_ranks(start: Start) -> Ranks:
-        from framework.launch.ranks import Ranks  # psutil comes with the train extra only
-
         variables = environment
         if start.topology.nnodes > 1:
-            started = f"starting {start.topology.slots} ranks of {start.topology.world_size}"
-            print_line(f"all {start.topology.nnodes} nodes are here and agree; {started}")
             variables = _with_gloo_interface(environment, session.local_address)
-        # No setting comes from another node: that sends whether to resume, and the setting for it
-        # is made here.
-        settings = in_place(command[1:], further_settings(resumes=start.resumes))
-        return Ranks(
-            [command[0], *settings],
-            start.topology,
-            variables,
-            device=devices.kind,
-            devices=devices.chosen,
-            processors=binding.processors,
-        )
+        return _make_ranks(start, command, devices, variables, binding)
 
     return asyncio.run(_run(session, make_ranks, look=look, grace_seconds=grace_seconds))
+
+
+def _make_ranks(
+    start: Start,
+    command: Sequence[str],
+    devices: LocalDevices,
+    environment: Mapping[str, str],
+    binding: Binding,
+) -> Ranks:
+    """Return the ranks of a start, which do not run yet; the arguments are as `run_node` has them."""
+    from framework.launch.ranks import Ranks  # psutil comes with the train extra only
+
+    topology = start.topology
+    if topology.nnodes > 1:
+        print_line(
+            f"all {topology.nnodes} nodes are here and agree; starting {topology.slots} ranks of "
+            f"{topology.world_size}"
+        )
+    # No setting comes from another node: that sends whether to resume, and the setting for it is
+    # made here.
+    settings = in_place(command[1:], further_settings(resumes=start.resumes))
+    return Ranks(
+        [command[0], *settings],
+        topology,
+        environment,
+        device=devices.kind,
+        devices=devices.chosen,
+        processors=binding.processors,
+    )
 
 
 def hello_of(

@@ -21,8 +21,8 @@ from framework.config.training import HALF_ROWS, LoRA
 Shape = tuple[int, ...]
 _FP32: Final = 4
 _INT64: Final = 8
-# Bytes that a tiled loss reads (r) and writes (w) of each logit beside its products, whose own
-# traffic their operations stand for (`VocabularyPart.exponentials`, `_write_gradient`): the largest
+# Bytes that a tiled loss reads (r) and writes (w) of each logit beside its products, which have
+# operations of their own (`VocabularyPart.exponentials`, `_write_gradient`): the largest
 # logit r4; the difference to it r4 w4; exponentials r4 w4; their sum r4; the gradient r4 w4.
 _TILE_BYTES_OF_LOGIT: Final = 32
 # The same with logits and gradients of two bytes, and fp32 between: r2; r2 w4; r4 w4; r4; r4 w2.

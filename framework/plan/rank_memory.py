@@ -578,7 +578,7 @@ class RankMemory:
             if self.gathers:
                 num_copies += 1
             first = num_copies * self.sizes[0]
-        # the caller adds `gathered` to it, of which nothing else is left then
+        # the caller adds `gathered`: no other weights are whole then
         full = self.width * max(2 * self.flight, first) - gathered
         return max(self.width * filling, full)
 

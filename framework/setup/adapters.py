@@ -5,7 +5,7 @@ merged.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,10 +54,6 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
             ``adapter-tied``: two adapters are one weight.
     """
     checkpoint = weights.checkpoint
-    lora = checkpoint.manifest["config"]["training"]["lora"]
-    untrained = list(untrained_adapters(weights))
-    adapted = [name for name in weights if ".lora_B." in name]
-    adapted += [name for name in weights if ".lora_embedding_B." in name]
     if weights.ties:
         one, other = next(iter(weights.ties.items()))
         reason = (
@@ -65,10 +61,10 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
             "without --adapter"
         )
         raise StorageError(f"{checkpoint.path}: {reason} [adapter-tied]")
-    if untrained:
-        _report_untrained(checkpoint, untrained, num_adapters=len(adapted))
-    # As peft does, without the buffers of modules that are not trained.
+    _report_untrained(weights)
+    lora = checkpoint.manifest["config"]["training"]["lora"]
     section = LoRA.model_validate(lora)
+    # As peft does, without the buffers of modules that are not trained.
     names = {}
     for name in weights:
         if is_adapter(name) or is_inside_saved(name, section):
@@ -90,10 +86,16 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
     return {_ADAPTER_FILE: num_bytes, _ADAPTER_CONFIG: len(text.encode())}
 
 
-def _report_untrained(
-    checkpoint: SavedCheckpoint, untrained: Sequence[str], *, num_adapters: int
-) -> None:
+def _report_untrained(weights: MergedWeights) -> None:
     """Warn of adapters that add nothing; raises StorageError if all are so after training."""
+    checkpoint = weights.checkpoint
+    untrained = list(untrained_adapters(weights))
+    if not untrained:
+        return
+    num_adapters = 0
+    for name in weights:
+        if ".lora_B." in name or ".lora_embedding_B." in name:
+            num_adapters += 1
     places = (
         f"{len(untrained)} of {num_adapters} adapters have a B of zeros and add nothing, "
         f"{untrained[0]} first"

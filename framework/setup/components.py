@@ -171,6 +171,7 @@ def make_train_loader(
         workers = data.num_workers or splits.taken.get("num_workers", 0)
     else:
         workers = num_workers
+    batches_per_worker = -(-read_at_once // max(workers, 1))  # rounded up
     share = Share(
         layout.global_size,
         layout.micro_size,
@@ -187,25 +188,7 @@ def make_train_loader(
         claims=claims,
     )
     if is_stream(splits.train):  # a worker has a whole step of a stream ready
-        from framework.data.lengths import lengths_of
-
-        if data.bucket_steps:
-            lengths_of(splits.train, "data.bucket_steps")
-        elif data.curriculum_steps:
-            lengths_of(splits.train, "data.curriculum_steps")
-        from framework.data.streams import StreamLoader
-
-        loader = StreamLoader(
-            splits.train,
-            share=share,
-            reading=reading,
-            lanes=getattr(data, "lanes", None),
-            places=None if places is None else places.restored,
-        )
-        if places is not None:
-            places.loader = loader
-        return loader
-    batches_per_worker = -(-read_at_once // max(workers, 1))  # rounded up
+        return _stream_loader(splits.train, data, share, reading, places)
     prefetch_batches = max(data.prefetch_batches, batches_per_worker)
     ordering = Ordering(
         splits.taken.get("shuffle", data.shuffle),
@@ -219,6 +202,32 @@ def make_train_loader(
         reading=replace(reading, prefetch_batches=prefetch_batches),
         ordering=ordering,
     )
+
+
+def _stream_loader(
+    stream: Any, data: Any, share: Share, reading: Reading, places: StreamPlaces | None
+) -> StreamLoader:
+    """Return the loader of a stream, with its lanes where `places` had them.
+
+    Raises:
+        ConfigError: the section `data` orders samples by length, which a stream does not show.
+    """
+    from framework.data.lengths import lengths_of
+    from framework.data.streams import StreamLoader
+
+    if data.bucket_steps:
+        lengths_of(stream, "data.bucket_steps")
+    elif data.curriculum_steps:
+        lengths_of(stream, "data.curriculum_steps")
+    restored = None
+    if places is not None:
+        restored = places.restored
+    loader = StreamLoader(
+        stream, share=share, reading=reading, lanes=getattr(data, "lanes", None), places=restored
+    )
+    if places is not None:
+        places.loader = loader
+    return loader
 
 
 def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
@@ -241,16 +250,22 @@ def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
 
 def refuse_unmeasured(config: RunConfig, splits: Splits) -> None:
     """Refuse metrics that no evaluation set gives: they would never have a value."""
-    areas = [f"eval/{name}/" if name else "eval/" for name in splits.evaluations]
+    areas = []
+    known = []  # empty if the task's metrics have no names
+    for set_name in splits.evaluations:
+        area = f"eval/{set_name}/" if set_name else "eval/"
+        areas.append(area)
+        for name in getattr(config.task, "metrics", ()):
+            known.append(f"{area}{name}")
     if not areas:
         return
-    known: list[str] = []
-    for area in areas:
-        known += [f"{area}{name}" for name in getattr(config.task, "metrics", ())]
     problems = []
     for key, metric in _watched_metrics(config):
-        is_known = metric in known if known else metric.startswith(tuple(areas))
-        if metric.startswith("eval/") and not is_known:
+        if known:
+            is_given = metric in known
+        else:
+            is_given = metric.startswith(tuple(areas))
+        if metric.startswith("eval/") and not is_given:
             reason = "no evaluation set gives it"
             fix = f"write one of {', '.join(known or areas)}"
             problems.append(Problem("unknown-metric", reason, fix, key, metric))

@@ -140,21 +140,30 @@ def check_optimizer(
                     is_of_all_ranks=True,
                 )
             return
-    if not reason:
-        return
+    if reason:
+        raise _sees_shape(reason, stage, tensor, key, value, is_from_stage_3=is_from_stage_3)
+
+
+def _sees_shape(
+    reason: str, stage: int, tensor: int, key: str, value: str, *, is_from_stage_3: bool
+) -> ConfigError:
+    """Return the error of an optimizer that steps shares otherwise than whole weights.
+
+    `is_from_stage_3`: it works at stage 2.
+    """
     if is_from_stage_3:
         reason += (
             ", at zero.stage 3, where it is made from flat, empty tensors and stepped once "
             "for each of its groups"
         )
         fix = f"set zero.stage: 2, or {_BY_NUMBER}"
-        raise ConfigError.of("optimizer-sees-shape", reason, fix, key, value)
+        return ConfigError.of("optimizer-sees-shape", reason, fix, key, value)
     if stage:
         reason += f", and at zero.stage {stage} it sees shares of one flat vector of all weights"
     if tensor > 1:
         reason += f", and of parallel.tensor: {tensor} each rank has a part of it"
     setting = "parallel.tensor: 1" if tensor > 1 else "zero.stage: 0"
-    raise ConfigError.of(
+    return ConfigError.of(
         "optimizer-sees-shape", reason, f"set {setting}, or {_BY_NUMBER}", key, value
     )
 
@@ -204,14 +213,18 @@ def _compared(
         for step in range(3):  # closures and modes are asked for at once
             whole.step(trial.gradients(whole.weights, step), step)
         return ""
+    shares = []
     try:
-        shares = [
-            _Share(make, start, number, stage, key=key, value=value)
-            for number in range(_NUM_SHARES)
-        ]
+        for number in range(_NUM_SHARES):
+            shares.append(_Share(make, start, number, stage, key=key, value=value))
     except NotJudgedError as error:
         return f"it cannot be made for its share of the weights ({error})"
-    begin = _joined(start)
+    return _first_difference(trial, whole, shares)
+
+
+def _first_difference(trial: _Trial, whole: _Whole, shares: Sequence[_Share]) -> str:
+    """Step whole weights and shares of them, and return where they differ first, or empty text."""
+    begin = _joined(trial.trained)
     farthest = 0.0
     for step in range(trial.num_steps):
         gradients = trial.gradients(whole.weights, step)
@@ -227,9 +240,11 @@ def _compared(
                 share.step(_joined(gradients), step)
             except NotJudgedError as error:
                 return f"it takes no weight that is a flat vector ({error})"
+            # NaN is no distance that is allowed
             if not share.distance(weights) <= allowed:
                 return "its step depends on the shape of a weight, or on many numbers at once"
-            if step % 4 == 3:
+        if step % 4 == 3:
+            for share in shares:
                 name = _differing_scalar(whole.scalars(), share.scalars())
                 if name:
                     return f"it keeps a number that depends on all weights it steps ({name})"
@@ -429,16 +444,20 @@ class _EqualDraws(TorchDispatchMode):
         drawn = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return drawn
-        full_name: str = func._overloadpacket.__name__
-        name = full_name.removesuffix("_")
-        if (
-            not isinstance(drawn, Tensor)
-            or drawn.numel() < 2
-            or name in ("randperm", "multinomial")
-        ):
+        if not isinstance(drawn, Tensor) or drawn.numel() < 2:
             return drawn
+        full_name: str = func._overloadpacket.__name__
+        if full_name in ("randperm", "multinomial"):  # orders and choices
+            return drawn
+        return self._fill(drawn, full_name, func, args, kwargs or {})
+
+    def _fill(
+        self, drawn: Tensor, full_name: str, func: Any, args: Any, kwargs: Mapping[str, Any]
+    ) -> Tensor:
+        """Fill a random tensor with this step's number, scaled as the function's arguments want."""
+        name = full_name.removesuffix("_")
         names = [argument.name for argument in func._schema.arguments]
-        arguments = dict(zip(names, args, strict=False)) | (kwargs or {})
+        arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
         if name in ("normal", "randn", "randn_like"):
             mean = arguments.get("mean", 0.0)
             std = arguments.get("std", 1.0)

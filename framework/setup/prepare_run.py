@@ -184,15 +184,7 @@ def prepare(
     ds_config = render(plan)
     findings += _problems_of_passed_keys(plan, ds_config, source)
     with _placing(source):
-        cut = None
-        if plan.layout.pipe_size > 1:
-            from framework.setup.pipeline_stages import cut_model
-
-            cut = cut_model(plan, parts)
-        elif config.training.recompute_every:
-            from framework.setup.pipeline_stages import check_recomputed
-
-            check_recomputed(plan, parts)
+        cut = _cut_into_stages(plan, parts)
         # A checkpoint of adapters does not hold the weights that they were trained on.
         needs_weights = resumed is None or config.training.lora is not None
         weights = None
@@ -206,6 +198,21 @@ def prepare(
         named = resumed
     plan = replace(plan, findings=tuple(findings))
     return Prepared(plan, ds_config, parts, cut, named, weights)
+
+
+def _cut_into_stages(plan: Plan, parts: Parts) -> CutModel | None:
+    """Return the model's layers by stage; without a pipeline None, after a check of layers that are
+    to be recomputed.
+    """
+    if plan.layout.pipe_size > 1:
+        from framework.setup.pipeline_stages import cut_model
+
+        return cut_model(plan, parts)
+    if plan.config.training.recompute_every:
+        from framework.setup.pipeline_stages import check_recomputed
+
+        check_recomputed(plan, parts)
+    return None
 
 
 def _problems_of_passed_keys(

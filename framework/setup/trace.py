@@ -472,36 +472,47 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _layer_works(ledger: _Ledger, model: nn.Module) -> Iterator[LayerWork]:
     """Yield the figures of every part; weights that no part has count for the first record."""
-    ids_in_parts: set[int] = set()
-    for record in ledger.records:
-        ids_in_parts.update(_weight_ids(record.module))
-    before_parts = ledger.records[0]
-    ids_outside = [key for key in _weight_ids(model) if key not in ids_in_parts]
     sizes = {id(weight): weight.numel() for weight in model.parameters() if weight.requires_grad}
-    first_part_of: dict[int, str] = {}
+    first_part_of: dict[int, str] = {}  # of each weight that a part before this one has
     saved_bytes = 0
     for number, record in enumerate(ledger.records):
-        ids = _weight_ids(record.module)
-        if record is before_parts:
-            ids = ids_outside
-            if not ids and not any(record.figures.values()):
+        if number == 0:
+            weight_ids = _ids_outside_parts(ledger, model)
+            if not weight_ids and not any(record.figures.values()):
                 continue  # nothing runs before the first part
-        trained_ids = [key for key in ids if key in sizes]
-        shared_ids = [key for key in trained_ids if key in first_part_of]
-        new_ids = [key for key in trained_ids if key not in first_part_of]
+        else:
+            weight_ids = _weight_ids(record.module)
+        new_ids = []
+        shared_ids = []
+        for key in weight_ids:
+            if key in first_part_of:
+                shared_ids.append(key)
+            elif key in sizes:
+                new_ids.append(key)
         saved_bytes += record.figures["saved"]
         name = record.name
         if shared_ids and not new_ids:  # several parts of this name have these weights
             name += f"-{number}"
+        shares = ""
+        if shared_ids:
+            shares = first_part_of[shared_ids[0]]
         yield _layer_work(
             record,
             name,
             saved_bytes,
-            num_params=sum(sizes[key] for key in new_ids),
-            shared_params=sum(sizes[key] for key in shared_ids),
-            shares=first_part_of[shared_ids[0]] if shared_ids else "",
+            num_params=sum(map(sizes.__getitem__, new_ids)),
+            shared_params=sum(map(sizes.__getitem__, shared_ids)),
+            shares=shares,
         )
         first_part_of |= dict.fromkeys(new_ids, record.name)
+
+
+def _ids_outside_parts(ledger: _Ledger, model: nn.Module) -> list[int]:
+    """Return the ids of the model's weights that no part has."""
+    ids_in_parts: set[int] = set()
+    for record in ledger.records:
+        ids_in_parts.update(_weight_ids(record.module))
+    return [key for key in _weight_ids(model) if key not in ids_in_parts]
 
 
 def _layer_work(

@@ -149,15 +149,13 @@ def saved_config(
         raise refused(
             missing_kind, reason, f"use the release that wrote it, or {otherwise}"
         ) from None
-    folders = (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)
-    resolved_folders = [folder.resolve() for folder in folders]
+    is_trusted = _is_trusted(checkpoint, trust)
     for name in sections:
         section = getattr(config, name)
         if isinstance(section, Object):
             reason = f"{section.object} was handed over from Python, and cannot be asked here"
             fix = f"name it in the config ({name}.target), or {otherwise}"
             raise refused(missing_kind, reason, fix)
-        is_trusted = trust is not None and Path(trust).resolve() in resolved_folders
         if isinstance(section, Target) and not is_trusted:
             reason = (
                 f"the manifest names code of its own, {name}.target = {section.target}, "
@@ -169,3 +167,11 @@ def saved_config(
             )
             raise refused("target-not-trusted", reason, f"{fix}; or {otherwise}")
     return config
+
+
+def _is_trusted(checkpoint: SavedCheckpoint, trust: str | None) -> bool:
+    """Check whether the folder that the user trusts is the checkpoint's, or one around it."""
+    if trust is None:
+        return False
+    folders = (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)
+    return Path(trust).resolve() in [folder.resolve() for folder in folders]
