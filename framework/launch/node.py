@@ -397,7 +397,7 @@ def _make_ranks(
     environment: Mapping[str, str],
     binding: Binding,
 ) -> Ranks:
-    """Return the ranks of a start, which do not run yet; the arguments are as `run_node` has them."""
+    """Return the ranks of a start, not started; the arguments are as `run_node` has them."""
     from framework.launch.ranks import Ranks  # psutil comes with the train extra only
 
     topology = start.topology
