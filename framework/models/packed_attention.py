@@ -8,7 +8,7 @@ computed
 
 - by torch's kernel for texts of different lengths, ``torch.nn.attention.varlen``, on a GPU in half
   precision: one launch for all texts of a batch;
-- else text by text: as many launches as texts, in any precision, with dropout, on any device;
+- else text by text: as many launches as texts, in any precision, on any device;
 - with a mask (batch, 1, sequence, sequence), `texts_mask`, where neither can work: within a graph
   of ``torch.compile`` without that kernel, as a graph would hold the lengths of one batch.
 
@@ -128,28 +128,25 @@ def attend_within_texts(
         query = query.to(dtype)
         key = key.to(dtype)
         value = value.to(dtype)
-    if not why_no_kernel(query, value, dropout=dropout):
-        return _by_kernel(query, key, value, rows, scale=scale, window=window)
+    if not why_no_kernel(query, value):
+        return _by_kernel(query, key, value, rows, dropout=dropout, scale=scale, window=window)
     if torch.compiler.is_compiling():
         return _by_mask(query, key, value, rows, dropout=dropout, scale=scale, window=window)
     return _text_by_text(query, key, value, rows, dropout=dropout, scale=scale, window=window)
 
 
-def why_no_kernel(query: Tensor, value: Tensor, *, dropout: float) -> str:
+def why_no_kernel(query: Tensor, value: Tensor) -> str:
     """Return why attention within texts cannot take torch's kernel for texts of different lengths;
     empty if it can.
 
     Args:
         query: (batch, heads, sequence, head size).
         value: the same of the values.
-        dropout: of the attention weights.
     """
     if query.device.type not in _DEVICES_WITH_KERNEL:
         return f"there is none for {query.device.type}"
     if query.dtype not in _HALF:
         return "it computes in bf16 and fp16 only"
-    if dropout:
-        return "it has no dropout"
     size = query.shape[-1]
     if size != value.shape[-1] or size > _LARGEST_HEAD or size % _HEAD_MULTIPLE:
         return f"heads of {size} are none that it takes"
@@ -193,36 +190,69 @@ def _by_kernel(
     value: Tensor,
     rows: PackedRows,
     *,
+    dropout: float,
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.varlen import varlen_attn
-
     batch, heads, length, _ = query.shape
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    seen = (-1, 0)  # positions before a position and after it; -1: all
     if window is not None:
-        options["window_size"] = (window - 1, 0)
+        seen = (window - 1, 0)
     repeats = heads // key.shape[1]
-    if repeats > 1 and "enable_gqa" in _kernel_parameters():
-        options["enable_gqa"] = True
-    elif repeats > 1:  # before torch 2.12
+    takes_groups = dropout > 0 or "enable_gqa" in _kernel_parameters()
+    if repeats > 1 and not takes_groups:  # before torch 2.12
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)
-    # cuDNN, which later versions of torch prefer, plans anew for every number of texts.
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        mixed = varlen_attn(
-            _flat(query),
-            _flat(key),
-            _flat(value),
-            rows.starts,
-            rows.starts,
-            rows.longest,
-            rows.longest,
-            **options,
-        )
-    assert isinstance(mixed, Tensor)
+        repeats = 1
+    query = _flat(query)
+    key = _flat(key)
+    value = _flat(value)
+    if dropout:
+        mixed = _flash_attention(query, key, value, rows, dropout=dropout, scale=scale, seen=seen)
+    else:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.attention.varlen import varlen_attn
+
+        options: dict[str, Any] = {"scale": scale, "window_size": seen}
+        if repeats > 1:
+            options["enable_gqa"] = True
+        ends = (rows.starts, rows.starts, rows.longest, rows.longest)
+        # cuDNN, which later versions of torch prefer, plans anew for every number of texts.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            mixed = varlen_attn(query, key, value, *ends, **options)  # type: ignore[assignment]
     return mixed.view(batch, length, heads, -1).transpose(1, 2)
+
+
+def _flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    *,
+    dropout: float,
+    scale: float | None,
+    seen: tuple[int, int],
+) -> Tensor:
+    """Call the operator under `varlen_attn`, which has no argument for dropout (torch 2.15), as
+    torch's nested tensors do.
+    """
+    is_causal = seen == (-1, 0)
+    made: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        rows.starts,
+        rows.starts,
+        rows.longest,
+        rows.longest,
+        dropout,
+        is_causal,
+        False,  # no mask for debugging
+        scale=scale,
+        window_size_left=seen[0],
+        window_size_right=seen[1],
+    )
+    return made[0]
 
 
 def _text_by_text(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from framework.config.precision import Autocast
 from framework.config.run_config import AUTO, RunConfig
 from framework.config.training import Compile
 from framework.plan.cluster import Device
@@ -64,6 +65,9 @@ def _reason_against(config: RunConfig) -> str:
         return (
             "at zero.stage 3 DeepSpeed gathers weights inside of every block, which no graph holds"
         )
+    is_half = config.precision.dtype in ("bf16", "fp16") or isinstance(config.precision, Autocast)
+    if getattr(config.data, "packing", False) and not is_half:
+        return "packed rows in fp32 are computed text by text, which no graph holds"
     if config.training.detect_anomaly:
         return "training.detect_anomaly names operations, and a graph is one of them"
     if config.profile is not None and config.profile.modules:

@@ -30,11 +30,13 @@ class RankShare:
         tensor: ranks that share every weight that is divided.
         sequence: ranks that share every sequence.
         tile: positions that have logits at once; 0: all.
+        texts: texts of equal length in each row of packed ones; 0: rows are not packed.
     """
 
     tensor: int = 1
     sequence: int = 1
     tile: int = 0
+    texts: float = 0
 
     def of(self, size: int) -> int:
         """Return the largest share that a rank of a tensor group has of a divided size."""

@@ -463,12 +463,6 @@ class Tape:
             return value
         return self.run(value, shape=value.shape, width=width)
 
-    def shared_input(self, value: Value, *names: str) -> Value:
-        """Cast the input of linear layers that are applied together (models/products.py) once."""
-        if self.keeps_inputs or any(self._adapts(name) for name in names):
-            return value
-        return self.cast(value, self.product_width)
-
     def add(self, *values: Value) -> Value:
         width = max(value.width for value in values)
         return self.run(*values, shape=values[0].shape, width=width, passes=True)
@@ -532,10 +526,14 @@ class Tape:
         batch, channels = value.shape[:2]
         return self.run(value, shape=(batch, channels, 1, 1))
 
-    def turns(self, value: Value, head_size: int) -> Value:
-        """Keep the table of rotary positions for (batch, sequence, size): one for all parts."""
+    def turns(self, value: Value, head_size: int, *, differ: bool) -> Value:
+        """Keep the table of rotary positions for (batch, sequence, size): one for all parts.
+
+        `differ`: each sample of the batch has positions of its own.
+        """
         if self._turns is None:
-            shape = (2, value.shape[1], head_size // 2)
+            batch, length, _ = value.shape
+            shape = (2, batch if differ else 1, length, head_size // 2)
             self._turns = Value(shape, _FP32, has_gradient=False)
             self._save([self._turns])
             self._operations.append(_Operation((), self._turns, (self._turns,), 0, False, ()))
@@ -568,23 +566,40 @@ class Tape:
         dropout: float,
         mask: Value | None = None,
         is_causal: bool = False,
+        texts: float = 0,
     ) -> Value:
         """Map queries (batch, heads, sequence, head size), and fewer heads of keys and values, to
         the shape of the queries.
+
+        `texts`: number of texts of equal length in each row; no text sees another; 0: one.
         """
         # Without dropout it is fused on CPUs, too.
         if self.device == "cuda" or not dropout:
-            return self._fused_attention(query, key, value, mask, is_causal=is_causal)
-        return self._attention_in_steps(query, key, value)
+            mixed = self._fused_attention(
+                query, key, value, mask, is_causal=is_causal, texts=max(texts, 1)
+            )
+        else:
+            mixed = self._attention_in_steps(query, key, value, texts=max(texts, 1))
+        has_kernel = self.device == "cuda" and self.product_width < _FP32
+        if texts > 1 and not has_kernel:  # they are computed one by one, and put end to end
+            mixed = self.run(mixed, shape=mixed.shape)
+        return mixed
 
     def _fused_attention(
-        self, query: Value, key: Value, value: Value, mask: Value | None, *, is_causal: bool
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        mask: Value | None,
+        *,
+        is_causal: bool,
+        texts: float,
     ) -> Value:
         """Apply attention in one kernel, which keeps inputs, output and a sum for each row."""
         batch, heads, length, _ = query.shape
-        flops = _attention_flops(query)
+        flops = int(_attention_flops(query) / texts)
         if is_causal:
-            self.masked_flops += masked(flops, length)
+            self.masked_flops += masked(flops, ceil(length / texts))
         sums = Value((batch, heads, length), _FP32, has_gradient=False)
         saves = [query, key, value, sums]
         if mask is not None:
@@ -593,15 +608,15 @@ class Tape:
         self.note_product(made, sums)
         return self.save_output(made)
 
-    def _attention_in_steps(self, query: Value, key: Value, value: Value) -> Value:
+    def _attention_in_steps(self, query: Value, key: Value, value: Value, *, texts: float) -> Value:
         """Apply attention step by step in fp32, as CPUs do with dropout; each step keeps its
         inputs.
         """
         batch, heads, length, _ = query.shape
-        product_flops = _attention_flops(query) // 2
+        product_flops = int(_attention_flops(query) / texts / 2)
         wide = [self.cast(tensor, _FP32) for tensor in (query, key, value)]
         queries, keys, values = [self.run(tensor, shape=query.shape) for tensor in wide]
-        square = (batch, heads, length, length)
+        square = (batch, heads, length, ceil(length / texts))
         scores = self.run(queries, keys, shape=square, saves=[queries, keys], flops=product_flops)
         weights = self.relu(scores)  # softmax, which keeps its output as ReLU does
         noise = Value(square, _FP32, has_gradient=False)

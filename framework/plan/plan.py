@@ -89,13 +89,19 @@ def _epochs_text(epochs: float) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions of one run. `findings` are warnings and notes; errors never get this far."""
+    """The decisions of one run. `findings` are warnings and notes; errors never get this far.
+
+    `texts_per_row` counts where rows are packed: this number of texts of equal length in each row
+    would have attention compute as much as the texts of the data do. Until the data is read it is
+    1, the most work and memory that rows of a length can take.
+    """
 
     config: RunConfig
     cluster: Cluster
     layout: Layout
     length: Length
     findings: tuple[Problem, ...]
+    texts_per_row: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, as written to ``plan.json``."""
@@ -383,15 +389,14 @@ def _has_adapted_head(model: LanguageModel, lora: LoRA) -> bool:
 
 
 def _slow_vocabulary(config: RunConfig, cluster: Cluster, layout: Layout) -> Iterator[Problem]:
-    """Find an output layer that GPUs compute slowly in half precision: a product with the matrix
-    of the embedding is filled up, and so are tiles, but no other layer is.
+    """Find an output layer that GPUs compute slowly in half precision: tiles would be filled up,
+    and the loss has none.
     """
     model = config.model
     is_half = config.precision.dtype != "fp32"
     if cluster.device != "cuda" or not is_half or not isinstance(model, LanguageModel):
         return
-    is_tied = getattr(model, "tie_embeddings", True)
-    if is_tied or not isinstance(config.task, CausalLM | MaskedLM):
+    if not isinstance(config.task, CausalLM | MaskedLM):
         return
     tokens = ceil(model.vocab_size / layout.tensor_size)
     if not tokens % FAST_ROWS or loss_tile(config, layout.micro_size):
@@ -425,6 +430,11 @@ def rows(plan: Plan) -> dict[str, str]:
         "precision": plan.config.precision.dtype,
         "ZeRO": _zero(plan),
     }
+    if getattr(plan.config.data, "packing", False):
+        texts = "1 text each, the most work and memory"
+        if plan.texts_per_row > 1:
+            texts = f"{plan.texts_per_row:.1f} texts of equal length each"
+        planned["rows"] = f"packed, planned as {texts}"
     tile = loss_tile(plan.config, plan.layout.micro_size)
     if tile:
         planned["loss"] = f"tile by tile, the logits of {counted(tile, 'position')} at once"

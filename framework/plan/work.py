@@ -203,14 +203,23 @@ class ModelWork:
 
 
 def named_work(
-    config: RunConfig, micro_size: int, *, device: Device = "cuda", share: RankShare = UNDIVIDED
+    config: RunConfig,
+    micro_size: int,
+    *,
+    device: Device = "cuda",
+    share: RankShare = UNDIVIDED,
+    texts_per_row: float = 1.0,
 ) -> ModelWork | None:
     """Return the work of a run's model, or of a rank's share of it, on a micro-batch of
     `micro_size` samples; None as `model_work`.
 
     If only the user's own data has the length of sequences, the model's longest is taken; a loss of
-    the user's own counts as the one that belongs to the model.
+    the user's own counts as the one that belongs to the model. `texts_per_row` is `Plan`'s, and
+    counts where rows are packed.
     """
+    texts = 0.0
+    if getattr(config.data, "packing", False):
+        texts = texts_per_row
     return model_work(
         config.model,
         micro_size=micro_size,
@@ -221,7 +230,7 @@ def named_work(
         freeze=always_frozen(config.training.freeze),
         lora=config.training.lora,
         zero_stage=config.zero.stage,
-        share=replace(share, tile=loss_tile(config, micro_size)),
+        share=replace(share, tile=loss_tile(config, micro_size), texts=texts),
     )
 
 
@@ -246,14 +255,25 @@ def work_of_rank(plan: Plan) -> ModelWork | None:
     """Return `work_of` a rank of a tensor or sequence group; None also for undivided models."""
     layout = plan.layout
     share = RankShare(layout.tensor_size, layout.sequence_size)
-    return named_work(plan.config, layout.micro_size, device=_device_of(plan), share=share)
+    return named_work(
+        plan.config,
+        layout.micro_size,
+        device=_device_of(plan),
+        share=share,
+        texts_per_row=plan.texts_per_row,
+    )
 
 
 def work_of(plan: Plan) -> ModelWork | None:
     """Return the work of a plan's model on its micro-batch and kind of device, GPUs if it names
     none; None as `named_work`.
     """
-    return named_work(plan.config, plan.layout.micro_size, device=_device_of(plan))
+    return named_work(
+        plan.config,
+        plan.layout.micro_size,
+        device=_device_of(plan),
+        texts_per_row=plan.texts_per_row,
+    )
 
 
 def _device_of(plan: Plan) -> Device:

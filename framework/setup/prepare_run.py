@@ -179,6 +179,8 @@ def prepare(
         with waiting("the data: it is read, downloaded or made ready (data)"):
             parts = gather_parts(config, objects)
     plan = plan.with_data(parts.splits.num_train, source)
+    texts_per_row = getattr(parts.splits.train, "texts_per_row", 1.0)
+    plan = replace(plan, texts_per_row=texts_per_row)
     findings = list(plan.findings)
     findings += [source.locate(problem) for problem in _shared_lanes(plan, parts)]
     ds_config = render(plan)

@@ -59,6 +59,10 @@ def test_auto_compiles_blocks_on_cuda_and_nothing_on_processors() -> None:
     [
         ({"zero": {"stage": 3}}, "zero.stage 3"),
         ({"training": {"detect_anomaly": True}}, "detect_anomaly"),
+        (
+            {"model": {"kind": "gpt"}, "data": {"kind": "conversations", "packing": True}},
+            "packed rows in fp32",
+        ),
         ({"profile": {"steps": "3-4", "modules": True}}, "profile.modules"),
     ],
 )

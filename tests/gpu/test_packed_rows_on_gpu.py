@@ -51,7 +51,7 @@ def test_texts_are_what_the_mask_computes(
     for heads in (4, kv_heads, kv_heads):
         tensor = torch.randn(len(ROWS), heads, 256, 64, device="cuda", dtype=dtype)
         inputs.append(tensor.requires_grad_())
-    has_kernel = why_no_kernel(inputs[0], inputs[2], dropout=0.0) == ""
+    has_kernel = why_no_kernel(inputs[0], inputs[2]) == ""
     assert has_kernel == (dtype != torch.float32)
     mixed = attend_within_texts(*inputs, packed_rows(places), window=window)
     query, key, value = (tensor.float() for tensor in inputs)
@@ -68,6 +68,26 @@ def test_texts_are_what_the_mask_computes(
     ours = torch.autograd.grad(mixed, inputs, upper.to(dtype))
     for one, other in zip(ours, torch.autograd.grad(expected, inputs, upper), strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=2 * atol, rtol=2 * atol)
+
+
+def test_dropout_is_the_same_in_both_passes() -> None:
+    """With the values of a unit matrix the output is the weights themselves, with what was left
+    out.
+    """
+    torch.manual_seed(3)
+    length, share = 64, 0.25
+    places = on_device([[40, 24]])
+    rows, seen = packed_rows(places), texts_mask(places)[0, 0]
+    query = torch.zeros(1, 1, length, length, device="cuda", dtype=torch.bfloat16)
+    value = torch.eye(length, device="cuda", dtype=torch.bfloat16)[None, None].requires_grad_()
+    assert why_no_kernel(query, value) == ""
+    mixed = attend_within_texts(query, query, value, rows, dropout=share)
+    weights = mixed[0, 0].detach()
+    assert (weights[~seen] == 0).all()
+    assert 0.2 < (weights[seen] == 0).float().mean() < 0.3
+    upper = torch.randn_like(mixed)
+    (gradient,) = torch.autograd.grad(mixed, value, upper)
+    torch.testing.assert_close(gradient[0, 0], weights.T @ upper[0, 0], atol=0.1, rtol=0.05)
 
 
 def test_a_gpt_does_not_wait_for_the_device() -> None:

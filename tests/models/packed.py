@@ -36,6 +36,7 @@ class KernelByDefinition:
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], int, int]] = []
+        self.dropouts: list[float] = []
 
     def forward(self, *given: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Compute attention of (query, key, value, starts, starts, longest, longest, is_causal,
@@ -52,6 +53,24 @@ class KernelByDefinition:
             mixed[text] = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
         sums = torch.zeros(query.shape[1], query.shape[0])
         return mixed, sums, torch.zeros(2, dtype=torch.uint64)
+
+    def forward_with_dropout(self, *given: Any, **options: Any) -> tuple[Tensor, ...]:
+        """Compute the same, without leaving anything out, of torch's operator under the kernel:
+        (query, key, value, starts, starts, longest, longest, dropout, is_causal).
+        """
+        self.dropouts.append(given[7])
+        window = [options["window_size_left"], options["window_size_right"]]
+        assert given[8] == (window == [-1, 0])
+        mixed, sums, state = self.forward(*given[:7], given[8], options["scale"], window)
+        return mixed, sums, state, state, mixed.new_empty(0)
+
+    def backward_with_dropout(self, *given: Any, **options: Any) -> tuple[Tensor, ...]:
+        """Compute `backward`, of (gradient, query, key, value, output, sums, starts, starts,
+        longest, longest, dropout, is_causal, state).
+        """
+        self.dropouts.append(given[10])
+        window = [options["window_size_left"], options["window_size_right"]]
+        return self.backward(*given[:10], given[11], given[12], options["scale"], window)
 
     @staticmethod
     def backward(*given: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,6 +103,7 @@ class KernelByDefinition:
 
 
 _registered: list[KernelByDefinition] = []
+_library = torch.library.Library("aten", "IMPL")
 
 
 def kernel_on_cpu(monkeypatch: Any) -> KernelByDefinition:
@@ -98,6 +118,9 @@ def kernel_on_cpu(monkeypatch: Any) -> KernelByDefinition:
             ("_varlen_attn_backward", kernel.backward),
         ):
             torch.library.register_kernel(f"torch_attn::{name}", "cpu", function)
+        _library.impl("_flash_attention_forward", kernel.forward_with_dropout, "CPU")
+        _library.impl("_flash_attention_backward", kernel.backward_with_dropout, "CPU")
     monkeypatch.setattr(packed_attention, "_DEVICES_WITH_KERNEL", ["cuda", "cpu"])
     _registered[0].calls.clear()
+    _registered[0].dropouts.clear()
     return _registered[0]

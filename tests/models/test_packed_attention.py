@@ -156,28 +156,29 @@ def test_dropout_leaves_out_weights_within_texts() -> None:
     assert weights.sum(-1).mean() == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_kernel_gets_all_texts_at_once(
-    monkeypatch: pytest.MonkeyPatch, window: int | None
+    monkeypatch: pytest.MonkeyPatch, window: int | None, dropout: float
 ) -> None:
     kernel = kernel_on_cpu(monkeypatch)
     inputs, places = heads(dtype=torch.bfloat16), places_of(ROWS)
     rows = packed_rows(places)
-    mixed = attend_within_texts(*inputs, rows, window=window, scale=0.3)
+    mixed = attend_within_texts(*inputs, rows, window=window, scale=0.3, dropout=dropout)
     assert kernel.calls == [(rows.host_starts.tolist(), 16, -1 if window is None else window - 1)]
     assert mixed.dtype == torch.bfloat16
     assert_same(inputs, mixed, through_mask(inputs, places, window, scale=0.3), atol=0.05)
+    assert kernel.dropouts == ([0.25, 0.25] if dropout else [])
 
 
 def test_what_the_kernel_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     half, single = torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 2, 8)
-    assert "none for cpu" in why_no_kernel(half, half, dropout=0.0)
+    assert "none for cpu" in why_no_kernel(half, half)
     kernel = kernel_on_cpu(monkeypatch)
-    assert why_no_kernel(half, half, dropout=0.0) == ""
-    assert "bf16 and fp16 only" in why_no_kernel(single, single, dropout=0.0)
-    assert "no dropout" in why_no_kernel(half, half, dropout=0.1)
-    assert "heads of 7" in why_no_kernel(half[..., :7], half[..., :7], dropout=0.0)
-    assert "heads of 8" in why_no_kernel(half, half[..., :4], dropout=0.0)
+    assert why_no_kernel(half, half) == ""
+    assert "bf16 and fp16 only" in why_no_kernel(single, single)
+    assert "heads of 7" in why_no_kernel(half[..., :7], half[..., :7])
+    assert "heads of 8" in why_no_kernel(half, half[..., :4])
     rows = packed_rows(torch.tensor([[0, 0]]))
     with torch.autocast("cpu", torch.bfloat16):  # casts for the kernel as for torch's attention
         assert attend_within_texts(single, single, single, rows).dtype == torch.bfloat16

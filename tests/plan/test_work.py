@@ -19,6 +19,7 @@ from framework.models.prepare_model import prepare_model
 from framework.plan.work import ModelWork, model_work, named_work
 from framework.setup.components import gather_parts
 from framework.setup.user_code import Objects
+from framework.tasks.causal_lm import CausalLM
 from tests.jobs.live_bytes import Saved
 from tests.plan.saved_bytes import saved_bytes
 
@@ -107,6 +108,26 @@ def test_saved_bytes_are_what_autograd_saves(name: str, dtype: str) -> None:
     work = named_work(config, MICRO, device="cpu")
     assert work is not None
     assert saved_bytes(work) == pytest.approx(counted(config), rel=0.05)
+
+
+PACKED = {"data": {"kind": "conversations", "packing": True, "sequence_length": 32}}
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt-dropout", "llama"])
+@pytest.mark.parametrize("texts", [1, 4])
+def test_packed_rows_save_and_compute_what_their_texts_do(name: str, texts: int) -> None:
+    config = config_from_values({**MODELS[name], **PACKED, "training": {"max_steps": 1}})
+    work = named_work(config, MICRO, device="cpu", texts_per_row=texts)
+    assert work is not None
+    model = built(config_of(name, "fp32"))[0]
+    task = CausalLM()
+    places = torch.arange(32 // texts).repeat(MICRO, texts)
+    inputs = {"input_ids": torch.randint(0, 261, (MICRO, 32)), "position_ids": places}
+    saved = Saved(model)
+    with saved.hooks, FlopCounterMode(display=False) as counter:
+        task.loss(task.forward(model, inputs), inputs["input_ids"])
+    assert saved_bytes(work) == pytest.approx(saved.total, rel=0.02)
+    assert work.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 FROZEN = (

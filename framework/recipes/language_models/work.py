@@ -7,14 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Final
 
 from framework.config.model import MoE
 from framework.plan.layers import Layers, RankShare, with_arguments
 from framework.plan.operations import Tape, Value
 from framework.recipes.language_models.kinds import BERT, GPT
-
-_PROJECTIONS: Final = ("attention.query", "attention.key", "attention.value")
 
 
 def gpt(model: GPT, share: RankShare) -> Layers:
@@ -26,12 +23,23 @@ def gpt(model: GPT, share: RankShare) -> Layers:
         return tape.layer_norm(value, name, has_bias=model.bias)
 
     def positions(tape: Tape, value: Value) -> Value:
-        flows = tape.own((model.max_positions, model.hidden_size)) or value.has_gradient
+        is_trained = tape.own((model.max_positions, model.hidden_size))
+        if share.texts:
+            places = Value(value.shape[:2], 8, has_gradient=False)
+            vectors = tape.run(
+                places,
+                shape=value.shape,
+                width=tape.weight_width,
+                saves=[places],
+                has_gradient=is_trained,
+            )
+            return tape.dropout(tape.add(value, vectors), model.dropout)
+        flows = is_trained or value.has_gradient
         added = tape.run(value, shape=value.shape, has_gradient=flows, passes=True)
         return tape.dropout(added, model.dropout)
 
     def dropout(tape: Tape, value: Value) -> Value:
-        tape.turns(value, model.hidden_size // model.num_heads)
+        tape.turns(value, model.hidden_size // model.num_heads, differ=share.texts > 0)
         return tape.dropout(value, model.dropout)
 
     def embed(tape: Tape, tokens: Value) -> Value:
@@ -73,7 +81,6 @@ def _gpt_block(
         return tape.linear(value, outputs, name, has_bias=model.bias, split=split)
 
     normed = norm(tape, hidden, "attention_norm")
-    normed = tape.shared_input(normed, *_PROJECTIONS)
     kv_size = share.of(head_size * model.num_kv_heads)
 
     def heads(name: str, outputs: int) -> Value:
@@ -84,8 +91,11 @@ def _gpt_block(
     key = heads("key", kv_size)
     value = heads("value", kv_size)
     if model.positions == "rotary":
-        query, key = tape.rotate(tape.turns(hidden, head_size), query, key)
-    mixed = tape.attention(query, key, value, dropout=model.dropout, is_causal=True)
+        turns = tape.turns(hidden, head_size, differ=share.texts > 0)
+        query, key = tape.rotate(turns, query, key)
+    mixed = tape.attention(
+        query, key, value, dropout=model.dropout, is_causal=True, texts=share.texts
+    )
     rows = share.rows(tape, mixed, rank_size)
     output = linear(rows, size, "attention.output", split=False)
     hidden = tape.add(hidden, tape.dropout(output, model.dropout))
@@ -103,7 +113,6 @@ def _perceptron(model: GPT, share: RankShare, tape: Tape, value: Value, name: st
     has_gate = model.mlp == "swiglu"
     if has_gate:  # the gate's weights come first in the model, and are used after those of `up`
         tape.own((inner_size, model.hidden_size), f"{name}.gate", has_bias=model.bias)
-        value = tape.shared_input(value, f"{name}.gate", f"{name}.up")
     inner = linear(value, inner_size, f"{name}.up", split=True)
     if has_gate:
         gate = tape.gelu(linear(value, inner_size, f"{name}.gate", split=True))
@@ -215,10 +224,9 @@ def _bert_block(model: BERT, share: RankShare, tape: Tape, hidden: Value) -> Val
     size = model.hidden_size
     rank_size = share.of(size)
     batch, length, _ = hidden.shape
-    projected_from = tape.shared_input(hidden, *_PROJECTIONS)
 
     def heads(name: str) -> Value:
-        projected = tape.linear(projected_from, rank_size, f"attention.{name}", split=True)
+        projected = tape.linear(hidden, rank_size, f"attention.{name}", split=True)
         return share.heads(tape, projected, size // model.num_heads)
 
     query = heads("query")

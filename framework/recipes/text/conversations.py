@@ -66,6 +66,21 @@ class Conversations(torch.utils.data.Dataset[Any]):
         return Tokens(numbers, starts)
 
     @property
+    def texts_per_row(self) -> float:
+        """The number of conversations of equal length in each row that would have attention compute
+        as much: all pairs of a row's positions, divided by the pairs within a conversation. The
+        padding at a row's end counts as one; 1 where rows are not packed.
+        """
+        _, _, starts, rows, _ = self._laid_out.value[self._part]
+        if not self._row_size or not len(self):
+            return 1.0
+        lengths = np.diff(starts) - 1  # the last token is only a target
+        ends = np.concatenate(([0], np.cumsum(lengths)))[rows]
+        room = self._row_size - np.diff(ends)
+        pairs = (lengths.astype(float) ** 2).sum() + (room.astype(float) ** 2).sum()
+        return float(self._row_size**2 * len(self) / pairs)
+
+    @property
     def stated(self) -> str:
         """The numbers of conversations, and of those that were cut or left out, as text."""
         return str(self._laid_out.value[self._part][4])

@@ -8,6 +8,7 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,13 @@ def test_what_is_too_long_is_cut_or_left_out_and_counted(tmp_path: Path) -> None
         build(path, sequence_length=8)
 
 
+def texts_of(inputs: Any) -> Iterator[torch.Tensor]:
+    """The texts of a packed row, and its padding."""
+    bounds = [*torch.nonzero(inputs["position_ids"] == 0).flatten().tolist(), 600]
+    for start, end in pairwise(bounds):
+        yield inputs["input_ids"][start:end]
+
+
 def test_rows_hold_every_conversation_once(folder: Path) -> None:
     lengths = [7, 30, 12, 12, 5, 18, 20, 1, 25]
     order, starts = best_fit(lengths, 30)
@@ -204,6 +212,10 @@ def test_rows_hold_every_conversation_once(folder: Path) -> None:
     assert len(packed) < len(single)
     again = pickle.loads(pickle.dumps(packed))
     assert torch.equal(again[0][1], packed[0][1])
+    pairs = sum(len(ids) ** 2 for row in range(len(packed)) for ids in texts_of(packed[row][0]))
+    assert packed.texts_per_row == pytest.approx(600 * 600 * len(packed) / pairs)
+    assert packed.texts_per_row > 1
+    assert single.texts_per_row == 1
 
 
 def models() -> dict[str, Any]:
