@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
+from framework.models.filled_rows import logits_of
 from framework.models.sequence import first_position
 from framework.models.split import VocabularyPart
 from framework.models.tiled_loss import TiledLoss, tiled_loss
@@ -83,7 +83,7 @@ class TokenEmbedding(DrawnEmbedding):
         if loss is not None:
             return loss
         if self.vocabulary is None:
-            return linear(hidden, self.weight)
+            return logits_of(hidden, self.weight)
         return self.vocabulary.logits(hidden, self.weight)
 
 

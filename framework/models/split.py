@@ -17,6 +17,8 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
 
+from framework.models.filled_rows import logits_of
+
 
 class _Copy(torch.autograd.Function):
     """Passes a tensor on, and adds up its gradient over the group."""
@@ -229,7 +231,7 @@ class VocabularyPart:
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Compute logits (..., own tokens), or joined ones, of vectors (..., hidden)."""
         assert self.part is not None
-        logits = linear(self.part.copy(hidden), weight)
+        logits = logits_of(self.part.copy(hidden), weight)
         if self.joins:
             return self.part.join(logits, self.widths)
         return logits

@@ -463,6 +463,12 @@ class Tape:
             return value
         return self.run(value, shape=value.shape, width=width)
 
+    def shared_input(self, value: Value, *names: str) -> Value:
+        """Cast the input of linear layers that are applied together (models/products.py) once."""
+        if self.keeps_inputs or any(self._adapts(name) for name in names):
+            return value
+        return self.cast(value, self.product_width)
+
     def add(self, *values: Value) -> Value:
         width = max(value.width for value in values)
         return self.run(*values, shape=values[0].shape, width=width, passes=True)

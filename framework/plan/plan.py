@@ -389,14 +389,15 @@ def _has_adapted_head(model: LanguageModel, lora: LoRA) -> bool:
 
 
 def _slow_vocabulary(config: RunConfig, cluster: Cluster, layout: Layout) -> Iterator[Problem]:
-    """Find an output layer that GPUs compute slowly in half precision: tiles would be filled up,
-    and the loss has none.
+    """Find an output layer that GPUs compute slowly in half precision: a product with the matrix
+    of the embedding is filled up, and so are tiles, but no other layer is.
     """
     model = config.model
     is_half = config.precision.dtype != "fp32"
     if cluster.device != "cuda" or not is_half or not isinstance(model, LanguageModel):
         return
-    if not isinstance(config.task, CausalLM | MaskedLM):
+    is_tied = getattr(model, "tie_embeddings", True)
+    if is_tied or not isinstance(config.task, CausalLM | MaskedLM):
         return
     tokens = ceil(model.vocab_size / layout.tensor_size)
     if not tokens % FAST_ROWS or loss_tile(config, layout.micro_size):

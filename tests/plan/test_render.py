@@ -535,19 +535,24 @@ def test_further_data_types_stand_beside_the_sums() -> None:
     assert rendered(values)["communication_data_type"] == "fp32"
 
 
+UNTIED = {"kind": "gpt", "size": "tiny", "tie_embeddings": False}
+
+
 @pytest.mark.parametrize(
     ("changed", "is_noted"),
     [
         ({"parallel": {"pipe": 2}}, True),
         ({"training": {"loss_tile": 0}}, True),
         ({}, False),  # its loss is in tiles
-        ({"model": {"kind": "gpt", "vocab_size": 320}, "training": {"loss_tile": 0}}, False),
+        # the product itself is filled up
+        ({"model": {"kind": "gpt"}, "training": {"loss_tile": 0}}, False),
+        ({"model": UNTIED | {"vocab_size": 320}, "training": {"loss_tile": 0}}, False),
         ({"precision": {"dtype": "fp32"}, "training": {"loss_tile": 0}}, False),
     ],
 )
 def test_rows_that_gpus_multiply_slowly_are_noted(changed: dict[str, Any], is_noted: bool) -> None:
     values: dict[str, Any] = {
-        "model": {"kind": "gpt", "size": "tiny"},
+        "model": UNTIED,
         "task": {"kind": "causal_lm"},
     }
     values |= {

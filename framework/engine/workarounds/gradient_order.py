@@ -101,6 +101,9 @@ class _GradientOrder:
                 # checkpoints) have graphs of their own, which are not part of the first one.
                 self._knows_graph = self._knows_graph and torch.is_grad_enabled()
 
+    # Layers that are computed as one product call it themselves (`models/products.py`).
+    vars(_note_call)["observes"] = True
+
     def _adopt_calls(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         """Take over rank 0's order after the first forward pass of training. Collective."""
         if not torch.is_grad_enabled():

@@ -29,6 +29,7 @@ from framework.models.initialized import (
     split_heads,
 )
 from framework.models.layers import Layer, LayeredModel
+from framework.models.products import apply_linears
 from framework.models.sequence import attend
 from framework.models.tiled_loss import TiledLoss
 
@@ -118,9 +119,8 @@ class MaskedAttention(nn.Module):
         self.output = shape.linear(size, size)
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        query = split_heads(self.query(hidden), self.head_size)
-        key = split_heads(self.key(hidden), self.head_size)
-        value = split_heads(self.value(hidden), self.head_size)
+        projected = apply_linears(hidden, self.query, self.key, self.value)
+        query, key, value = (split_heads(each, self.head_size) for each in projected)
         attention_mask = (mask != 0)[:, None, None, :]
         dropout = self.dropout if self.training else 0.0
         mixed = attend(query, key, value, attn_mask=attention_mask, dropout_p=dropout)

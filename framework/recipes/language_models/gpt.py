@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, pad, silu
+from torch.nn.functional import gelu, pad
 
 from framework.config.model import MoE
 from framework.models.experts import MixtureOfExperts
@@ -25,6 +25,7 @@ from framework.models.initialized import (
     split_heads,
 )
 from framework.models.layers import Layer, LayeredModel
+from framework.models.products import apply_linears, swiglu
 from framework.models.sequence import attend, is_shared
 from framework.recipes.language_models.rotary import turn, turns_for
 
@@ -210,9 +211,8 @@ class CausalAttention(nn.Module):
         turns: Tensor | None = None,
     ) -> Tensor:
         shape = self.shape
-        query = split_heads(self.query(hidden), shape.head_size)
-        key = split_heads(self.key(hidden), shape.head_size)
-        value = split_heads(self.value(hidden), shape.head_size)
+        projected = apply_linears(hidden, self.query, self.key, self.value)
+        query, key, value = (split_heads(each, shape.head_size) for each in projected)
         if turns is not None:
             query = turn(query, turns)
             key = turn(key, turns)
@@ -259,11 +259,11 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute (batch, sequence, hidden) from the same shape."""
-        up = self.up(hidden)
         if self.gate is None:
-            inner = gelu(up, approximate="tanh")
+            inner = gelu(self.up(hidden), approximate="tanh")
         else:
-            inner = silu(self.gate(hidden)) * up
+            gate, up = apply_linears(hidden, self.gate, self.up)
+            inner = swiglu(gate, up)
         output: Tensor = self.down(inner)
         return output
 

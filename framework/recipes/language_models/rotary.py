@@ -114,7 +114,7 @@ def _turned_in_steps(vectors: Tensor, turns: Tensor) -> Tensor:
 
 
 class _Turn(torch.autograd.Function):
-    """`turn` in four kernels, none of which writes a copy of the vectors in the table's type.
+    """`turn` in four kernels. None writes a copy of the vectors in the table's type.
 
     The result lies in memory as the vectors do, so that attention's output is in rows.
     """

@@ -7,11 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
+from typing import Final
 
 from framework.config.model import MoE
 from framework.plan.layers import Layers, RankShare, with_arguments
 from framework.plan.operations import Tape, Value
 from framework.recipes.language_models.kinds import BERT, GPT
+
+_PROJECTIONS: Final = ("attention.query", "attention.key", "attention.value")
 
 
 def gpt(model: GPT, share: RankShare) -> Layers:
@@ -81,6 +84,7 @@ def _gpt_block(
         return tape.linear(value, outputs, name, has_bias=model.bias, split=split)
 
     normed = norm(tape, hidden, "attention_norm")
+    normed = tape.shared_input(normed, *_PROJECTIONS)
     kv_size = share.of(head_size * model.num_kv_heads)
 
     def heads(name: str, outputs: int) -> Value:
@@ -113,6 +117,7 @@ def _perceptron(model: GPT, share: RankShare, tape: Tape, value: Value, name: st
     has_gate = model.mlp == "swiglu"
     if has_gate:  # the gate's weights come first in the model, and are used after those of `up`
         tape.own((inner_size, model.hidden_size), f"{name}.gate", has_bias=model.bias)
+        value = tape.shared_input(value, f"{name}.gate", f"{name}.up")
     inner = linear(value, inner_size, f"{name}.up", split=True)
     if has_gate:
         gate = tape.gelu(linear(value, inner_size, f"{name}.gate", split=True))
@@ -224,9 +229,10 @@ def _bert_block(model: BERT, share: RankShare, tape: Tape, hidden: Value) -> Val
     size = model.hidden_size
     rank_size = share.of(size)
     batch, length, _ = hidden.shape
+    projected_from = tape.shared_input(hidden, *_PROJECTIONS)
 
     def heads(name: str) -> Value:
-        projected = tape.linear(hidden, rank_size, f"attention.{name}", split=True)
+        projected = tape.linear(projected_from, rank_size, f"attention.{name}", split=True)
         return share.heads(tape, projected, size // model.num_heads)
 
     query = heads("query")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.models.sequence import SequenceGroup
 from framework.recipes.language_models import rotary
 from framework.recipes.language_models.gpt import GPT, Past
 from framework.recipes.language_models.rotary import turn, turns_for
+from tests.models.operator_calls import Calls
 
 LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": 11,
@@ -30,21 +30,6 @@ LLAMA_LIKE: dict[str, Any] = {
     "bias": False,
     "tie_embeddings": False,
 }
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operators that are called within it, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of: dict[str, int] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        self.of[name] = self.of.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
