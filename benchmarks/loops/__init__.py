@@ -1,0 +1,1 @@
+"""Loops that benchmarks hold against each other."""
