@@ -176,6 +176,8 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) == now.get(key) or rule_of(key) != "refused":
             continue
+        if _is_kernel_of_torch(key, before, now):
+            continue
         if key == _COMPARED_BY_LAYOUT or (key.startswith(_OBJECT_ARGS) and not has_args):
             continue
         if (key, before.get(key)) == _OLD_PARTIAL:
@@ -194,6 +196,13 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
             reason=f"the checkpoint {checkpoint.path} was trained {how}",
             fix="restore it, or start afresh under another run.name",
         )
+
+
+def _is_kernel_of_torch(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Check whether a key chooses among kernels of torch's Adam, which have one state."""
+    if key != "optimizer.implementation":
+        return False
+    return "deepspeed" not in (before.get(key), now.get(key))
 
 
 def check_reachable(checkpoint: SavedCheckpoint, *, total_steps: int) -> None:
@@ -230,7 +239,7 @@ def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) 
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) == now.get(key) or key.startswith(_EMA):
             continue
-        if rule_of(key) == "applied":
+        if rule_of(key) == "applied" or _is_kernel_of_torch(key, before, now):
             changes.append(f"{key}: {show_value(before.get(key))} -> {show_value(now.get(key))}")
     change_of_average = _change_of_average(
         saved.get("training", {}).get("ema"),

@@ -87,12 +87,17 @@ class AdamW(BuiltInOptimizer):
     """Decay of the running means of the gradient and of its square."""
     eps: Positive = 1e-8
     """Added to the root of the second mean."""
-    implementation: Literal["torch", "fused", "deepspeed"] = "torch"
-    """``torch``: torch.optim, resumes bit for bit, compiles nothing. ``fused``: torch's one kernel
-    for all weights of a group, with fewer temporaries; the last bits may depend on the number of
-    ranks. ``deepspeed``: its fused kernel (with CPU offload its vectorised host kernel, several
-    times faster there); compiled at first use, and a resumed run drifts in the last bits.
+    implementation: Literal["auto", "torch", "fused", "deepspeed"] = "auto"
+    """``auto``: ``fused`` on CUDA, ``torch`` on CPU and with CPU offload. ``torch``: torch.optim,
+    resumes bit for bit, compiles nothing. ``fused``: torch's one kernel for all weights of a group,
+    which resumes bit for bit as well, with fewer temporaries; the last bits may depend on the
+    number of ranks. ``deepspeed``: its fused kernel (with CPU offload its vectorised host kernel,
+    several times faster there); compiled at first use, and a resumed run drifts in the last bits.
     """
+
+    def is_fused(self, *, is_on_cuda: bool) -> bool:
+        """Check whether torch's fused kernel steps the weights, which lie on CUDA or not."""
+        return self.implementation == "fused" or (self.implementation == "auto" and is_on_cuda)
 
 
 class Adam(AdamW):

@@ -23,6 +23,7 @@ from framework.checkpoint.state.tensor_split import Division, splits_of, whole_s
 from framework.checkpoint.state.weight_names import Names, opened
 from framework.config.base import is_plain
 from framework.engine import random_state
+from framework.engine.adam_kernel import keep_kernels, kernels_of
 from framework.engine.checkpoint_bytes import lacking_weights
 from framework.engine.distributed import claims_error_report, rank
 from framework.engine.known_failures import known_failure
@@ -130,7 +131,10 @@ def _reporting_restored_options(engine: deepspeed.DeepSpeedEngine) -> Iterator[N
     which a user's function builds an optimizer are in no config.
     """
     built = _options(engine)
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    kernels = kernels_of(base)
     yield
+    keep_kernels(base, kernels)
     changed: dict[str, None] = {}
     for built_options, kept_options in zip(built, _options(engine), strict=False):
         for name, value in built_options.items():

@@ -79,7 +79,7 @@ def step_bytes_per_element(optimizer: OptimizerSection, *, is_on_cpu: bool) -> i
     if factory is not None:
         state = kept_state(factory)
         return state.step_bytes_per_element if state else 0
-    if _is_fused(optimizer):
+    if _is_fused(optimizer, is_on_cpu=is_on_cpu):
         return 0
     decayed = 0
     # Adam, which derives from AdamW, adds the decay to gradients: one more copy
@@ -93,10 +93,11 @@ def step_bytes_per_element(optimizer: OptimizerSection, *, is_on_cpu: bool) -> i
     return decayed + _FP32
 
 
-def _is_fused(optimizer: object) -> bool:
-    if isinstance(optimizer, Lion | Lamb):
-        return True
-    return getattr(optimizer, "implementation", "torch") != "torch"
+def _is_fused(optimizer: object, *, is_on_cpu: bool) -> bool:
+    if isinstance(optimizer, AdamW):
+        is_fused = optimizer.is_fused(is_on_cuda=not is_on_cpu)
+        return is_fused or optimizer.implementation == "deepspeed"
+    return isinstance(optimizer, Lion | Lamb)
 
 
 def muon_copies(muon: Muon, weights: Mapping[str, Shape], *, is_cpu: bool) -> int:

@@ -145,7 +145,8 @@ def _optimizer(plan: Plan) -> Json:
     params: Json = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
     name = type(optimizer).__name__  # DeepSpeed's too
     if isinstance(optimizer, AdamW):
-        params |= _adam(optimizer)
+        on_cuda = plan.cluster.device == "cuda" and not offloaded
+        params |= _adam(optimizer, is_fused=optimizer.is_fused(is_on_cuda=on_cuda))
     else:
         params |= optimizer.model_dump(exclude={"kind", "lr", "weight_decay", *GROUP_KEYS})
     return {
@@ -154,7 +155,7 @@ def _optimizer(plan: Plan) -> Json:
     }
 
 
-def _adam(optimizer: AdamW) -> Json:
+def _adam(optimizer: AdamW, *, is_fused: bool) -> Json:
     """Return the parameters of AdamW, or of Adam, which differs in adam_w_mode only."""
     params: Json = {
         "betas": list(optimizer.betas),
@@ -162,7 +163,7 @@ def _adam(optimizer: AdamW) -> Json:
         "torch_adam": optimizer.implementation != "deepspeed",
         "adam_w_mode": type(optimizer).__name__ == "AdamW",
     }
-    if optimizer.implementation == "fused":
+    if is_fused:
         params["fused"] = True
     return params
 

@@ -47,6 +47,7 @@ WHOLE = {
     "training.ema",
 } | {"training.lora", "training.compile", "training.bad_steps"}
 PAGE = ROOT / "docs" / "checkpoints.md"
+TORCHS = {"kind": "adamw", "implementation": "torch"}
 FP16 = {"dtype": "fp16"}
 
 
@@ -140,6 +141,12 @@ def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ("before", "now", "keys"),
     [
         ({}, {"optimizer": {"kind": "adamw", "lr": 0.5}}, ["optimizer.lr"]),
+        ({"optimizer": TORCHS}, {"optimizer": {"kind": "adamw"}}, []),
+        (
+            {"optimizer": TORCHS},
+            {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}},
+            ["optimizer.implementation"],
+        ),
         ({}, {"optimizer": {"kind": "adamw", "weight_decay": 0.5}}, ["optimizer.weight_decay"]),
         (
             {},

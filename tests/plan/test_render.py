@@ -203,7 +203,7 @@ ADAM = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8}
     ("optimizer", "name", "params", "untested"),
     [
         (
-            {"kind": "adamw"},
+            {"kind": "adamw", "implementation": "torch"},
             "AdamW",
             {**ADAM, "weight_decay": 0.01, "torch_adam": True, "adam_w_mode": True},
             False,
@@ -212,7 +212,13 @@ ADAM = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8}
         (
             {"kind": "adam"},
             "Adam",
-            {**ADAM, "weight_decay": 0.0, "torch_adam": True, "adam_w_mode": False},
+            {
+                **ADAM,
+                "weight_decay": 0.0,
+                "torch_adam": True,
+                "adam_w_mode": False,
+                "fused": True,
+            },
             False,
         ),
         (
@@ -250,6 +256,20 @@ def test_optimizers(
     found = rendered({"optimizer": optimizer})
     assert found["optimizer"] == {"type": name, "params": params}
     assert found["zero_allow_untested_optimizer"] is untested
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+@pytest.mark.parametrize(
+    ("device", "offload", "is_fused"),
+    [("cuda", "none", True), ("cuda", "cpu", False), ("cpu", "none", False)],
+)
+def test_torchs_fused_kernel_steps_weights_on_cuda(
+    device: Any, offload: str, is_fused: bool, kind: str
+) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": offload}}
+    config = config_from_values({"optimizer": {"kind": kind}, "zero": zero})
+    plan = make_plan(config, Cluster(devices_per_host=1, device=device))
+    assert ("fused" in render(plan)["optimizer"]["params"]) is is_fused
 
 
 @pytest.mark.parametrize("offload", [True, False])
