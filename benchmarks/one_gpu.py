@@ -1,11 +1,22 @@
 """What one GPU does with GPT-2, and how near the plan comes: python -m benchmarks.one_gpu [--only
-NAME ...]
+NAME ...]; and how far from other loops: python -m benchmarks.one_gpu --against
 
-GPT-2 (124 million weights) and its larger ones, 1,024 tokens of Python's own sources, byte by byte,
-each case through `framework.fit` in its turn: ZeRO stages, precisions, optimizers, recomputation,
-torch.compile. A case takes 40 steps, with a logged point every ten; told are the median of the last
-two points, the highest memory that torch had allocated, and what the plan had estimated of both for
-this device. The first eight of `benchmarks/results` took 100 s on an H200; it takes a CUDA device.
+Without `--against`: GPT-2 (124 million weights) and its larger ones, 1,024 tokens of Python's own
+sources, byte by byte, each case through `framework.fit` in its turn: ZeRO stages, precisions,
+optimizers, recomputation, torch.compile. A case takes 40 steps, with a logged point every ten;
+printed are the median of the last two points, the highest memory that torch had allocated, and what
+the plan had estimated of both for this device. The first eight of `benchmarks/results` took 100 s on
+an H200; it takes a CUDA device.
+
+With it: GPT-2, GPT-2 XL, 8 of the 32 blocks of a Llama of 8 billion (whole and by LoRA), ResNet-50,
+LeNet and BERT large through ours (the Trainer as `framework.fit` has it), a plain loop (compiled,
+fused AdamW, weights in bf16), DeepSpeed's engine in a bare loop, Accelerate and Hugging Face's
+Trainer, in bf16, with the same weights, batches and clipping. They take turns in blocks of steps,
+five of them, the first one as warm-up; where not all fit into the memory they run one after the
+other. Printed are the ratios of our blocks to theirs: median (smallest - largest). The rows are
+measured in the order of `benchmarks.loops.cases.ORDER`, for at most `--seconds` (400); each is
+written when it is there, and a second call goes on with the missing ones. `--tiny`, for the tests:
+small shapes in fp32, also on several processes of a CPU.
 """
 
 from __future__ import annotations
@@ -21,8 +32,9 @@ from typing import Any
 import torch
 
 import framework
+from benchmarks.loops import cases as loops
 from benchmarks.records import RESULTS, machine, read_metrics, write
-from framework.engine.distributed import process_group
+from framework.engine.distributed import process_group, rank
 from framework.errors import FrameworkError
 
 STEPS = 40
@@ -54,8 +66,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
-    parser.add_argument("--out", type=Path, default=RESULTS / "one_gpu.json")
+    parser.add_argument("--out", type=Path, help="the file of the results")
+    parser.add_argument("--against", action="store_true", help="ours against other loops")
+    parser.add_argument("--models", nargs="+", choices=loops.CASES, help="with --against")
+    parser.add_argument("--seconds", type=float, default=400.0, help="with --against")
+    parser.add_argument("--tiny", action="store_true", help="with --against: small shapes, fp32")
     arguments = parser.parse_args()
+    if arguments.out is None:
+        name = "one_gpu_against.json" if arguments.against else "one_gpu.json"
+        arguments.out = RESULTS / name
+    if arguments.against:
+        against(arguments)
+        return
     gpu = torch.cuda.get_device_properties(0)
     results: dict[str, Any] = {
         "machine": machine() | {"gpu": gpu.name, "gpu_bytes": gpu.total_memory},
@@ -67,6 +89,33 @@ def main() -> None:
             results["cases"][name] = figures
             write(results, arguments.out)
             print(f"{name}: {json.dumps(figures)}", flush=True)
+
+
+def against(arguments: argparse.Namespace) -> None:
+    """Hold ours against other loops, and print the table. Collective."""
+    from benchmarks.loops.turns import Options, measure_all, table
+
+    cases = loops.TINY if arguments.tiny else loops.CASES
+    if arguments.models:
+        cases = {name: case for name, case in cases.items() if name in arguments.models}
+    facts: dict[str, Any] = {"machine": machine()}
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        facts["machine"] |= {"gpu": gpu.name, "gpu_bytes": gpu.total_memory}
+    with process_group(None), tempfile.TemporaryDirectory() as folder:
+        options = Options(
+            cases,
+            Path(folder),
+            arguments.out,
+            arguments.seconds,
+            log_every=2 if arguments.tiny else 10,
+            half=not arguments.tiny,
+            compiles=not arguments.tiny,
+            blocks=2 if arguments.tiny else 4,
+        )
+        results = measure_all(options, facts)
+        if rank() == 0:
+            print("\n".join(table(results, cases)))
 
 
 def measure(name: str, folder: Path) -> dict[str, Any]:

@@ -24,25 +24,18 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch.utils.data import TensorDataset
 
-from benchmarks.loops.around_images import (
-    LOG_EVERY,
-    Accelerated,
-    Bare,
-    HuggingFace,
-    Ours,
-    PlainDDP,
-    Side,
-)
+from benchmarks.loops.setting import LOG_EVERY, Setting
+from benchmarks.loops.sides import SIDES, Ours, Side
 from benchmarks.records import load_average
 from framework.config.load import config_from_values
 from framework.engine.distributed import barrier, describe_environment, process_group, rank
@@ -51,6 +44,15 @@ from framework.engine.stop_agreement import agreed_stops
 from framework.recipes.image_sets.digits import build
 from framework.setup.prepare_run import Prepared, prepare
 from framework.system.stopping import StopRequest
+
+# Names in the report, and of the loops.
+_SIDES: Final = {
+    "bare": "bare",
+    "ddp": "plain",
+    "accelerate": "accelerate",
+    "hf": "hf",
+    "deaf": "ours",
+}
 
 
 def main() -> None:
@@ -74,16 +76,10 @@ def main() -> None:
         context.enter_context(arithmetic_of(prepared.plan))
         folder = context.enter_context(tempfile.TemporaryDirectory())
         with agreed_stops(StopRequest(), start_step=0) as stop:
-            makers: dict[str, Callable[[], Side]] = {
-                "bare": lambda: Bare(prepared),
-                "ddp": lambda: PlainDDP(prepared),
-                "accelerate": lambda: Accelerated(prepared),
-                "hf": lambda: HuggingFace(prepared, folder),
-                "deaf": lambda: Ours(prepared, Path(folder, "deaf")),
-            }
-            sides: dict[str, Side] = {"trainer": Ours(prepared, Path(folder, "ours"), stop=stop)}
+            setting = Setting(prepared, Path(folder))
+            sides: dict[str, Side] = {"trainer": Ours(replace(setting, stop=stop))}
             for name in arguments.against:
-                sides[name] = makers[name]()
+                sides[name] = SIDES[_SIDES[name]](setting)
             report = _measure(prepared, sides, blocks=arguments.blocks, steps=arguments.steps)
         if rank() == 0:
             text = json.dumps(report, indent=2)
@@ -123,7 +119,7 @@ def _measure(
             before = time.perf_counter()
             side.run(block * steps, (block + 1) * steps)
             _settle()
-            seconds = time.perf_counter() - max(before, getattr(side, "began", 0.0))
+            seconds = time.perf_counter() - max(before, side.began)
             _, of_thread = side.pace.take()
             if block:  # the first one warms up
                 times[name].blocks.append(seconds)
@@ -191,12 +187,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--micro_size", type=int, default=64, help="samples per step and rank")
     parser.add_argument("--model", default="lenet", help="kind of model, for images of 28 x 28")
     parser.add_argument("--stage", type=int, default=0, help="ZeRO stage")
-    sides = ("bare", "ddp", "accelerate", "hf", "deaf")
     parser.add_argument(
         "--deterministic", action="store_true", help="the same bits in every run, on all sides"
     )
     parser.add_argument(
-        "--against", nargs="+", choices=sides, default=sides[:-1], help="the other sides"
+        "--against", nargs="+", choices=_SIDES, default=list(_SIDES)[:-1], help="the other sides"
     )
     parser.add_argument("--out", help="also write the report to this file")
     return parser.parse_args()

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# What to run first where a GPU is at hand for some minutes (docs/gpu-status.md). A second call goes on
+# with what is missing: it keeps what is in benchmarks/results/gpu_session.
+# STEPS: which of them, "1 2 3" if left out. SECONDS_AGAINST: of the second one.
+set -u
+cd "$(dirname "$0")/.."
+out=benchmarks/results/gpu_session
+mkdir -p "$out"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  echo "no CUDA device: nothing was run" >&2
+  exit 1
+fi
+for step in ${STEPS:-1 2 3}; do
+  case $step in
+    1)
+      timeout 180 python -m pytest -q -p no:cacheprovider tests/gpu/test_tiled_loss_on_gpu.py \
+        tests/gpu/test_written_weights_on_gpu.py tests/gpu/test_gpu_risks.py >"$out/tests.txt" 2>&1
+      echo "tests: ended with $?"
+      tail -5 "$out/tests.txt"
+      ;;
+    2)
+      python -m benchmarks.one_gpu --against --seconds "${SECONDS_AGAINST:-400}" \
+        --out "$out/one_gpu_against.json" 2>"$out/one_gpu_against.err"
+      echo "one_gpu --against: ended with $?"
+      ;;
+    3)
+      rm -rf "$out/profiled"
+      timeout 120 python train.py --config ds_configs/gpt_tiny.yaml run.output_dir="$out" run.name=profiled model='{kind: gpt, size: gpt2, dropout: 0.0}' \
+        data='{kind: text, sequence_length: 1024}' task='{kind: causal_lm}' precision.dtype=bf16 zero.stage=1 \
+        batch='{global_size: 32, micro_size: 32}' optimizer='{kind: adamw, lr: 6e-4}' training.max_steps=16 \
+        profile='{steps: 10-12}' evaluation.at_end=false checkpoint.at_end=false >"$out/profiled.txt" 2>&1
+      echo "profile: ended with $?"
+      python -m benchmarks.step_budget --model gpt2 --profile "$out/profiled" | tee "$out/step_budget.md"
+      ;;
+  esac
+done

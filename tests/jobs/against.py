@@ -1,0 +1,37 @@
+"""Holds loops against each other with small shapes: against.py OUT.json. BERT without
+Accelerate, and at last all of them with loops that would fail if a row were measured again.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from benchmarks import one_gpu
+from benchmarks.loops import sides
+
+
+def missing(setting: Any) -> Any:
+    raise ImportError("No module named 'accelerate'")
+
+
+def refused(setting: Any) -> Any:
+    raise AssertionError("a row that is there is measured again")
+
+
+def main() -> None:
+    out = sys.argv[1]
+
+    def call(*models: str) -> None:
+        sys.argv[1:] = ["--against", "--tiny", "--out", out, "--models", *models]
+        one_gpu.main()
+
+    call("gpt2", "8b-slice-lora")
+    sides.SIDES["accelerate"] = missing
+    call("bert-large")
+    sides.SIDES.update(dict.fromkeys(sides.SIDES, refused))
+    call("gpt2", "8b-slice-lora", "bert-large")
+
+
+if __name__ == "__main__":
+    main()
