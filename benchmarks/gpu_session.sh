@@ -29,7 +29,7 @@ for step in ${STEPS:-1 2 3}; do
       rm -rf "$out/profiled"
       timeout 120 python train.py --config ds_configs/gpt_tiny.yaml run.output_dir="$out" run.name=profiled model='{kind: gpt, size: gpt2, dropout: 0.0}' \
         data='{kind: text, sequence_length: 1024}' task='{kind: causal_lm}' precision.dtype=bf16 zero.stage=1 \
-        batch='{global_size: 32, micro_size: 32}' optimizer='{kind: adamw, lr: 6e-4}' training.max_steps=16 \
+        batch='{global_size: 32, micro_size: 32}' optimizer='{kind: adamw, lr: 6e-4}' training.max_steps=16 scheduler.warmup_steps=2 \
         profile='{steps: 10-12}' evaluation.at_end=false checkpoint.at_end=false >"$out/profiled.txt" 2>&1
       echo "profile: ended with $?"
       python -m benchmarks.step_budget --model gpt2 --profile "$out/profiled" | tee "$out/step_budget.md"
