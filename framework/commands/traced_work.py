@@ -22,13 +22,13 @@ from framework.commands.torch_child import NoAnswerError, ask_child
 from framework.config.base import Object
 from framework.plan.compiled_ops import cache_folder
 from framework.plan.measured import (
-    OptimizerState,
     code_of,
     keep_state,
     kept_state,
     stamps_of,
     state_file,
 )
+from framework.plan.optimizer_state import OptimizerState
 from framework.plan.plan import Plan
 from framework.plan.work import Device, LayerWork, ModelWork
 from framework.system.files import replace_text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from deepspeed_lint.text.typos import unmatched_pattern
 from framework.config.training import FreezeEntry, FrozenSteps
 from framework.errors import ConfigError, Problem
 
@@ -88,6 +87,8 @@ def _unmatched(names: Sequence[str], entries: Sequence[FreezeEntry]) -> Iterator
                 key = f"{_KEY}.{number}"
                 if not isinstance(entry, str):
                     key += ".match"
+                from deepspeed_lint.text.typos import unmatched_pattern  # for messages alone
+
                 fix = unmatched_pattern(pattern, names)
                 yield Problem("freeze-matches-nothing", reason, fix, key, pattern)
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
-from deepspeed_lint.text.typos import nearest, unmatched_pattern
 from framework.config.optimizer import Group, Muon
 from framework.config.training import LoRA
 from framework.errors import ConfigError, Problem
@@ -126,6 +125,8 @@ def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any)
     Raises:
         ConfigError: kind ``group-matches-nothing`` for each such group, or ``muon-needs-matrices``.
     """
+    from deepspeed_lint.text.typos import unmatched_pattern  # for messages alone
+
     patterns: dict[str, str] = {}
     for number, group in enumerate(getattr(optimizer, "groups", ())):
         patterns[f"groups.{number}.match"] = group.match
@@ -234,6 +235,8 @@ def is_inside_saved(weight: str, lora: LoRA) -> bool:
 
 def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
     """Return a problem of kind ``lora-matches-nothing`` for each name without a module."""
+    from deepspeed_lint.text.typos import nearest, unmatched_pattern  # for messages alone
+
     targets = lora.target_modules
     last_names = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
     known = last_names + list(modules)

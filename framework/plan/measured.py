@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
 from importlib import machinery, metadata
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Final
 import framework
 from framework.config.base import Factory
 from framework.plan.compiled_ops import cache_folder
+from framework.plan.optimizer_state import OptimizerState
 from framework.system.files import replace_text
 
 # Device files of drivers of accelerators: NVIDIA's, AMD's, Huawei's.
@@ -70,19 +71,6 @@ def measured_rates(num_ranks: int) -> dict[str, Any] | None:
         rates: dict[str, Any] = json.loads(path_of(num_ranks).read_text(encoding="utf-8"))
         return rates
     return None
-
-
-@dataclass(frozen=True)
-class OptimizerState:
-    """Memory of an optimizer for each element that it steps.
-
-    Attributes:
-        bytes_per_element: of what it keeps from step to step.
-        step_bytes_per_element: of what it takes while it steps, the gradient not counted.
-    """
-
-    bytes_per_element: float
-    step_bytes_per_element: int = 0
 
 
 @lru_cache(maxsize=8)  # a search reads it for every candidate

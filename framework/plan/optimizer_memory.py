@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Final
 
-from framework.config.base import Object
+from framework.config.base import Factory, Object
 from framework.config.groups import stepped_by_muon
 from framework.config.optimizer import (
     SGD,
@@ -18,8 +18,8 @@ from framework.config.optimizer import (
     Muon,
     OptimizerSection,
 )
-from framework.plan.measured import OptimizerState, kept_state
 from framework.plan.operations import Shape
+from framework.plan.optimizer_state import OptimizerState
 
 _FP32: Final = 4
 
@@ -33,8 +33,14 @@ def state_of(optimizer: OptimizerSection, shapes: Mapping[str, Shape]) -> Optimi
         return None
     factory = optimizer.own_factory()
     if factory is not None:
-        return kept_state(factory)
+        return _kept_state(factory)
     return OptimizerState(_FP32 * _numbers_per_element(optimizer, shapes))
+
+
+def _kept_state(factory: Factory) -> OptimizerState | None:
+    from framework.plan.measured import kept_state  # a rank with a named optimizer has no need
+
+    return kept_state(factory)
 
 
 def _numbers_per_element(optimizer: OptimizerSection, shapes: Mapping[str, Shape]) -> float:
@@ -77,7 +83,7 @@ def step_bytes_per_element(optimizer: OptimizerSection, *, is_on_cpu: bool) -> i
     """
     factory = optimizer.own_factory()
     if factory is not None:
-        state = kept_state(factory)
+        state = _kept_state(factory)
         return state.step_bytes_per_element if state else 0
     if _is_fused(optimizer, is_on_cpu=is_on_cpu):
         return 0

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from framework.engine.initialize import MakeOptimizer
 from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, in_one_line
-from framework.plan.measured import OptimizerState
+from framework.plan.optimizer_state import OptimizerState
 from framework.setup.user_code import type_name
 
 _OF_SCHEDULES: Final = ("step", "get_last_lr", "state_dict", "load_state_dict")
