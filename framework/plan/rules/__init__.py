@@ -32,7 +32,7 @@ def apply_rules(config: RunConfig, cluster: Cluster) -> list[Problem]:
 
 def all_rules() -> Sequence[Rule]:
     """Return the rules of all themes."""
-    from framework.plan.rules import metrics_and_ema, parallel, passthrough, weights
+    from framework.plan.rules import inert_keys, metrics_and_ema, parallel, passthrough, weights
 
     rules: list[Rule] = []
     for module in (
@@ -42,6 +42,7 @@ def all_rules() -> Sequence[Rule]:
         weights,
         parallel,
         passthrough,
+        inert_keys,
         schedule,
         base,
     ):
@@ -68,9 +69,10 @@ def _concerning(config: RunConfig) -> Iterator[ModuleType]:
 
         yield parallel
     if config.deepspeed:
-        from framework.plan.rules import passthrough
+        from framework.plan.rules import inert_keys, passthrough
 
         yield passthrough
+        yield inert_keys
     yield schedule
     yield base
 

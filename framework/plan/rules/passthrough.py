@@ -24,16 +24,16 @@ from framework.errors import Problem
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
 
-_TABLE: Final[Mapping[str, Any]] = json.loads(
+TABLE: Final[Mapping[str, Any]] = json.loads(
     Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
 )
 # DeepSpeed's dotted key -> why a run cannot have it, what to do, and values that are as good as
 # left out.
-_NOT_IN_A_RUN: Final[Mapping[str, Mapping[str, Any]]] = _TABLE["not_in_a_run"]
+_NOT_IN_A_RUN: Final[Mapping[str, Mapping[str, Any]]] = TABLE["not_in_a_run"]
 # Top-level keys that DeepSpeed 0.19.8 refuses with any value (runtime/config.py
 # `_REMOVED_TOP_LEVEL_CONFIG_KEYS`), with the release that began to; a test compares them with the
 # key tables, which the plan cannot see.
-REMOVED: Final[Mapping[str, Sequence[str]]] = _TABLE["removed"]
+REMOVED: Final[Mapping[str, Sequence[str]]] = TABLE["removed"]
 # The two places where the word "auto" means something to DeepSpeed; elsewhere it silently stands
 # for the default.
 _AUTO_HAS_MEANING: Final = (
@@ -49,7 +49,7 @@ def not_in_a_run(path: str, value: Any) -> tuple[str, str] | None:
     entry = _NOT_IN_A_RUN.get(path)
     if entry is None or value in entry.get("harmless", (False, None)):
         return None
-    phrases = _TABLE["phrases"]
+    phrases = TABLE["phrases"]
     fix = entry.get("fix", "remove it")
     return entry["reason"].format_map(phrases), fix.format_map(phrases)
 
@@ -70,7 +70,7 @@ def deepspeed_section(config: RunConfig, cluster: Cluster) -> Found:
 def _entries(section: str, values: Any) -> Iterable[tuple[str, Any]]:
     """Return path and value of each key of a section; of an unknown one it is the section alone."""
     if isinstance(values, dict) and section in SHARED | PASSED_THROUGH:
-        return _paths(values, section)
+        return paths_of(values, section)
     return [(section, values)]
 
 
@@ -85,7 +85,7 @@ def _problem_of_key(
         setting = OWNED.get(path)
     if setting is not None:
         return "section-clash", f"{setting} decides it", f"set {setting} and remove it here"
-    refusal = _refusal(path, value)
+    refusal = refusal_of(path, value)
     if refusal is not None:
         return refusal
     if not name:
@@ -105,7 +105,7 @@ def _deciding_setting(config: RunConfig, section: str, path: str) -> str | None:
     return _why_absent(config, section)
 
 
-def _refusal(path: str, value: Any) -> tuple[str, str, str] | None:
+def refusal_of(path: str, value: Any) -> tuple[str, str, str] | None:
     """Return kind, reason and fix of a key that DeepSpeed, or a run, refuses; else None."""
     if path in REMOVED:
         release, instead = REMOVED[path]
@@ -138,42 +138,6 @@ def _offload_of_nothing(config: RunConfig, name: str, field: str) -> tuple[str, 
     return "section-clash", f"zero.{name} moves nothing", fix
 
 
-@rule("inert-in-a-run", "note")
-def passed_without_effect(config: RunConfig, cluster: Cluster) -> Found:
-    """Find keys that DeepSpeed reads, and that have no effect in this run."""
-    # beside profile.communication it is a clash, which rules/schedule.py `profile_steps` finds
-    is_profiled = config.profile is not None and config.profile.communication
-    may_be_printed = bool(config.callbacks) or is_profiled
-    if not may_be_printed and _counts_silently(config.deepspeed.get("comms_logger")):
-        reason = "it counts, and nothing prints the counts"
-        instead = "write profile: {steps: 10-11, communication: true} in its place"
-        fix = f"{instead}, or call deepspeed.comm.log_summary() in a callback"
-        yield Problem(
-            "inert-in-a-run", reason, fix, "deepspeed.comms_logger.enabled", True, severity="note"
-        )
-    yield from _quantized_within_host(config.deepspeed.get("zero_optimization"), cluster)
-
-
-def _counts_silently(comms: Any) -> bool:
-    return _is_on(comms, "enabled") and not comms.get("verbose")
-
-
-def _quantized_within_host(zero: Any, cluster: Cluster) -> Iterator[Problem]:
-    """Find gradients that are quantized, and never go from host to host."""
-    quantized = "zero_quantized_gradients"
-    if _is_on(zero, quantized) and cluster.num_hosts == 1 and cluster.device != "cpu":
-        reason = "gradients are quantized on the way between hosts, and the run has one"
-        key = f"deepspeed.zero_optimization.{quantized}"
-        yield Problem(
-            "inert-in-a-run",
-            reason,
-            "start it on several hosts, or remove it",
-            key,
-            True,
-            severity="note",
-        )
-
-
 @rule("needs-cuda")
 def quantized_on_cpu(config: RunConfig, cluster: Cluster) -> Found:
     """Find quantized weights on CPUs: the quantizer has no form for them
@@ -187,14 +151,14 @@ def quantized_on_cpu(config: RunConfig, cluster: Cluster) -> Found:
         "zero_quantized_nontrainable_weights",
         "zero_quantized_gradients",
     ):
-        if _is_on(zero, name) and config.zero.stage == 3:
+        if is_on(zero, name) and config.zero.stage == 3:
             reason = "DeepSpeed's quantizer has no kernel for cpu devices"
             yield Problem(
                 "needs-cuda", reason, "remove it here", f"deepspeed.zero_optimization.{name}", True
             )
 
 
-def _is_on(section: Any, name: str) -> TypeGuard[dict[str, Any]]:
+def is_on(section: Any, name: str) -> TypeGuard[dict[str, Any]]:
     """Check whether a section turns something on; "auto" does not, and `deepspeed_values` refuses
     it.
     """
@@ -231,12 +195,12 @@ def _is_typed(config: RunConfig, key: str) -> bool:
     return section not in ("optimizer", "scheduler") or name in fields
 
 
-def _paths(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def paths_of(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """Yield the keys that hold no section, and the sections that are refused as one."""
     for name, value in values.items():
         path = f"{prefix}.{name}"
         if isinstance(value, dict) and value and path not in _NOT_IN_A_RUN:
-            yield from _paths(value, path)
+            yield from paths_of(value, path)
         else:
             yield path, value
 

@@ -169,6 +169,7 @@ def describe(engine: Any) -> dict[str, Any]:
         "samples": engine.train_batch_size(),
         "hpz": engine.zero_hpz_partition_size(),
         "monitors": engine.monitor.enabled,
+        "counts_collectives": deepspeed.comm.comm.comms_logger.enabled,
     }
 
 

@@ -538,6 +538,13 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
             Case({"amp": {"enabled": False}} | FP16 | zero(2), release="0.19.7"),
         ],
     ),
+    "comms-logger-always-on": (
+        [
+            Case({"comms_logger": {"enabled": False}}),
+            Case({"comms_logger": {"enabled": False, "verbose": True}}),
+        ],
+        [Case({"comms_logger": {"enabled": True}}), Case({"flops_profiler": {"enabled": False}})],
+    ),
     "auto-cast-without-fp16": (
         [
             Case({"fp16": {"enabled": False, "auto_cast": True}}, "step"),

@@ -224,6 +224,11 @@ EFFECTS: Mapping[str, tuple[Mapping[str, Any], int, Callable[[Mapping[str, Any]]
         1,
         lambda saw: not saw["offloaded"] and saw["optimizer"].endswith("DeepSpeedCPUAdam"),
     ),
+    "comms-logger-always-on": (
+        {"comms_logger": {"enabled": False}},
+        1,
+        lambda saw: saw["counts_collectives"],
+    ),
     "elastic-checkpoint": (zero(2, elastic_checkpoint=True), 1, lambda saw: saw["steps"] == 1),
     "data-parallel-size-alone": ({"data_parallel_size": 3}, 1, lambda saw: saw["steps"] == 1),
     "tensor-parallel-below-0": (

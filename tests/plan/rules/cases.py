@@ -668,7 +668,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"deepspeed": {"log_level": "auto"}}, "cuda", "auto-in-deepspeed"),
         (passed_at(3, "zero_quantized_gradients", "auto"), "cuda", "auto-in-deepspeed"),
         (passed_at(3, "zero_quantized_gradients", "auto"), "cpu", "auto-in-deepspeed"),
-        ({"deepspeed": {"comms_logger": {"prof_ops": ["all", None]}}}, "cuda", "null-in-deepspeed"),
+        (
+            {"deepspeed": {"flops_profiler": {"enabled": True, "top_modules": None}}},
+            "cuda",
+            "null-in-deepspeed",
+        ),
         ({"deepspeed": {"gradient_predivide_factor": float("inf")}}, "cuda", "not-json"),
         ({"deepspeed": {"timers": {"x": print}}}, "cuda", "not-json"),
         ({"deepspeed": {"expert_parallel": {"score_func": "auto"}}}, "cuda", None),
@@ -676,8 +680,8 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (
             {
                 "deepspeed": {
-                    "comms_logger": {"prof_ops": ["all"], "enabled": False},
-                    "aio": {"x": 1.5},
+                    "comms_logger": {"prof_ops": ["all"], "enabled": True, "verbose": True},
+                    "gradient_predivide_factor": 1.5,
                 }
             },
             "cuda",
