@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import isfinite, sqrt
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -114,6 +114,7 @@ class CompileProbe:
         self.compiled: CompiledModules | None = None
         """What is compiled, once `decide` has found no reason against it."""
         self._candidate: CompiledModules | None = None
+        self._open = ExitStack()
         deterministic = plan.config.training.deterministic
         try:
             self._candidate = CompiledModules(
@@ -148,6 +149,7 @@ class CompileProbe:
                 self._report("", f"{len(candidate.modules)} x {kind}")
             return
         candidate.stop()
+        self._open.close()
         if failure is None:
             failure = _raised(failures[0])
         if not self._is_auto:
@@ -160,6 +162,7 @@ class CompileProbe:
         if self.compiled is not None:
             self.compiled.stop()
             self.compiled = None
+        self._open.close()
 
     def _try(self, candidate: CompiledModules, loss_of: LossOf) -> ConfigError | None:
         """Return what speaks against the compiled modules. Collective until all ranks know what
@@ -199,6 +202,10 @@ class CompileProbe:
         if candidate.records_graphs:
             passes = 3  # one without a graph, one that records it, one that replays it
         deepspeed.utils.nvtx.enable_nvtx = False  # its ranges would cut graphs
+        if candidate.section.backend == "inductor":
+            from framework.engine.workarounds.blanks_in_inductor import quoting_paths
+
+            self._open.enter_context(quoting_paths())
         try:
             candidate.start()
             for _ in range(passes):

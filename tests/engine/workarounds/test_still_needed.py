@@ -53,7 +53,7 @@ def source_of(method: str) -> str:
 @pytest.mark.parametrize("path", WORKAROUNDS, ids=lambda path: path.stem)
 def test_each_names_a_release(path: Path) -> None:
     stated = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    assert re.search(r"DeepSpeed (up to )?\d+\.\d+\.\d+", " ".join(stated.split()))
+    assert re.search(r"(DeepSpeed|torch) (up to )?\d+\.\d+\.\d+", " ".join(stated.split()))
 
 
 def test_architectures_with_letters_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
