@@ -13,6 +13,8 @@ from framework.config.training import Compile
 from framework.errors import ConfigError
 from framework.models.layers import LayeredModel
 
+# For training and evaluation, each with fixed and with changing shapes.
+_GRAPHS_PER_MODULE: Final = 4
 _GRAPHS_OF_CUDA: Final = ("reduce-overhead", "max-autotune")
 
 
@@ -39,6 +41,7 @@ class CompiledModules:
             ConfigError: kind ``no-blocks``.
         """
         self.section = section
+        self._model = model
         self.modules = _modules_to_compile(model, per=section.per)
         self._deterministic = deterministic
         self._settings: list[tuple[Any, str, Any]] = []  # of torch, as they were
@@ -54,7 +57,14 @@ class CompiledModules:
 
     def start(self) -> None:
         """Compile at the next forward pass."""
+        import torch._dynamo.config as dynamo
+
         torch.compiler.reset()  # graphs of earlier runs count against torch's limit as well
+        # torch counts graphs by the code, which blocks of one class share: those of a ResNet differ
+        # in width and stride, and behind the limit all of them would run as written.
+        least = _GRAPHS_PER_MODULE * len(self.modules)
+        self._set(dynamo, "recompile_limit", max(dynamo.recompile_limit, least))
+        self._keep_no_cache()
         if self.section.backend == "inductor":
             import torch._inductor.config as inductor
 
@@ -79,6 +89,15 @@ class CompiledModules:
             setattr(owner, name, value)
         self._settings.clear()
         torch.compiler.reset()
+
+    def _keep_no_cache(self) -> None:
+        """Let transformers' models keep no keys and values for tokens to come, which training has
+        none of: each layer has a cache of its own, and so would have graphs of its own.
+        """
+        for module in self._model.modules():
+            config = getattr(module, "config", None)
+            if getattr(config, "use_cache", None) is True:
+                self._set(config, "use_cache", False)
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         """Set torch's setting, if this release has it, until `stop`."""
