@@ -14,6 +14,8 @@ from framework.config.run_config import RunConfig
 from framework.data.loaders import is_stream
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
 from framework.engine.distributed import (
+    device,
+    device_name,
     from_rank0,
     gather,
     open_rank_log,
@@ -43,7 +45,10 @@ from framework.train.run_folder import RunFolder
 from framework.train.trainer import Outcome
 
 if TYPE_CHECKING:
+    import torch
+
     from framework.data.streams import StreamPlaces
+    from framework.plan.plan import Plan
 
 
 def run_prepared(prepared: Prepared, request: StopRequest) -> RunResult:
@@ -105,6 +110,17 @@ def _leaving_nothing(stage: int) -> AbstractContextManager[None]:
     return leaving_nothing(stage)
 
 
+def _attention(plan: Plan, model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which the kernel of `training.attention` computes attention. Collective
+    where it is entered.
+    """
+    if plan.config.training.attention == "auto" and device_name() != "cuda":
+        return nullcontext()
+    from framework.engine.attention_kernels import kernel_of_run
+
+    return kernel_of_run(plan, model, device())
+
+
 @contextmanager
 def _at_work(
     prepared: Prepared,
@@ -139,6 +155,7 @@ def _at_work(
     )
     minutes = _make_minutes(config, began=request.began)
     with (
+        _attention(plan, engine.module),
         closing(checkpointer),
         agreed_stops(request, start_step=start_step, due=minutes.due) as ask,
     ):

@@ -304,6 +304,12 @@ class Training(Section):
     end the run, and ``auto`` goes on as written, with a line that has the reason. auto compiles
     repeated blocks on CUDA devices, and nothing on processors.
     """
+    attention: Literal["auto", "flash", "fa3", "efficient", "cudnn", "math"] = "auto"
+    """The kernel that computes attention wherever it can, of torch's
+    ``scaled_dot_product_attention``: in our models and those of transformers. fa3: FlashAttention
+    3, if it is installed. auto: on GPUs in half precision the fastest of a short measurement, else
+    torch's choice. A kernel that is named and cannot compute the model's attention ends the run.
+    """
     channels_last: bool = False
     """Store images with the channels last; convolutions follow, and tensor cores read that order
     faster.
