@@ -7,12 +7,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from framework.errors import ConfigError
-from framework.recipes.text.labelled_text import LabelledText, build
+from framework.recipes.text import labelled_text
+from framework.recipes.text.labelled_text import LabelledText, build, inputs_of
 from tests.recipes.text.chats import PLAIN, write_tokenizer
 
 pytest.importorskip("transformers", reason="transformers comes with the dev extra")
@@ -56,6 +58,49 @@ def test_numbers_are_the_classes_and_texts_are_cut(tmp_path: Path) -> None:
     ).train
     inputs, _ = train.collate_fn([train[0]])  # type: ignore[attr-defined]
     assert inputs["input_ids"].tolist() == [[257, *b"ab", 258]]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_kept_tokens_make_the_batches_of_transformers(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text is tokenized once, and a batch equals the one that the tokenizer pads by itself."""
+    dataset = build(sequence_length=24).train
+    assert isinstance(dataset, LabelledText)
+    dataset.tokenizer.padding_side = side
+    calls = Counter[str]()
+    call = type(dataset.tokenizer).__call__
+
+    def counted(tokenizer: Any, texts: list[str], **options: Any) -> Any:
+        calls.update(texts)
+        return call(tokenizer, texts, **options)
+
+    monkeypatch.setattr(type(dataset.tokenizer), "__call__", counted)
+    batches = [[0, 5, 9], [5, 1, 5], [9, 0, 1], [3]]
+    made = []
+    for batch in batches:
+        made.append(dataset.collate_fn([dataset[number] for number in batch]))
+    assert set(calls.values()) == {1}
+    for batch, (inputs, labels) in zip(batches, made, strict=True):
+        texts, numbers = zip(*(dataset[number] for number in batch), strict=True)
+        expected = inputs_of(list(texts), dataset.tokenizer, 24)
+        assert list(inputs) == list(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(inputs[name], tensor), name
+            assert inputs[name].dtype == tensor.dtype
+        assert labels.tolist() == list(numbers)
+
+
+def test_more_text_than_is_kept_is_tokenized_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labelled_text, "_MOST_KNOWN_TOKENS", 60)
+    dataset = build(sequence_length=24).train
+    assert isinstance(dataset, LabelledText)
+    for numbers in ([0, 1], [2, 3], [0, 2]):
+        samples = [dataset[number] for number in numbers]
+        inputs, _ = dataset.collate_fn(samples)
+        expected = inputs_of([text for text, _ in samples], dataset.tokenizer, 24)
+        assert torch.equal(inputs["input_ids"], expected["input_ids"])
+    assert len(dataset._known) == 2
 
 
 @pytest.mark.parametrize(
