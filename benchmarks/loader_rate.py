@@ -4,9 +4,10 @@ and by the planner's estimate a step on a device.
 
     OMP_NUM_THREADS=1 python -m benchmarks.loader_rate [--device h200-141gb] [--out FILE] [CONFIG ...]
 
-The loader runs in one process, without workers, as `data.num_workers: 0` has it: each worker would add as
-much again. Times are processor seconds, which other work on the machine hardly changes. Data that is not
-here is written: images of noise in torchvision's files; text is Python's own sources.
+The loader runs in one process, without workers, as `data.num_workers: 0` has it: each worker would
+add as much again. For a device, images of our sets stay uint8 (`loader_for_device`). Times are processor
+seconds, which other work on the machine hardly changes. Data that is not here is written: images of
+noise in torchvision's files; text is Python's own sources.
 
 A device waits for Python at small models, which the estimate does not know: `least_step_ms` of the results is
 the shortest step that was measured on the device, and stands where the estimate is less.
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +31,8 @@ import torch
 from benchmarks.records import RESULTS, ROOT, load_average, machine, write
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
+from framework.data.batches import in_pixels
+from framework.data.splits import Splits
 from framework.load_run import load_run
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
@@ -90,9 +94,9 @@ def samples_per_second(take: Callable[[], int]) -> float:
     return sorted(rates)[1]
 
 
-def loader_rate(plan: Plan, parts: Any) -> float:
+def loader_rate(plan: Plan, splits: Splits) -> float:
     """Return the samples a second of the run's own loader, in this process."""
-    batches = make_train_loader(plan, parts.splits, rank=0, num_workers=0).stream(0)
+    batches = make_train_loader(plan, splits, rank=0, num_workers=0).stream(0)
 
     def take() -> int:
         next(batches)
@@ -108,8 +112,8 @@ def loss_of(task: Any, outputs: Any, targets: Any) -> torch.Tensor:
     """Return a loss of as much work as the task's: the sum of its parts."""
     loss = task.loss(outputs, targets)
     parts = loss if isinstance(loss, tuple) else (loss,)
-    total: torch.Tensor = sum((getattr(part, "total", part) for part in parts), torch.zeros(()))
-    return total
+    totals: list[Any] = [getattr(part, "total", part) for part in parts]
+    return torch.stack(totals).sum()
 
 
 def step_rate(plan: Plan, parts: Any) -> float | None:
@@ -126,7 +130,8 @@ def step_rate(plan: Plan, parts: Any) -> float | None:
 
     def take() -> int:
         model.zero_grad(set_to_none=True)
-        loss_of(task, task.forward(model, inputs), targets).backward()
+        loss = loss_of(task, task.forward(model, inputs), targets)
+        torch.autograd.backward(loss)
         return plan.layout.micro_size
 
     return samples_per_second(take)
@@ -134,7 +139,9 @@ def step_rate(plan: Plan, parts: Any) -> float | None:
 
 def device_rate(plan: Plan, device: str) -> float:
     """Return the samples a second of a step on one device, by the planner's estimate."""
-    estimate = estimate_time(plan, work_of(plan), Machine.listed(device, devices_per_host=1))
+    work = work_of(plan)
+    assert work is not None, "shipped models have their work"
+    estimate = estimate_time(plan, work, Machine.listed(device, devices_per_host=1))
     seconds = max(estimate.total, _LEAST_STEP_SECONDS)
     return plan.layout.global_size / seconds
 
@@ -145,14 +152,18 @@ def row_of(path: Path, root: Path, device: str) -> dict[str, Any]:
     plan = make_plan(config, Cluster(devices_per_host=1, device="cpu"))
     parts = gather_parts(config, Objects())
     row: dict[str, Any] = {"micro_size": plan.layout.micro_size}
-    row["loader"] = round(loader_rate(plan, parts))
+    row["loader"] = round(loader_rate(plan, parts.splits))
+    for_device = in_pixels(parts.splits.train)
+    row["loader_for_device"] = row["loader"]
+    if for_device is not parts.splits.train:
+        row["loader_for_device"] = round(loader_rate(plan, replace(parts.splits, train=for_device)))
     here = step_rate(plan, parts)
     if here is not None:
         row["step_here"] = round(here)
         row["times_step_here"] = round(row["loader"] / here, 1)
     on_device = device_rate(make_plan(config, Cluster(devices_per_host=1, device="cuda")), device)
     row["step_on_device"] = round(on_device)
-    row["times_step_on_device"] = round(row["loader"] / on_device, 1)
+    row["times_step_on_device"] = round(row["loader_for_device"] / on_device, 1)
     return row
 
 

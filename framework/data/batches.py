@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -97,10 +98,91 @@ def _shape(value: Any) -> str:
 @dataclass(frozen=True)
 class WholeBatch:
     """Result of `__getitems__` of a dataset here: a batch that needs no collating, (batch, ...) per
-    field.
+    field: tensors, `Pixels`, or tensors by name.
     """
 
-    fields: tuple[Tensor, ...]
+    fields: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Normalise:
+    """Arithmetic that makes float32 of uint8 images (..., C, H, W): (pixel x scale + shift) / divisor,
+    an operation at a time.
+
+    On a device each operation is a kernel that rounds as a processor does, so that the results are
+    equal to the bit. As one kernel they might not be: compilers round a product and a sum once.
+
+    Attributes:
+        scale: a number, or one for each channel.
+        shift: for each channel.
+        divisor: for each channel; none: nothing is divided.
+    """
+
+    scale: float | tuple[float, ...]
+    shift: tuple[float, ...]
+    divisor: tuple[float, ...] = ()
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the images as float32, on their device and in their layout."""
+        device = images.device
+        if isinstance(self.scale, float):
+            # A number, and no tensor, as torchvision has it.
+            scaled = torch.mul(images, self.scale)
+        else:
+            scaled = torch.mul(images, _of_channels(self.scale, device))
+        scaled.add_(_of_channels(self.shift, device))
+        if self.divisor:
+            scaled.div_(_of_channels(self.divisor, device))
+        return scaled
+
+
+@lru_cache(maxsize=64)
+def _of_channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return numbers as float32 (C, 1, 1). They are kept: each copy to a device would wait for it."""
+    return torch.tensor(values, dtype=torch.float64).float().view(-1, 1, 1).to(device)
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Images of a batch as they are stored, a quarter of the bytes of the float32 that a model reads,
+    until they are on the device.
+
+    Attributes:
+        images: uint8 (B, C, H, W).
+        normalise: makes what the model reads.
+    """
+
+    images: Tensor
+    normalise: Normalise
+
+    def to(self, device: torch.device) -> Pixels:
+        """Return the images on a device, without waiting for it."""
+        return Pixels(self.images.to(device, non_blocking=True), self.normalise)
+
+    def pin_memory(self) -> Pixels:
+        """Return the images in page-locked memory: `DataLoader` calls it."""
+        return Pixels(self.images.pin_memory(), self.normalise)
+
+    def normalised(self) -> Tensor:
+        """Return what the dataset's own samples are: float32."""
+        return self.normalise(self.images)
+
+
+@runtime_checkable
+class HasPixels(Protocol):
+    """A dataset that can leave its images as they are stored."""
+
+    def in_pixels(self) -> Any:
+        """Return the same dataset with a batch's images as `Pixels`; or itself, where it was changed
+        in a way that this would lose.
+        """
+
+
+def in_pixels(dataset: Any) -> Any:
+    """Return a dataset whose batches have `Pixels`, if it can do that, or the dataset itself."""
+    if isinstance(dataset, HasPixels):
+        return dataset.in_pixels()
+    return dataset
 
 
 class BatchDataset(Dataset[tuple[Any, ...]]):
@@ -287,12 +369,14 @@ def read_together(dataset: Any, indices: list[int], *, in_one: bool) -> Any:
     """Read samples together if the dataset is known to have a faster way than one by one; otherwise
     one by one.
 
-    With `in_one`, samples of a `TensorDataset`, or a part of one, may come as a `WholeBatch`;
-    otherwise they come as a list.
+    With `in_one`, samples of a `TensorDataset` or a `BatchDataset`, or a part of one, may come as a
+    `WholeBatch`; otherwise they come as a list.
     """
     if type(dataset) is Subset:
         indices = [dataset.indices[index] for index in indices]
         return read_together(dataset.dataset, indices, in_one=in_one)
+    if in_one and isinstance(dataset, BatchDataset):
+        return dataset.__getitems__(indices)
     # `index_select` takes no negative indices.
     if type(dataset) is TensorDataset and in_one and min(indices) >= 0:
         rows = torch.tensor(indices)

@@ -198,7 +198,7 @@ class PlainEngine(BaseEngine):
         batches = self._batches
         self._ahead = BatchesAhead(
             micro_batches,
-            lambda batch: batches.begin(task.on_host(batch)),
+            lambda batch: batches.begin(batches.on_host(task, batch)),
             count=num_steps * self.engine.gradient_accumulation_steps(),
         )
         return self._ahead

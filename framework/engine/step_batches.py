@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 from torch.nn.utils.rnn import PackedSequence
 
+from framework.data.batches import Pixels
 from framework.engine.gradient_sums import GradientSums
 from framework.errors import ConfigError
 from framework.tasks.loss_checks import refuse_first_sum
@@ -101,11 +102,19 @@ class DeviceBatches:
         and metrics.
         """
         if not isinstance(batch, CopiedBatch):
-            batch = task.on_host(batch)
+            batch = self.on_host(task, batch)
         inputs, targets = task.split(self.move(batch))
         if self.positions is not None:
             inputs, targets = task.share(inputs, targets, self.positions)
         return self.as_read(inputs), targets
+
+    def on_host(self, task: Task, batch: Any) -> Any:
+        """Return a batch as it is copied, after the task's work on the host. A task of that kind
+        gets images as a dataset's samples are.
+        """
+        if type(task).on_host is not Task.on_host:
+            batch = changed(batch, _as_samples)
+        return task.on_host(batch)
 
     def move(self, value: Any) -> Any:
         """Return the same batch on the device, without waiting for it."""
@@ -131,6 +140,8 @@ class DeviceBatches:
         copies: list[torch.Tensor] = []
 
         def copy(value: Any) -> Any:
+            if isinstance(value, Pixels):
+                return Pixels(copy(value.images), value.normalise)
             if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
                 return value
             if value.device.type != "cpu":
@@ -153,6 +164,8 @@ class DeviceBatches:
             # PackedSequence's `to` is typed with one overload only.
             moved = value.to(self.device, non_blocking=True)  # type: ignore[arg-type]
             return with_notes(moved, value)
+        if isinstance(value, Pixels):
+            return value.to(self.device).normalised()
         if callable(getattr(value, "to", None)):
             return value.to(self.device)
         return value
@@ -181,6 +194,13 @@ def with_notes(moved: Any, value: Any) -> Any:
     if texts is not None:
         moved.noted_texts = texts
     return moved
+
+
+def _as_samples(value: Any) -> Any:
+    """Return images as float32; all else as it is."""
+    if isinstance(value, Pixels):
+        return value.normalised()
+    return value
 
 
 def place(task: Task, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from framework.checkpoint.checkpointer import Checkpointer, Retention, SaveOptio
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
+from framework.data.batches import in_pixels
 from framework.data.loaders import EvalLoader, is_stream
 from framework.data.splits import Splits
 from framework.engine import random_state
@@ -449,4 +450,6 @@ def _eval_loader(dataset: Any, **options: Any) -> EvalLoader | StreamEvalLoader:
         from framework.data.streams import StreamEvalLoader
 
         return StreamEvalLoader(dataset, gather=gather, **options)
+    if options["pin_memory"]:  # a device: images stay pixels until they are there
+        dataset = in_pixels(dataset)
     return EvalLoader(dataset, **options)

@@ -19,6 +19,7 @@ from framework.config.data import Mixture
 from framework.config.optimizer import Muon, optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.config.training import EarlyStopping as WatchSection
+from framework.data.batches import in_pixels
 from framework.data.failures import Claims, claims_nothing
 from framework.data.loaders import Reading, TrainLoader, is_stream
 from framework.data.order import LATEST_ORDER, Ordering, Share
@@ -151,6 +152,7 @@ def make_train_loader(
     read_at_once: int = 1,
     places: StreamPlaces | None = None,
     claims: Claims = claims_nothing,
+    for_engine: bool = False,
 ) -> TrainLoader | StreamLoader:
     """Return this rank's loader of micro-batches.
 
@@ -164,6 +166,8 @@ def make_train_loader(
             ready together.
         places: of the lanes of a stream.
         claims: decides which errors of the data this rank reports.
+        for_engine: batches go to an engine, for which images may stay pixels until they are on a
+            device.
     """
     data = plan.config.data
     layout = plan.layout
@@ -196,8 +200,11 @@ def make_train_loader(
         bucket_steps=data.bucket_steps,
         curriculum_steps=data.curriculum_steps,
     )
+    dataset = splits.train
+    if for_engine and reading.pin_memory:
+        dataset = in_pixels(dataset)
     return TrainLoader(
-        splits.train,
+        dataset,
         share=share,
         reading=replace(reading, prefetch_batches=prefetch_batches),
         ordering=ordering,

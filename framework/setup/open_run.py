@@ -166,8 +166,10 @@ class OpenRun:
         facts = from_rank0(on_rank0(add_monitors))
         return monitors, events[0] if events else None, facts
 
-    def train_data(self) -> TrainData:
-        """Return this rank's loader of the training data, in the order that the run began with."""
+    def train_data(self, *, for_engine: bool = False) -> TrainData:
+        """Return this rank's loader of the training data, in the order that the run began with;
+        `for_engine` is as of `make_train_loader`.
+        """
         plan = self.prepared.plan
         parts = self.prepared.parts
         order = order_of(self.start)
@@ -183,6 +185,7 @@ class OpenRun:
             places=self.places,
             read_at_once=read_at_once,
             claims=claims_error_report,
+            for_engine=for_engine,
         )
 
     def save(self, step: int, metrics: Mapping[str, float]) -> object:
@@ -211,7 +214,7 @@ def build_trainer(run: OpenRun) -> Trainer:
     return Trainer(
         engine,
         schedule=make_schedule(plan, tokens_per_sample=tokens_per_sample, per_step=per_step),
-        train_data=run.train_data(),
+        train_data=run.train_data(for_engine=True),
         eval_data=make_eval_loaders(plan, splits, rank=rank()),
         monitors=monitors,
         start=RunStart(

@@ -7,8 +7,10 @@ import time
 import pytest
 import torch
 
+from framework.data.batches import Normalise, Pixels
 from framework.engine.copies_ahead import BatchesAhead
 from framework.engine.step_batches import DeviceBatches, streams_of
+from framework.recipes.image_sets import image_folder
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,3 +64,22 @@ def test_memory_of_a_batch_is_not_reused_while_it_is_read(pinned: bool) -> None:
         del batch
         ahead.fill()
     assert [int(each) for each in sums] == [number * _NUMBERS for number in range(20)]
+
+
+@pytest.mark.parametrize(
+    "normalise",
+    [
+        image_folder._NORMALISE,
+        Normalise((0.0158, 0.0161, 0.0153), (-1.989, -1.984, -1.711)),
+        Normalise((1 / 32, 1 / 32, 1 / 32), (-4.0, -4.0, -4.0)),
+    ],
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_every_pixel_is_normalised_to_the_bits_of_a_processor(
+    normalise: Normalise, layout: torch.memory_format
+) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 3, 16, 16)
+    images = every.contiguous(memory_format=layout)
+    moved = batches().move(Pixels(images.pin_memory(), normalise))
+    assert moved.is_cuda
+    assert torch.equal(moved.cpu(), normalise(images))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from array import array
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from torchvision.datasets.folder import (  # type: ignore[import-untyped]
 )
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
+from framework.data.batches import Normalise, Pixels, collate
 from framework.data.splits import Splits
 from framework.errors import ConfigError, Problem, TrainingError
 from framework.system.host_value import HostValue, made_once_on_host
@@ -27,6 +29,9 @@ from framework.system.host_value import HostValue, made_once_on_host
 # Of ImageNet's training images in [0, 1], as torchvision publishes them for its models.
 _MEAN: Final = [0.485, 0.456, 0.406]
 _STD: Final = [0.229, 0.224, 0.225]
+# As torchvision computes it: its last two transforms.
+_NORMALISE: Final = Normalise(1.0 / 255, tuple(-value for value in _MEAN), divisor=tuple(_STD))
+_NUM_NORMALISING: Final = 2
 _RESIZE_RATIO: Final = 256 / 224
 _SHOWN_NAMES: Final = 3
 
@@ -171,6 +176,22 @@ class _ImageFolder(ImageFolder):  # type: ignore[misc]
         self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
         self.samples = _Paths(place, listings, number)
         self.imgs = self.samples
+        self._own_transform = transform
+
+    def in_pixels(self) -> _ImageFolder:
+        """Return the same images, of which batches read uint8 (`batches.Pixels`), as long as their
+        transform is the one that they were made with.
+        """
+        if type(self) is not _ImageFolder or self.transform is not self._own_transform:
+            return self
+        if self.target_transform is not None:
+            return self
+        other = copy.copy(self)
+        other.transform = v2.Compose(self.transform.transforms[:-_NUM_NORMALISING])
+        # The transforms of `StandardTransform`, which torchvision calls, are made anew.
+        VisionDataset.__init__(other, self.root, transform=other.transform)
+        other.collate_fn = _batch_of_pixels
+        return other
 
     @property
     def targets(self) -> list[int]:
@@ -226,6 +247,12 @@ def read_image(path: str) -> Image.Image:
         raise TrainingError(
             f"{path}: cannot be read as an image ({error}); replace or remove the file"
         ) from error
+
+
+def _batch_of_pixels(samples: Sequence[tuple[Any, int]]) -> tuple[Pixels, Any]:
+    """Make a batch of uint8 images and their class numbers."""
+    images, labels = collate(samples)
+    return Pixels(images, _NORMALISE), labels
 
 
 def transform(image_size: int, *, augment: bool) -> v2.Transform:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from framework.data.batches import WholeBatch
 from framework.data.splits import Splits
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError, counted
@@ -111,12 +112,54 @@ class Conversations(torch.utils.data.Dataset[Any]):
             return {"input_ids": row_ids, "position_ids": row_positions}, row_targets
         return row_ids, row_targets
 
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """Read samples: packed rows as a whole batch, which takes as many calls as one row;
+        otherwise a list.
+        """
+        if not self._row_size:
+            return [self[index] for index in indices]
+        numbers, learnt, starts, rows, _ = self._laid_out.value[self._part]
+        firsts = rows[np.asarray(indices)]
+        ends = rows[np.asarray(indices) + 1]
+        # A number for each conversation of the batch, then for each of its tokens but the last,
+        # which is only a target.
+        row_of = np.repeat(np.arange(len(indices)), ends - firsts)
+        conversations = _ramps(ends - firsts) + firsts[row_of]
+        lengths = starts[conversations + 1] - starts[conversations] - 1
+        positions = _ramps(lengths)
+        sources = positions + np.repeat(starts[conversations], lengths)
+        row_lengths = np.bincount(row_of, weights=lengths, minlength=len(indices)).astype(np.int64)
+        places = _ramps(row_lengths)
+        of_tokens = np.repeat(np.arange(len(indices)), row_lengths), places
+        shape = (len(indices), self._row_size)
+        batch_ids = np.full(shape, self._pad, np.int64)
+        batch_ids[of_tokens] = numbers[sources]
+        batch_targets = np.full(shape, NO_TARGET, np.int64)
+        following = numbers[sources + 1].astype(np.int64)
+        batch_targets[of_tokens] = np.where(learnt[sources + 1], following, NO_TARGET)
+        # Padding is a conversation of its own.
+        batch_positions = np.arange(self._row_size) - row_lengths[:, None]
+        batch_positions[of_tokens] = positions
+        inputs = {
+            "input_ids": torch.from_numpy(batch_ids),
+            "position_ids": torch.from_numpy(batch_positions),
+        }
+        return WholeBatch((inputs, torch.from_numpy(batch_targets)))
+
     def _pad_batch(self, samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         ids, targets = zip(*samples, strict=True)
         return (
             pad_sequence(list(ids), batch_first=True, padding_value=self._pad),
             pad_sequence(list(targets), batch_first=True, padding_value=NO_TARGET),
         )
+
+
+def _ramps(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return 0, 1, ... up to each length, one after the other."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    ramps: npt.NDArray[np.int64] = np.arange(total) - np.repeat(ends - lengths, lengths)
+    return ramps
 
 
 def messages_of(row: Row) -> list[Message]:

@@ -35,7 +35,10 @@ NOT_PREDICTED: Final = -100
 _NUM_SPECIAL: Final = 3  # [CLS], [SEP], [SEP]
 _FIXED_SEED: Final = 0xB127
 # Purposes of a sample's draws.
-_PLACE, _LABEL, _SPLIT, _OTHER, _WHICH, _HOW, _REPLACEMENT = range(1, 8)
+_PURPOSES: Final = np.arange(1, 5)  # place, label, split and other document
+_WHICH: Final = 5
+_HOW: Final = 6
+_REPLACEMENT: Final = 7
 
 
 class TextPairs(TextSamples):
@@ -122,16 +125,18 @@ class TextPairs(TextSamples):
         # indices * num_tokens // num_samples, in two parts: above 34 billion tokens at S = 128 the
         # product has no room in int64.
         spacing, rest = divmod(num_tokens, num_samples)
-        place = indices * spacing + indices * rest // num_samples + _draw(seeds, _PLACE, spacing)
+        # In one: each call takes a tenth of a small model's step.
+        for_place, for_label, for_split, for_other = mix(seeds, _PURPOSES[:, None])
+        place = indices * spacing + indices * rest // num_samples + _below(spacing, for_place)
         start, length = self._document_at(place)
         total = np.minimum(length, self.tokens_per_sample - _NUM_SPECIAL)
         # A document of one token has no second half.
-        label = np.where(total < 2, IS_RANDOM, _draw(seeds, _LABEL, 2))
+        label = np.where(total < 2, IS_RANDOM, _below(2, for_label))
         total = np.maximum(total, 2)
         quarter = np.maximum(total // 4, 1)
-        first = quarter + _draw(seeds, _SPLIT, total - 2 * quarter + 1)
+        first = quarter + _below(total - 2 * quarter + 1, for_split)
         # Any token outside of A's document is as likely, and with it that token's document.
-        other = (start + length + 1 + _draw(seeds, _OTHER, num_tokens - length - 1)) % num_tokens
+        other = (start + length + 1 + _below(num_tokens - length - 1, for_other)) % num_tokens
         other_start, other_length = self._document_at(other)
         # Also if B follows A and could be longer: a short second segment would otherwise reveal
         # that it is from another document.
@@ -209,10 +214,10 @@ def _lowest(order: Seeds, counts: Ints) -> npt.NDArray[np.bool_]:
     return rank < counts[:, None]
 
 
-def _draw(seeds: Seeds, purpose: int, bound: int | Ints) -> Ints:
-    """Draw a number in [0, bound) from each seed; `purpose` distinguishes a sample's draws."""
-    drawn: Ints = (mix(seeds, purpose) % np.asarray(bound, dtype=np.uint64)).astype(np.int64)
-    return drawn
+def _below(bound: int | Ints, draws: Seeds) -> Ints:
+    """Turn draws into numbers in [0, bound)."""
+    numbers: Ints = (draws % np.asarray(bound, dtype=np.uint64)).astype(np.int64)
+    return numbers
 
 
 def build(

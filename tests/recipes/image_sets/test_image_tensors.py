@@ -9,7 +9,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from framework.data.order import mix
-from framework.recipes.image_sets.image_tensors import ImageTensors
+from framework.recipes.image_sets.image_tensors import ImageTensors, _crop_and_flip, _draw
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 
@@ -98,3 +98,26 @@ def test_read_directly_it_follows_torch_s_generator() -> None:
 def test_wrong_tensors_are_refused(images: Tensor, labels: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ImageTensors(images, labels, mean=MEAN, std=STD)
+
+
+@pytest.mark.parametrize("shape", [(6, 1, 5, 9), (3, 3, 12, 8)])
+def test_windows_are_those_of_a_gather_pixel_by_pixel(shape: tuple[int, ...]) -> None:
+    """The gather, which takes five times as long, is the definition."""
+    images = torch.randint(0, 256, shape, dtype=torch.uint8)
+    batch, channels, height, width = shape
+    seeds = mix(9, np.arange(batch))
+    top, left, flip = (
+        torch.from_numpy(_draw(seeds, purpose=purpose, bound=bound))
+        for purpose, bound in ((1, 9), (2, 9), (3, 2))
+    )
+    columns = torch.where(
+        flip.bool()[:, None], width - 1 - torch.arange(width), torch.arange(width)
+    )
+    padded = torch.nn.functional.pad(images, [4, 4, 4, 4])
+    expected = padded[
+        torch.arange(batch)[:, None, None, None],
+        torch.arange(channels)[None, :, None, None],
+        (top[:, None] + torch.arange(height))[:, None, :, None],
+        (left[:, None] + columns)[:, None, None, :],
+    ]
+    assert torch.equal(_crop_and_flip(images, seeds), expected)

@@ -4,8 +4,10 @@ single ones do.
 
 from __future__ import annotations
 
+import cProfile
 import json
 import pickle
+import pstats
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -246,6 +248,31 @@ def models() -> dict[str, Any]:
         "llama": lambda: transformers.LlamaForCausalLM(llama),
         "gpt2": lambda: transformers.GPT2LMHeadModel(gpt2),
     }
+
+
+def test_a_batch_of_packed_rows_is_its_rows(folder: Path) -> None:
+    """And it takes as many calls of numpy as a batch of one row."""
+    chats = conversations(
+        str(folder / "chats.jsonl"), tokenizer=str(folder / "plain"), packing=True
+    )
+    last = len(chats) - 1
+    for indices in ([last], [0, last, 0], list(range(len(chats)))):
+        inputs, targets = chats.__getitems__(indices).fields
+        expected, expected_targets = default_collate([chats[index] for index in indices])
+        assert list(inputs) == list(expected)
+        for name, tensor in expected.items():
+            assert torch.equal(inputs[name], tensor), name
+            assert inputs[name].dtype == tensor.dtype
+        assert torch.equal(targets, expected_targets)
+        assert targets.dtype == expected_targets.dtype
+
+    def calls(indices: list[int]) -> int:
+        """Count the calls of functions, of C and of Python."""
+        profile = cProfile.Profile()
+        profile.runcall(chats.__getitems__, indices)
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert calls([0]) == calls([0, 0, 0, 0, 0, 0, 0, 0])
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt-rotary", "llama", "gpt2"])
