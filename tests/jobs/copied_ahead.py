@@ -1,4 +1,5 @@
-"""Trains with copies ahead and without, on streams that are late: copied_ahead.py FILE.
+"""Trains with copies ahead, and images that stay uint8 until then, and without, on streams that are
+late: copied_ahead.py FILE.
 
 The losses of all steps and all metrics of evaluations go into the file, by case.
 """
@@ -15,7 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import framework
+from framework.data.batches import in_pixels
+from framework.data.loaders import EvalLoader, TrainLoader
 from framework.engine import base_engine
+from framework.setup import assemble, components
 from tests.engine.late_streams import LateStreams
 
 QUIET = {"progress": "off"}
@@ -45,6 +49,11 @@ class Net(nn.Module):
 def net() -> Net:
     torch.manual_seed(0)
     return Net()
+
+
+def pixels_for(make: Any) -> Any:
+    """Return what makes a loader as for a device, on which images arrive as uint8."""
+    return lambda dataset, **options: make(in_pixels(dataset), **options)
 
 
 def rows(path: Path) -> list[dict[str, float]]:
@@ -92,8 +101,12 @@ if __name__ == "__main__":
         plain = run(case, case)
         streams = LateStreams()
         base_engine.streams_of = lambda device, streams=streams: streams  # type: ignore[misc]
+        components.TrainLoader = pixels_for(TrainLoader)  # type: ignore[misc]
+        assemble.EvalLoader = pixels_for(EvalLoader)  # type: ignore[misc]
         ahead = run(case, f"{case}-ahead")
         base_engine.streams_of = lambda device: None
+        components.TrainLoader = TrainLoader  # type: ignore[misc]
+        assemble.EvalLoader = EvalLoader  # type: ignore[misc]
         all_found[case] = {
             "plain": plain,
             "ahead": ahead,

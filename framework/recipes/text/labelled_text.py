@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from framework.data.splits import Splits
 from framework.errors import ConfigError
@@ -38,7 +39,8 @@ class LabelledText(torch.utils.data.Dataset[Any]):
         tokenizer.init_kwargs["classes"] = list(classes)
         self.vocab_size = vocab_size_of(tokenizer)
         # Tokens of each text that was read, as a tokenizer takes longer than a small model's step.
-        self._known: dict[str, dict[str, Tensor]] = {}
+        self._known: dict[str, npt.NDArray[np.int32]] = {}  # (inputs, tokens)
+        self._names: list[str] = []  # of the inputs
         self._num_known_tokens = 0
 
     def __len__(self) -> int:
@@ -61,28 +63,25 @@ class LabelledText(torch.utils.data.Dataset[Any]):
         if new:
             self._know(new)
         rows = [self._known[text] for text in texts]
-        inputs = {}
-        for name in rows[0]:
-            tokens = [row[name] for row in rows]
-            padded = pad_sequence(
-                tokens,
-                batch_first=True,
-                padding_value=self._padding_of(name),
-                padding_side=self.tokenizer.padding_side,
-            )
-            inputs[name] = padded.long()
-        return inputs
+        longest = max(row.shape[1] for row in rows)
+        batch = np.empty((len(self._names), len(rows), longest), np.int64)
+        for name, inputs in zip(self._names, batch, strict=True):
+            inputs.fill(self._padding_of(name))
+        is_left = self.tokenizer.padding_side == "left"
+        for number, row in enumerate(rows):
+            length = row.shape[1]
+            first = longest - length if is_left else 0
+            batch[:, number, first : first + length] = row
+        return dict(zip(self._names, torch.from_numpy(batch), strict=True))
 
     def _know(self, texts: list[str]) -> None:
         """Tokenize texts, and keep their tokens."""
         found = self.tokenizer(texts, truncation=True, max_length=self._length)
-        names = [name for name in _INPUTS if name in found]
+        self._names = [name for name in _INPUTS if name in found]
         for number, text in enumerate(texts):
-            row = {}
-            for name in names:
-                row[name] = torch.tensor(found[name][number], dtype=torch.int32)
+            row = np.array([found[name][number] for name in self._names], np.int32)
             self._known[text] = row
-            self._num_known_tokens += len(found["input_ids"][number])
+            self._num_known_tokens += row.shape[1]
 
     def _padding_of(self, name: str) -> int:
         """Return what fills up an input, as transformers' `pad` does."""
