@@ -106,8 +106,8 @@ class WholeBatch:
 
 @dataclass(frozen=True)
 class Normalise:
-    """Arithmetic that makes float32 of uint8 images (..., C, H, W): (pixel x scale + shift) / divisor,
-    an operation at a time.
+    """Arithmetic that makes float32 of uint8 images (..., C, H, W), an operation at a time: (pixel x
+    scale + shift) / divisor.
 
     On a device each operation is a kernel that rounds as a processor does, so that the results are
     equal to the bit. As one kernel they might not be: compilers round a product and a sum once.
@@ -138,14 +138,14 @@ class Normalise:
 
 @lru_cache(maxsize=64)
 def _of_channels(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return numbers as float32 (C, 1, 1). They are kept: each copy to a device would wait for it."""
+    """Return numbers as float32 (C, 1, 1), and keep them: each copy to a device would wait for it."""
     return torch.tensor(values, dtype=torch.float64).float().view(-1, 1, 1).to(device)
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """Images of a batch as they are stored, a quarter of the bytes of the float32 that a model reads,
-    until they are on the device.
+    """Images of a batch as they are stored, until they are on the device: a quarter of the bytes of
+    the float32 that a model reads.
 
     Attributes:
         images: uint8 (B, C, H, W).
@@ -173,8 +173,8 @@ class HasPixels(Protocol):
     """A dataset that can leave its images as they are stored."""
 
     def in_pixels(self) -> Any:
-        """Return the same dataset with a batch's images as `Pixels`; or itself, where it was changed
-        in a way that this would lose.
+        """Return the same dataset with a batch's images as `Pixels`; or the dataset itself, where
+        it was changed in a way that this would lose.
         """
 
 

@@ -41,7 +41,7 @@ class CudaStreams:
 
 
 class BatchesAhead(Iterator[Any]):
-    """Micro-batches on their way to the device, of which `fill` begins the next one early.
+    """Micro-batches on their way to the device; `fill` begins the next one early.
 
     An error of the next one is raised when that is taken: it belongs to the step that needs it.
     """

@@ -186,8 +186,8 @@ class PlainEngine(BaseEngine):
         super().close()
 
     def ahead(self, micro_batches: Iterator[Any], *, num_steps: int) -> Iterator[Any]:
-        """Return micro-batches of which the first of a step is copied during the step before it,
-        where the device has a stream for that. Not for a pipeline, whose stages read at other
+        """Return micro-batches that are copied early, the first of a step during the step before
+        it, where the device has a stream for that. Not for a pipeline, whose stages read at other
         moments.
         """
         if self._batches.streams is None:

@@ -179,7 +179,7 @@ class _ImageFolder(ImageFolder):  # type: ignore[misc]
         self._own_transform = transform
 
     def in_pixels(self) -> _ImageFolder:
-        """Return the same images, of which batches read uint8 (`batches.Pixels`), as long as their
+        """Return the same images with batches of uint8 (`batches.Pixels`), as long as their
         transform is the one that they were made with.
         """
         if type(self) is not _ImageFolder or self.transform is not self._own_transform:

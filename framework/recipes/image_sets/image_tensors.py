@@ -20,8 +20,8 @@ _NUM_OFFSETS: Final = 2 * _PADDING + 1
 
 
 class ImageTensors(BatchDataset):
-    """Images stored as uint8 and read as normalised float32, a whole batch at once instead of one by
-    one.
+    """Images stored as uint8 and read as normalised float32, a whole batch at once instead of one
+    by one.
 
     A sample is (image (C, H, W) float32, label int). `__getitems__` returns a whole batch, so a
     `DataLoader` of your own over this dataset needs
@@ -64,7 +64,7 @@ class ImageTensors(BatchDataset):
         self._keeps_pixels = False
 
     def in_pixels(self) -> ImageTensors:
-        """Return the same images, of which batches read uint8 (`batches.Pixels`); a class derived
+        """Return the same images with batches of uint8 (`batches.Pixels`); a class derived
         from this one may read them in another way, and is returned as it is.
         """
         if type(self) is not ImageTensors:

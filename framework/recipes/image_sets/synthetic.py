@@ -24,8 +24,8 @@ _MIDDLE: Final = 128.0
 
 
 class SyntheticImages(BatchDataset):
-    """Normal noise in steps of 1/32, cut at -4 and 4, from a pool of 16 images, used again by index;
-    labels are a fixed function of the index.
+    """Normal noise in steps of 1/32, cut at -4 and 4, from a pool of 16 images, used again by
+    index; labels are a fixed function of the index.
 
     A sample is (image (channels, image_size, image_size) float32, label int). Memory: 16 images,
     stored as pixels and as float32, 12 MB at 3x224x224.
@@ -52,7 +52,7 @@ class SyntheticImages(BatchDataset):
         self._keeps_pixels = False
 
     def in_pixels(self) -> SyntheticImages:
-        """Return the same images, of which batches read uint8 (`batches.Pixels`)."""
+        """Return the same images with batches of uint8 (`batches.Pixels`)."""
         if type(self) is not SyntheticImages:
             return self
         other = copy.copy(self)
