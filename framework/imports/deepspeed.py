@@ -306,7 +306,8 @@ def _with_effect(reader: DeepSpeedReader, written: str, value: Any) -> Any:
     key = reader.key(written)
     if value is None and key is not None and key.default is not None:
         reader.refuse(written, "a run config passes no null on", "write a value")
-    if not isinstance(value, Mapping) or (key is not None and key.unknown == "free"):
+    is_free = key is not None and key.unknown == "free"  # DeepSpeed reads any keys in it
+    if is_free or not isinstance(value, Mapping):
         return value
     section: Values = {}
     for name, item in value.items():
@@ -318,21 +319,26 @@ def _with_effect(reader: DeepSpeedReader, written: str, value: Any) -> Any:
 
 def _settle_top_level(reader: DeepSpeedReader) -> None:
     """Leave out or refuse top-level keys that are neither ours nor passed through."""
+    taken = {*OWNED, *PASSED_THROUGH, "$schema"}
     for name, value in reader.facts.values.items():
-        if name in OWNED or name in PASSED_THROUGH or value is None or name == "$schema":
-            continue
-        why = reader.why_without_effect(name, value)
-        if why is not None:
-            reader.leave_out(name, value, why)
-            continue
-        key = reader.key(name)
-        if key is not None and is_default(key, value):
-            continue  # of an older release: it asks for what a run does anyway
-        if name == "sequence_parallel_size" and value == 1:
-            reader.leave_out(name, value, "one is what a run config has")
-        else:
-            reason, fix = not_in_a_run(name, value) or NO_KEY
-            reader.refuse(name, reason, fix)
+        if name not in taken and value is not None:
+            _settle_other_key(reader, name, value)
+
+
+def _settle_other_key(reader: DeepSpeedReader, name: str, value: Any) -> None:
+    """Leave out or refuse one such key, unless it asks for what a run does anyway."""
+    why = reader.why_without_effect(name, value)
+    if why is not None:
+        reader.leave_out(name, value, why)
+        return
+    key = reader.key(name)
+    if key is not None and is_default(key, value):  # of an older release
+        return
+    if name == "sequence_parallel_size" and value == 1:
+        reader.leave_out(name, value, "one is what a run config has")
+        return
+    reason, fix = not_in_a_run(name, value) or NO_KEY
+    reader.refuse(name, reason, fix)
 
 
 def _placeholder_data(batch: Values, reader: DeepSpeedReader) -> Values:

@@ -438,23 +438,32 @@ def _adam(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Valu
     """
     decouples_decay = reader.facts.flag("optimizer.params.adam_w_mode", True)
     reader.mark_handled("optimizer.params.adam_w_mode")
-    is_torchs = reader.take("optimizer.params.torch_adam", True)
     section = AdamW if name == "adamw" or decouples_decay else Adam
-    if is_torchs:
-        reader.mark_handled("optimizer.params.fp32_optimizer_states")
-        if not params.keys() <= section.model_fields.keys() | _NOT_TORCHS | {"fused"}:
-            torch_params = {key: params[key] for key in params if key not in _NOT_TORCHS}
-            return _target(reader, section.__name__, torch_params)
-    if not is_torchs:
-        implementation = "deepspeed"
-    elif reader.take("optimizer.params.fused", False):
+    if not reader.take("optimizer.params.torch_adam", True):
+        # without weight_decay DeepSpeed's kernels do not decay
+        return _adam_section(reader, section, "deepspeed", weight_decay=0.0)
+    reader.mark_handled("optimizer.params.fp32_optimizer_states")
+    if not params.keys() <= section.model_fields.keys() | _NOT_TORCHS | {"fused"}:
+        torch_params = {key: params[key] for key in params if key not in _NOT_TORCHS}
+        return _target(reader, section.__name__, torch_params)
+    implementation = "torch"
+    if reader.take("optimizer.params.fused", False):
         implementation = "fused"
-    else:
-        implementation = "torch"
-    # torch.optim.AdamW decays by 0.01 if weight_decay is left out, DeepSpeed's kernels do not decay
-    decay = section.model_fields["weight_decay"].default if is_torchs else 0.0
+    # without weight_decay torch.optim.AdamW decays by 0.01
+    weight_decay = section.model_fields["weight_decay"].default
+    return _adam_section(reader, section, implementation, weight_decay=weight_decay)
+
+
+def _adam_section(
+    reader: DeepSpeedReader,
+    section: type[Adam] | type[AdamW],
+    implementation: str,
+    *,
+    weight_decay: float,
+) -> Values:
+    """Return `optimizer:` for our section; `weight_decay` is the value where the file has none."""
     values: Values = {"kind": section.model_fields["kind"].default}
-    values |= _fields(reader, section, weight_decay=decay)
+    values |= _fields(reader, section, weight_decay=weight_decay)
     values["implementation"] = implementation
     return values
 
