@@ -236,7 +236,7 @@ def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Proble
         return None
     smi_error = _nvidia_smi_error()
     if smi_error:
-        reason = f"nvidia-smi fails here, so that processors train: {smi_error}"
+        reason = f"nvidia-smi fails, so that no GPU is used here: {smi_error}"
         fix = "repair the driver, or DS_ACCELERATOR=cpu if that is meant"
         return Problem("gpus-unused", reason, fix, severity="warning")
     count = count_amd_gpus(environment)

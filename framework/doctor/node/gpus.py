@@ -19,6 +19,7 @@ from framework.hosts.devices import (
     torch_text,
     unused_gpus,
 )
+from framework.plan.cluster import Cluster
 
 _SECONDS: Final = 10
 _PER_GPU: Final = (
@@ -49,11 +50,8 @@ def check_devices(requirements: Requirements, environment: Mapping[str, str]) ->
         return Check("devices", "cannot be used as they are asked for", error.problems)
     facts: dict[str, Any] = {"device": devices.kind, "slots": ranks}
     if devices.kind == "cpu":
-        problem = unused_gpus(devices, environment)
-        if cluster.device in ("cuda", "npu"):
-            problem = _too_few(0, ranks, cluster.device)
         outcome = f"no accelerator, {counted(ranks, 'rank')} on processors"
-        return Check("devices", outcome, (problem,) if problem else (), facts)
+        return Check("devices", outcome, _no_accelerator(cluster, devices, environment), facts)
     if not devices.count:
         outcome = f"{counted(ranks, 'rank')} on {devices.kind} devices, which are not counted"
         return Check("devices", outcome, (), facts)
@@ -69,6 +67,21 @@ def check_devices(requirements: Requirements, environment: Mapping[str, str]) ->
     if names:
         outcome += f": {' '.join(names)}"
     return Check("devices", outcome, problems, facts)
+
+
+def _no_accelerator(
+    cluster: Cluster, devices: LocalDevices, environment: Mapping[str, str]
+) -> list[Problem]:
+    """Return the error of a run that is planned for accelerators, and a warning of GPUs that are
+    not used.
+    """
+    problems = []
+    if cluster.device in ("cuda", "npu"):
+        problems.append(_too_few(0, cluster.devices_per_host, cluster.device))
+    unused = unused_gpus(devices, environment)
+    if unused is not None:
+        problems.append(unused)
+    return problems
 
 
 def _gpus_of_ranks(
