@@ -274,6 +274,11 @@ class Training(Section):
     convolutions and fused attention, whose outputs are kept beside the group's input: more memory,
     hardly more computation. Left out: full. Written without `recompute_every`: groups of one layer.
     """
+    offload_activations: bool = False
+    """Hold what autograd saves in host memory until the backward pass needs it: with
+    `recompute_every` the inputs of groups. Copies run beside the computation. Products that
+    ``recompute: selective`` keeps stay on the device. Not in pipelines.
+    """
     loss_tile: LossTile = "auto"
     """Positions of a micro-batch whose logits are there at once: the output layer, the
     cross-entropy and both their gradients are computed tile by tile. 0: all. auto: all up to 2^28

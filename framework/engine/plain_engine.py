@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import deepspeed
 import torch
@@ -28,6 +28,7 @@ from framework.models.added_losses import AddsLosses, collected_routings, routin
 from framework.models.layers import LayeredModel
 from framework.plan.compiling import CompileChoice, compile_choice
 from framework.plan.plan import Plan
+from framework.system.limits import room
 from framework.system.log import warn
 from framework.tasks.loss_checks import refuse_without_graph
 from framework.tasks.task import Task
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from framework.engine.copies_ahead import BatchesAhead
     from framework.engine.rank_groups import RankGroups
     from framework.engine.shared_positions import PositionCheck
+
+
+# Share of the host's free memory for activations that are held there.
+_SHARE_FOR_ACTIVATIONS: Final = 0.8
 
 
 def build_engine(
@@ -119,6 +124,17 @@ class PlainEngine(BaseEngine):
             task, micro_batches=engine.gradient_accumulation_steps(), sums=dividing_sums
         )
         self._tiles = _tiles(engine.module, plan, task)
+        self._saving: Callable[[], AbstractContextManager[None]] = nullcontext
+        if plan.config.training.offload_activations:
+            from framework.models.host_activations import HostActivations
+
+            free = room()
+            host_bytes = None
+            if free is not None:  # the rest is for what a rank needs beside them
+                ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+                host_bytes = int(_SHARE_FOR_ACTIVATIONS * free.num_bytes / ranks)
+            holding = HostActivations(engine.module, device(), host_bytes=host_bytes)
+            self._saving = holding.saving
         self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext
         positions = self._batches.positions
         if positions is not None:
@@ -162,7 +178,8 @@ class PlainEngine(BaseEngine):
             # The loss is the loop's: any that depends on all outputs shows whether they, and what
             # is computed back from them, are the same.
             self._probe.decide(lambda model: _mean_square(model(*inputs, **named)))
-        return self.engine(*inputs, **named)
+        with self._saving():
+            return self.engine(*inputs, **named)
 
     def outputs(self, inputs: Any) -> Any:
         """Return outputs of the model as the task computes them."""
@@ -265,7 +282,8 @@ class PlainEngine(BaseEngine):
                 phases.enter("forward")
                 with self._tiles(targets):
                     with collected_routings() as routings:
-                        outputs = task.forward(engine, inputs)
+                        with self._saving():
+                            outputs = task.forward(engine, inputs)
                         loss = self._loss(outputs, targets)
                     refuse_without_graph(loss, outputs)
                     del outputs  # the backward pass needs the memory

@@ -7,8 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Final
 
 from framework.plan.work import LayerWork
+
+# Tensors on their way to the host or back (`models.host_activations`).
+_WINDOW: Final = 2
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,13 @@ class Passes:
     Attributes:
         forward, backward: moments that may be the fullest.
         kept_bytes: what one micro-batch leaves for its backward pass.
+        host_bytes: what it leaves in host memory.
     """
 
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...]
     kept_bytes: int
+    host_bytes: int = 0
 
 
 def passes_over(
@@ -52,6 +58,7 @@ def passes_over(
     *,
     recompute_every: int = 0,
     keeps_products: bool = False,
+    offloads: bool = False,
 ) -> Passes:
     """Find the moments of both passes of a micro-batch that may be the fullest.
 
@@ -61,11 +68,49 @@ def passes_over(
         recompute_every: layers of a group that keeps only its input and runs again in the backward
             pass; 0: none.
         keeps_products: whether such a group keeps the outputs of its products, too.
+        offloads: whether what autograd saves of the layers is held in host memory.
     """
     if not layers:
         return Passes((Moment(0),), (Moment(0),), 0)
-    rank = _Layers(layers, loss, recompute_every, keeps_products=keeps_products)
-    return Passes(tuple(rank.forward()), tuple(rank.backward()), rank.kept_bytes)
+    host_bytes = 0
+    if offloads:
+        host_bytes = _leaving_bytes(layers, loss, recompute_every)
+        if not recompute_every:
+            layers = _on_host(layers, loss)
+    rank = _Layers(layers, loss, recompute_every, keeps_products=keeps_products, offloads=offloads)
+    return Passes(tuple(rank.forward()), tuple(rank.backward()), rank.kept_bytes, host_bytes)
+
+
+def _leaving_bytes(
+    layers: Sequence[LayerWork], loss: LayerWork | None, recompute_every: int
+) -> int:
+    """Return the bytes that a micro-batch leaves in host memory: inputs of groups that run again,
+    or else all that is saved. A loss by tiles keeps its gradients on the device.
+    """
+    if recompute_every:
+        starts = range(recompute_every, len(layers), recompute_every)
+        return sum(layers[start - 1].output_bytes for start in starts)
+    leaving = layers if loss is None else layers[:-1]
+    return sum(layer.saved_bytes for layer in leaving)
+
+
+def _on_host(layers: Sequence[LayerWork], loss: LayerWork | None) -> list[LayerWork]:
+    """Return the layers with what they save on the host, but for the tensors on their way."""
+    moved = []
+    for layer in layers:
+        if loss is not None and layer is layers[-1]:
+            moved.append(layer)
+            continue
+        moved.append(
+            replace(
+                layer,
+                saved_bytes=0,
+                input_bytes=0,
+                peak_bytes=layer.passing_bytes + _WINDOW * layer.widest_bytes,
+                backward_bytes=layer.gradient_bytes + (_WINDOW + 1) * layer.widest_bytes,
+            )
+        )
+    return moved
 
 
 class _Layers:
@@ -78,6 +123,7 @@ class _Layers:
         recompute_every: int,
         *,
         keeps_products: bool = False,
+        offloads: bool = False,
     ) -> None:
         size = recompute_every or len(layers)
         if not keeps_products:
@@ -89,13 +135,14 @@ class _Layers:
         self.recomputes = recompute_every > 0
         self.starts = range(0, len(layers), size)  # first layer of each group
         self.groups = [layers[start : start + size] for start in self.starts]
-        # Bytes of the inputs of all groups up to and with each one, and of the products of those
-        # before it.
+        # Bytes of the inputs of all groups up to and with each one, or of those that are not on the
+        # host, and of the products of the groups before it.
         self.products = [sum(layer.product_bytes for layer in group) for group in self.groups]
-        held = 0
+        inputs = [self.input_bytes(start) for start in self.starts]
         self.held: list[int] = []
-        for start, before in zip(self.starts, [0, *self.products], strict=False):
-            held += self.input_bytes(start) + before
+        for number in range(len(self.groups)):
+            first = max(number - _WINDOW, 0) if offloads else 0
+            held = sum(inputs[first : number + 1]) + sum(self.products[:number])
             self.held.append(held)
 
     def input_bytes(self, index: int) -> int:

@@ -149,6 +149,7 @@ def _memory_without_pipeline(plan: Plan, work: ModelWork) -> Memory:
         loss,
         recompute_every=training.recompute_every,
         keeps_products=training.keeps_products,
+        offloads=training.offload_activations,
     )
     rank_work = _without_other_experts(work, plan)
     num_elsewhere = work.num_params - rank_work.num_params
@@ -203,6 +204,7 @@ def _memory(
     """
     rank = RankMemory(plan, work, passes, pipeline, num_elsewhere)
     host = rank.shares.host(is_staged=plan.config.checkpoint.mode == "async")
+    host["activations"] = passes.host_bytes
     model_bytes, rank_bytes, _ = rank.shares.saved()
     saved_bytes = plan.layout.tensor_size * (model_bytes + rank.ranks * rank_bytes)
     return Memory(

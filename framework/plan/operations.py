@@ -167,6 +167,11 @@ class Tape:
         """Bytes of the outputs of the part's products, which selective recomputation keeps."""
         return _num_bytes(self._of_products)
 
+    @property
+    def widest_bytes(self) -> int:
+        """Bytes of the largest tensor that the part saves, and none before it."""
+        return max((value.num_bytes for value in self._new), default=0)
+
     def note_product(self, *made: Value) -> None:
         """Count the outputs of the last operation as a product's (`models.kept_products`)."""
         self._of_products.update(value.storage for value in made)
@@ -271,13 +276,17 @@ class Tape:
                 last_use[value.storage] = number
         return last_use
 
-    def backward_bytes(self, outputs: Sequence[Value]) -> int:
+    def backward_bytes(self, outputs: Sequence[Value], *, keeps: bool = True) -> int:
         """Return the bytes at the fullest moment of the backward pass, beside what the part has
         saved: gradients of values, without gradients of weights.
+
+        `keeps`: what the part has saved is in this memory until it was read; else only gradients
+        count.
         """
         first_save = self._first_saves()
         gradients = _output_gradients(outputs)
-        saved = self.saved_bytes
+        saved = self.saved_bytes if keeps else 0
+        before = saved
         most = saved + sum(gradients.values())
         for number in reversed(range(len(self._operations))):
             operation = self._operations[number]
@@ -291,8 +300,9 @@ class Tape:
             sizes = _sizes_of_gradients(inputs, output_gradient, passes=operation.passes)
             for value, size in zip(inputs, sizes, strict=True):
                 gradients[value.storage] = max(gradients.get(value.storage, 0), size)
-            saved -= _num_bytes([value for value in self._new if first_save[value] == number])
-        return most - self.saved_bytes
+            if keeps:
+                saved -= _num_bytes([value for value in self._new if first_save[value] == number])
+        return most - before
 
     def _first_saves(self) -> dict[Value, int]:
         """Map each tensor that is saved to the first operation that saves it."""

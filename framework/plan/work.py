@@ -61,6 +61,8 @@ class LayerWork:
         product_bytes: bytes of the outputs of its products, which selective recomputation keeps.
         selective_bytes: bytes at most at any moment of a forward pass that keeps the outputs of
             products alone, these included.
+        gradient_bytes: bytes of gradients of values at most at any moment of its backward pass.
+        widest_bytes: bytes of the largest tensor that it saves.
     """
 
     name: str
@@ -82,6 +84,8 @@ class LayerWork:
     is_product: bool = False
     product_bytes: int = 0
     selective_bytes: int = 0
+    gradient_bytes: int = 0
+    widest_bytes: int = 0
 
     def scaled(self, count: int, num_samples: int) -> LayerWork:
         """Return the work on `count` samples, of that on `num_samples`."""
@@ -494,6 +498,8 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
         is_product=tape.products == 1,
         product_bytes=tape.product_bytes,
         selective_bytes=tape.forward_bytes(ends, keeps=False, keeps_products=True),
+        gradient_bytes=tape.backward_bytes(outputs, keeps=False),
+        widest_bytes=tape.widest_bytes,
     )
     return part, made
 

@@ -138,7 +138,9 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_counted = number in self._of_weights or number in self._saved
         if self.phase == "forward" and not is_counted:
             self._saved.add(number)
-            self.current.figures["saved"] += storage.nbytes()
+            figures = self.current.figures
+            figures["saved"] += storage.nbytes()
+            figures["widest"] = max(figures["widest"], storage.nbytes())
         return tensor
 
     def has_saved(self, tensor: Tensor) -> bool:
@@ -542,6 +544,8 @@ def _layer_work(
         passing_bytes=forward_bytes + figures["saved"],
         product_bytes=figures["products"],
         selective_bytes=forward_bytes + figures["saved"],
+        gradient_bytes=max(record.peak_bytes["backward"] - saved_bytes, 0) + figures["saved"],
+        widest_bytes=figures["widest"],
         shared_params=shared_params,
         shares=shares,
     )

@@ -91,6 +91,21 @@ VARIED: dict[str, tuple[int, dict[str, Any], float]] = {
         1e-5,
     ),
     **{
+        f"offloaded-z{stage}": (
+            stage,
+            {
+                "training": {
+                    "max_steps": NUM_STEPS,
+                    "log_every": 1,
+                    "offload_activations": True,
+                    "recompute_every": int(stage > 0),
+                }
+            },
+            1e-5,
+        )
+        for stage in (0, 3)
+    },
+    **{
         f"autocast-z{stage}": (stage, {"precision": {"dtype": "autocast"}}, 0.02)
         for stage in (0, 2)
     },

@@ -343,6 +343,12 @@ def length_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
                 "batch": batch,
             }
             yield f"own-length-selective-{name}-{every}", values | text, tokens
+            offloaded = {"max_steps": 9, "recompute_every": every - 1, "offload_activations": True}
+            yield (
+                f"own-length-offloaded-{name}-{every}",
+                values | text | {"training": offloaded},
+                tokens,
+            )
 
 
 CASES = {
@@ -458,7 +464,7 @@ def expected(name: str, ranks: int, saved: int) -> list[int]:
 def on_host(memory: Memory, moment: str) -> int:
     """Bytes in host memory at one moment: on CPU all tensors are there."""
     absent = {
-        "start": {"optimizer state", "optimizer copies", "sums of gradients"},
+        "start": {"optimizer state", "optimizer copies", "sums of gradients", "activations"},
         "step": set(),
     }.get(moment, {"optimizer copies"})
     return sum(size for name, size in memory.host.items() if name not in absent)

@@ -171,6 +171,17 @@ def stages_fit(config: RunConfig, cluster: Cluster) -> Found:
         yield from stage_problems(config.parallel, num_layers(config.model))
 
 
+@rule("not-in-pipelines")
+def memory_for_length(config: RunConfig, cluster: Cluster) -> Found:
+    """Find memory for long sequences that a pipeline does not give: several micro-batches wait
+    there for their backward passes, the first of them longest.
+    """
+    if config.parallel.pipe > 1 and config.training.offload_activations:
+        key = "training.offload_activations"
+        reason = "activations of a pipeline's micro-batches are not held on the host"
+        yield key, reason, f"set {key}: false, or parallel.pipe: 1"
+
+
 @rule("inert-beside-stages", "warning")
 def partition_beside_stages(config: RunConfig, cluster: Cluster) -> Found:
     """Find two ways to cut a model: one of them has no effect."""

@@ -751,6 +751,10 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (cut_at([0] * 6 + [1] * 6), "cuda", None),
         (cut_at([0, 1], model={"target": "a:b"}), "cuda", None),
     ],
+    "memory_for_length": [
+        (piped(2, training={"offload_activations": True}), "cuda", "not-in-pipelines"),
+        ({"training": {"offload_activations": True}}, "cuda", None),
+    ],
     "partition_beside_stages": [
         (
             {
