@@ -49,7 +49,7 @@ class RankShare:
         if self.tile:
             return tape.tiled_loss(value, self.of(count), self.tile)
         split = True if self.tensor > 1 else None
-        return tape.linear(value, self.of(count), has_bias=False, split=split)
+        return tape.logits(value, self.of(count), split=split)
 
     def heads(self, tape: Tape, value: Value, head_size: int) -> Value:
         """Map (batch, own positions, size) to (batch, own heads, all positions, head size)."""

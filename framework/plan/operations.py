@@ -16,7 +16,7 @@ from math import ceil, prod
 from typing import Final, Literal
 
 from framework.config.groups import ALL_LINEAR, is_named
-from framework.config.training import HALF_ROWS, LoRA
+from framework.config.training import FAST_ROWS, HALF_ROWS, LoRA
 
 Shape = tuple[int, ...]
 _FP32: Final = 4
@@ -681,6 +681,26 @@ class Tape:
             converted.append(make(logits, width=_FP32))
         exponentials = make(logits, *converted, width=_FP32)
         return make(exponentials, logits, *converted, width=logits.width)
+
+    def logits(self, value: Value, outputs: int, *, split: bool | None = None) -> Value:
+        """Map (..., inputs) to logits (..., outputs) by the weight of a layer without a bias: by
+        that of an embedding with rows filled up where GPUs need it (`models.filled_rows`).
+        """
+        logits = self.linear(value, outputs, has_bias=False, split=split)
+        missing = -outputs % HALF_ROWS if outputs % FAST_ROWS else 0
+        is_filled = self.device == "cuda" and self.product_width < _FP32 and missing
+        if not is_filled or self.place("") != "embed.weight":
+            return logits
+        weight = Value((outputs + missing, value.shape[-1]), self.product_width, has_gradient=False)
+        self.moved_bytes += 2 * weight.num_bytes
+        if logits.has_gradient:
+            # The gradient of logits is copied into rows of that length.
+            gradient = Value(logits.with_last(outputs + missing), logits.width)
+            product = self._operations[-1]
+            product.saves = (*product.saves, weight)
+            product.temporary += gradient.num_bytes
+            self._save([weight])
+        return logits
 
     def tiled_loss(self, value: Value, outputs: int, tile: int) -> Value:
         """Map (..., inputs) to the loss of `outputs` logits of each position, 0-d, by tiles
