@@ -59,6 +59,9 @@ def packed_rows(places: Tensor) -> PackedRows:
     Where `note_texts` has not seen the batch on the host, and the places lie on a device, they are
     read from it: the one time that a forward pass waits for the device.
     """
+    if places.device.type in _DEVICES_WITH_KERNEL:
+        # Registers the kernel before the first layer: `kept_products` keeps its outputs.
+        _kernel_parameters()
     noted = getattr(places, _NOTED, None)
     if noted is None:
         noted = _texts_of(places)
@@ -216,10 +219,18 @@ def _by_kernel(
         options: dict[str, Any] = {"scale": scale, "window_size": seen}
         if repeats > 1:
             options["enable_gqa"] = True
-        ends = (rows.starts, rows.starts, rows.longest, rows.longest)
         # cuDNN, which later versions of torch prefer, plans anew for every number of texts.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            mixed = varlen_attn(query, key, value, *ends, **options)  # type: ignore[assignment]
+            mixed = varlen_attn(  # type: ignore[assignment]
+                query,
+                key,
+                value,
+                rows.starts,
+                rows.starts,
+                rows.longest,
+                rows.longest,
+                **options,
+            )
     return mixed.view(batch, length, heads, -1).transpose(1, 2)
 
 
@@ -270,12 +281,12 @@ def _text_by_text(
     if has_whole_rows and (window is None or length <= window):  # a text in each row, or no tokens
         return _causal(query, key, value, None, dropout=dropout, scale=scale)
     lengths = rows.host_starts.diff().tolist()
-    texts: list[tuple[Tensor, ...]] = []
-    for tensor in (query, key, value):
-        # One backward pass for all texts: slices would each fill a gradient of the whole batch.
-        texts.append(torch.split(_flat(tensor), lengths))
+    # One backward pass for all texts: slices would each fill a gradient of the whole batch.
+    all_queries = torch.split(_flat(query), lengths)
+    all_keys = torch.split(_flat(key), lengths)
+    all_values = torch.split(_flat(value), lengths)
     mixed: list[Tensor] = []
-    for queries, keys, values in zip(*texts, strict=True):
+    for queries, keys, values in zip(all_queries, all_keys, all_values, strict=True):
         mask = None
         if window is not None and len(queries) > window:
             seen = torch.ones(len(queries), len(queries), dtype=torch.bool, device=query.device)

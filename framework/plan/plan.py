@@ -431,15 +431,23 @@ def rows(plan: Plan) -> dict[str, str]:
         "precision": plan.config.precision.dtype,
         "ZeRO": _zero(plan),
     }
-    if getattr(plan.config.data, "packing", False):
-        texts = "1 text each, the most work and memory"
-        if plan.texts_per_row > 1:
-            texts = f"{plan.texts_per_row:.1f} texts of equal length each"
-        planned["rows"] = f"packed, planned as {texts}"
+    packed = describe_packed_rows(plan)
+    if packed:
+        planned["rows"] = packed
     tile = loss_tile(plan.config, plan.layout.micro_size)
     if tile:
         planned["loss"] = f"tile by tile, the logits of {counted(tile, 'position')} at once"
     return planned
+
+
+def describe_packed_rows(plan: Plan) -> str:
+    """Describe how packed rows count in work and memory; return empty text for other rows."""
+    if not getattr(plan.config.data, "packing", False):
+        return ""
+    texts = "1 text each, the most work and memory"
+    if plan.texts_per_row > 1:
+        texts = f"{plan.texts_per_row:.1f} texts of equal length each"
+    return f"packed, planned as {texts}"
 
 
 def _zero(plan: Plan) -> str:

@@ -18,7 +18,7 @@ from framework.config.training import Checkpoint
 from framework.errors import counted, in_one_line
 from framework.plan.cluster import RANKS_ON_CPU
 from framework.plan.compiling import compile_choice
-from framework.plan.plan import Plan
+from framework.plan.plan import Plan, describe_packed_rows
 from framework.system.log import print_line, warn
 from framework.system.metric_names import PHASES, time_of
 from framework.train.best import Best
@@ -138,6 +138,9 @@ def _start_rows(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple
     elif choice.reason:
         yield "compiled", f"no: {choice.reason}"
     yield "length", str(plan.length)
+    packed = describe_packed_rows(plan)
+    if packed:
+        yield "rows", packed
     from framework.plan.memory import NotEstimatedError, estimate  # rank 0 alone prints it
 
     with suppress(NotEstimatedError):

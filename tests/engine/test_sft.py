@@ -59,6 +59,8 @@ RUNS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     "accumulated": (False, False, {"zero": {"stage": 2}, "batch": {"micro_size": 1}}),
     "ours-z3": (False, True, {"zero": {"stage": 3}}),
     "ours-packed": (True, True, {"zero": {"stage": 2}, "training": {"recompute_every": 1}}),
+    "ours-packed-z3": (True, True, {"zero": {"stage": 3}}),
+    "ours-packed-tensor": (True, True, {"zero": {"stage": 1}, "parallel": {"tensor": 2}}),
     "lora-z0": (False, False, {"training": {"lora": _LORA}}),
     "lora-z3": (False, False, {"zero": {"stage": 3}, "training": {"lora": _LORA}}),
     "lora-packed": (True, False, {"zero": {"stage": 3}, "training": {"lora": _LORA}}),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from framework.engine.step_batches import DeviceBatches
 from framework.models import packed_attention
 
 Rows = Sequence[Sequence[int]]
@@ -18,6 +19,14 @@ ROWS: Rows = ((3, 5, 8), (16,), (1, 1, 14), (10, 6))
 def places_of(rows: Rows) -> Tensor:
     """Places of the tokens of rows, of each of which the lengths of its texts are given."""
     return torch.tensor([[place for text in row for place in range(text)] for row in rows])
+
+
+def places_on_meta(rows: Rows) -> Tensor:
+    """Places on a device from which nothing can be read, with what was noted on the host."""
+    places = places_of(rows)
+    packed_attention.note_texts(places)
+    moved: Tensor = DeviceBatches(torch.device("meta")).move(places)
+    return moved
 
 
 def _weights(query: Tensor, key: Tensor, scale: float | None, window: int) -> Tensor:
@@ -103,7 +112,7 @@ class KernelByDefinition:
 
 
 _registered: list[KernelByDefinition] = []
-_library = torch.library.Library("aten", "IMPL")
+_library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
 def kernel_on_cpu(monkeypatch: Any) -> KernelByDefinition:
@@ -118,9 +127,19 @@ def kernel_on_cpu(monkeypatch: Any) -> KernelByDefinition:
             ("_varlen_attn_backward", kernel.backward),
         ):
             torch.library.register_kernel(f"torch_attn::{name}", "cpu", function)
-        _library.impl("_flash_attention_forward", kernel.forward_with_dropout, "CPU")
-        _library.impl("_flash_attention_backward", kernel.backward_with_dropout, "CPU")
+        with_dropout: dict[str, Any] = {
+            "_flash_attention_forward": kernel.forward_with_dropout,
+            "_flash_attention_backward": kernel.backward_with_dropout,
+        }
+        for operator, pass_ in with_dropout.items():
+            _library.impl(operator, pass_, "CPU")  # type: ignore[no-untyped-call]
     monkeypatch.setattr(packed_attention, "_DEVICES_WITH_KERNEL", ["cuda", "cpu"])
     _registered[0].calls.clear()
     _registered[0].dropouts.clear()
     return _registered[0]
+
+
+def kernel_on_meta(monkeypatch: Any) -> None:
+    """Let attention within texts take the kernel on a device that has shapes alone."""
+    monkeypatch.setattr(packed_attention, "_DEVICES_WITH_KERNEL", ["meta"])
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it knows no such device

@@ -16,16 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from framework.engine.step_batches import DeviceBatches
+from framework.models import kept_products
 from framework.models.packed_attention import (
     PackedRows,
     attend_within_texts,
-    note_texts,
     packed_rows,
     texts_mask,
     why_no_kernel,
 )
 from framework.recipes.language_models.gpt import GPT
-from tests.models.packed import ROWS, Rows, kernel_on_cpu, places_of
+from framework.tasks.causal_lm import CausalLM
+from tests.models.packed import ROWS, Rows, kernel_on_cpu, kernel_on_meta, places_of, places_on_meta
 
 
 def heads(
@@ -99,15 +101,28 @@ def test_where_texts_begin() -> None:
 
 
 def test_texts_that_are_noted_on_the_host_are_not_read_from_the_device() -> None:
-    places = places_of(ROWS)
-    note_texts(places)
-    moved = places.to("meta")
     with pytest.raises(NotImplementedError, match="meta"):
-        packed_rows(moved)
-    moved.noted_texts = places.noted_texts  # type: ignore[attr-defined]
-    rows = packed_rows(moved)
+        packed_rows(places_of(ROWS).to("meta"))
+    rows = packed_rows(places_on_meta(ROWS))
     assert rows.starts.device.type == "meta"
     assert rows.host_starts.tolist() == packed_rows(places_of(ROWS)).host_starts.tolist()
+    task = CausalLM()
+    places, targets = places_of(ROWS), torch.zeros(len(ROWS), 16, dtype=torch.int64)
+    batch = ({"input_ids": targets, "position_ids": places}, targets)
+    inputs, _ = DeviceBatches(torch.device("meta")).split(task, batch)
+    assert packed_rows(inputs["position_ids"]).longest == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_read_from_the_device(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    kernel_on_meta(monkeypatch)
+    inputs = [tensor.detach().to("meta").requires_grad_() for tensor in heads(dtype=dtype)]
+    for options in ({}, {"window": 4}):
+        mixed = attend_within_texts(*inputs, packed_rows(places_on_meta(ROWS)), **options)
+        gradients = torch.autograd.grad(mixed.sum(), inputs)
+        assert [one.shape for one in gradients] == [one.shape for one in inputs]
 
 
 class Sizes(TorchDispatchMode):
@@ -235,11 +250,14 @@ SHAPE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-@pytest.mark.parametrize("every", [0, 1])
-def test_a_gpt_computes_each_text_as_if_it_were_alone(positions: str, every: int) -> None:
+@pytest.mark.parametrize("recompute", [None, "full", "selective"])
+def test_a_gpt_computes_each_text_as_if_it_were_alone(
+    positions: str, recompute: str | None
+) -> None:
     torch.manual_seed(2)
     model = GPT.of(**SHAPE, positions=positions)
-    model.recompute_every = every
+    model.recompute_every = 0 if recompute is None else 1
+    model.keeps_products = recompute == "selective"
     tokens, places = torch.randint(0, 32, (len(ROWS), 16)), places_of(ROWS)
     logits = model(tokens, places)
     logits.square().mean().backward()
@@ -263,6 +281,22 @@ def test_a_gpt_computes_each_text_as_if_it_were_alone(positions: str, every: int
     for layer in model.recipes:
         value = layer.apply(model.get_submodule(model.place_of(layer)), value)
     torch.testing.assert_close(value, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_selective_recomputation_does_not_run_the_kernel_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = kernel_on_cpu(monkeypatch)
+    model = GPT.of(**SHAPE | {"hidden_size": 32}).bfloat16()
+    tokens, places = torch.randint(0, 32, (len(ROWS), 16)), places_of(ROWS)
+    runs = []
+    for keeps_products in (False, True):
+        kept_products._operations.cache_clear()  # as a process begins that has packed rows
+        model.recompute_every, model.keeps_products = 1, keeps_products
+        kernel.calls.clear()
+        model(tokens, places).float().square().mean().backward()
+        runs.append(len(kernel.calls))
+    assert runs == [4, 2]
 
 
 def test_a_text_that_is_longer_than_the_model() -> None:

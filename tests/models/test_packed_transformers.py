@@ -21,7 +21,7 @@ from framework.models.packed_transformers import (
     keep_masks,
     kept_masks,
 )
-from tests.models.packed import ROWS, kernel_on_cpu, places_of
+from tests.models.packed import ROWS, kernel_on_cpu, kernel_on_meta, places_of, places_on_meta
 
 transformers = pytest.importorskip("transformers", reason="transformers comes with the dev extra")
 
@@ -200,6 +200,19 @@ def test_models_that_keep_their_masks() -> None:
     }
     assert "chunked_attention" in reasons("Llama4Text", **chunked)
     assert kept_masks(nn.Linear(2, 2)) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_no_layer_reads_from_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel_on_meta(monkeypatch)
+    with torch.device("meta"):
+        model = model_of(name).bfloat16()
+        tokens = torch.zeros(len(ROWS), 16, dtype=torch.int64)
+    places = places_on_meta(ROWS)
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):  # as it was
+        model(input_ids=tokens, position_ids=places)
+    attend_in_packed_rows(model)
+    model(input_ids=tokens, position_ids=places).logits.float().square().mean().backward()
 
 
 def test_compiled_layers_have_no_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:

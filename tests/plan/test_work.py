@@ -5,6 +5,7 @@ themselves.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,7 +17,10 @@ from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.models.layers import LayeredModel
 from framework.models.prepare_model import prepare_model
-from framework.plan.work import ModelWork, model_work, named_work
+from framework.plan import plan as planning
+from framework.plan.cluster import Cluster
+from framework.plan.plan import describe_packed_rows, make_plan
+from framework.plan.work import ModelWork, model_work, named_work, work_of
 from framework.setup.components import gather_parts
 from framework.setup.user_code import Objects
 from framework.tasks.causal_lm import CausalLM
@@ -128,6 +132,19 @@ def test_packed_rows_save_and_compute_what_their_texts_do(name: str, texts: int)
         task.loss(task.forward(model, inputs), inputs["input_ids"])
     assert saved_bytes(work) == pytest.approx(saved.total, rel=0.02)
     assert work.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_a_plan_counts_the_texts_of_packed_rows() -> None:
+    config = config_from_values({**MODELS["gpt"], **PACKED, "training": {"max_steps": 1}})
+    plan = make_plan(config, Cluster(1, 1, "cpu"))
+    read = replace(plan, texts_per_row=4.0)
+    assert planning.rows(plan)["rows"] == "packed, planned as 1 text each, the most work and memory"
+    assert describe_packed_rows(read) == "packed, planned as 4.0 texts of equal length each"
+    work, less = work_of(plan), work_of(read)
+    assert work is not None
+    assert less is not None
+    attention = 3 * 4 * plan.layout.micro_size * 32 * 32 * 64  # of all layers
+    assert work.flops - less.flops == attention * 3 // 4
 
 
 FROZEN = (
