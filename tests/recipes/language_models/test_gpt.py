@@ -309,3 +309,23 @@ def test_it_learns_to_repeat() -> None:
     ids = torch.randint(0, 6, (64, 6)).repeat(1, 2)
     accuracy = (model(ids[:, :-1])[:, 5:].argmax(-1) == ids[:, 6:]).double().mean()
     assert accuracy > 0.95
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_norms_get_inputs_of_their_weights_type(shape: dict[str, Any], precision: str) -> None:
+    """torch's fused norms take nothing else, and others are several kernels, in silence."""
+    model = GPT.of(**shape)
+    if precision == "bf16":
+        model = model.bfloat16()
+    types: list[bool] = []
+
+    def compare(norm: nn.Module, inputs: Any) -> None:
+        types.append(norm.weight.dtype == inputs[0].dtype)
+
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            module.register_forward_pre_hook(compare)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        model(tokens(2, 7))
+    assert types == [True] * (2 * shape["num_layers"] + 1)
