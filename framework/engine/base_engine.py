@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from framework.checkpoint.save_stream import OpenFile
     from framework.engine.bad_steps import StepWatch
     from framework.engine.ema import WeightAverage
+    from framework.engine.flat_step import FlatStep
     from framework.engine.freezing import StepwiseFreezing
     from framework.engine.tensor_check import GradientCheck
     from framework.engine.written_weights import WrittenWeights
@@ -88,7 +89,7 @@ class BaseEngine:
 
             self._freezing = StepwiseFreezing(engine, training.freeze, names())
         self._leaves_out_frozen = training.lora is not None
-        _shorten_step(engine, stages=stages)
+        self._flat_step = _shorten_step(engine, stages=stages)
         self.written: WrittenWeights | PlainWeights = PlainWeights(engine.module)
         if half is not None or plan.config.zero.stage > 0:
             from framework.engine.written_weights import WrittenWeights
@@ -269,8 +270,9 @@ class BaseEngine:
         return halves
 
 
-def _shorten_step(engine: deepspeed.DeepSpeedEngine, *, stages: Any) -> None:
-    """Have the engine step in fewer passes over the gradients than DeepSpeed does.
+def _shorten_step(engine: deepspeed.DeepSpeedEngine, *, stages: Any) -> FlatStep | None:
+    """Have the engine step in fewer passes over the gradients than DeepSpeed does. Return that step
+    at stages 1 and 2.
 
     `stages` is the process group of a pipeline's stages.
     """
@@ -278,11 +280,12 @@ def _shorten_step(engine: deepspeed.DeepSpeedEngine, *, stages: Any) -> None:
     if stage in (1, 2):
         from framework.engine.flat_step import shorten_flat_step
 
-        shorten_flat_step(engine)
-    elif stage == 0 and (engine.fp16_enabled() or engine.bfloat16_enabled()):
+        return shorten_flat_step(engine)
+    if stage == 0 and (engine.fp16_enabled() or engine.bfloat16_enabled()):
         from framework.engine.half_step import shorten_half_step
 
         shorten_half_step(engine, stages=stages)
+    return None
 
 
 def _positions_of_rank(plan: Plan) -> Positions | None:

@@ -6,7 +6,8 @@ parameter group over the ranks by itself, joins gradients first and makes them f
 multiplies them in a pass of its own; it reads up to three values from the device, and points every
 weight at the place where it lies already. Here the norm is one reduction over the gradients as they
 are, which is not finite where one of them is not; they are joined and made fp32 in one pass; and
-torch's fused Adam divides them as it reads them. One value is read, where it decides.
+torch's fused Adam divides them as it reads them. One value is read, where it decides. What a loss
+counts is summed together with the norm, as `gradient_sums.py` sums it with the gradients.
 """
 
 from __future__ import annotations
@@ -31,11 +32,26 @@ from framework.engine.gradient_norm import norm_of
 
 
 class FlatStep:
-    """Stands in for `DeepSpeedZeroOptimizer.step`."""
+    """Stands in for `DeepSpeedZeroOptimizer.step`; may divide by the count of all ranks instead of by
+    their number.
 
-    def __init__(self, optimizer: DeepSpeedZeroOptimizer, device: torch.device) -> None:
-        self._optimizer = optimizer
-        self._device = device
+    Attributes:
+        ranks: how many ranks average their gradients.
+        device: device of the gradients.
+        divisor: divides losses before the counts are there: one for each sample.
+        factor: by which the last step's gradients, summed and not averaged, were multiplied.
+    """
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        optimizer = engine.optimizer
+        self._optimizer: DeepSpeedZeroOptimizer = optimizer
+        self.device = engine.device
+        self.ranks = torch.distributed.get_world_size(optimizer.dp_process_group)
+        self.divisor = float(engine.train_batch_size())
+        self.factor: Tensor | float = 1.0 / self.ranks
+        self._count: Tensor | None = None
+        averages = engine.gradient_average and engine.sequence_parallel_size == 1
+        self._is_plain = averages and optimizer.model_parallel_group is None
         # bf16 has the range of fp32: there DeepSpeed looks on request
         is_bf16 = optimizer.dtype == torch.bfloat16
         self._refuses_infinite = optimizer.check_grad_overflow or not is_bf16
@@ -47,6 +63,20 @@ class FlatStep:
         self._ranks = [
             torch.distributed.get_world_size(group) for group in optimizer.real_dp_process_group
         ]
+
+    @property
+    def divides(self) -> bool:
+        """Check whether gradients may be divided by a count after they were averaged: not in half
+        precision, and one rank alone knows it before.
+        """
+        return self._is_plain and self.ranks > 1 and self._optimizer.dtype == torch.float32
+
+    def count(self, number: Tensor) -> None:
+        """Add the count of a micro-batch, 0-d float32 on the device."""
+        if self._count is None:
+            self._count = number
+        else:
+            self._count = self._count + number
 
     def __call__(self, closure: object = None) -> None:
         """Step with the averaged gradients, and gather the weights. Collective."""
@@ -63,24 +93,41 @@ class FlatStep:
             return
         optimizer._global_grad_norm = norm / scale
         divisor = clipping_divisor(norm, limit=optimizer.clip_grad, scale=scale)
+        if isinstance(self.factor, Tensor):
+            by_count = 1.0 / (self.factor * self.ranks)
+            divisor = by_count if divisor is None else divisor * by_count
         for number in range(len(optimizer.bit16_groups)):
             self._step_group(number, divisor)
         self._gather()
 
     def _norm(self) -> Tensor:
-        """Return the norm of all ranks' gradients, still multiplied by the loss scale; infinity if
-        one of them is not finite.
+        """Return the norm of all ranks' gradients, divided by what was counted, still multiplied by
+        the loss scale; infinity if one of them is not finite.
         """
         counted: list[Tensor] = []
         for number in range(len(self._optimizer.bit16_groups)):
             counted += self._counted(number)
-        norm = norm_of(counted, device=self._device)
-        if self._sums:
+        norm = norm_of(counted, device=self.device)
+        self.factor = 1.0 / self.ranks
+        if self._count is not None:
+            norm = self._norm_by_count(norm.square(), self._count)
+            self._count = None
+        elif self._sums:
             square = norm.square()
             for group in self._sums:
                 torch.distributed.all_reduce(square, group=group)
             norm = square.sqrt()
         return norm.nan_to_num(torch.inf, posinf=torch.inf)
+
+    def _norm_by_count(self, square: Tensor, count: Tensor) -> Tensor:
+        """Return the norm of all ranks' gradients, divided by their count; note the factor."""
+        pair = torch.stack((square, count))
+        torch.distributed.all_reduce(pair, group=self._optimizer.dp_process_group)
+        # Losses were scaled by ranks / divisor (engine/step_batches.py). If nothing counts, the
+        # gradients are zero, but for those that a model adds itself.
+        factor = self.divisor / self.ranks / pair[1]
+        self.factor = factor.nan_to_num_(1.0 / self.ranks, posinf=1.0 / self.ranks)
+        return pair[0].sqrt() * (self.factor * self.ranks)
 
     def _counted(self, number: int) -> list[Tensor]:
         """Return a group's gradients, without those that a rank of another stage or tensor part
@@ -141,7 +188,7 @@ class FlatStep:
             flat: Tensor = _flatten_dense_tensors(gradients)  # type: ignore[no-untyped-call]
             return flat
         sizes = [gradient.numel() for gradient in gradients]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=self._device)
+        flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
         pieces = torch.split(flat, sizes)
         places = [piece.view_as(one) for piece, one in zip(pieces, gradients, strict=True)]
         torch._foreach_copy_(places, gradients)
@@ -161,19 +208,22 @@ class FlatStep:
         timer.stop()
 
 
-def shorten_flat_step(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Put a `FlatStep` in place, unless the optimizer's gradients are on the host, of experts, not
-    measured, or scaled by torch, or the engine measures DeepSpeed's own parts of the step.
+def shorten_flat_step(engine: deepspeed.DeepSpeedEngine) -> FlatStep | None:
+    """Put a `FlatStep` in place and return it. Return None where the optimizer's gradients are on
+    the host, of experts, not measured, or scaled by torch, or the engine measures DeepSpeed's own
+    parts of the step.
     """
     optimizer: ZeROOptimizer = engine.optimizer
     if type(optimizer) is not DeepSpeedZeroOptimizer:
-        return
+        return None
     is_plain = optimizer.compute_grad_norm and not optimizer.has_moe_layers
     if optimizer.cpu_offload or not is_plain or engine.wall_clock_breakdown():
-        return
+        return None
     if optimizer.torch_autocast_gradscaler is not None or optimizer.custom_loss_scaler:
-        return
+        return None
     weights: list[Any] = [weight for group in optimizer.bit16_groups for weight in group]
     if any(getattr(weight, "use_muon", False) for weight in weights):
-        return
-    optimizer.step = FlatStep(optimizer, engine.device)
+        return None
+    step = FlatStep(engine)
+    optimizer.step = step
+    return step

@@ -117,9 +117,9 @@ class PlainEngine(BaseEngine):
             )
         # Losses that layers add are means, which a count of the task's must not divide.
         has_added_losses = any(isinstance(module, AddsLosses) for module in engine.module.modules())
-        dividing_sums = None
-        if self._sums is not None and self._sums.divides and not has_added_losses:
-            dividing_sums = self._sums
+        dividing_sums = self._sums or self._flat_step
+        if dividing_sums is not None and (not dividing_sums.divides or has_added_losses):
+            dividing_sums = None
         self._loss = StepLoss(
             task, micro_batches=engine.gradient_accumulation_steps(), sums=dividing_sums
         )
@@ -298,7 +298,7 @@ class PlainEngine(BaseEngine):
                 else:
                     total = total + loss.detach()
                 if self.bad_steps is not None:
-                    self.bad_steps.loss = self._loss.mean(total)
+                    self.bad_steps.loss = partial(self._current_loss, total)
                 engine.step()
         assert total is not None
         mean = self._loss.mean(total)
@@ -309,6 +309,10 @@ class PlainEngine(BaseEngine):
             self._ahead.fill()
         phases.end()
         return Step(self, mean, lr, self.may_be_skipped(), partial(routing_metrics, reported))
+
+    def _current_loss(self, total: torch.Tensor) -> torch.Tensor:
+        """Return this rank's loss of the step that is being taken, when its count is known."""
+        return self._loss.mean(total)()
 
     def evaluate(
         self,

@@ -15,7 +15,6 @@ import torch.distributed
 from torch.nn.utils.rnn import PackedSequence
 
 from framework.data.batches import Pixels
-from framework.engine.gradient_sums import GradientSums
 from framework.errors import ConfigError
 from framework.tasks.loss_checks import refuse_first_sum
 from framework.tasks.task import Positions, Ratio, Task
@@ -264,18 +263,33 @@ def _is_record(value: Any) -> bool:
 _NOTHING: Final = 1e-30  # less than any count, and its reciprocal a float
 
 
+class CountedSums(Protocol):
+    """What divides gradients by the count of all ranks when they are summed: `GradientSums`, or at
+    ZeRO 1 and 2 `FlatStep`, where these attributes are described.
+    """
+
+    ranks: int
+    device: torch.device
+    divisor: float
+    factor: torch.Tensor | float
+
+    def count(self, number: torch.Tensor) -> None:
+        """Add the count of a micro-batch, 0-d float32 on the device."""
+        ...
+
+
 class StepLoss:
     """Losses of a step's micro-batches, weighted so that DeepSpeed's mean over micro-batches and
     ranks is the sum of the whole step divided by its count.
 
     DeepSpeed divides every loss by the number of micro-batches and averages over ranks. So a sum is
     multiplied by micro-batches x ranks / count of the whole step, and this count has to be known
-    before the first backward pass. If `GradientSums` divides the gradients by the count, the sum is
+    before the first backward pass. If `CountedSums` divide the gradients by the count, the sum is
     multiplied by a number that is known.
     """
 
     def __init__(
-        self, task: Task, *, micro_batches: int, group: Any = None, sums: GradientSums | None = None
+        self, task: Task, *, micro_batches: int, group: Any = None, sums: CountedSums | None = None
     ) -> None:
         """Prepare the first step.
 
@@ -289,7 +303,7 @@ class StepLoss:
         self._micro_batches = micro_batches
         self._group = group
         self._sums = sums
-        self._dividing: GradientSums | None = None  # divides this step's gradients by the count
+        self._dividing: CountedSums | None = None  # divides this step's gradients by the count
         self._has_one_count: bool | None = None  # the task's, not none or several; None: not asked
         self._is_checked = False
         # Returns one factor for each sum of a loss, once the ranks' counts are there; None for a
@@ -327,7 +341,7 @@ class StepLoss:
         yield first
         yield from following
 
-    def _dividing_sums(self, targets: Any) -> GradientSums | None:
+    def _dividing_sums(self, targets: Any) -> CountedSums | None:
         """Return the sums that divide by the count when the gradients are there, if each sample has
         one target and the task counts one number, which is nearly known then; else None.
         """
