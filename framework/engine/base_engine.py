@@ -279,7 +279,9 @@ def _shorten_step(engine: deepspeed.DeepSpeedEngine, *, stages: Any) -> FlatStep
     stage = engine.zero_optimization_stage()
     if stage in (1, 2):
         from framework.engine.flat_step import shorten_flat_step
+        from framework.engine.one_rank import keep_gradients_in_place
 
+        keep_gradients_in_place(engine)
         return shorten_flat_step(engine)
     if stage == 0 and (engine.fp16_enabled() or engine.bfloat16_enabled()):
         from framework.engine.half_step import shorten_half_step

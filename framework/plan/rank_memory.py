@@ -346,10 +346,20 @@ class RankMemory:
     @property
     def bucket(self) -> int:
         """Bytes of the buckets of stages 1 and 2, however small the model is; two where sums
-        overlap.
+        overlap, none on one rank.
         """
+        if self.is_alone:
+            return 0
         num_buckets = 2 if self.overlaps else 1
         return num_buckets * self.sum_width * int(self.zero.reduce_bucket_size)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether gradients of stages 1 and 2 stay where the backward pass has put them
+        (`engine/one_rank.py`).
+        """
+        is_plain = self.pipeline is None and not self.is_offloaded
+        return self.stage in (1, 2) and self.ranks == 1 and is_plain
 
     @cached_property
     def shares(self) -> Shares:
@@ -535,12 +545,13 @@ class RankMemory:
         Below stage 2 each gradient stays. At stage 2 gradients lie in the bucket up to the first
         sum, which allocates all of the rank's share, and are there twice later.
         """
-        if self.stage != 2:
+        stays = self.is_alone and self.sum_width == self.width
+        if self.stage != 2 or stays:
             width = self.sum_width if self.stage else self.reduce_width
             return min(room, width * (moment.gradients + moment.beside))
         bucket = self.zero.reduce_bucket_size
         num_filled = moment.gradients - moment.waiting
-        if num_filled > bucket:
+        if num_filled > bucket or (self.is_alone and num_filled):
             return room
         num_gradients = moment.waiting
         overflows = num_filled + moment.own > bucket
@@ -586,6 +597,8 @@ class RankMemory:
         """Return the bytes of gradients, their copies and buckets in the sum, below stage 3."""
         if self.stage == 0:
             return self._summed_without_zero()
+        if self.is_alone:
+            return self._summed_alone(kept)
         if self.stage == 1 and not (self.overlaps and self.steps == 1):
             return self._summed_at_stage_1()
         return self._summed_as_made(kept)
@@ -597,6 +610,20 @@ class RankMemory:
         elif self.ranks > 1:
             components["reduce bucket"] = self.width * self.sent_at_once(_STAGE_0_BUCKET)
         return components
+
+    def _summed_alone(self, kept: Bytes) -> dict[str, int]:
+        """Return the bytes of gradients at the end of a backward pass of stages 1 and 2 on one
+        rank, which copies them into fp32 sums only.
+        """
+        gradients = self.sum_width * self.total
+        if self.sum_width == self.width:
+            if self.stage == 2:
+                gradients += kept.get("gradients", 0)
+        elif self.stage == 1:
+            gradients += self.sum_width * self.share
+        else:
+            gradients += self.width * self.largest
+        return {"gradients": gradients}
 
     @property
     def num_summed(self) -> int:

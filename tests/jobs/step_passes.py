@@ -2,8 +2,8 @@
 step_passes.py OUT.json.
 
 Of each case: the largest distance of weights and norms, the loss scales, and of one step what it
-sends, reads from the device and computes: operations on doubles, and those that write at least half
-as many numbers as this rank's share has.
+sends, reads from the device and computes: operations on doubles, those that write at least half as
+many numbers as this rank's share has, and copies of gradients in the backward pass.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ for stage in (0, 1, 2):
     CASES[f"z{stage}-fused"] = CASES[f"z{stage}-clip"] | {"optimizer": FUSED}
     CASES[f"z{stage}-fp16"] = CASES[f"z{stage}-clip"] | {"precision": DYNAMIC}
 for stage in (1, 2):
+    CASES[f"z{stage}-two"] = CASES[f"z{stage}-clip"] | {
+        "batch": {"micro_size": ROWS, "accumulation_steps": 2}
+    }
     CASES[f"z{stage}-groups"] = CASES[f"z{stage}-clip"] | {"optimizer": GROUPS}
     CASES[f"z{stage}-sums"] = CASES[f"z{stage}-clip"] | {
         "precision": {"dtype": "bf16", "grad_accumulation": "fp32"},
@@ -167,12 +170,24 @@ def run(case: dict[str, Any], *, is_ours: bool) -> dict[str, Any]:
             take(*arguments, **named)
 
     inner._take_model_step = take_seen
+    copies = Seen(1)
+    backward = inner.backward
+
+    def backward_seen(*arguments: Any, **named: Any) -> None:
+        if inner.global_steps == STEPS - 1:
+            with copies:
+                backward(*arguments, **named)
+        else:
+            backward(*arguments, **named)
+
+    inner.backward = backward_seen
     for step in range(STEPS):
         engine.train_step(batches(step, inner.gradient_accumulation_steps()))
         found["norms"].append(float(norm_of(inner) or 0.0))
         found["scales"].append(float(getattr(inner.optimizer, "loss_scale", None) or 1.0))
         found["skipped"].append(inner.skipped_steps)
     found |= {"large": dict(seen.large), "reads": seen.reads, "doubles": seen.doubles}
+    found["copies"] = copies.large["copy_"] + copies.large["add_"]
     found["weights"] = [weight.detach().float() for weight in engine.module.parameters()]
     engine.close()
     return found
