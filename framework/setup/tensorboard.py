@@ -175,22 +175,32 @@ def samples(
     expected = _first_tensor(targets)
     if first is None or logits is None or expected is None:
         raise ValueError("inputs, targets or outputs hold no tensor")
+    are_images = first.ndim == 4 and first.shape[1] in (1, 3) and logits.ndim == 2
+    are_tokens = first.ndim == 2 and not first.is_floating_point() and logits.ndim == 3
     first = first[:count].cpu()
     expected = expected[:count].cpu()
     predicted = logits[:count].argmax(-1).cpu()
-    rows: list[tuple[str, str, str]] = []
-    if first.ndim == 4 and first.shape[1] in (1, 3) and logits.ndim == 2:
+    if are_images:
         for number, image in enumerate(first.float()):
             yield Image(f"samples/{number}", image.shape[1], image.shape[2], png(image))
         rows = _class_rows(expected, predicted)
-    elif first.ndim == 2 and not first.is_floating_point() and logits.ndim == 3:
-        text = partial(_as_text, decode=decode)
-        for tokens, target_tokens, predictions in zip(first, expected, predicted, strict=True):
-            rows.append((text(tokens), text(target_tokens), text(predictions)))
+    elif are_tokens:
+        rows = _token_rows(first, expected, predicted, decode)
     else:
         shapes = f"{tuple(first.shape)} -> {tuple(logits.shape)}"
         raise ValueError(f"neither images with classes nor tokens with tokens ({shapes})")
     yield Text("samples/predictions", _table(("input", "target", "prediction"), rows))
+
+
+def _token_rows(
+    inputs: Tensor, expected: Tensor, predicted: Tensor, decode: Callable[[Sequence[int]], str]
+) -> list[tuple[str, str, str]]:
+    """Return the texts of each sample's tokens, targets and predictions."""
+    text = partial(_as_text, decode=decode)
+    rows = []
+    for tokens, target_tokens, predictions in zip(inputs, expected, predicted, strict=True):
+        rows.append((text(tokens), text(target_tokens), text(predictions)))
+    return rows
 
 
 def _class_rows(expected: Tensor, predicted: Tensor) -> list[tuple[str, str, str]]:
