@@ -44,8 +44,9 @@ def test_names_and_shapes_are_those_of_the_model(model: dict[str, Any]) -> None:
     config = config_from_values(
         {"model": model, "data": {"kind": "digits"}, "training": {"max_steps": 1}}
     )
+    parts = gather_parts(config, Objects())
     with torch.device("meta"):
-        module = gather_parts(config, Objects()).build_model()
+        module = parts.build_model()
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
     work = weights_alone(config.model)
     assert work is not None
