@@ -106,8 +106,8 @@ class WholeBatch:
 
 @dataclass(frozen=True)
 class Normalise:
-    """Arithmetic that makes float32 of uint8 images (..., C, H, W), an operation at a time: (pixel x
-    scale + shift) / divisor.
+    """Arithmetic that makes float32 of uint8 images (..., C, H, W), an operation at a time:
+    (pixel x scale + shift) / divisor.
 
     On a device each operation is a kernel that rounds as a processor does, so that the results are
     equal to the bit. As one kernel they might not be: compilers round a product and a sum once.
@@ -138,7 +138,7 @@ class Normalise:
 
 @lru_cache(maxsize=64)
 def _of_channels(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return numbers as float32 (C, 1, 1), and keep them: each copy to a device would wait for it."""
+    """Return numbers as float32 (C, 1, 1), and keep them: each copy would wait for the device."""
     return torch.tensor(values, dtype=torch.float64).float().view(-1, 1, 1).to(device)
 
 

@@ -305,15 +305,15 @@ def _refuse_unfit_start(start: SavedCheckpoint, prepared: Prepared) -> None:
 def _keep_tokenizer(folder: RunFolder, prepared: Prepared) -> None:
     """Copy the tokenizer of the data into the run folder, and print the facts about the data."""
     splits = prepared.parts.splits
+    for split in (splits.train, splits.evaluation):
+        facts = getattr(split, "stated", "")
+        if isinstance(facts, str) and facts:
+            print_line(facts)
     tokenizer = getattr(splits.train, "tokenizer", None)
     if tokenizer:
         from framework.data.token_files import KEPT_TOKENIZER
 
         tokenizer.save_pretrained(folder.path / KEPT_TOKENIZER)
-        for split in vars(splits).values():
-            facts = getattr(split, "stated", "")
-            if facts:
-                print_line(facts)
         return
     path = getattr(prepared.plan.config.data, "path", None)
     if path:

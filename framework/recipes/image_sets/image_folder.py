@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, overload
 
@@ -24,6 +25,7 @@ from torchvision.transforms import v2  # type: ignore[import-untyped]
 from framework.data.batches import Normalise, Pixels, collate
 from framework.data.splits import Splits
 from framework.errors import ConfigError, Problem, TrainingError
+from framework.recipes.image_sets.decoded import MOST_IMAGES, decoded_images, sizes_of
 from framework.system.host_value import HostValue, made_once_on_host
 
 # Of ImageNet's training images in [0, 1], as torchvision publishes them for its models.
@@ -156,7 +158,7 @@ class _Paths(Sequence[tuple[str, int]]):
         return list(map(int, self._arrays()[2]))
 
     def _arrays(self) -> tuple[Any, Any, Any]:
-        _, names, ends, labels = self._listings.value[self._number]
+        _, names, ends, labels, _ = self._listings.value[self._number]
         return names, ends, labels
 
 
@@ -177,6 +179,32 @@ class _ImageFolder(ImageFolder):  # type: ignore[misc]
         self.samples = _Paths(place, listings, number)
         self.imgs = self.samples
         self._own_transform = transform
+        self._decoded = decoded_images(listings.value[number][4])
+
+    @property
+    def stated(self) -> str:
+        """Describe the memory of images that are held decoded; empty if none are."""
+        if self._decoded is None:
+            return ""
+        megabytes = self._decoded.num_bytes / 1e6
+        part = Path(self.root).name
+        return (
+            f"{part}: {len(self):,} images, held decoded in up to {megabytes:,.0f} MB of each rank"
+        )
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        if self._decoded is None or self.loader is not read_image:
+            sample: tuple[Any, Any] = super().__getitem__(index)
+            return sample
+        index = range(len(self))[index]
+        path, target = self.samples[index]
+        image = self._decoded.read(index, partial(read_image, path))
+        made: Any = image
+        if self.transform is not None:
+            made = self.transform(image)
+        if self.target_transform is not None:
+            target = self.target_transform(target)
+        return made, target
 
     def in_pixels(self) -> _ImageFolder:
         """Return the same images with batches of uint8 (`batches.Pixels`), as long as their
@@ -188,8 +216,6 @@ class _ImageFolder(ImageFolder):  # type: ignore[misc]
             return self
         other = copy.copy(self)
         other.transform = v2.Compose(self.transform.transforms[:-_NUM_NORMALISING])
-        # The transforms of `StandardTransform`, which torchvision calls, are made anew.
-        VisionDataset.__init__(other, self.root, transform=other.transform)
         other.collate_fn = _batch_of_pixels
         return other
 
@@ -198,10 +224,10 @@ class _ImageFolder(ImageFolder):  # type: ignore[misc]
         return self.samples.labels()
 
 
-def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any]:
+def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any, Any]:
     """List the images as torchvision does, class by class. Returns the names of the classes, the
-    names of the images as one buffer, the end of each in it (after a first 0), and the class
-    numbers.
+    names of the images as one buffer, the end of each in it (after a first 0), the class numbers,
+    and width and height of each image, unless there are many.
 
     Raises:
         ConfigError: kind ``dataset-no-images``: a class has none; it names all such classes.
@@ -209,12 +235,14 @@ def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any]:
     names = bytearray()
     ends = array("q", [0])
     counts = []
+    paths: list[str] = []
     empty: dict[str, int] = {}  # classes without images, as keys that torchvision takes
     try:
         classes, _ = find_classes(str(place))
         for name in classes:
             images = make_dataset(str(place), {name: 0}, IMG_EXTENSIONS, allow_empty=True)
             for path, _ in images:
+                paths.append(path)
                 names += os.fsencode(path[len(_prefix(place)) :])
                 ends.append(len(names))
             counts.append(len(images))
@@ -228,7 +256,11 @@ def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any]:
             "dataset-no-images", reason, _layout(root, place.name), "data.root", root
         ) from error
     labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
-    return classes, np.frombuffer(names, np.uint8), np.frombuffer(ends, np.int64), labels
+    sizes = np.zeros((0, 2), np.int64)
+    if len(labels) <= MOST_IMAGES:
+        sizes = sizes_of(paths)
+    buffers = np.frombuffer(names, np.uint8), np.frombuffer(ends, np.int64)
+    return classes, *buffers, labels, sizes
 
 
 def read_image(path: str) -> Image.Image:
