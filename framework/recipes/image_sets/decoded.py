@@ -1,4 +1,4 @@
-"""Decoded images of a small folder, held in memory that a rank shares with the workers of its loader:
+"""Decoded images of a small folder, held in memory that a rank shares with its loader's workers:
 each image is decoded once in a run, and not once in every epoch.
 """
 
@@ -40,8 +40,8 @@ def sizes_of(paths: Sequence[str]) -> npt.NDArray[np.int64]:
 class DecodedImages:
     """RGB images of known sizes; each is kept when it is first decoded.
 
-    Workers are forked after this was made, and map the same memory. Two that decode one image at the
-    same time write the same bytes. A process that is not forked from the one that made this has none.
+    Workers are forked after this was made, and map the same memory. Two that decode one image at
+    the same time write the same bytes. A process that is not forked has none.
     """
 
     def __init__(self, sizes: npt.NDArray[np.int64]) -> None:
@@ -79,8 +79,8 @@ class DecodedImages:
 
 
 def decoded_images(sizes: npt.NDArray[np.int64]) -> DecodedImages | None:
-    """Return a place for the images of a folder; None if their sizes are not known, or they take more
-    memory than `MOST_BYTES` or than a small part of what is free.
+    """Return a place for the images of a folder; None if their sizes are not known, or they take
+    more memory than `MOST_BYTES` or than a small part of what is free.
     """
     num_bytes = int(sizes.prod(axis=1).sum()) * _CHANNELS
     limit = MOST_BYTES
