@@ -286,6 +286,11 @@ class Training(Section):
     causal_lm and masked_lm; written down also with models that have transformers'
     ``get_output_embeddings``, and subclasses of these tasks. Not in pipelines.
     """
+    mlp_tile: Count = 0
+    """Positions of a micro-batch whose inner values of a block's perceptron are there at once: it
+    runs tile by tile, and again in the backward pass. 0: all. With gpt, and with transformers'
+    models that have perceptrons like Llama's. Not in pipelines.
+    """
     sync_batch_norm: bool = False
     """Batch norms take mean and variance over the batches of all data-parallel devices instead of
     over their own.

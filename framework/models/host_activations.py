@@ -51,6 +51,17 @@ class _Held:
         self.arrived = arrived
 
 
+class _View:
+    """A saved tensor that shows the memory of a held one in another shape."""
+
+    __slots__ = ("held", "shape", "strides")
+
+    def __init__(self, held: _Held, tensor: Tensor) -> None:
+        self.held = held
+        self.shape = tensor.shape
+        self.strides = tensor.stride()
+
+
 class Copies(Protocol):
     """How tensors are copied between a device and its host."""
 
@@ -178,7 +189,7 @@ class HostActivations:
 
     # The forward pass.
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Held:
+    def _pack(self, tensor: Tensor) -> Tensor | _Held | _View:
         """Begin the copy of a saved tensor to the host; return what stands for it, or the tensor
         itself where it stays.
         """
@@ -190,8 +201,10 @@ class HostActivations:
         key = _key(tensor)
         for reference in self._leaving:  # several operations save one tensor
             known = reference()
-            if known is not None and known.key == key and known.tensor is not None:
-                return known
+            if known is None or known.key != key or known.tensor is None:
+                continue
+            if _is_dense(tensor):
+                return _View(known, tensor)
         host = self._host_memory(tensor)
         if host is None:
             return tensor
@@ -260,10 +273,13 @@ class HostActivations:
 
     # The backward pass.
 
-    def _unpack(self, packed: Tensor | _Held) -> Tensor:
+    def _unpack(self, packed: Tensor | _Held | _View) -> Tensor:
         """Return a saved tensor on its device, and begin the fetches of those saved before it."""
         if isinstance(packed, Tensor):
             return packed
+        if isinstance(packed, _View):
+            shown = self._unpack(packed.held)
+            return shown.as_strided(packed.shape, packed.strides, shown.storage_offset())
         tensor = self._fetched(packed)
         self._copies.wait(packed.arrived)
         for before in range(1, WINDOW + 1):
@@ -289,16 +305,17 @@ class HostActivations:
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two tensors have in common only if they show the same numbers, while the memory
-    of the first is held.
+    """Return what two tensors have in common if they show the same memory, and nothing was written
+    to it between them. None of it holds for tensors with gaps.
     """
-    return (
-        tensor.data_ptr(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor._version,
-    )
+    if not _is_dense(tensor):
+        return ()
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor._version
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Check whether a tensor has all elements of its memory, in any order of its dimensions."""
+    return tensor.stride() == _dense_strides(tensor)
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

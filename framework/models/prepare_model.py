@@ -21,7 +21,8 @@ def prepare_model(model: nn.Module, training: Training) -> nn.Module:
 
     Raises:
         ConfigError: a pattern of `training.freeze` matches no weight, or the patterns match all;
-            or recomputation needs a model that can be cut into layers, and this one cannot.
+            or recomputation needs a model that can be cut into layers, and this one cannot; or it
+            has no perceptrons that can be computed in tiles.
     """
     if training.freeze:
         from framework.models.freezing import freeze
@@ -31,6 +32,10 @@ def prepare_model(model: nn.Module, training: Training) -> nn.Module:
         from framework.models.sync_batch_norm import with_sync_batch_norm
 
         model = with_sync_batch_norm(model)
+    if training.mlp_tile:
+        from framework.models.tiled_perceptron import tile_perceptrons
+
+        tile_perceptrons(model, training.mlp_tile)
     if training.recompute_every:
         from framework.models.recomputation import with_recompute
 

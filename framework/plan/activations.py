@@ -85,11 +85,16 @@ def _leaving_bytes(
     layers: Sequence[LayerWork], loss: LayerWork | None, recompute_every: int
 ) -> int:
     """Return the bytes that a micro-batch leaves in host memory: inputs of groups that run again,
-    or else all that is saved. A loss by tiles keeps its gradients on the device.
+    if they save anything, or else all that is saved. A loss by tiles keeps its gradients on the
+    device.
     """
     if recompute_every:
-        starts = range(recompute_every, len(layers), recompute_every)
-        return sum(layers[start - 1].output_bytes for start in starts)
+        num_bytes = 0
+        for start in range(recompute_every, len(layers), recompute_every):
+            group = layers[start : start + recompute_every]
+            if any(layer.saved_bytes for layer in group):
+                num_bytes += layers[start - 1].output_bytes
+        return num_bytes
     leaving = layers if loss is None else layers[:-1]
     return sum(layer.saved_bytes for layer in leaving)
 

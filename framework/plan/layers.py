@@ -30,12 +30,14 @@ class RankShare:
         tensor: ranks that share every weight that is divided.
         sequence: ranks that share every sequence.
         tile: positions that have logits at once; 0: all.
+        mlp_tile: positions that a perceptron computes at once; 0: all.
         texts: texts of equal length in each row of packed ones; 0: rows are not packed.
     """
 
     tensor: int = 1
     sequence: int = 1
     tile: int = 0
+    mlp_tile: int = 0
     texts: float = 0
 
     def of(self, size: int) -> int:

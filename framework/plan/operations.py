@@ -9,7 +9,7 @@ less.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import ceil, prod
@@ -114,6 +114,8 @@ class Tape:
         flops: operations of its matrix products and convolutions.
         masked_flops: the part of `flops` that fused kernels of causal attention leave out.
         moved_bytes: bytes that all its other operations read and write.
+        again_flops: the part of `flops` that runs again in the backward pass in any case.
+        again_bytes: bytes that other operations move in the backward pass for it.
         products: matrix products and convolutions of the part.
         count: equal linear layers that one operation stands for, each on its own rows.
         lora: which modules have adapters; None: none have.
@@ -135,6 +137,8 @@ class Tape:
     flops: int = 0
     masked_flops: int = 0
     moved_bytes: int = 0
+    again_flops: int = 0
+    again_bytes: int = 0
     products: int = 0
     _new: list[Value] = field(default_factory=list)
     _of_products: set[Value] = field(default_factory=set)
@@ -147,6 +151,8 @@ class Tape:
         self.flops = 0
         self.masked_flops = 0
         self.moved_bytes = 0
+        self.again_flops = 0
+        self.again_bytes = 0
         self.products = 0
         self._new = []
         self._of_products = set()
@@ -661,6 +667,44 @@ class Tape:
         if logits.width == _FP32:
             temporary = -probabilities.num_bytes
         return self.run(logits, shape=(), saves=[probabilities, targets], temporary=temporary)
+
+    def in_tiles(self, value: Value, run: Callable[[Tape, Value], Value], tile: int) -> Value:
+        """Map (..., size) to the same shape by `run`, in tiles of positions that run again in the
+        backward pass (`models.tiled_perceptron`); 0: all positions at once.
+
+        What is kept are the inputs. The backward pass sums gradients of weights in fp32.
+        """
+        rows = prod(value.shape[:-1])
+        if not tile or rows <= tile:
+            return run(self, value)
+        known = set(self.weights)
+        inner = replace(self, saved=set(), weights=self.weights, moved_bytes=0, flops=0, products=0)
+        inner.start(self.prefix)
+        inputs = Value((tile, value.shape[-1]), value.width, value.has_gradient)
+        made = run(inner, inputs)
+        new = {name: shape for name, shape in self.weights.items() if name not in known}
+        trained = sum(prod(shape) for name, shape in new.items() if self.is_trained(name))
+        flops = inner.flops * rows // tile
+        self.again_flops += flops
+        # Of the sum over tiles: it is read and written, and a tile's gradient is read.
+        sums = ceil(rows / tile) * trained * (2 * _FP32 + value.width)
+        self.again_bytes += inner.moved_bytes * rows // tile + sums
+        before = self.moved_bytes + inner.moved_bytes * rows // tile
+        forward = inner.forward_bytes([inputs, made], keeps=False)
+        backward = inner.saved_bytes + inner.backward_bytes([made])
+        values = self.run(value, shape=(forward,), width=1, has_gradient=False)
+        self.moved_bytes = before
+        return self.run(
+            value,
+            values,
+            shape=(*value.shape[:-1], made.shape[-1]),
+            width=made.width,
+            saves=[value],
+            flops=flops,
+            temporary=backward + (_FP32 + value.width) * trained,
+            has_gradient=made.has_gradient,
+            is_split=False,
+        )
 
     def _copies_for_tiles(self, value: Value, weight: Shape, filled: Shape) -> list[Value]:
         """Record the copies of the weight of a loss by tiles: for autocast, and with rows filled up

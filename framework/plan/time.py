@@ -315,8 +315,8 @@ class _Step:
         # Each product has two in the backward pass; of other operations as much is moved as
         # forward.
         backward = {
-            "compute": (2 + products_again) * product,
-            "memory-bound operations": (1 + again) * moved,
+            "compute": (2 + products_again + part.again_flops / max(part.flops, 1)) * product,
+            "memory-bound operations": (1 + again) * moved + self.moved_for_tiles(part),
             "launch": max(least - 2 * product - moved, 0.0) + again * launch,
         }
         if not is_loss and part.count > 1:
@@ -324,6 +324,11 @@ class _Step:
                 forward[name] = num_forward * seconds
                 backward[name] = (num_backward + again * num_forward) * seconds
         return forward, backward
+
+    def moved_for_tiles(self, part: LayerWork) -> float:
+        """Return the seconds of what the backward pass moves to run tiles again."""
+        by = self.by
+        return self.samples * part.again_bytes / by.tensor / by.sequence / self.bandwidth
 
     def exchanges(self, part: LayerWork) -> Iterator[tuple[str, tuple[int, int], float]]:
         """Yield the collectives of a block: component, how often in the forward and in the backward

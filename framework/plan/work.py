@@ -63,6 +63,8 @@ class LayerWork:
             products alone, these included.
         gradient_bytes: bytes of gradients of values at most at any moment of its backward pass.
         widest_bytes: bytes of the largest tensor that it saves.
+        again_flops: the part of `flops` that runs again in the backward pass in any case.
+        again_bytes: bytes that other operations move in the backward pass for it.
     """
 
     name: str
@@ -86,6 +88,8 @@ class LayerWork:
     selective_bytes: int = 0
     gradient_bytes: int = 0
     widest_bytes: int = 0
+    again_flops: int = 0
+    again_bytes: int = 0
 
     def scaled(self, count: int, num_samples: int) -> LayerWork:
         """Return the work on `count` samples, of that on `num_samples`."""
@@ -234,7 +238,12 @@ def named_work(
         freeze=always_frozen(config.training.freeze),
         lora=config.training.lora,
         zero_stage=config.zero.stage,
-        share=replace(share, tile=loss_tile(config, micro_size), texts=texts),
+        share=replace(
+            share,
+            mlp_tile=config.training.mlp_tile,
+            tile=loss_tile(config, micro_size),
+            texts=texts,
+        ),
     )
 
 
@@ -500,6 +509,8 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
         selective_bytes=tape.forward_bytes(ends, keeps=False, keeps_products=True),
         gradient_bytes=tape.backward_bytes(outputs, keeps=False),
         widest_bytes=tape.widest_bytes,
+        again_flops=tape.again_flops,
+        again_bytes=tape.again_bytes,
     )
     return part, made
 

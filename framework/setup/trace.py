@@ -331,6 +331,10 @@ def _build_model(config: RunConfig, parts: Parts) -> nn.Module:
     with _without_truncated_draws():
         model = parts.build_model()
     freeze(model, config.training.freeze)
+    if config.training.mlp_tile:
+        from framework.models.tiled_perceptron import tile_perceptrons
+
+        tile_perceptrons(model, config.training.mlp_tile)
     if config.training.lora is not None:
         model = add_adapters(model, config.training.lora, seed=config.run.seed)
     return model

@@ -106,6 +106,22 @@ VARIED: dict[str, tuple[int, dict[str, Any], float]] = {
         for stage in (0, 3)
     },
     **{
+        f"mlp-tiles-z{stage}": (
+            stage,
+            {
+                "training": {
+                    "max_steps": NUM_STEPS,
+                    "log_every": 1,
+                    "mlp_tile": 24,
+                    "recompute_every": int(stage == 3),
+                },
+                "batch": {"accumulation_steps": 2},
+            },
+            1e-5,
+        )
+        for stage in (0, 2, 3)
+    },
+    **{
         f"autocast-z{stage}": (stage, {"precision": {"dtype": "autocast"}}, 0.02)
         for stage in (0, 2)
     },

@@ -105,6 +105,20 @@ def test_a_tensor_that_several_operations_save_is_held_once() -> None:
     assert torch.equal(value.grad, expected.detach())
 
 
+def test_two_shapes_of_one_memory_are_held_once() -> None:
+    holding = HostActivations(nn.Module(), CPU)
+    value = torch.randn(32, 64)
+    shapes = [value, value.T, value.view(8, 4, 64).transpose(0, 1)]
+    packed = [holding._pack(shape) for shape in shapes]
+    assert holding.most_bytes == value.nbytes
+    for _ in range(host_activations.WINDOW):  # until they have left the device
+        holding._pack(torch.randn(32, 64))
+    for one, shape in zip(packed, shapes, strict=True):
+        back = holding._unpack(one)
+        assert torch.equal(back, shape)
+        assert back.stride() == shape.stride()
+
+
 def test_weights_buffers_and_views_of_them_stay() -> None:
     model = nn.Linear(64, 64)
     model.register_buffer("scale", torch.randn(64, 64))

@@ -343,6 +343,8 @@ def length_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
                 "batch": batch,
             }
             yield f"own-length-selective-{name}-{every}", values | text, tokens
+            tiled = {"max_steps": 9, "recompute_every": every - 1, "mlp_tile": 100}
+            yield f"own-length-tiled-{name}-{every}", values | text | {"training": tiled}, tokens
             offloaded = {"max_steps": 9, "recompute_every": every - 1, "offload_activations": True}
             yield (
                 f"own-length-offloaded-{name}-{every}",

@@ -176,10 +176,16 @@ def memory_for_length(config: RunConfig, cluster: Cluster) -> Found:
     """Find memory for long sequences that a pipeline does not give: several micro-batches wait
     there for their backward passes, the first of them longest.
     """
-    if config.parallel.pipe > 1 and config.training.offload_activations:
+    if config.parallel.pipe == 1:
+        return
+    if config.training.offload_activations:
         key = "training.offload_activations"
         reason = "activations of a pipeline's micro-batches are not held on the host"
         yield key, reason, f"set {key}: false, or parallel.pipe: 1"
+    if config.training.mlp_tile:
+        key = "training.mlp_tile"
+        reason = "perceptrons of a pipeline's stages are not computed in tiles"
+        yield key, reason, f"set {key}: 0, or parallel.pipe: 1"
 
 
 @rule("inert-beside-stages", "warning")

@@ -249,6 +249,8 @@ class FeedForward(nn.Module):
     x) * up x).
     """
 
+    takes_positions_apart = True
+
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.gate: nn.Module | None = None

@@ -107,7 +107,8 @@ def _gpt_block(
     if moe:
         added = _mixture(model, moe, tape, normed)
     else:
-        added = _perceptron(model, share, tape, normed, "mlp")
+        perceptron = partial(_perceptron, model, share, name="mlp")
+        added = tape.in_tiles(normed, perceptron, share.mlp_tile)
     return tape.add(hidden, tape.dropout(added, model.dropout))
 
 

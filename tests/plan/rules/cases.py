@@ -753,7 +753,8 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "memory_for_length": [
         (piped(2, training={"offload_activations": True}), "cuda", "not-in-pipelines"),
-        ({"training": {"offload_activations": True}}, "cuda", None),
+        (piped(2, training={"mlp_tile": 64}), "cuda", "not-in-pipelines"),
+        ({"training": {"offload_activations": True, "mlp_tile": 64}}, "cuda", None),
     ],
     "partition_beside_stages": [
         (
