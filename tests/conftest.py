@@ -39,12 +39,13 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 # In what tests start through commands as well.
 os.environ[launched.NO_COMPILE] = "1"
 
-# Set for good by importing deepspeed and torch.
+# Set for good by importing deepspeed and torch, and by torch's inductor.
 _SET_BY_IMPORTS = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
 }
 
 

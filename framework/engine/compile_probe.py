@@ -45,7 +45,7 @@ BOUNDS: Final = {"bf16": 0.1, "fp16": 0.0125, "tf32": 0.0125, "fp32": 1e-4}
 _OF_ONE_WEIGHT: Final = 4
 # The loss differs by less: it is a mean over positions or samples.
 _OF_LOSS: Final = 0.25
-# Gradients below this share of the others' size are rounding errors of zero, as those of the bias
+# Gradients below this share of the others' size are rounding errors of zero, as that of the bias
 # of an attention's keys.
 _NOTHING: Final = 1e-6
 # In fp16 the smallest gradients are 0 without it.
@@ -169,6 +169,7 @@ class CompileProbe:
         speaks against them before they are run.
         """
         plain: Pass | None = None
+        kind = "compile-failed"
         reason = ""
         operations = 0
         try:
@@ -187,11 +188,20 @@ class CompileProbe:
         if not reason and candidate.section.backend == "inductor":
             problem = missing_compiler(self._plan.cluster.device, os.environ)
             if problem is not None:
-                return ConfigError([problem])
+                kind = problem.kind
+                reason = problem.reason
         # A rank that does not go on leaves the others waiting in the sums of their passes.
-        reason = next((each for each in gather(reason) if each), reason)
-        if reason or plain is None:
-            return _refusal("compile-failed", reason)
+        for rank_kind, rank_reason in gather((kind, reason)):
+            if rank_reason:
+                return _refusal(rank_kind, rank_reason)
+        assert plain is not None
+        failure = self._compare(candidate, loss_of, plain)
+        tried = gather((failure is not None, candidate.uses_tiles))
+        if not any(failed for failed, _ in tried) or not any(used for _, used in tried):
+            return failure
+        # The tiles of the loss are compiled by themselves: without them the rest may be right.
+        candidate.stop()
+        candidate.tiles = False
         return self._compare(candidate, loss_of, plain)
 
     def _compare(
@@ -202,7 +212,7 @@ class CompileProbe:
         if candidate.records_graphs:
             passes = 3  # one without a graph, one that records it, one that replays it
         deepspeed.utils.nvtx.enable_nvtx = False  # its ranges would cut graphs
-        if candidate.section.backend == "inductor":
+        if candidate.section.backend == "inductor" and candidate.tiles:
             from framework.engine.workarounds.blanks_in_inductor import quoting_paths
 
             self._open.enter_context(quoting_paths())

@@ -1,5 +1,5 @@
-"""Gradients of a loss as a few numbers each, so that those of two passes are compared and neither
-is kept.
+"""Gradients of a loss as a few numbers each, so that two passes are compared and the gradients of
+neither are kept.
 
 The sum of squares gives a gradient's norm. Its products with some vectors of random signs are those
 of every other pass, and the mean square of the differences of such products is that of the gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from torch import nn
 from framework.config.training import Compile
 from framework.errors import ConfigError
 from framework.models.layers import LayeredModel
+
+if TYPE_CHECKING:
+    from framework.models.tiled_loss import TileKernels
 
 # For training and evaluation, each with fixed and with changing shapes.
 _GRAPHS_PER_MODULE: Final = 4
@@ -24,7 +27,11 @@ class CompiledModules:
     Attributes:
         modules: what is compiled, each by itself.
         section: how.
+        tiles: whether tiles of the loss are compiled as well, where they are not a part of the
+            modules.
     """
+
+    tiles = True
 
     def __init__(self, model: nn.Module, section: Compile, *, deterministic: bool = False) -> None:
         """Find the modules, and leave them as written.
@@ -44,6 +51,7 @@ class CompiledModules:
         self._model = model
         self.modules = _modules_to_compile(model, per=section.per)
         self._deterministic = deterministic
+        self._kernels: TileKernels | None = None
         self._settings: list[tuple[Any, str, Any]] = []  # of torch, as they were
         if not self.modules:
             reason = f"{type(model).__name__} has no two blocks of one class"
@@ -54,6 +62,11 @@ class CompiledModules:
     def records_graphs(self) -> bool:
         """Check whether kernels are recorded as CUDA graphs, which takes two passes."""
         return self.section.mode in _GRAPHS_OF_CUDA
+
+    @property
+    def uses_tiles(self) -> bool:
+        """Check whether a compiled tile of the loss was computed."""
+        return self._kernels is not None and self._kernels.is_used
 
     def start(self) -> None:
         """Compile at the next forward pass."""
@@ -72,8 +85,18 @@ class CompiledModules:
             self._set(inductor, "fallback_random", True)
             if self._deterministic:
                 self._set(inductor, "deterministic", True)
+        if self.tiles:
+            from framework.models import tiled_loss
+
+            self._kernels = tiled_loss.TileKernels(self.section.backend)
+            tiled_loss.use_kernels(self._kernels)
         for module in self.modules:
-            module.compile(**self.section.model_dump(exclude={"per"}))
+            module.compile(
+                backend=self.section.backend,
+                mode=self.section.mode,
+                dynamic=self.section.dynamic,
+                fullgraph=self.section.fullgraph,
+            )
 
     def go_on_without(self) -> None:
         """Run as written what torch fails to compile later, as for a batch of another shape."""
@@ -85,6 +108,11 @@ class CompiledModules:
         """Run the modules as written from now on, and free their graphs."""
         for module in self.modules:
             module._compiled_call_impl = None
+        if self._kernels is not None:
+            from framework.models import tiled_loss
+
+            tiled_loss.use_kernels(None)
+            self._kernels = None
         for owner, name, value in reversed(self._settings):
             setattr(owner, name, value)
         self._settings.clear()

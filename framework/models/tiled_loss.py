@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,60 @@ class TiledLoss(NamedTuple):
         reason = "the model changes its logits after the output layer"
         fix = "set training.loss_tile: 0"
         raise ConfigError.of("loss-not-tiled", reason, fix, "training.loss_tile")
+
+
+class TileKernels:
+    """A tile's loss and gradients in half precision as one compiled function, and its weight's
+    gradient added in one pass.
+
+    The logits are read twice, by a sum and by their gradient, and never written in fp32; computed
+    as written they are written and read twice as often (32,768 positions of 50,257 tokens in bf16
+    on an H200: 21.8 ms in place of 31.7).
+
+    Attributes:
+        is_used: whether a tile was computed with them.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.is_used = False
+        self._gradient = torch.compile(_tile_gradient, backend=backend)
+
+    def gradient(
+        self, logits: Tensor, bias: Tensor | None, local: Tensor, counts: Tensor, num_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """Compute what `_tile_gradient` does."""
+        self.is_used = True
+        return self._gradient(logits, bias, local, counts, num_tokens)
+
+    def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add left @ right, in half precision, to a sum in fp32, without rounding it before."""
+        if total.is_cuda:
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        else:  # no kernel of processors has two types
+            total.addmm_(left.float(), right.float())
+
+
+_kernels: TileKernels | None = None
+_DEVICES_WITH_KERNELS: Final = {"cuda"}
+
+
+def use_kernels(kernels: TileKernels | None) -> None:
+    """Compute tiles in half precision on CUDA devices with these kernels from now on; None: as
+    written.
+    """
+    global _kernels
+    _kernels = kernels
+
+
+def _kernels_for(rows: Tensor, vocabulary: VocabularyPart) -> TileKernels | None:
+    """Return the kernels for tiles of `rows`, or None where they are computed as written."""
+    # Inside of a compiled model the tiles are a part of its graph.
+    if _kernels is None or torch.compiler.is_compiling():
+        return None
+    is_fit = rows.dtype.itemsize == 2 and rows.device.type in _DEVICES_WITH_KERNELS
+    if not is_fit or vocabulary.part is not None:
+        return None
+    return _kernels
 
 
 _wanted: tuple[Tensor, LossTile, VocabularyPart | None] | None = None
@@ -137,7 +191,7 @@ class _SumOfTiles(torch.autograd.Function):
             positions: of a tile.
             has_guesses: whether guesses are computed; otherwise they are empty.
         """
-        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs = ctx.needs_input_grad[:3]
         num_tokens = len(weight)
         bias_dtype = None if bias is None else bias.dtype
         # Rows of zeros up to a multiple of HALF_ROWS; their logits are -inf.
@@ -146,23 +200,28 @@ class _SumOfTiles(torch.autograd.Function):
             weight = pad(weight, (0, 0, 0, padding))
             if bias is not None:
                 bias = pad(bias, (0, padding))
-        zeros = partial(torch.zeros, dtype=torch.float32, device=rows.device)
-        rows_gradient: Tensor | None = None
-        weight_gradient: Tensor | None = None
-        bias_gradient: Tensor | None = None
-        if needs_rows:
-            rows_gradient = torch.empty_like(rows)
-        if needs_weight:
-            weight_gradient = zeros(weight.shape)
-        if needs_bias:
-            bias_gradient = zeros(len(weight))
-        total = zeros(())
+        gradients = _empty_gradients(rows, weight, needs)
+        rows_gradient, weight_gradient, bias_gradient = gradients
+        total = torch.zeros((), dtype=torch.float32, device=rows.device)
         guesses = targets.new_empty(len(targets) if has_guesses else 0)
+        kernels: TileKernels | None = None
+        if not has_guesses:
+            kernels = _kernels_for(rows, vocabulary)
+        add = partial(_add_gradients, gradients, weight, kernels)
         for start in range(0, len(rows), positions):
             tile = slice(start, start + positions)
             tile_rows = rows[tile]
             has_target = targets[tile] >= 0
             logits = tile_rows @ weight.T
+            if kernels is not None:
+                logits_gradient, nats = kernels.gradient(
+                    logits, bias, targets[tile].clamp(min=0), has_target, num_tokens
+                )
+                del logits
+                total = total + nats.sum()
+                add(tile, logits_gradient, tile_rows)
+                del logits_gradient
+                continue
             if bias is not None:
                 logits = logits.float().add_(bias)
             if padding:
@@ -182,7 +241,7 @@ class _SumOfTiles(torch.autograd.Function):
             # Not in place: compiled by torch 2.11, an output that was written in place has no
             # gradient.
             total = total + nats.masked_fill(~has_target, 0.0).sum()
-            if not (needs_rows or needs_weight or needs_bias):
+            if not any(needs):
                 continue
             if exponentials is not None:
                 if logits.dtype == rows.dtype:
@@ -191,16 +250,9 @@ class _SumOfTiles(torch.autograd.Function):
                     logits_gradient = torch.empty_like(logits, dtype=rows.dtype)
                 is_local = has_target & ~outside
                 _write_gradient(logits_gradient, exponentials, has_target / sums, local, is_local)
-            if bias_gradient is not None:
-                bias_gradient += logits_gradient.sum(0, dtype=torch.float32)
-            if rows_gradient is not None:
-                torch.mm(logits_gradient, weight, out=rows_gradient[tile])
-                if is_fused:
-                    rows_gradient[tile] *= has_target.unsqueeze(-1)
-            if weight_gradient is not None and logits_gradient.dtype == torch.float32:
-                weight_gradient.addmm_(logits_gradient.T, tile_rows)
-            elif weight_gradient is not None:
-                weight_gradient += logits_gradient.T @ tile_rows
+            add(tile, logits_gradient, tile_rows)
+            if is_fused and rows_gradient is not None:
+                rows_gradient[tile] *= has_target.unsqueeze(-1)
             # Free them before the next tile's logits are computed.
             del logits_gradient, exponentials, logits
         if weight_gradient is not None:
@@ -231,6 +283,60 @@ class _SumOfTiles(torch.autograd.Function):
                 scaled.append(input_gradient.mul_(scale).to(dtype))
         rows_gradient, weight_gradient, bias_gradient = scaled
         return rows_gradient, weight_gradient, bias_gradient, None, None, None, None
+
+
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _empty_gradients(rows: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> _Gradients:
+    """Return memory for the gradients of rows, weight and bias, the sums at zero; None where one is
+    not needed.
+    """
+    zeros = partial(torch.zeros, dtype=torch.float32, device=rows.device)
+    needs_rows, needs_weight, needs_bias = needs
+    rows_gradient: Tensor | None = None
+    weight_gradient: Tensor | None = None
+    bias_gradient: Tensor | None = None
+    if needs_rows:
+        rows_gradient = torch.empty_like(rows)
+    if needs_weight:
+        weight_gradient = zeros(weight.shape)
+    if needs_bias:
+        bias_gradient = zeros(len(weight))
+    return rows_gradient, weight_gradient, bias_gradient
+
+
+def _add_gradients(
+    gradients: _Gradients,
+    weight: Tensor,
+    kernels: TileKernels | None,
+    tile: slice,
+    logits_gradient: Tensor,
+    tile_rows: Tensor,
+) -> None:
+    """Add what a tile gives to the gradients of all rows, of the weight and of the bias.
+
+    Args:
+        gradients: (all positions, size), (tokens, size) and (tokens,); None where it is not needed.
+        weight: (tokens, size).
+        kernels: by which the weight's gradient is added; None: as written.
+        tile: the positions.
+        logits_gradient: (positions of the tile, tokens).
+        tile_rows: (positions of the tile, size).
+    """
+    rows_gradient, weight_gradient, bias_gradient = gradients
+    if bias_gradient is not None:
+        bias_gradient += logits_gradient.sum(0, dtype=torch.float32)
+    if rows_gradient is not None:
+        torch.mm(logits_gradient, weight, out=rows_gradient[tile])
+    if weight_gradient is None:
+        return
+    if logits_gradient.dtype == torch.float32:
+        weight_gradient.addmm_(logits_gradient.T, tile_rows)
+    elif kernels is not None:
+        kernels.add_product(weight_gradient, logits_gradient.T, tile_rows)
+    else:
+        weight_gradient += logits_gradient.T @ tile_rows
 
 
 def _write_gradient(
@@ -272,6 +378,38 @@ def _half_precision_gradient(logits: Tensor, local: Tensor) -> tuple[Tensor, Ten
     gradient = torch.exp(log_probabilities, out=logits)
     gradient.scatter_(-1, places, (at_target.exp() - 1).to(gradient.dtype))
     return gradient, -at_target.squeeze(-1)
+
+
+def _tile_gradient(
+    logits: Tensor, bias: Tensor | None, local: Tensor, counts: Tensor, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of a tile's logits, and the cross-entropy, to be compiled: as written it
+    would make five tensors of the logits' size in fp32.
+
+    Args:
+        logits: (positions, tokens and rows that fill them up) in half precision, without bias.
+        bias: (the same number,), or None.
+        local: targets (positions,) int64, any token for a position without one.
+        counts: whether a position has a target (positions,).
+        num_tokens: behind them are filled up rows.
+
+    Returns:
+        The gradient, 0 without a target, in shape and type of the logits, and the cross-entropy
+        (positions,) float32, 0 without a target.
+    """
+    scores = logits.float()
+    if bias is not None:
+        scores = scores + bias
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    if num_tokens < logits.shape[1]:
+        scores = scores.masked_fill(columns >= num_tokens, -torch.inf)
+    places = local.unsqueeze(-1)
+    shifted = scores - scores.amax(-1, keepdim=True)
+    exponentials = shifted.exp()
+    sums = exponentials.sum(-1, keepdim=True)
+    nats = (sums.log() - shifted.gather(-1, places)).squeeze(-1).masked_fill(~counts, 0.0)
+    gradient = exponentials / sums - (columns == places).float()
+    return (gradient * counts.unsqueeze(-1)).to(logits.dtype), nats
 
 
 class _Head:

@@ -25,6 +25,8 @@ from framework.engine.compile_probe import (
 )
 from framework.engine.gradient_sketches import Sketch, sketched_gradients
 from framework.errors import ConfigError
+from framework.models import tiled_loss
+from framework.models.tiled_loss import output_head, wanting_loss
 from framework.plan.compiling import OF_BLOCKS, CompileChoice, compile_choice
 from tests.engine.saved_runs import write_tokens
 from tests.engine.test_pipeline import GPT
@@ -252,6 +254,28 @@ def test_half_precision_is_within_its_bound() -> None:
     probe.close()
     assert probe_of(model, "eager", is_auto=True, precision=Autocast())._dtype() == "bf16"
     assert probe_of(model, "eager", is_auto=True, precision=FP32(matmul="high"))._dtype() == "tf32"
+
+
+@pytest.mark.usefixtures("alone")
+def test_tiles_that_are_wrong_leave_blocks_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = gpt().to(torch.bfloat16)
+    output_head(model)
+    monkeypatch.setattr(tiled_loss, "_DEVICES_WITH_KERNELS", {"cpu"})
+
+    def loss(model: Any) -> torch.Tensor:
+        with wanting_loss(IDS, 100, None):
+            return model(IDS).nats / IDS.numel()  # type: ignore[no-any-return]
+
+    probe = probe_of(model, "eager", is_auto=False, precision=BF16())
+    probe.decide(loss)
+    assert probe.compiled.uses_tiles
+    probe.close()
+    monkeypatch.setattr(tiled_loss.TileKernels, "add_product", lambda *tensors: None)
+    probe = probe_of(model, "eager", is_auto=False, precision=BF16())
+    probe.decide(loss)
+    assert probe.compiled is not None
+    assert not probe.compiled.uses_tiles
+    probe.close()
 
 
 @pytest.mark.usefixtures("alone")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear
 
-from framework.models.tiled_loss import tiled_loss, wanting_loss
+from framework.models.tiled_loss import TileKernels, tiled_loss, use_kernels, wanting_loss
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,8 +16,11 @@ pytestmark = [
 POSITIONS, SIZE, TOKENS, TILE = 500, 64, 1003, 128
 
 
+@pytest.mark.parametrize("backend", ["", "inductor"], ids=["as written", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_loss_and_gradients_are_those_of_whole_logits(dtype: torch.dtype) -> None:
+def test_loss_and_gradients_are_those_of_whole_logits(dtype: torch.dtype, backend: str) -> None:
+    kernels = TileKernels(backend) if backend else None
+    use_kernels(kernels)
     source = torch.Generator("cuda").manual_seed(0)
     drawn = [
         torch.randn(rows, SIZE, device="cuda", generator=source) for rows in (POSITIONS, TOKENS)
@@ -28,6 +31,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(dtype: torch.dtype) -> Non
     with wanting_loss(targets, TILE, None):
         loss = tiled_loss(hidden, weight)
     assert loss is not None
+    use_kernels(None)
+    assert kernels is None or kernels.is_used
     gradients = torch.autograd.grad(loss.nats / POSITIONS, (hidden, weight))
     exact = [values.detach().double().requires_grad_() for values in (hidden, weight)]
     expected = cross_entropy(linear(*exact), targets, reduction="sum")

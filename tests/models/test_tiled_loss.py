@@ -4,6 +4,7 @@ what is ever alive.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from framework.config.training import positions_of_tile
+from framework.models import tiled_loss as tiled_loss_module
 from framework.models.tiled_loss import (
     TiledLoss,
+    TileKernels,
     _half_precision_gradient,
     output_head,
     tiled_loss,
+    use_kernels,
     wanting_loss,
 )
 from framework.recipes.language_models.bert import BERT
 from framework.recipes.language_models.gpt import GPT
+from tests.launched import NO_COMPILE
 
 TOKENS, POSITIONS, TILE = 99, (3, 37), 10
 SCALE = 0.37  # of the loss in a step
@@ -76,6 +81,70 @@ def test_two_passes_over_logits_in_half_precision_give_the_gradient(dtype: torch
     assert gradient_of_logits.data_ptr() == logits.data_ptr(), "in the memory of the logits"
     assert (nats.double() - expected).abs().max() < 1e-5 * expected.abs().max()
     assert float((gradient_of_logits.double() - gradient).abs().max()) < torch.finfo(dtype).eps
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], TileKernels]]:
+    """Let tiles be computed on processors with the kernels that CUDA devices have."""
+    monkeypatch.setattr(tiled_loss_module, "_DEVICES_WITH_KERNELS", {"cpu"})
+    monkeypatch.delenv(NO_COMPILE)
+
+    def use(backend: str) -> TileKernels:
+        made = TileKernels(backend)
+        use_kernels(made)
+        return made
+
+    with torch._dynamo.config.patch(disable=False):
+        yield use
+    use_kernels(None)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("eager", torch.bfloat16),
+        ("aot_eager", torch.float16),
+        pytest.param("inductor", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_compiled_tiles_are_those_as_written(
+    kernels: Callable[[str], TileKernels], backend: str, dtype: torch.dtype
+) -> None:
+    """With a bias and without; vocabulary and last tile are filled up, or smaller."""
+    given, targets = drawn(dtype)
+    for number in (3, 2):
+        made = kernels(backend)
+        parts = given[:number]
+        found = in_tiles(parts, targets)
+        gradients = torch.autograd.grad(found.nats * SCALE, parts)
+        assert made.is_used
+        use_kernels(None)
+        plain = in_tiles(parts, targets)
+        assert found.nats.item() == pytest.approx(plain.nats.item(), rel=BOUNDS[dtype] / 10)
+        exact = [one.detach().double().requires_grad_() for one in parts]
+        expected = cross_entropy(linear(*exact).flatten(0, 1), targets.flatten(), reduction="sum")
+        assert found.nats.item() == pytest.approx(expected.item(), rel=BOUNDS[dtype])
+        for one, other in zip(gradients, torch.autograd.grad(expected * SCALE, exact), strict=True):
+            assert one.dtype == dtype
+            largest = float(other.abs().max())
+            assert float((one.double() - other).abs().max()) < BOUNDS[dtype] * largest
+
+
+def test_where_tiles_are_computed_as_written(kernels: Callable[[str], TileKernels]) -> None:
+    made = kernels("eager")
+    given, targets = drawn()
+    in_tiles(given, targets)
+    assert not made.is_used, "fp32"
+    given, targets = drawn(torch.bfloat16)
+    with torch.no_grad():
+        assert in_tiles(given, targets).guesses is not None
+    assert not made.is_used, "an evaluation"
+    torch.compile(lambda: in_tiles(given, targets).nats, backend="eager")()
+    assert not made.is_used, "inside of a compiled model"
+    in_tiles(given, targets)
+    assert made.is_used
 
 
 def test_evaluation_knows_the_best_token_of_every_position() -> None:
@@ -146,8 +215,8 @@ def test_auto_is_what_the_setting_states(
         (0, 10, 99, 0),
         ("auto", 64, 99, 64),
         ("auto", 64, 104, 0),
-        ("auto", 5000, 50257, 1280),
-        ("auto", 3, 2**25 + 1, 1),
+        ("auto", 32768, 50257, 5312),
+        ("auto", 30, 2**25 + 1, 7),
     ],
 )
 def test_auto_takes_tiles_where_rows_of_half_precision_are_slow(
