@@ -91,7 +91,7 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Checkpoint.model_construct()
     """When state is saved and where it starts from."""
     monitors: Monitors = Monitors.model_construct()
-    """Who is told about the metrics."""
+    """Where metrics are sent."""
     callbacks: list[CallbackSection] = []
     """What happens at the events of the run: early_stopping, reduce_on_plateau, or your own by
     ``target``, any object with some of on_start, on_step, on_log, on_evaluation, on_save, on_end

@@ -1,4 +1,4 @@
-"""Which kernel of torch's Adam steps the weights: that of the run, whichever wrote its checkpoint."""
+"""Which kernel of torch's Adam steps the weights: the run's own, and not its checkpoint's."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def kernels_of(optimizer: Any) -> Kernels:
 
 
 def keep_kernels(optimizer: Any, kernels: Kernels) -> None:
-    """Put back what `kernels_of` returned, after a checkpoint has replaced the parameter groups, and
-    have the counters of steps where the kernel reads them: the fused one on the device.
+    """Put back what `kernels_of` returned, after a checkpoint has replaced the parameter groups.
+
+    Counters of steps are moved to where the kernel reads them: the device, if it is the fused one.
     """
     if not kernels:
         return

@@ -1,7 +1,7 @@
 """Which of torch's kernels computes attention on a GPU (`training.attention`): the one that is
-named, or the fastest of those that compute this model's attention, by a short measurement.
+named, or the fastest that computes this model's attention, by a short measurement.
 
-It holds for all that calls `scaled_dot_product_attention`: our models and those of transformers.
+It holds for all that calls `scaled_dot_product_attention`: our models and transformers'.
 A kernel that cannot compute some other attention of the run leaves it to the next one.
 """
 

@@ -32,8 +32,9 @@ from framework.engine.gradient_norm import norm_of
 
 
 class FlatStep:
-    """Stands in for `DeepSpeedZeroOptimizer.step`; may divide by the count of all ranks instead of by
-    their number.
+    """Stands in for `DeepSpeedZeroOptimizer.step`.
+
+    It may divide by the count of all ranks instead of by their number.
 
     Attributes:
         ranks: how many ranks average their gradients.

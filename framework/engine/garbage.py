@@ -19,7 +19,7 @@ from typing import Any, Final
 _MOST_STEPS: Final = 50
 # Steps before it begins: a run that is shorter is over before a first collection would pay.
 _FIRST_STEPS: Final = 10
-# Engines whose steps are being taken. Workers of a loader are forked: they collect by themselves.
+# Engines that take steps now. Workers of a loader are forked: they collect by themselves.
 _held: Final[set[int]] = set()
 
 

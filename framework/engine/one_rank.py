@@ -16,8 +16,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
 def keep_gradients_in_place(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Leave out buckets and sums of an engine whose optimizer has one rank. Its gradients may not
-    be on the host, or of experts, nor those of a pipeline's stage.
+    """Leave out buckets and sums, if the optimizer of an engine has one rank.
+
+    Gradients on the host, of experts and of a pipeline's stage stay with DeepSpeed.
     """
     optimizer = engine.optimizer
     if type(optimizer) is not DeepSpeedZeroOptimizer or not is_alone(engine):

@@ -204,7 +204,7 @@ class PlainEngine(BaseEngine):
 
     def ahead(self, micro_batches: Iterator[Any], *, num_steps: int) -> Iterator[Any]:
         """Return micro-batches that are copied early, the first of a step during the step before
-        it, where the device has a stream for that. Not for a pipeline, whose stages read at other
+        it, where the device has a stream for that. Not for a pipeline: its stages read at other
         moments.
         """
         if self._batches.streams is None:

@@ -80,7 +80,7 @@ def bind_ranks(
     Args:
         choice: one of `BINDING_CHOICES`: ``auto`` divides where the host has several NUMA nodes or
             several accelerators, and never what was bound before.
-        devices: of this host; `devices_of_ranks` has those of the ranks.
+        devices: all of this host; `devices_of_ranks` has the ones that ranks use.
         num_ranks: on this host.
         system: folder that holds ``sys`` and ``proc``; the root but for tests.
         usable: processors that this process may use; None: by its affinity.

@@ -92,8 +92,8 @@ class Ranks:
             topology: of the job, as this node sees it.
             environment: of the ranks, without their own variables.
             device: kind of the devices.
-            devices: their numbers, of which the lowest are used; None: from 0.
-            processors: of each rank, to which it is bound; none: ranks have those of this process.
+            devices: their numbers; the lowest are used; None: from 0.
+            processors: of each rank, to which it is bound; none: ranks have this process's.
         """
         self._command = command
         self._topology = topology

@@ -73,15 +73,15 @@ class CompiledModules:
         import torch._dynamo.config as dynamo
 
         torch.compiler.reset()  # graphs of earlier runs count against torch's limit as well
-        # torch counts graphs by the code, which blocks of one class share: those of a ResNet differ
-        # in width and stride, and behind the limit all of them would run as written.
+        # torch counts graphs by the code, which blocks of one class share: a ResNet's differ in
+        # width and stride, and behind the limit all of them would run as written.
         least = _GRAPHS_PER_MODULE * len(self.modules)
         self._set(dynamo, "recompile_limit", max(dynamo.recompile_limit, least))
         self._keep_no_cache()
         if self.section.backend == "inductor":
             import torch._inductor.config as inductor
 
-            # Dropout as torch draws it without: losses then are those of a run as written.
+            # Dropout as torch draws it without: a run as written has the same losses.
             self._set(inductor, "fallback_random", True)
             if self._deterministic:
                 self._set(inductor, "deterministic", True)

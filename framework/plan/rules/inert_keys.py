@@ -53,8 +53,9 @@ def _inert(key: str, value: Any, reason: str, fix: str) -> Problem:
 
 
 def _asks_for_something(key: str, value: Any) -> bool:
-    """Check whether a key is given, and not only to switch its own section off; a section of which
-    a key is refused has its error already.
+    """Check whether a key is given, and not only to switch its own section off.
+
+    A section with a key that is refused has its error already.
     """
     if not isinstance(value, dict):
         return value not in (None, "auto")
@@ -121,7 +122,7 @@ def _of_zero_at_stage_0(config: RunConfig) -> Iterator[Problem]:
     if config.zero.stage != 0 or not isinstance(zero, dict):
         return
     for path, value in paths_of(zero, "zero_optimization"):
-        # stages that compute_grad_norm can't have are an error, which says so
+        # stages that compute_grad_norm can't have are an error of their own
         if refusal_of(path, value) is None and not path.endswith(".compute_grad_norm"):
             yield _inert(path, value, "zero.stage is 0", "set zero.stage, or remove it")
 
