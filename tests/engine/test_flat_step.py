@@ -97,3 +97,10 @@ def test_one_rank_copies_no_gradients_and_sends_nothing(alone: dict[str, Any], n
     assert ours["copies"] < theirs["copies"]
     if "sums" not in name and "two" not in name:
         assert ours["copies"] == 0
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_no_weight_is_searched_for_in_the_graph(
+    found: list[dict[str, Any]], alone: dict[str, Any], name: str
+) -> None:
+    assert [report[name]["ours"]["searches"] for report in (*found, alone)] == [0, 0, 0]

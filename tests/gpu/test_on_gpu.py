@@ -149,8 +149,9 @@ def test_device_memory_is_reported(runs: Path) -> None:
         {},
         {"training": {"bad_steps": "skip"}},
         {"training": {"ema": {"decay": 0.9}}, "evaluation": {"weights": "ema", "at_end": False}},
+        *({"precision": {"dtype": "bf16"}, "zero": {"stage": stage}} for stage in (0, 1, 2)),
     ],
-    ids=["plain", "fused", "skips-bad-steps", "average"],
+    ids=["plain", "fused", "skips-bad-steps", "average", "bf16-z0", "bf16-z1", "bf16-z2"],
 )
 def test_nothing_waits_between_logged_points_and_the_phases_are_there(
     tmp_path: Path, sections: dict[str, Any]

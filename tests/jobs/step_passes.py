@@ -3,7 +3,8 @@ step_passes.py OUT.json.
 
 Of each case: the largest distance of weights and norms, the loss scales, and of one step what it
 sends, reads from the device and computes: operations on doubles, those that write at least half as
-many numbers as this rank's share has, and copies of gradients in the backward pass.
+many numbers as this rank's share has, copies of gradients in the backward pass, and weights for
+which torch's graph is searched there.
 """
 
 from __future__ import annotations
@@ -175,8 +176,10 @@ def run(case: dict[str, Any], *, is_ours: bool) -> dict[str, Any]:
 
     def backward_seen(*arguments: Any, **named: Any) -> None:
         if inner.global_steps == STEPS - 1:
-            with copies:
+            search = mock.Mock(wraps=torch._C._will_engine_execute_node)
+            with copies, mock.patch.object(torch._C, "_will_engine_execute_node", search):
                 backward(*arguments, **named)
+            found["searches"] = search.call_count
         else:
             backward(*arguments, **named)
 
