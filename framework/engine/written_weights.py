@@ -436,11 +436,12 @@ def _take_over(pairs: Pairs) -> None:
     copies = [copy for _, copy in pairs]
     low = _joined(lows)
     copy = _joined(copies)
-    values = torch.where(copy.to(low.dtype) == low, copy, low.to(copy.dtype))
-    pieces = [values]
-    if len(pairs) > 1:
-        pieces = list(torch.split(values, [copy.numel() for copy in copies]))
-    torch._foreach_copy_(copies, pieces)
+    is_kept = copy.to(low.dtype) == low
+    if len(pairs) == 1:
+        torch.where(is_kept, copy, low.to(copy.dtype), out=copy)
+        return
+    values = torch.where(is_kept, copy, low.to(copy.dtype))
+    torch._foreach_copy_(copies, torch.split(values, [copy.numel() for copy in copies]))
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

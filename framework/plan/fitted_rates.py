@@ -36,7 +36,7 @@ class Rates:
         joined_bytes: moved for an element of the optimizer's share by a step at stages 1 and 2
             beyond what the optimizer itself needs: counted, not measured on a device. The norm
             reads 2, the fp32 gradients take 2 + 4, and 4 + 4 where they are divided; the look for
-            what was written into weights (engine/written_weights.py) takes 38. DeepSpeed's own
+            what was written into weights (engine/written_weights.py) takes 30. DeepSpeed's own
             step took 158, measured with GPT-2 and GPT-2 XL on an H200: 8 and 101 ms
             (benchmarks/results/one_gpu.json).
     """
@@ -52,7 +52,7 @@ class Rates:
     best: float = 0.8
     launch_seconds: float = 2e-4
     weight_seconds: float = 6.6e-4
-    joined_bytes: float = 54.0
+    joined_bytes: float = 46.0
 
 
 RATES: Final = Rates()

@@ -390,7 +390,7 @@ def test_the_step_of_stages_1_and_2_takes_less_than_deepspeeds_own(size: str, ca
     ][case]
     model, machine = {"kind": "gpt", "size": size}, Machine.listed("h200-141gb")
     found = planned(1, machine, model=model, zero={"stage": 1})[0].seconds["optimizer"]
-    assert 0.4 < found / (share * step_ms / 1000) < 0.7
+    assert 0.3 < found / (share * step_ms / 1000) < 0.7
     assert (
         planned(1, machine, model=model, zero={"stage": 0}, precision={"dtype": "fp32"})[0].seconds[
             "optimizer"
