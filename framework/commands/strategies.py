@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from framework.config.training import Training
 from framework.errors import ConfigError, UsageError
 from framework.plan.alternatives import settings_text, size_text
 from framework.plan.candidate import Candidate
@@ -155,7 +156,7 @@ def _row(
         "": mark,
         "ZeRO": str(config.zero.stage),
         "offload": config.zero.offload_optimizer.device,
-        "recompute": str(config.training.recompute_every),
+        "recompute": _recompute_cell(config.training),
         "pipe": str(layout.pipe_size),
         "tensor": str(layout.tensor_size),
         "sequence": str(layout.sequence_size),
@@ -171,6 +172,18 @@ def _row(
     if time is not None:
         row |= _time_cells(time)
     return row
+
+
+def _recompute_cell(training: Training) -> str:
+    """Return how layers are recomputed, and what else gives memory to long sequences."""
+    words = [str(training.recompute_every)]
+    if training.recompute_every and training.keeps_products:
+        words.append("selective")
+    if training.offload_activations:
+        words.append("host")
+    if training.mlp_tile:
+        words.append("tiles")
+    return " ".join(words)
 
 
 def _time_cells(time: StepTime) -> dict[str, str]:

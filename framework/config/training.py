@@ -276,7 +276,7 @@ class Training(Section):
     """
     recompute: Literal["selective", "full"] | None = None
     """What of a group runs again. ``full``: all of it. ``selective``: all but matrix products,
-    convolutions and fused attention, whose outputs are kept beside the group's input: more memory,
+    convolutions and fused attention: their outputs are kept beside the group's input: more memory,
     hardly more computation. Left out: full. Written without `recompute_every`: groups of one layer.
     """
     offload_activations: bool = False

@@ -14,6 +14,7 @@ from framework.plan.parallelism import Parallelism
 from framework.plan.plan import Plan
 from framework.plan.search_space import (
     ACCUMULATION,
+    FOR_LENGTH,
     MICRO,
     OFFLOAD,
     PIPE,
@@ -54,7 +55,7 @@ class Candidate:
         """Every key of a strategy and its batch, with its value in the plan."""
         config = self.plan.config
         layout = self.plan.layout
-        return {
+        choice: dict[str, Any] = {
             STAGE: config.zero.stage,
             OFFLOAD: config.zero.offload_optimizer.device,
             RECOMPUTE: config.training.recompute_every,
@@ -64,11 +65,17 @@ class Candidate:
             MICRO: layout.micro_size,
             ACCUMULATION: layout.accumulation_steps,
         }
+        for key, usual in FOR_LENGTH.items():
+            value = getattr(config.training, key.rpartition(".")[2])
+            if value != usual:
+                choice[key] = value
+        return choice
 
     def changes(self, planned: Candidate) -> dict[str, Any]:
         """Return the part of the choice that differs from a planned candidate's."""
-        before = planned.choice
-        return {key: value for key, value in self.choice.items() if value != before[key]}
+        before = dict(FOR_LENGTH) | planned.choice
+        choice = dict(FOR_LENGTH) | self.choice
+        return {key: value for key, value in choice.items() if value != before[key]}
 
     @property
     def samples_per_second(self) -> float | None:
@@ -98,7 +105,8 @@ class Candidate:
 
 
 def strategy_of(candidate: Candidate) -> dict[str, Any]:
-    return {key: candidate.settings[key] for key in STRATEGY}
+    settings = candidate.settings
+    return {key: settings[key] for key in STRATEGY if key in settings}
 
 
 def judge(

@@ -118,6 +118,11 @@ def search(request: Request, *, is_quick: bool = False) -> SearchResult:
         best = evaluator.best(strategy)
         if best is not None:
             candidates.append(best)
+    if not candidates:
+        for strategy in all_strategies(request, for_length=True):
+            best = evaluator.best(strategy)
+            if best is not None:
+                candidates.append(best)
     smallest = None
     if not candidates:
         smallest = evaluator.smallest()
@@ -178,8 +183,9 @@ class _Evaluator:
         self.too_large: list[Candidate] = []
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
-        # Micro-batch and whether the stage is 3 -> work: no other part of a strategy changes it.
-        self._works: dict[tuple[int, bool], ModelWork | None] = {}
+        # Micro-batch, whether the stage is 3, and tile -> work: no other part of a strategy changes
+        # it.
+        self._works: dict[tuple[int, bool, int], ModelWork | None] = {}
 
     def best(self, strategy: Settings) -> Candidate | None:
         """Return the best candidate of one strategy that fits; None if none does, and the reason is
@@ -274,7 +280,7 @@ class _Evaluator:
 
     def _work(self, plan: Plan) -> ModelWork | None:
         micro_size = plan.layout.micro_size
-        key = (micro_size, plan.config.zero.stage == 3)
+        key = (micro_size, plan.config.zero.stage == 3, plan.config.training.mlp_tile)
         if key not in self._works:
             if self.request.work is None:
                 self._works[key] = work_of(plan)

@@ -21,6 +21,9 @@ Settings = Mapping[str, Any]
 STAGE: Final = "zero.stage"
 OFFLOAD: Final = "zero.offload_optimizer.device"
 RECOMPUTE: Final = "training.recompute_every"
+HOW: Final = "training.recompute"
+ACTIVATIONS: Final = "training.offload_activations"
+MLP_TILE: Final = "training.mlp_tile"
 PIPE: Final = "parallel.pipe"
 TENSOR: Final = "parallel.tensor"
 SEQUENCE: Final = "parallel.sequence"
@@ -30,14 +33,18 @@ GLOBAL: Final = "batch.global_size"
 LENGTH: Final = "data.sequence_length"
 POSITIONS: Final = "model.max_positions"
 SIZES: Final = (PIPE, TENSOR, SEQUENCE)
-STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, *SIZES)
-USUAL: Final[Settings] = {OFFLOAD: "none", RECOMPUTE: 0, **dict.fromkeys(SIZES, 1)}
+FOR_LENGTH: Final[Settings] = {HOW: None, ACTIVATIONS: False, MLP_TILE: 0}
+"""Keys of memory for long sequences, with their plainest values; few strategies have them."""
+STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, *FOR_LENGTH, *SIZES)
+USUAL: Final[Settings] = {OFFLOAD: "none", RECOMPUTE: 0, **FOR_LENGTH, **dict.fromkeys(SIZES, 1)}
 """The plainest value of each key of a strategy but the stage."""
 EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
 _LARGEST_MICRO: Final = 4096
 # Micro-batches of a step for each stage of a pipeline, where nothing fixes them: a stage then waits
 # at most a fifth of the time.
 _PER_STAGE: Final = 4
+# Positions of a perceptron's tile: with fewer, sums of the weights' gradients take the time.
+_POSITIONS_OF_A_TILE: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -62,14 +69,17 @@ class Request:
     work: ModelWork | None = None
 
 
-def all_strategies(request: Request) -> Iterator[Settings]:
-    """Yield every combination of what is free beside the batch."""
+def all_strategies(request: Request, *, for_length: bool = False) -> Iterator[Settings]:
+    """Yield every combination of what is free beside the batch; `for_length`: those that take time
+    to give memory to long sequences, for a run that fits in no other way.
+    """
     stages: Sequence[int] = [request.config.zero.stage]
     if STAGE in request.free:
         stages = range(4)
-    choices = product(stages, _offloads(request), _recomputes(request), _sizes(request))
-    for stage, device, every, sizes in choices:
-        yield {STAGE: stage, OFFLOAD: device, RECOMPUTE: every} | sizes
+    recomputes = _for_length(request) if for_length else _recomputes(request)
+    choices = product(stages, _offloads(request), recomputes, _sizes(request))
+    for stage, device, recompute, sizes in choices:
+        yield {STAGE: stage, OFFLOAD: device} | recompute | sizes
 
 
 def _offloads(request: Request) -> list[str]:
@@ -80,12 +90,26 @@ def _offloads(request: Request) -> list[str]:
     return [device]
 
 
-def _recomputes(request: Request) -> list[int]:
+def _recomputes(request: Request) -> list[dict[str, Any]]:
     """List the layers of a group that is recomputed: none, one, and the config's."""
     every = request.config.training.recompute_every
-    if RECOMPUTE in request.free:
-        return sorted({0, 1, every})
-    return [every]
+    if RECOMPUTE not in request.free:
+        return [{RECOMPUTE: every}]
+    return [{RECOMPUTE: number} for number in sorted({0, 1, every})]
+
+
+def _for_length(request: Request) -> list[dict[str, Any]]:
+    """List what gives most memory to long sequences: every layer is recomputed, with inputs of
+    layers on the host, and then also with perceptrons in tiles.
+    """
+    if RECOMPUTE not in request.free:
+        return []
+    on_host = {RECOMPUTE: 1, HOW: "full", ACTIVATIONS: True}
+    choices = [on_host]
+    # The work of a model of the user's own is not known in tiles.
+    if getattr(request.config.model, "kind", "") == "gpt" and request.work is None:
+        choices.append(on_host | {MLP_TILE: _POSITIONS_OF_A_TILE})
+    return choices
 
 
 def _sizes(request: Request) -> Iterator[dict[str, int]]:

@@ -205,7 +205,7 @@ def test_nothing_fits_names_the_smallest_and_its_largest_part() -> None:
     )
     # of one rank, with figures of no named device
     assert set(memory.beside) == {"CUDA context", "fragmentation"}
-    assert found.block.endswith("654.9 MiB are usable")
+    assert found.block.endswith("666.7 MiB are usable")
 
 
 @pytest.mark.slow
@@ -408,3 +408,18 @@ def test_nothing_fits_is_found_fast_however_many_devices() -> None:
     assert found.smallest.choice[MICRO] == 1
     assert search_more_devices(request) is None
     assert process_time() - before < 6
+
+
+def test_where_nothing_else_fits_memory_for_length_is_tried() -> None:
+    values = LLAMA | {
+        "model": {"kind": "gpt", "size": "llama-3-8b", "max_positions": 2**20},
+        "data": {"kind": "text", "sequence_length": 1_000_000},
+        "zero": {"offload_param": {"device": "cpu"}},
+        "batch": {"micro_size": 1},
+    }
+    one = Cluster(devices_per_host=1, device="cuda")
+    target = Hardware(memory_bytes=140 * GIB)
+    found = search(Request(config_from_values(values), one, target))
+    settings = found.ranked[0].choice
+    assert settings["training.offload_activations"]
+    assert settings["training.mlp_tile"] == 4096
