@@ -40,6 +40,7 @@ LossOf = Callable[[Any], Tensor]
 # rounds about 1,200 times on the way to its first weights, and errors of either sign add up as
 # their root: 4 %, and both ways have it. fp16 and TF32 have 3 bits more, an eighth of that. In fp32
 # (24 bits) the longest sums have 10^5 terms: root(10^5) roundings of 2^-24 are 2e-5.
+_FIX: Final = "set training.compile: auto, which then goes on as written, or false"
 BOUNDS: Final = {"bf16": 0.1, "fp16": 0.0125, "tf32": 0.0125, "fp32": 1e-4}
 # A single weight's gradient differs by more than the whole: it is a part of the sums.
 _OF_ONE_WEIGHT: Final = 4
@@ -221,7 +222,7 @@ class CompileProbe:
             for _ in range(passes):
                 difference = difference_of(plain, self._run(loss_of), BOUNDS[self._dtype()])
                 if difference:
-                    return _refusal("compile-differs", difference)
+                    return ConfigError.of("compile-differs", difference, _FIX, "training.compile")
         except torch.OutOfMemoryError as error:
             if not self._is_auto:
                 raise
@@ -366,8 +367,7 @@ def counted_operations(modules: list[nn.Module], counts: bool) -> Iterator[Calla
 
 def _refusal(kind: str, reason: str) -> ConfigError:
     """Return the error of a run that asks for a compiled model and goes on with no other."""
-    fix = "set training.compile: auto, which then goes on as written, or false"
-    return ConfigError.of(kind, reason, fix, "training.compile")
+    return ConfigError.of(kind, reason, _FIX, "training.compile")
 
 
 def _portable(failure: ConfigError | None) -> tuple[str, str] | None:

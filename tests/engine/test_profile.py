@@ -166,12 +166,13 @@ def test_flops_are_those_of_torchs_counter_at_each_stage_and_over_the_stages_of_
 def test_what_is_sent_is_what_the_layout_implies(plain: Any, pipeline: Profiled) -> None:
     run = plain("stage2")
     num_params = run.row("modules", "")["params"]
-    # Stage 2 sums gradients after each of two micro-batches, in one bucket, and once its norm.
+    # Stage 2 sums gradients after each of two micro-batches, in one bucket. What is ours is not
+    # logged by DeepSpeed: the sum of the norm, in which what the loss counts travels.
     logged = run.row("communication", "all_reduce")
-    assert logged["count"] == 2 + 1
+    assert logged["count"] == 2
     assert logged["bytes"] == pytest.approx(2 * 4 * num_params, rel=0.01)
     traced = run.row("collectives", "all_reduce")
-    assert traced["count"] == 3 + 1  # what the loss counts
+    assert traced["count"] == 2 + 1
     assert traced["bytes"] == pytest.approx(logged["bytes"], rel=0.01)
     assert run.row("collectives", "all_gather")["bytes"] == pytest.approx(4 * num_params, rel=0.01)
     assert traced["bytes_per_second"] == pytest.approx(traced["bytes"] / traced["ms"] * 1000)

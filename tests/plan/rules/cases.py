@@ -711,6 +711,10 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             None,
         ),
     ],
+    "attention_kernel_on_cpu": [
+        ({"training": {"attention": "flash"}}, "cuda", None),
+        ({"training": {"attention": "cudnn"}}, "cpu", "attention-kernel-on-cpu"),
+    ],
     "quantized_on_cpu": [
         (passed_at(3, "zero_quantized_weights"), "cpu", "needs-cuda"),
         (passed_at(3, "zero_quantized_nontrainable_weights"), "cpu", "needs-cuda"),
