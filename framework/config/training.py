@@ -107,6 +107,8 @@ _HALF_LOGITS_OF_A_TILE: Final = 2**28
 FAST_ROWS: Final = 8
 # Rows of tiles in half precision are filled up to a multiple of 64.
 HALF_ROWS: Final = 64
+# Products of fewer positions, as in generation, read the weight, and do little else.
+_FILLED_POSITIONS: Final = 256
 _POSITIONS_ROUNDED: Final = 64
 LossTile = Literal["auto"] | Count
 
@@ -132,6 +134,13 @@ def positions_of_tile(tile: LossTile, positions: int, tokens: int, *, is_half: b
         rounded = largest - largest % _POSITIONS_ROUNDED
         tile = rounded or largest
     return min(tile, positions)
+
+
+def fills_rows(tokens: int, positions: int) -> bool:
+    """Check whether rows of `tokens` logits in half precision are filled up on a GPU, to a multiple
+    of `HALF_ROWS`, for a product of `positions` rows.
+    """
+    return tokens % FAST_ROWS != 0 and positions >= _FILLED_POSITIONS
 
 
 def slow_rows(tokens: int) -> str:

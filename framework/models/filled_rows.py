@@ -6,16 +6,13 @@ The weight keeps its rows, and so checkpoints, exports and published names keep 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from framework.config.training import FAST_ROWS, HALF_ROWS
-
-# Products of fewer positions, as in generation, read the weight, and do little else.
-_LEAST_POSITIONS: Final = 256
+from framework.config.training import HALF_ROWS, fills_rows
 
 
 def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -35,8 +32,7 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def is_filled(device: str, dtype: torch.dtype, positions: int, tokens: int) -> bool:
     """Check whether the rows of a product are worth filling up."""
-    is_slow = dtype.itemsize == 2 and tokens % FAST_ROWS != 0
-    return device == "cuda" and is_slow and positions >= _LEAST_POSITIONS
+    return device == "cuda" and dtype.itemsize == 2 and fills_rows(tokens, positions)
 
 
 class FilledProduct(torch.autograd.Function):

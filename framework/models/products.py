@@ -39,6 +39,10 @@ def apply_linears(input: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """
     if not _may_join(input, layers):
         return tuple(layer(input) for layer in layers)
+    if _has_no_memory(input):  # a trace of the planner: where weights lie is not known
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        return tuple(layer(input) for layer in layers)
     for layer in layers:
         for hook in layer._forward_pre_hooks.values():
             hook(layer, (input,))
@@ -55,9 +59,9 @@ def apply_linears(input: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 
 def _may_join(input: Tensor, layers: Sequence[nn.Module]) -> bool:
     """Check whether layers do nothing but multiply, and whether nothing looks on: no adapter, no
-    hook (as those by which ZeRO-3 gathers weights), no compiler and no trace.
+    hook (as those by which ZeRO-3 gathers weights) and no compiler.
     """
-    if torch.compiler.is_compiling() or type(input) is not Tensor:
+    if torch.compiler.is_compiling() or not _is_bare(input):
         return False
     if _has_any_global_hook():  # type: ignore[no-untyped-call]
         return False
@@ -67,7 +71,7 @@ def _may_join(input: Tensor, layers: Sequence[nn.Module]) -> bool:
         if not isinstance(layer, nn.Linear) or not _is_plain(layer):
             return False
         weight = layer.weight
-        if type(weight) is not nn.Parameter or hasattr(weight, "ds_id"):
+        if not _is_bare(weight) or hasattr(weight, "ds_id"):
             return False
         forms.add((vars(layer).get("part"), layer.bias is None))
         numbers.add((weight.dtype, weight.device))
@@ -76,6 +80,17 @@ def _may_join(input: Tensor, layers: Sequence[nn.Module]) -> bool:
     # autocast casts float32, and leaves float64 as it is
     is_cast = torch.is_autocast_enabled(input.device.type) and weight.dtype == torch.float32
     return is_cast or (input.dtype, input.device) in numbers
+
+
+def _is_bare(tensor: Tensor) -> bool:
+    """Check whether a tensor is no wrapper of another one; those without memory, as which the
+    planner traces a model, are none.
+    """
+    return type(tensor) in (Tensor, nn.Parameter) or _has_no_memory(tensor)
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    return hasattr(tensor, "fake_mode")
 
 
 def _is_plain(layer: nn.Linear) -> bool:

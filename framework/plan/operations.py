@@ -16,7 +16,7 @@ from math import ceil, prod
 from typing import Final, Literal
 
 from framework.config.groups import ALL_LINEAR, is_named
-from framework.config.training import FAST_ROWS, HALF_ROWS, LoRA
+from framework.config.training import HALF_ROWS, LoRA, fills_rows
 
 Shape = tuple[int, ...]
 _FP32: Final = 4
@@ -731,10 +731,11 @@ class Tape:
         that of an embedding with rows filled up where GPUs need it (`models.filled_rows`).
         """
         logits = self.linear(value, outputs, has_bias=False, split=split)
-        missing = -outputs % HALF_ROWS if outputs % FAST_ROWS else 0
-        is_filled = self.device == "cuda" and self.product_width < _FP32 and missing
+        is_half = self.device == "cuda" and self.product_width < _FP32
+        is_filled = is_half and fills_rows(outputs, prod(value.shape[:-1]))
         if not is_filled or self.place("") != "embed.weight":
             return logits
+        missing = -outputs % HALF_ROWS
         weight = Value((outputs + missing, value.shape[-1]), self.product_width, has_gradient=False)
         self.moved_bytes += 2 * weight.num_bytes
         if logits.has_gradient:
