@@ -24,7 +24,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from framework.models.sequence import own_attention
 
 _NOTED: Final = "noted_texts"  # attribute of a tensor of places: what `_texts_of` returns
 _HALF: Final = (torch.float16, torch.bfloat16)
@@ -50,6 +51,26 @@ class PackedRows(NamedTuple):
     starts: Tensor
     host_starts: Tensor
     longest: int
+
+
+class _Options(NamedTuple):
+    """How attention is computed: the arguments of `attend_within_texts`."""
+
+    dropout: float
+    scale: float | None
+    window: int | None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Compute attention through a mask, or causal attention without one."""
+        return own_attention(
+            query,
+            key,
+            value,
+            mask,
+            dropout_p=self.dropout,
+            is_causal=mask is None,
+            scale=self.scale,
+        )
 
 
 def packed_rows(places: Tensor) -> PackedRows:
@@ -131,11 +152,12 @@ def attend_within_texts(
         query = query.to(dtype)
         key = key.to(dtype)
         value = value.to(dtype)
+    options = _Options(dropout, scale, window)
     if not why_no_kernel(query, value):
-        return _by_kernel(query, key, value, rows, dropout=dropout, scale=scale, window=window)
+        return _by_kernel(query, key, value, rows, options)
     if torch.compiler.is_compiling():
-        return _by_mask(query, key, value, rows, dropout=dropout, scale=scale, window=window)
-    return _text_by_text(query, key, value, rows, dropout=dropout, scale=scale, window=window)
+        return _by_mask(query, key, value, rows, options)
+    return _text_by_text(query, key, value, rows, options)
 
 
 def why_no_kernel(query: Tensor, value: Tensor) -> str:
@@ -192,17 +214,14 @@ def _by_kernel(
     key: Tensor,
     value: Tensor,
     rows: PackedRows,
-    *,
-    dropout: float,
-    scale: float | None,
-    window: int | None,
+    options: _Options,
 ) -> Tensor:
     batch, heads, length, _ = query.shape
     seen = (-1, 0)  # positions before a position and after it; -1: all
-    if window is not None:
-        seen = (window - 1, 0)
+    if options.window is not None:
+        seen = (options.window - 1, 0)
     repeats = heads // key.shape[1]
-    takes_groups = dropout > 0 or "enable_gqa" in _kernel_parameters()
+    takes_groups = options.dropout > 0 or "enable_gqa" in _kernel_parameters()
     if repeats > 1 and not takes_groups:  # before torch 2.12
         key = key.repeat_interleave(repeats, 1)
         value = value.repeat_interleave(repeats, 1)
@@ -210,15 +229,15 @@ def _by_kernel(
     query = _flat(query)
     key = _flat(key)
     value = _flat(value)
-    if dropout:
-        mixed = _flash_attention(query, key, value, rows, dropout=dropout, scale=scale, seen=seen)
+    if options.dropout:
+        mixed = _flash_attention(query, key, value, rows, options, seen)
     else:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.attention.varlen import varlen_attn
 
-        options: dict[str, Any] = {"scale": scale, "window_size": seen}
+        arguments: dict[str, Any] = {"scale": options.scale, "window_size": seen}
         if repeats > 1:
-            options["enable_gqa"] = True
+            arguments["enable_gqa"] = True
         # cuDNN, which later versions of torch prefer, plans anew for every number of texts.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             mixed = varlen_attn(  # type: ignore[assignment]
@@ -229,7 +248,7 @@ def _by_kernel(
                 rows.starts,
                 rows.longest,
                 rows.longest,
-                **options,
+                **arguments,
             )
     return mixed.view(batch, length, heads, -1).transpose(1, 2)
 
@@ -239,9 +258,7 @@ def _flash_attention(
     key: Tensor,
     value: Tensor,
     rows: PackedRows,
-    *,
-    dropout: float,
-    scale: float | None,
+    options: _Options,
     seen: tuple[int, int],
 ) -> Tensor:
     """Call the operator under `varlen_attn`, which has no argument for dropout (torch 2.15), as
@@ -256,10 +273,10 @@ def _flash_attention(
         rows.starts,
         rows.longest,
         rows.longest,
-        dropout,
+        options.dropout,
         is_causal,
         False,  # no mask for debugging
-        scale=scale,
+        scale=options.scale,
         window_size_left=seen[0],
         window_size_right=seen[1],
     )
@@ -271,15 +288,13 @@ def _text_by_text(
     key: Tensor,
     value: Tensor,
     rows: PackedRows,
-    *,
-    dropout: float,
-    scale: float | None,
-    window: int | None,
+    options: _Options,
 ) -> Tensor:
     batch, heads, length, _ = query.shape
+    window = options.window
     has_whole_rows = len(rows.host_starts) == batch + 1 or not query.numel()
     if has_whole_rows and (window is None or length <= window):  # a text in each row, or no tokens
-        return _causal(query, key, value, None, dropout=dropout, scale=scale)
+        return options.attend(query, key, value, None)
     lengths = rows.host_starts.diff().tolist()
     # One backward pass for all texts: slices would each fill a gradient of the whole batch.
     all_queries = torch.split(_flat(query), lengths)
@@ -291,13 +306,11 @@ def _text_by_text(
         if window is not None and len(queries) > window:
             seen = torch.ones(len(queries), len(queries), dtype=torch.bool, device=query.device)
             mask = seen.tril().triu(1 - window)
-        text = _causal(
+        text = options.attend(
             queries.transpose(0, 1)[None],
             keys.transpose(0, 1)[None],
             values.transpose(0, 1)[None],
             mask,
-            dropout=dropout,
-            scale=scale,
         )
         mixed.append(text[0].transpose(0, 1))
     return torch.cat(mixed).view(batch, length, heads, -1).transpose(1, 2)
@@ -313,36 +326,7 @@ def _by_mask(
     key: Tensor,
     value: Tensor,
     rows: PackedRows,
-    *,
-    dropout: float,
-    scale: float | None,
-    window: int | None,
+    options: _Options,
 ) -> Tensor:
-    mask = texts_mask(rows.places, window=window)
-    return _causal(query, key, value, mask, dropout=dropout, scale=scale)
-
-
-def _causal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    dropout: float,
-    scale: float | None,
-) -> Tensor:
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1 and mask is not None:  # no fast kernel takes both
-        key = key.repeat_interleave(repeats, 1)
-        value = value.repeat_interleave(repeats, 1)
-        repeats = 1
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=repeats > 1,
-    )
+    mask = texts_mask(rows.places, window=options.window)
+    return options.attend(query, key, value, mask)

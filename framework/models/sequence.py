@@ -137,7 +137,7 @@ def attend(
     """
     group = _shared
     if group is None:
-        return _attention(query, key, value, attn_mask, options)
+        return own_attention(query, key, value, attn_mask, **options)
     if query.shape[1] % group.size:
         reason = f"the {query.shape[1]} heads of attention cannot be shared evenly"
         fix = f"set {_KEY}: {gcd(query.shape[1], group.size)}"
@@ -148,7 +148,7 @@ def attend(
         key = key.repeat_interleave(repeats, dim=1)
         value = value.repeat_interleave(repeats, dim=1)
     query, key, value = _exchange_heads(group, (query, key, value))
-    mixed = _attention(query, key, value, attn_mask, options)
+    mixed = own_attention(query, key, value, attn_mask, **options)
     positions_of_ranks = torch.stack(mixed.chunk(group.size, dim=2))
     return group.exchange(positions_of_ranks).movedim(0, 1).flatten(1, 2)
 
@@ -168,9 +168,12 @@ def _exchange_heads(group: SequenceGroup, heads: Sequence[Tensor]) -> list[Tenso
     return exchanged
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+def own_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> Tensor:
+    """Compute `scaled_dot_product_attention` over the positions of this rank; arguments and result
+    are those of `attend`.
+    """
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1 and mask is not None:  # no fast kernel takes both
         key = key.repeat_interleave(repeats, 1)
