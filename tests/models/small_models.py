@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -37,3 +39,14 @@ def with_dropout() -> nn.Module:
         for part in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3))
     ]
     return nn.Sequential(*parts, nn.Linear(32, 1))
+
+
+# Models with dropout, and what each takes.
+MODELS: dict[str, Any] = {
+    "gpt": (gpt, (IDS,)),
+    "bert": (bert, (IDS, torch.zeros_like(IDS), torch.ones_like(IDS))),
+    "sequential": (
+        with_dropout,
+        (torch.randn(64, 32, generator=torch.Generator().manual_seed(0)),),
+    ),
+}

@@ -12,17 +12,9 @@ from framework.config.training import Training
 from framework.models import host_activations
 from framework.models.host_activations import HostActivations, PlainCopies
 from framework.models.prepare_model import prepare_model
-from tests.models.small_models import IDS, bert, gpt, with_dropout
+from tests.models.small_models import IDS, MODELS, gpt
 
 CPU = torch.device("cpu")
-MODELS: dict[str, Any] = {
-    "gpt": (gpt, (IDS,)),
-    "bert": (bert, (IDS, torch.zeros_like(IDS), torch.ones_like(IDS))),
-    "sequential": (
-        with_dropout,
-        (torch.randn(64, 32, generator=torch.Generator().manual_seed(0)),),
-    ),
-}
 
 
 class LateCopies(PlainCopies):

@@ -19,15 +19,11 @@ from framework.models.layers import Layer, LayeredModel
 from framework.models.prepare_model import prepare_model
 from framework.models.tiled_loss import output_head, wanting_loss
 from framework.recipes.image_models.resnet import SmallResNet18, resnet18
-from tests.models.small_models import IDS, bert, gpt, with_dropout
+from tests.models import small_models
+from tests.models.small_models import IDS, gpt
 
 MODELS: dict[str, Any] = {
-    "gpt": (gpt, (IDS,)),
-    "bert": (bert, (IDS, torch.zeros_like(IDS), torch.ones_like(IDS))),
-    "sequential": (
-        with_dropout,
-        (torch.randn(64, 32, generator=torch.Generator().manual_seed(0)),),
-    ),
+    **small_models.MODELS,
     "small_resnet18": (
         SmallResNet18,
         (torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0)),),
