@@ -49,7 +49,14 @@ from framework.plan.search_goals import (
     search_longest_sequence,
     search_more_devices,
 )
-from framework.plan.search_space import EVERYTHING, OFFLOAD, RECOMPUTE, STAGE, Request
+from framework.plan.search_space import (
+    EVERYTHING,
+    FOR_LENGTH,
+    OFFLOAD,
+    RECOMPUTE,
+    STAGE,
+    Request,
+)
 from framework.plan.time import StepTime
 from framework.plan.work import ModelWork
 from framework.system.arguments import parse_command, refuse
@@ -121,7 +128,7 @@ class _Question:
         if self.is_wide:
             free_keys = {key for key in EVERYTHING if not self._is_set_here(key)}
         else:
-            free_keys = {STAGE, OFFLOAD, RECOMPUTE}
+            free_keys = {STAGE, OFFLOAD, RECOMPUTE, *FOR_LENGTH}
         return Request(
             self.run.config,
             self.plan.cluster,

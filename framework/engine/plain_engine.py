@@ -83,7 +83,7 @@ def build_engine(
     scale_fp16_loss(engine)
     plain = PlainEngine(engine, plan, task)
     plain.compare_positions()
-    choice = compile_choice(plan.config, plan.cluster.device, os.environ)
+    choice = compile_choice(plan.config, plan.cluster.device)
     if choice.section is not None:
         plain.compile_first(choice)
     return plain

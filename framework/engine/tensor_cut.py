@@ -89,8 +89,10 @@ class TensorCut:
         for name, module in modules.items():
             if name in entries:
                 self._cut_module(model, name, module, entries[name])
-        for name in entries.keys() - modules.keys():
-            self._cut_weight(model, name, weights[name], entries[name].split)
+        # In the model's order, and not in a set's: ranks refuse the same weight.
+        for name, weight in weights.items():
+            if name in entries:
+                self._cut_weight(model, name, weight, entries[name].split)
         if self._columns:
             self._refuse(
                 self._columns[0][0],

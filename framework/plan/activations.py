@@ -74,16 +74,14 @@ def passes_over(
         return Passes((Moment(0),), (Moment(0),), 0)
     host_bytes = 0
     if offloads:
-        host_bytes = _leaving_bytes(layers, loss, recompute_every)
+        host_bytes = _leaving_bytes(layers, recompute_every)
         if not recompute_every:
-            layers = _on_host(layers, loss)
+            layers = _on_host(layers)
     rank = _Layers(layers, loss, recompute_every, keeps_products=keeps_products, offloads=offloads)
     return Passes(tuple(rank.forward()), tuple(rank.backward()), rank.kept_bytes, host_bytes)
 
 
-def _leaving_bytes(
-    layers: Sequence[LayerWork], loss: LayerWork | None, recompute_every: int
-) -> int:
+def _leaving_bytes(layers: Sequence[LayerWork], recompute_every: int) -> int:
     """Return the bytes that a micro-batch leaves in host memory: inputs of groups that run again,
     if they save anything, or else all that is saved. A loss by tiles keeps its gradients on the
     device.
@@ -95,17 +93,15 @@ def _leaving_bytes(
             if any(layer.saved_bytes for layer in group):
                 num_bytes += layers[start - 1].output_bytes
         return num_bytes
-    leaving = layers if loss is None else layers[:-1]
-    return sum(layer.saved_bytes for layer in leaving)
+    return sum(layer.saved_bytes for layer in layers[:-1])
 
 
-def _on_host(layers: Sequence[LayerWork], loss: LayerWork | None) -> list[LayerWork]:
-    """Return the layers with what they save on the host, but for the tensors on their way."""
+def _on_host(layers: Sequence[LayerWork]) -> list[LayerWork]:
+    """Return the layers with what they save on the host, but for the tensors on their way; the last
+    one, which makes the logits, as it is.
+    """
     moved = []
-    for layer in layers:
-        if loss is not None and layer is layers[-1]:
-            moved.append(layer)
-            continue
+    for layer in layers[:-1]:
         moved.append(
             replace(
                 layer,
@@ -115,7 +111,7 @@ def _on_host(layers: Sequence[LayerWork], loss: LayerWork | None) -> list[LayerW
                 backward_bytes=layer.gradient_bytes + (_WINDOW + 1) * layer.widest_bytes,
             )
         )
-    return moved
+    return [*moved, layers[-1]]
 
 
 class _Layers:
@@ -131,24 +127,27 @@ class _Layers:
         offloads: bool = False,
     ) -> None:
         size = recompute_every or len(layers)
-        if not keeps_products:
-            layers = [_without_products(layer) for layer in layers]
-        elif loss is not None:  # the last layer's outputs are the model's, and are not kept
-            layers = [*layers[:-1], _without_products(layers[-1])]
         self.layers = layers
         self.loss = loss
+        # Bytes of the outputs of products that each layer keeps when it is recomputed.
+        self.product_bytes = [0] * len(layers)
+        if keeps_products:
+            self.product_bytes = [layer.product_bytes for layer in layers]
+            if loss is not None:  # the last layer's outputs are the model's, and are not kept
+                self.product_bytes[-1] = 0
         self.recomputes = recompute_every > 0
         self.starts = range(0, len(layers), size)  # first layer of each group
         self.groups = [layers[start : start + size] for start in self.starts]
+        self.products = [sum(self.product_bytes[start : start + size]) for start in self.starts]
         # Bytes of the inputs of all groups up to and with each one, or of those that are not on the
         # host, and of the products of the groups before it.
-        self.products = [sum(layer.product_bytes for layer in group) for group in self.groups]
         inputs = [self.input_bytes(start) for start in self.starts]
-        self.held: list[int] = []
-        for number in range(len(self.groups)):
-            first = max(number - _WINDOW, 0) if offloads else 0
-            held = sum(inputs[first : number + 1]) + sum(self.products[:number])
-            self.held.append(held)
+        held_inputs = list(accumulate(inputs))
+        if offloads:
+            numbers = range(len(inputs))
+            held_inputs = [sum(inputs[max(n - _WINDOW, 0) : n + 1]) for n in numbers]
+        products_before = accumulate(self.products[:-1], initial=0)
+        self.held = [sum(pair) for pair in zip(held_inputs, products_before, strict=True)]
 
     def input_bytes(self, index: int) -> int:
         """Return the bytes of a layer's input: the output of the layer before on this rank."""
@@ -189,8 +188,9 @@ class _Layers:
                 if not self.recomputes:
                     yield _moment(saved[place + 1], layer.peak_bytes, 0, is_logits)
                     continue
-                products -= layer.product_bytes
-                passing = layer.selective_bytes if layer.product_bytes else layer.passing_bytes
+                own_products = self.product_bytes[index]
+                products -= own_products
+                passing = layer.selective_bytes if own_products else layer.passing_bytes
                 if place == 0:  # the group's input is held
                     passing -= self.input_bytes(index)
                 yield _moment(self.held[number] + products, passing, 0, is_logits)
@@ -210,7 +210,7 @@ class _Layers:
                 index = self.starts[number] + place
                 if self.recomputes:
                     again = self.running_again(number, place) + later_products
-                    later_products += layer.product_bytes
+                    later_products += self.product_bytes[index]
                     is_logits = self.makes_logits(index)
                     yield _moment(saved[place + 1], again, before_group, is_logits)
                 is_tied = layer.shares in names
@@ -242,11 +242,6 @@ class _Layers:
         if place == 0 and not layer.input_bytes:  # the group's input is held
             running -= self.input_bytes(self.starts[number])
         return running
-
-
-def _without_products(layer: LayerWork) -> LayerWork:
-    """Return a layer that keeps no outputs of products when it is recomputed."""
-    return replace(layer, product_bytes=0)
 
 
 def _moment(

@@ -35,10 +35,12 @@ OF_BLOCKS: Final = Compile(per="block")
 
 
 def compile_choice(
-    config: RunConfig, device: Device, environment: Mapping[str, str]
+    config: RunConfig, device: Device, environment: Mapping[str, str] | None = None
 ) -> CompileChoice:
-    """Choose what is compiled, from the config, the kind of device and the compilers that
-    `environment` leads to.
+    """Choose what is compiled, from the config and the kind of device.
+
+    `environment`: leads to the compilers of this host, for a reason why ``auto`` compiles nothing.
+    A rank leaves it out: its peers may have others, and the probe asks all of them.
     """
     asked = config.training.compile
     if asked != AUTO:
@@ -48,7 +50,7 @@ def compile_choice(
     if device != "cuda":
         return CompileChoice(None, is_auto=True)
     reason = _reason_against(config)
-    if not reason:
+    if not reason and environment is not None:
         problem = missing_compiler(device, environment)
         if problem is not None:
             reason = problem.reason

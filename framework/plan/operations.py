@@ -678,7 +678,7 @@ class Tape:
         if not tile or rows <= tile:
             return run(self, value)
         known = set(self.weights)
-        inner = replace(self, saved=set(), weights=self.weights, moved_bytes=0, flops=0, products=0)
+        inner = replace(self, saved=set())
         inner.start(self.prefix)
         inputs = Value((tile, value.shape[-1]), value.width, value.has_gradient)
         made = run(inner, inputs)

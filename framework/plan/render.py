@@ -60,7 +60,8 @@ def render(plan: Plan) -> Json:
     decided |= _optimizer(plan)
     decided |= _scheduler(plan)
     for key, value in config.deepspeed.items():
-        if key == "comms_logger" and not value.get("enabled"):
+        is_log = key == "comms_logger" and isinstance(value, Mapping)
+        if is_log and not value.get("enabled"):
             continue  # DeepSpeed turns it on wherever the section stands (comm/config.py)
         if key in SHARED:
             value = merged(decided.get(key, {}), value)

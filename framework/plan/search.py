@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from framework.errors import ConfigError, counted
 from framework.plan.alternatives import settings_text, size_text, with_settings
@@ -23,7 +23,10 @@ from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import Plan, make_plan
 from framework.plan.search_space import (
     ACCUMULATION,
+    OFFLOAD,
     PIPE,
+    SIZES,
+    STAGE,
     Request,
     Settings,
     all_batches,
@@ -113,13 +116,11 @@ def search(request: Request, *, is_quick: bool = False) -> SearchResult:
         NotEstimatedError: the model's memory is not known.
     """
     evaluator = _Evaluator(request, is_quick=is_quick)
-    candidates = []
-    for strategy in all_strategies(request):
-        best = evaluator.best(strategy)
-        if best is not None:
-            candidates.append(best)
-    if not candidates:
-        for strategy in all_strategies(request, for_length=True):
+    candidates: list[Candidate] = []
+    for for_length in (False, True):
+        if candidates:
+            break
+        for strategy in all_strategies(request, for_length=for_length):
             best = evaluator.best(strategy)
             if best is not None:
                 candidates.append(best)
@@ -129,6 +130,14 @@ def search(request: Request, *, is_quick: bool = False) -> SearchResult:
     return SearchResult(
         request.target, tuple(_ranked(candidates)), tuple(evaluator.losers()), smallest
     )
+
+
+_TOO_LARGE: Final = "too large, whatever the batch"
+
+
+def _states_of(strategy: Settings) -> tuple[Any, ...]:
+    """Return what decides the bytes of a strategy's weights, gradients and optimizer state."""
+    return tuple(strategy[key] for key in (STAGE, OFFLOAD, *SIZES))
 
 
 @dataclass(frozen=True)
@@ -183,6 +192,7 @@ class _Evaluator:
         self.too_large: list[Candidate] = []
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
+        self._beyond: set[tuple[Any, ...]] = set()  # `_states_of` strategies that are `_TOO_LARGE`
         # Micro-batch, whether the stage is 3, and tile -> work: no other part of a strategy changes
         # it.
         self._works: dict[tuple[int, bool, int], ModelWork | None] = {}
@@ -191,6 +201,9 @@ class _Evaluator:
         """Return the best candidate of one strategy that fits; None if none does, and the reason is
         kept for `losers`.
         """
+        if _states_of(strategy) in self._beyond:
+            self._refused.setdefault(_TOO_LARGE, []).append(strategy)
+            return None
         if self.request.config.batch.global_size is None:
             trials = self._grow(strategy)
         else:
@@ -199,6 +212,8 @@ class _Evaluator:
             self.too_large.append(trials.smallest)
         elif trials.best is None and trials.reasons:
             self._refused.setdefault(trials.reasons[0], []).append(strategy)
+            if trials.reasons[0] == _TOO_LARGE:
+                self._beyond.add(_states_of(strategy))
         return trials.best
 
     def _grow(self, strategy: Settings) -> _Trials:
@@ -261,7 +276,7 @@ class _Evaluator:
             plan = make_plan(config, request.cluster, num_train_samples=request.num_train_samples)
             work = self._work(plan)
             if self.is_quick and self._is_beyond(plan, work):
-                return _Refusal("too large, whatever the batch")
+                return _Refusal(_TOO_LARGE)
             return judge(plan, request.target, settings=settings, work=work)
         except ConfigError as error:
             problem = error.problems[0]

@@ -102,12 +102,13 @@ def _for_length(request: Request) -> list[dict[str, Any]]:
     """List what gives most memory to long sequences: every layer is recomputed, with inputs of
     layers on the host, and then also with perceptrons in tiles.
     """
-    if RECOMPUTE not in request.free:
+    if not {RECOMPUTE, HOW, ACTIVATIONS} <= request.free:
         return []
     on_host = {RECOMPUTE: 1, HOW: "full", ACTIVATIONS: True}
     choices = [on_host]
     # The work of a model of the user's own is not known in tiles.
-    if getattr(request.config.model, "kind", "") == "gpt" and request.work is None:
+    is_known = getattr(request.config.model, "kind", "") == "gpt" and request.work is None
+    if MLP_TILE in request.free and is_known:
         choices.append(on_host | {MLP_TILE: _POSITIONS_OF_A_TILE})
     return choices
 

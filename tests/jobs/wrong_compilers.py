@@ -65,7 +65,7 @@ class AsOnCuda:
         self._set(
             plain_engine,
             "compile_choice",
-            lambda config, device, environment: choose(config, "cuda", environment),
+            lambda config, device, environment=None: choose(config, "cuda", environment),
         )
 
     def _set(self, module: Any, name: str, value: Any) -> None:

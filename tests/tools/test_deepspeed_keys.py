@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+from deepspeed_lint.key_files import without_variant
 from deepspeed_lint.keys import load_table
 from tests.plan.rules.test_passed_keys import EFFECTS, NOT_SHOWN_HERE
-from tools.docs_site.deepspeed_keys import deepspeed_keys_page, rows, without_type
+from tools.docs_site.deepspeed_keys import deepspeed_keys_page, rows
 
 
 def test_every_key_has_a_row() -> None:
@@ -20,7 +21,7 @@ def _is_in(path: str, section: str) -> bool:
 
 
 def test_a_key_that_passes_is_one_that_a_run_was_trained_with() -> None:
-    passed = {without_type(row.path) for row in rows() if row.state == "passes"}
+    passed = {without_variant(row.path) for row in rows() if row.state == "passes"}
     known = {
         name
         for name in passed

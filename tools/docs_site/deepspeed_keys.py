@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from deepspeed_lint.key_files import without_variant
 from deepspeed_lint.keys import Key, KeyTable, load_table
 from framework.config.deepspeed_words import OWNED, SHARED, TYPED
 from framework.plan.rules.passthrough import REMOVED, TABLE, not_in_a_run
@@ -17,7 +18,7 @@ State = Literal["typed", "passes", "no effect", "refused", "gone", "Python"]
 _MEANINGS: Final[dict[State, str]] = {
     "typed": "A key of the run config decides it.",
     "passes": "It stands under `deepspeed:` in the run config, and has DeepSpeed's effect.",
-    "no effect": "It is taken and does nothing in a run; `check` has a note [inert-in-a-run].",
+    "no effect": "It is taken and does nothing in a run.",
     "refused": "A run cannot have it; `check` says what to do.",
     "gone": "DeepSpeed refuses it itself, since the release that is named.",
     "Python": "Only Python code can give the value.",
@@ -48,16 +49,11 @@ def rows() -> Iterator[Row]:
 
 
 def _has_keys(table: KeyTable, path: str) -> bool:
-    return any(other.startswith((f"{path}.", f"{path}[")) for other in table)
-
-
-def without_type(path: str) -> str:
-    """Return a path without the type on which the keys of a section depend."""
-    return re.sub(r"\[\w+\]", "", path)
+    return bool(table.children(path) or table.variants(path))
 
 
 def _state(key: Key) -> tuple[State, str]:
-    path = without_type(key.path)
+    path = without_variant(key.path)
     section = path.partition(".")[0]
     if path == "zero_optimization.legacy_stage1":
         return "gone", "0.5.9: remove it"

@@ -28,10 +28,14 @@ def passed_without_effect(config: RunConfig, cluster: Cluster) -> Found:
         fix = f"{instead}, or call deepspeed.comm.log_summary() in a callback"
         key = "deepspeed.comms_logger.enabled"
         yield Problem("inert-in-a-run", reason, fix, key, True, severity="note")
-    yield from _quantized_within_host(config.deepspeed.get("zero_optimization"), cluster)
+    has_zero = config.zero.stage > 0  # `_of_zero_at_stage_0` has a note for each of its keys else
+    if has_zero:
+        yield from _quantized_within_host(config.deepspeed.get("zero_optimization"), cluster)
     for row in TABLE["inert"]:
         is_met = _NEEDS[row["needs"]] if "needs" in row else _never
         for key in row["keys"]:
+            if key.startswith("zero_optimization.") and not has_zero:
+                continue
             value = _given(config, key)
             if _asks_for_something(key, value) and not is_met(config):
                 yield _inert(key, value, row["reason"], row.get("fix", "remove it"))
@@ -92,27 +96,19 @@ def _casts_buffers(config: RunConfig) -> bool:
     return isinstance(types, dict) and "buffer_dtype" in types
 
 
-def _has_on(config: RunConfig, section: str) -> bool:
-    """Check whether `enabled` of a section, or of a section in it, is on."""
-    values = _given(config, section)
-    # "auto" is an error of `deepspeed_values`
-    return isinstance(values, dict) and bool(values.get("enabled"))
-
-
 # What a key of the table needs to have an effect -> whether a run has it.
 _NEEDS: Final[Mapping[str, Callable[[RunConfig], bool]]] = {
     "offload to NVMe": _has_nvme,
     "weights on NVMe": lambda config: config.zero.offload_param.device == "nvme",
-    "the profiler of operations": lambda config: _has_on(config, "flops_profiler"),
-    "the log of collectives": lambda config: _has_on(config, "comms_logger"),
-    "the throughput timer": lambda config: _has_on(config, "timers.throughput"),
+    "the profiler of operations": lambda config: is_on(_given(config, "flops_profiler"), "enabled"),
+    "the log of collectives": lambda config: is_on(_given(config, "comms_logger"), "enabled"),
+    "the throughput timer": lambda config: is_on(_given(config, "timers.throughput"), "enabled"),
     "a pipeline": lambda config: config.parallel.pipe > 1,
     "recomputed stages": _recomputes_stages,
     "gradients by all-reduce": _sums_by_all_reduce,
     "another type of buffers": _casts_buffers,
-    # at stage 0 all keys of ZeRO have a note of their own
-    "stage 3": lambda config: config.zero.stage in (0, 3),
-    "stage 1 or 2": lambda config: config.zero.stage != 3,
+    "stage 3": lambda config: config.zero.stage == 3,
+    "stage 1 or 2": lambda config: config.zero.stage in (1, 2),
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 import pytest
 
 from deepspeed_lint.errors import MISSING
+from deepspeed_lint.key_files import without_variant
 from deepspeed_lint.keys import Key, load_table
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
 from framework.config.load import config_from_values
@@ -271,14 +272,10 @@ def leaves_that_pass() -> list[str]:
         if (
             has_choice
             and key.types != ("object",)
-            and _without_type(path) not in TYPED.keys() | OWNED.keys()
+            and without_variant(path) not in TYPED.keys() | OWNED.keys()
         ):
             found.append(path)
     return found
-
-
-def _without_type(path: str) -> str:
-    return re.sub(r"\[\w+\]", "", path)
 
 
 OPTIMIZERS: Final = {
@@ -317,7 +314,7 @@ def runs_of(path: str) -> list[dict[str, Any]]:
 
 def is_taken(path: str, run: Mapping[str, Any]) -> bool:
     """Check whether a run takes a key without a word about it."""
-    name = _without_type(path)
+    name = without_variant(path)
     key = load_table().exact(path)
     assert key is not None
     values = {**run, "deepspeed": nested({name: changed(key)})}
@@ -346,7 +343,7 @@ def is_known(name: str) -> bool:
 def test_what_a_run_takes_without_a_word_has_an_effect() -> None:
     idle = set()
     for path in leaves_that_pass():
-        name = _without_type(path)
+        name = without_variant(path)
         if not is_known(name) and any(is_taken(path, run) for run in runs_of(path)):
             idle.add(name)
     assert not idle, "shown by no run: list an effect, or why it has none, or cannot be had"
