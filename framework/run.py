@@ -30,7 +30,7 @@ from framework.engine.random_state import seed_ranks
 from framework.engine.stop_agreement import agreed_stops
 from framework.engine_protocol import LOADING, SAVING, Engine
 from framework.errors import RunStopped
-from framework.report.summary import RunResult, describe_stop
+from framework.report.run_result import RunResult
 from framework.setup import start_point
 from framework.setup.assemble import assemble_engine, make_callbacks, make_checkpointer
 from framework.setup.open_run import OpenRun, build_trainer
@@ -98,6 +98,8 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
                 ):
                     yield run
         if run.outcome.stopped:  # only now: all ranks have left the group in good order
+            from framework.report.summary import describe_stop
+
             raise RunStopped(describe_stop(run.result, run.outcome.stopped, prepared.plan))
 
 

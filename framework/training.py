@@ -11,7 +11,7 @@ from framework.config.run_config import RunConfig
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
 from framework.engine.schedules import MakeSchedule
 from framework.plan.plan import Plan
-from framework.report.summary import RunResult, print_next
+from framework.report.run_result import RunResult
 from framework.run import run_prepared
 from framework.setup.prepare_run import prepare
 from framework.setup.user_code import (
@@ -100,5 +100,7 @@ def fit_loaded(
         prepared = prepare(plan.config, source=source, plan=plan, lookup=lookup)
     result = run_prepared(prepared, request)
     if os.environ.get("RANK", "0") == "0":
+        from framework.report.summary import print_next
+
         print_next(prepared.plan, words, environment=os.environ)
     return result

@@ -20,11 +20,6 @@ def patterns_of(entry: FreezeEntry) -> list[str]:
     return list(entry.match)
 
 
-def always_frozen(entries: Iterable[FreezeEntry]) -> list[str]:
-    """List the patterns of weights that are never trained."""
-    return [entry for entry in entries if isinstance(entry, str)]
-
-
 def scheduled(entries: Iterable[FreezeEntry]) -> dict[int, FrozenSteps]:
     """Return the entries of weights that are trained in some steps, by their number."""
     return {number: entry for number, entry in enumerate(entries) if not isinstance(entry, str)}

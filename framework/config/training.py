@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
@@ -260,6 +260,11 @@ else:
         WrapValidator(_freeze_entry, json_schema_input_type=str | FrozenSteps),
         PlainSerializer(_plain_entry),
     ]
+
+
+def always_frozen(entries: Iterable[FreezeEntry]) -> list[str]:
+    """List the patterns of weights that are never trained."""
+    return [entry for entry in entries if isinstance(entry, str)]
 
 
 class Training(Section):

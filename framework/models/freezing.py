@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from framework.config.freezing import (
-    always_frozen,
     entry_of,
     everything_frozen,
     refuse_bad_freeze,
 )
-from framework.config.training import FreezeEntry
+from framework.config.training import FreezeEntry, always_frozen
 
 
 def freeze(model: nn.Module, entries: Sequence[FreezeEntry]) -> None:

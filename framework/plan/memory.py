@@ -14,10 +14,9 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from framework.config.freezing import always_frozen
 from framework.config.model import MoE
 from framework.config.run_config import RunConfig
-from framework.config.training import Parallel
+from framework.config.training import Parallel, always_frozen
 from framework.errors import Problem
 from framework.plan.activations import Passes, passes_over
 from framework.plan.optimizer_memory import state_of

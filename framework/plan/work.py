@@ -12,12 +12,11 @@ from itertools import chain
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from framework.config.freezing import always_frozen
 from framework.config.groups import LORA, is_inside_saved
 from framework.config.model import ModelSection
 from framework.config.precision import BF16, FP16, Autocast, PrecisionSection
 from framework.config.run_config import RunConfig
-from framework.config.training import LoRA
+from framework.config.training import LoRA, always_frozen
 from framework.plan.layers import UNDIVIDED, Layers, RankShare, Run, forward_of
 from framework.plan.operations import Shape, Tape, Value
 from framework.plan.plan import Plan, loss_tile

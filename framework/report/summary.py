@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,10 +18,9 @@ from framework.errors import counted, in_one_line
 from framework.plan.cluster import RANKS_ON_CPU
 from framework.plan.compiling import compile_choice
 from framework.plan.plan import Plan, describe_packed_rows
+from framework.report.run_result import RunResult
 from framework.system.log import print_line, warn
 from framework.system.metric_names import PHASES, time_of
-from framework.train.best import Best
-from framework.train.trainer import Outcome
 
 if TYPE_CHECKING:
     from framework.config.run_config import RunConfig
@@ -36,39 +34,6 @@ DOOR: Final = "DSF_DOOR"
 # Half a million points of 500 bytes. To read them takes 0.7 s of a processor; a page may cost the
 # end of a run one.
 _LARGEST_METRICS: Final = 256 << 20
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Result of a run.
-
-    Attributes:
-        folder: the run folder.
-        step: optimizer steps taken in all.
-        metrics: the last value of every metric.
-        samples_per_sec: mean training throughput without the first logged interval.
-        start_step: the step that this process started from.
-        tokens_per_sec: throughput in tokens; 0 if the data has none.
-        best: the best value of the metric that `checkpoint.keep_best` names, from the first step
-            on, also of the processes that this one went on from; None if it names none, or none
-            was measured.
-        ended_early: why a callback ended it before its last step; empty if none did.
-    """
-
-    folder: Path
-    step: int
-    metrics: Mapping[str, float]
-    samples_per_sec: float
-    start_step: int = 0
-    tokens_per_sec: float = 0.0
-    best: Best | None = None
-    ended_early: str = ""
-
-    @classmethod
-    def of(cls, outcome: Outcome, *, folder: Path, start_step: int, best: Best | None) -> RunResult:
-        """Build the result from the end of the training loop."""
-        reached = {name: value for name, value in vars(outcome).items() if name != "stopped"}
-        return cls(folder=folder, start_step=start_step, best=best, **reached)
 
 
 def _other_size(plan: Plan) -> Iterator[str]:

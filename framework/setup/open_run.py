@@ -15,13 +15,7 @@ from framework.engine.hang_watch import Watched
 from framework.engine_protocol import Engine
 from framework.plan.cluster import GPU_VARIABLE
 from framework.plan.plan import Plan
-from framework.report.summary import (
-    RunResult,
-    describe_goodput,
-    print_end,
-    print_start,
-    write_report,
-)
+from framework.report.run_result import RunResult
 from framework.setup.assemble import (
     make_eval_loaders,
     make_monitors,
@@ -99,6 +93,8 @@ class OpenRun:
 
     def print_start(self) -> None:
         """Print the summary of the start; on rank 0."""
+        from framework.report.summary import print_start  # the other ranks print nothing
+
         prepared = self.prepared
         stages = prepared.cut.table if prepared.cut else None
         num_params, num_trained = count_parameters(
@@ -118,6 +114,8 @@ class OpenRun:
         """Record the end in the events, write the report and print the result, or only the goodput
         if the run was stopped; on rank 0, when the engine is closed.
         """
+        from framework.report.summary import describe_goodput, print_end, write_report
+
         plan = self.prepared.plan
         folder = self.folder.path
         note_closed(folder / "events.jsonl", step=self.outcome.step)

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final
 
-from framework.config.freezing import always_frozen, patterns_of, refuse_bad_freeze, scheduled
+from framework.config.freezing import patterns_of, refuse_bad_freeze, scheduled
 from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, unmatched_modules
 from framework.config.optimizer import Adagrad, optimizer_lr
 from framework.config.run_config import RunConfig
-from framework.config.training import FrozenSteps
+from framework.config.training import FrozenSteps, always_frozen
 from framework.errors import ConfigError, Problem
 from framework.plan.balance import pattern_problem
 from framework.plan.cluster import Cluster
