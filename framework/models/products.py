@@ -35,7 +35,8 @@ _HOOKS: Final = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 def apply_linears(input: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """Return what each layer makes of `input` (..., in_features).
 
-    The results may be parts of one tensor: nothing may write to them in place.
+    The results may be parts of one tensor: nothing may write to them in place, and what autograd
+    saves of one keeps the others in memory (`apart`).
     """
     if not _may_join(input, layers):
         return tuple(layer(input) for layer in layers)
@@ -55,6 +56,17 @@ def apply_linears(input: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     if isinstance(first, ColumnLinear):
         first.part.begin(draws=first.training)
     return outputs
+
+
+def apart(output: Tensor) -> Tensor:
+    """Return a result of `apply_linears` in memory of its own, where a backward pass needs it and
+    not the others.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _has_no_memory(output):
+        return output
+    if output.untyped_storage().nbytes() == output.nbytes:
+        return output
+    return output.clone()
 
 
 def _may_join(input: Tensor, layers: Sequence[nn.Module]) -> bool:

@@ -282,13 +282,9 @@ def test_swiglu_is_its_formula_and_its_gradients_are_one_tensor(is_joined: bool)
     assert (products._seen_as_one(found, dim=-1) is not None) == is_joined
 
 
-@pytest.mark.parametrize(("is_llama", "before", "after"), [(True, 67, 56), (False, 43, 36)])
-def test_a_block_takes_fewer_kernels(
-    is_llama: bool, before: int, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forward and backward, with weights in a flat buffer: the figures of docs/performance.md.
-
-    With layernorm for both, which is one kernel on processors as well.
+def block_of(*, is_llama: bool, dtype: torch.dtype) -> nn.Module:
+    """A block of GPT-2's form, or of Llama's but for layernorm, which is one kernel on processors as
+    well; its weights lie in a flat buffer.
     """
     llama = {"positions": "rotary", "mlp": "swiglu", "num_kv_heads": 2}
     shape: dict[str, Any] = {
@@ -301,8 +297,17 @@ def test_a_block_takes_fewer_kernels(
         "mlp_size": 20,
         "bias": False,
     }
-    block = GPT.of(**shape | (llama if is_llama else {})).get_submodule("blocks.0").bfloat16()
+    block = GPT.of(**shape | (llama if is_llama else {})).get_submodule("blocks.0").to(dtype)
     flat(nn.ModuleList(module for module in block.modules() if isinstance(module, nn.Linear)))
+    return block
+
+
+@pytest.mark.parametrize(("is_llama", "before", "after"), [(True, 67, 57), (False, 43, 36)])
+def test_a_block_takes_fewer_kernels(
+    is_llama: bool, before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward: the figures of docs/performance.md."""
+    block = block_of(is_llama=is_llama, dtype=torch.bfloat16)
     input = torch.randn(2, 9, 16).bfloat16().requires_grad_()
 
     def num_kernels() -> int:
@@ -314,3 +319,38 @@ def test_a_block_takes_fewer_kernels(
     joined = num_kernels()
     monkeypatch.setattr(products, "_may_join", lambda *_: False)
     assert (num_kernels(), joined) == (before, after)
+
+
+@pytest.mark.parametrize("is_llama", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_joined_products_keep_no_more_in_memory(
+    is_llama: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What autograd saves of a value that is a view of the joined product is all of that."""
+    block = block_of(is_llama=is_llama, dtype=torch.float32)
+    weights = {weight.untyped_storage().data_ptr() for weight in block.parameters()}
+    input = torch.randn(2, 9, 16, requires_grad=True)
+
+    def saved_bytes() -> int:
+        storages: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            output = block(input)
+        assert output.requires_grad  # until here the graph holds the storages
+        return sum(storages.values())
+
+    joined = saved_bytes()
+    monkeypatch.setattr(products, "_may_join", lambda *_: False)
+    if autocast:  # there each layer by itself casts the input again
+        assert joined < saved_bytes()
+    else:
+        assert joined == saved_bytes()

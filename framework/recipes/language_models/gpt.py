@@ -25,7 +25,7 @@ from framework.models.initialized import (
     split_heads,
 )
 from framework.models.layers import Layer, LayeredModel
-from framework.models.products import apply_linears, swiglu
+from framework.models.products import apart, apply_linears, swiglu
 from framework.models.sequence import attend, is_shared
 from framework.recipes.language_models.rotary import turn, turns_for
 
@@ -216,6 +216,7 @@ class CausalAttention(nn.Module):
         if turns is not None:
             query = turn(query, turns)
             key = turn(key, turns)
+            value = apart(value)  # query and key as they were are not needed any more
         dropout = shape.dropout if self.training else 0.0
         if rows is not None:
             mixed = _attend_in_rows(query, key, value, rows, dropout=dropout)
