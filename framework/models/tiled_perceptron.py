@@ -9,7 +9,7 @@ weight gets its gradient once, as from a single product: hooks of ZeRO see no ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -141,16 +141,21 @@ class _Tiles(torch.autograd.Function):
                 )
                 if rows_gradient is not None:
                     rows_gradient[tile] = made[0]
-                for total, part in zip(sums, made[len(inputs) :], strict=True):
-                    if part is not None:
-                        total.add_(part)
-                del made, part
+                _add_parts(sums, made[len(inputs) :])
+                del made  # before the next tile's gradients are computed
         found = {
             id(weight): total.to(weight.dtype) for weight, total in zip(weights, sums, strict=True)
         }
         gradients = [rows_gradient, None, None]
         gradients += [found.get(id(weight)) for weight in ctx.weights]
         return tuple(gradients)
+
+
+def _add_parts(sums: Sequence[Tensor], parts: Sequence[Tensor | None]) -> None:
+    """Add what a tile gives to the gradient of each weight; None adds nothing."""
+    for total, part in zip(sums, parts, strict=True):
+        if part is not None:
+            total.add_(part)
 
 
 def _random_states(device: torch.device) -> RandomStates:

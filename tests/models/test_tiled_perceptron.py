@@ -117,6 +117,17 @@ def test_adapters_and_frozen_weights() -> None:
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_perceptrons_without_a_trained_weight_pass_gradients_on() -> None:
+    section = LoRA(target_modules=["query"], r=4)
+    found = []
+    for tile in (0, TILE):
+        model = prepare_model(llama(), Training(mlp_tile=tile))
+        found.append(gradients_of(add_adapters(model, section, seed=0))[1])
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_drawn_numbers_are_those_of_the_forward_pass() -> None:
     """By finite differences, with the random numbers of the same seed."""
 
