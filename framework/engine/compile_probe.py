@@ -24,7 +24,7 @@ from framework.engine.distributed import gather, rank
 from framework.engine.extensions import failure_of_torch_compile
 from framework.engine.gradient_sketches import Sketch, sketched_gradients
 from framework.errors import ConfigError, in_one_line
-from framework.models.compilation import CompiledModules
+from framework.models.compilation import CompiledModules, noting_failures
 from framework.plan.compiled_ops import missing_compiler
 from framework.plan.plan import Plan
 from framework.system.log import print_line
@@ -110,6 +110,9 @@ class CompileProbe:
         self._is_auto = choice.is_auto
         self._names = names
         self._end_pass = end_pass
+        # A rank that left such a pass for a later agreement would leave the others waiting: it
+        # ends, and the launcher ends them.
+        self._meets = ranks_meet_in_passes(plan)
         self.reason = ""
         """Why nothing is compiled."""
         self.compiled: CompiledModules | None = None
@@ -180,6 +183,8 @@ class CompileProbe:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the first step meets it, and explains it
+            if self._meets:
+                raise
             reason = f"the first micro-batch fails as written: {in_one_line(error)}"
         if self._is_auto and plain is not None and operations < SMALL_BLOCK:
             reason = (
@@ -219,19 +224,22 @@ class CompileProbe:
             self._open.enter_context(quoting_paths())
         try:
             candidate.start()
-            for _ in range(passes):
-                difference = difference_of(plain, self._run(loss_of), BOUNDS[self._dtype()])
-                if difference:
-                    return ConfigError.of("compile-differs", difference, _FIX, "training.compile")
-        except torch.OutOfMemoryError as error:
-            if not self._is_auto:
-                raise
-            return _refusal("compile-failed", in_one_line(error))
+            with noting_failures() as failures:
+                # All of them, before this rank returns: the others take them as well.
+                compiled = [self._run(loss_of) for _ in range(passes)]
         except Exception as error:
-            refusal = failure_of_torch_compile(error)
-            if refusal is not None:
-                return refusal
-            return _refusal("compile-failed", in_one_line(error))
+            if isinstance(error, torch.OutOfMemoryError) and not self._is_auto:
+                raise
+            refusal = _failed(error)
+            if self._meets:
+                raise refusal from error
+            return refusal
+        if failures:
+            return _failed(failures[0])
+        for each in compiled:
+            difference = difference_of(plain, each, BOUNDS[self._dtype()])
+            if difference:
+                return ConfigError.of("compile-differs", difference, _FIX, "training.compile")
         return None
 
     def _run(self, loss_of: LossOf) -> Pass:
@@ -363,6 +371,20 @@ def counted_operations(modules: list[nn.Module], counts: bool) -> Iterator[Calla
             del vars(module)["forward"]
             if forward is not None:
                 vars(module)["forward"] = forward
+
+
+def ranks_meet_in_passes(plan: Plan) -> bool:
+    """Check whether ranks wait for each other within forward and backward passes."""
+    config = plan.config
+    layout = plan.layout
+    ranks_of_model = layout.tensor_size * layout.sequence_size * layout.expert_size
+    return ranks_of_model > 1 or config.zero.stage == 3 or config.training.sync_batch_norm
+
+
+def _failed(error: BaseException) -> ConfigError:
+    """Return the error of compiled passes that failed."""
+    refusal = failure_of_torch_compile(error)
+    return refusal or _refusal("compile-failed", in_one_line(error))
 
 
 def _refusal(kind: str, reason: str) -> ConfigError:

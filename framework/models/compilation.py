@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -132,6 +134,43 @@ class CompiledModules:
         if hasattr(owner, name):
             self._settings.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
+
+
+@contextmanager
+def noting_failures() -> Iterator[list[BaseException]]:
+    """Run as written, within the block, what torch fails to compile, and note each failure in place
+    of torch's warning of it.
+
+    A pass goes on so: other ranks may wait in its sums. What fails is a call before any of it has
+    run, and no sum is there twice.
+
+    Yields:
+        The failures so far.
+    """
+    import torch._dynamo.config as dynamo
+
+    failures: list[BaseException] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        """Take a warning of a failure out of the log."""
+        error = record.exc_info and record.exc_info[1]
+        if not error or record.levelno < logging.WARNING:
+            return True
+        failures.append(error)
+        return False
+
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    level = log.level
+    suppresses = dynamo.suppress_errors
+    dynamo.suppress_errors = True
+    log.setLevel(logging.WARNING)
+    log.addFilter(note)
+    try:
+        yield failures
+    finally:
+        log.removeFilter(note)
+        log.setLevel(level)
+        dynamo.suppress_errors = suppresses
 
 
 def _modules_to_compile(model: nn.Module, *, per: str) -> list[nn.Module]:

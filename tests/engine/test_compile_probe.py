@@ -175,12 +175,17 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def probe_of(model: nn.Module, backend: str, *, is_auto: bool, precision: Any = None) -> Any:
+def probe_of(
+    model: nn.Module, backend: str, *, is_auto: bool, precision: Any = None, stage: int = 0
+) -> Any:
     plan = SimpleNamespace(
         config=SimpleNamespace(
-            precision=precision or FP32(), training=SimpleNamespace(deterministic=False)
+            precision=precision or FP32(),
+            training=SimpleNamespace(deterministic=False, sync_batch_norm=False),
+            zero=SimpleNamespace(stage=stage),
         ),
         cluster=SimpleNamespace(device="cpu"),
+        layout=SimpleNamespace(tensor_size=1, sequence_size=1, expert_size=1),
     )
     if backend in wrong_compilers.WRONG:
         wrong_compilers.Registers(backend)
@@ -293,20 +298,72 @@ def test_models_that_auto_leaves_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
     assert "fails as written: RuntimeError" in probe.reason
 
 
+@pytest.mark.parametrize("backend", ["eager", "rounds_too_much"])
 @pytest.mark.usefixtures("alone")
-def test_a_graph_of_cuda_is_replayed_in_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third pass is the first one that replays it."""
+def test_a_graph_of_cuda_is_replayed_in_the_trial(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third pass is the first one that replays it; a rank that finds a difference before takes
+    as many, for the ranks that wait for it.
+    """
     passes = list[int]()
 
     def loss(model: Any) -> torch.Tensor:
         passes.append(1)
         return loss_of(model)
 
-    probe = probe_of(noisy(), "eager", is_auto=True)
+    probe = probe_of(noisy(), backend, is_auto=True)
     monkeypatch.setattr(type(probe._candidate), "records_graphs", True)
     probe.decide(loss)
     assert len(passes) == 1 + 3
     probe.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_pass_goes_on_where_the_compiler_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other ranks wait in its sums. Of the failure the log has the reason, and no trace."""
+    ended = list[float]()
+
+    def loss(model: Any) -> torch.Tensor:
+        found = loss_of(model)
+        ended.append(found.item())
+        return found
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    probe = probe_of(noisy(), "fails_on_rank_1", is_auto=True)
+    probe.decide(loss)
+    assert len(ended) == 2
+    assert ended[0] == ended[1], "as written, both times"
+    assert "this compiler is broken" in probe.reason
+    assert capsys.readouterr().err == ""
+    assert not torch._dynamo.config.suppress_errors
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "error", "stated"),
+    [(1, RuntimeError, "no such kernel"), (2, ConfigError, "compile-failed")],
+)
+@pytest.mark.usefixtures("alone")
+def test_a_rank_ends_where_others_would_wait_for_it_in_the_pass(
+    fails_at: int, error: type[Exception], stated: str
+) -> None:
+    calls = list[int]()
+
+    def loss(model: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise RuntimeError("no such kernel")
+        return loss_of(model)
+
+    with pytest.raises(error, match=stated):
+        probe_of(noisy(), "eager", is_auto=True, stage=3).decide(loss)
+    calls.clear()
+    probe = probe_of(noisy(), "eager", is_auto=True)
+    probe.decide(loss)
+    assert "no such kernel" in probe.reason
 
 
 def run_config(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
@@ -351,6 +408,7 @@ RUNS = {
     "auto-fails-on-rank-1": 1,
     "true-loses-a-gradient": 1,
     "true-fails-on-rank-1": 1,
+    "true3-fails-on-rank-1": 3,  # ranks meet in every block
 }
 
 
@@ -397,6 +455,7 @@ def test_a_run_that_asks_for_it_ends_with_the_reason(runs: Path) -> None:
     for name, kind in (
         ("true-loses-a-gradient", "compile-differs"),
         ("true-fails-on-rank-1", "compile-failed"),
+        ("true3-fails-on-rank-1", "compile-failed"),
     ):
         stated = (runs / f"{name}.error").read_text(encoding="utf-8")
         assert kind in stated
