@@ -125,25 +125,24 @@ def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any)
     Raises:
         ConfigError: kind ``group-matches-nothing`` for each such group, or ``muon-needs-matrices``.
     """
-    from deepspeed_lint.text.typos import unmatched_pattern  # for messages alone
-
     patterns: dict[str, str] = {}
     for number, group in enumerate(getattr(optimizer, "groups", ())):
         patterns[f"groups.{number}.match"] = group.match
     for number, pattern in enumerate(getattr(optimizer, "matrices", ())):
         patterns[f"matrices.{number}"] = pattern
     names = list(shapes)
-    problems = [
-        Problem(
-            "group-matches-nothing",
-            "no trained parameter of the model has such a name",
-            unmatched_pattern(pattern, names),
-            f"optimizer.{key}",
-            pattern,
-        )
-        for key, pattern in patterns.items()
-        if not any(re.fullmatch(pattern, name) for name in names)
-    ]
+    problems = []
+    for key, pattern in patterns.items():
+        if not any(re.fullmatch(pattern, name) for name in names):
+            problems.append(
+                Problem(
+                    "group-matches-nothing",
+                    "no trained parameter of the model has such a name",
+                    _names_like(pattern, names),
+                    f"optimizer.{key}",
+                    pattern,
+                )
+            )
     if isinstance(optimizer, Muon) and not problems:
         # All weights are looked at: a pattern that names a tensor other than a matrix is refused.
         are_stepped = [stepped_by_muon(name, shape, optimizer) for name, shape in shapes.items()]
@@ -160,6 +159,13 @@ def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any)
             )
     if problems:
         raise ConfigError(problems)
+
+
+def _names_like(pattern: str, names: Sequence[str]) -> str:
+    """Return the fix of a pattern that matches none of the names."""
+    from deepspeed_lint.text.typos import unmatched_pattern  # for messages alone
+
+    return unmatched_pattern(pattern, names)
 
 
 def layer_depths(names: Iterable[str]) -> dict[str, int]:
@@ -235,8 +241,6 @@ def is_inside_saved(weight: str, lora: LoRA) -> bool:
 
 def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
     """Return a problem of kind ``lora-matches-nothing`` for each name without a module."""
-    from deepspeed_lint.text.typos import nearest, unmatched_pattern  # for messages alone
-
     targets = lora.target_modules
     last_names = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
     known = last_names + list(modules)
@@ -245,6 +249,8 @@ def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
     def add(key: str, names: Sequence[str], name: str) -> None:
         fix = "remove it"
         if known:
+            from deepspeed_lint.text.typos import nearest  # for messages alone
+
             fix = f"did you mean {nearest(name, known) or known[0]}?"
         fixes[f"{key}.{names.index(name)}", name] = fix
 
@@ -258,7 +264,7 @@ def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
     if isinstance(targets, str):
         has_match = targets == ALL_LINEAR or any(is_named(module, targets) for module in modules)
         if not has_match:
-            fixes["target_modules", targets] = unmatched_pattern(targets, modules)
+            fixes["target_modules", targets] = _names_like(targets, modules)
     reason = "no module of the model has such a name"
     return [
         Problem("lora-matches-nothing", reason, fix, f"training.lora.{key}", name)
