@@ -130,7 +130,7 @@ class _Layers:
         self.layers = layers
         self.loss = loss
         # Bytes of the outputs of products that each layer keeps when it is recomputed.
-        self.product_bytes = [0] * len(layers)
+        self.product_bytes = [0 for _ in layers]
         if keeps_products:
             self.product_bytes = [layer.product_bytes for layer in layers]
             if loss is not None:  # the last layer's outputs are the model's, and are not kept
