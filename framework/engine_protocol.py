@@ -232,9 +232,89 @@ class Engine(Protocol):
         """
         ...
 
+    @property
+    def full_weights(self) -> FullTensors:
+        """Whole weights, gradients and optimizer states by name."""
+        ...
+
+    def before_steps(self, call: Callable[[], object]) -> None:
+        """Have `call` called on every rank before each step, when its gradients are complete."""
+        ...
+
     def close(self) -> None:
         """Release what the engine holds on the device."""
         ...
+
+
+class FullTensors(Protocol):
+    """Whole tensors of a model in training by the names of its weights, at every ZeRO stage, in
+    pipelines and in tensor groups. Every method is collective.
+    """
+
+    def weight_names(self) -> list[str]: ...
+
+    def full_weight(self, name: str) -> torch.Tensor: ...
+
+    def set_full_weight(self, name: str, value: torch.Tensor) -> None: ...
+
+    def full_gradient(self, name: str) -> torch.Tensor: ...
+
+    def set_full_gradient(self, name: str, value: torch.Tensor) -> None: ...
+
+    def full_optimizer_state(self, name: str, key: str) -> torch.Tensor: ...
+
+    def set_full_optimizer_state(self, name: str, key: str, value: torch.Tensor) -> None: ...
+
+
+class WeightDoors:
+    """Methods of a run, for callbacks and loops of one's own, that read and set whole weights.
+
+    All ranks make each of these calls, with the same arguments: a call of one rank alone ends the
+    run [not-on-every-rank]. Names are those of the model as it was built. What is returned is a
+    copy in fp32 on this rank's device.
+    """
+
+    def _source(self) -> Engine:
+        """Return the engine with the weights."""
+        raise NotImplementedError
+
+    def gathered(self, module: Any = None) -> AbstractContextManager[Any]:
+        """Return a context in which the weights of the model, or of one of its modules, are whole
+        at every ZeRO stage.
+
+        Changes to the weights are kept; all ranks must make the same.
+        """
+        return self._source().gathered(module)
+
+    def weight_names(self) -> list[str]:
+        """Return the names of all weights, of all stages of a pipeline."""
+        return self._source().full_weights.weight_names()
+
+    def full_weight(self, name: str) -> torch.Tensor:
+        """Return a whole weight, as the optimizer steps it."""
+        return self._source().full_weights.full_weight(name)
+
+    def set_full_weight(self, name: str, value: torch.Tensor) -> None:
+        """Set a weight: what the optimizer steps, and the model's own copy in its precision."""
+        self._source().full_weights.set_full_weight(name, value)
+
+    def full_gradient(self, name: str) -> torch.Tensor:
+        """Return a whole gradient between the last backward pass of a step and the step: averaged
+        over ranks and micro-batches, not yet clipped, without loss scale.
+        """
+        return self._source().full_weights.full_gradient(name)
+
+    def set_full_gradient(self, name: str, value: torch.Tensor) -> None:
+        """Set the gradient that the step clips and takes."""
+        self._source().full_weights.set_full_gradient(name, value)
+
+    def full_optimizer_state(self, name: str, key: str) -> torch.Tensor:
+        """Return what the optimizer keeps of every number of a weight, such as ``exp_avg``."""
+        return self._source().full_weights.full_optimizer_state(name, key)
+
+    def set_full_optimizer_state(self, name: str, key: str, value: torch.Tensor) -> None:
+        """Set what the optimizer keeps of every number of a weight."""
+        self._source().full_weights.set_full_optimizer_state(name, key, value)
 
 
 EvalSets = Mapping[str, Iterable[tuple[Any, bool]]]

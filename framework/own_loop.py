@@ -15,7 +15,7 @@ from framework.engine import workarounds  # noqa: F401  # before all that import
 from framework.engine.backward_passes import BackwardPasses
 from framework.engine.distributed import rank
 from framework.engine.plain_engine import PlainEngine
-from framework.engine_protocol import EVALUATING, SAVING, StepResult, evaluate_sets
+from framework.engine_protocol import EVALUATING, SAVING, StepResult, WeightDoors, evaluate_sets
 from framework.errors import (
     ConfigError,
     FrameworkError,
@@ -205,7 +205,7 @@ def _work_with_data(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-class OpenEngine:
+class OpenEngine(WeightDoors):
     """One model with its optimizer, run folder and sinks, on this `rank` of `world_size`, for
     `max_steps`. Every method that reads or writes weights is collective.
     """
@@ -217,6 +217,7 @@ class OpenEngine:
         self._engine = run.engine
         self._plan = run.prepared.plan
         self._passes = run.engine.backward_passes()
+        run.engine.has_gradients = self._has_gradients
         self.rank = rank()
         self.world_size = self._plan.layout.world_size
         self.max_steps = self._plan.length.total_steps or 0
@@ -245,13 +246,8 @@ class OpenEngine:
         """The model in training; at ZeRO stage 3 its weights are partitioned."""
         return self._engine.module
 
-    def gathered(
-        self, module: torch.nn.Module | None = None
-    ) -> AbstractContextManager[torch.nn.Module]:
-        """Return a context in which the weights of the model, or of one of its modules, are
-        complete at every ZeRO stage. Numbers that all ranks write into them are kept. Collective.
-        """
-        return self._engine.gathered(module)
+    def _source(self) -> PlainEngine:
+        return self._engine
 
     def move(self, batch: Any) -> Any:
         """Move a batch to this rank's device, in the type that the model takes."""
@@ -305,6 +301,11 @@ class OpenEngine:
                     reason = f"{name} is a weight of {engine._plan.config.run.name}'s model as well"
                     fix = "give one engine a model that holds both, with a loss for each part"
                     raise ConfigError.of("weights-of-two-engines", reason, fix, "model")
+
+    def _has_gradients(self) -> bool:
+        """Check whether the last micro-batch of a step has had a backward pass, and no step yet."""
+        is_last = self._engine.engine.is_gradient_accumulation_boundary()
+        return bool(self._passes.num_passes and is_last)
 
     def _passes_of_others(self) -> list[BackwardPasses]:
         return [engine._passes for engine in _OPEN if engine is not self]

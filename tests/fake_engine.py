@@ -39,12 +39,17 @@ class RecordingEngine:
     taken: list[int] = field(default_factory=list)
     step: int = 0
     fails_at: int = -1
+    before_step: Callable[[], object] = lambda: None
+
+    def before_steps(self, call: Callable[[], object]) -> None:
+        self.before_step = call
 
     def ahead(self, micro_batches: Iterator[Any], *, num_steps: int) -> Iterator[Any]:
         return micro_batches
 
     def train_step(self, micro_batches: Iterator[Any]) -> RecordedStep:
         self.taken += [next(micro_batches), next(micro_batches)]
+        self.before_step()
         self.step += 1
         if self.step == self.fails_at:
             raise RuntimeError("CUDA out of memory")

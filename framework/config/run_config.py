@@ -94,8 +94,8 @@ class RunConfig(Section):
     """Where metrics are sent."""
     callbacks: list[CallbackSection] = []
     """What happens at the events of the run: early_stopping, reduce_on_plateau, or your own by
-    ``target``, any object with some of on_start, on_step, on_log, on_evaluation, on_save, on_end
-    (docs/callbacks.md).
+    ``target``, any object with some of on_start, on_gradients, on_step, on_log, on_evaluation,
+    on_save, on_end (docs/callbacks.md).
     """
     supervision: Supervision = Supervision.model_construct()
     """What happens after a failure."""

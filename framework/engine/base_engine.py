@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from framework.engine.ema import WeightAverage
     from framework.engine.flat_step import FlatStep
     from framework.engine.freezing import StepwiseFreezing
+    from framework.engine.full_weights import FullWeights
     from framework.engine.tensor_check import GradientCheck
     from framework.engine.written_weights import WrittenWeights
 
@@ -50,6 +52,7 @@ class BaseEngine:
 
     tensor_check: GradientCheck | None = None
     """Compares gradients of the weights that a tensor group does not divide."""
+    _before_step: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -88,6 +91,8 @@ class BaseEngine:
             from framework.engine.freezing import StepwiseFreezing
 
             self._freezing = StepwiseFreezing(engine, training.freeze, names())
+        # whether all gradients of a step are there, and were not taken yet
+        self.has_gradients: Callable[[], bool] = lambda: False
         self._leaves_out_frozen = training.lora is not None
         self._flat_step = _shorten_step(engine, stages=stages)
         self.written: WrittenWeights | PlainWeights = PlainWeights(engine.module)
@@ -214,6 +219,38 @@ class BaseEngine:
     ) -> AbstractContextManager[torch.nn.Module]:
         return self.written.gathered(module)
 
+    @cached_property
+    def full_weights(self) -> FullWeights:
+        """Whole weights, gradients and optimizer states by name; made by all ranks at once."""
+        from framework.engine.full_weights import FullWeights
+
+        return FullWeights(
+            self.engine,
+            layout=self._layout,
+            written=self.written,
+            plain_name=self.name_weight,
+            has_gradients=lambda: self.has_gradients(),
+        )
+
+    def before_steps(self, call: Callable[[], object]) -> None:
+        is_first = self._before_step is None
+        self._before_step = call
+        if is_first:
+            take_step = self.engine._take_model_step
+            self.engine._take_model_step = partial(self._take_after_call, take_step)
+
+    def _take_after_call(self, take_step: Callable[[Any], None], lr_kwargs: Any) -> None:
+        """Stand in for DeepSpeed's `_take_model_step`: the gradients are complete here."""
+        assert self._before_step is not None
+        if self._flat_step is not None:
+            self._flat_step.divide_now()
+        self.has_gradients = lambda: True
+        try:
+            self._before_step()
+        finally:
+            self.has_gradients = lambda: False
+        take_step(lr_kwargs)
+
     def _describe_weights(self) -> dict[str, Any]:
         """Describe the weights that every save is compared with: at stage 3 the files alone do not
         show them.
@@ -255,6 +292,10 @@ class BaseEngine:
 
     def name_module(self, name: str) -> str:
         """Return the plain model's name of a module, given its name in DeepSpeed's model."""
+        return name
+
+    def name_weight(self, name: str) -> str:
+        """Return the plain model's name of a weight, given its name in DeepSpeed's model."""
         return name
 
     def _next_halves(self, batches: Iterator[Any]) -> tuple[Any, Any]:

@@ -51,6 +51,7 @@ class FlatStep:
         self.divisor = float(engine.train_batch_size())
         self.factor: Tensor | float = 1.0 / self.ranks
         self._count: Tensor | None = None
+        self._is_divided = False
         averages = engine.gradient_average and engine.sequence_parallel_size == 1
         self._is_plain = averages and optimizer.model_parallel_group is None
         # bf16 has the range of fp32: there DeepSpeed looks on request
@@ -79,6 +80,20 @@ class FlatStep:
         else:
             self._count = self._count + number
 
+    def divide_now(self) -> None:
+        """Divide the averaged gradients by what was counted, before the step does it while it reads
+        them. Collective.
+        """
+        if self._count is None:
+            return
+        count = self._count.clone()
+        self._count = None
+        torch.distributed.all_reduce(count, group=self._optimizer.dp_process_group)
+        self.factor = self._factor_of(count)
+        self._is_divided = True
+        for gradients in filter(None, self._optimizer.averaged_gradients.values()):
+            torch._foreach_mul_(list(gradients), self.factor * self.ranks)
+
     def __call__(self, closure: object = None) -> None:
         """Step with the averaged gradients, and gather the weights. Collective."""
         optimizer = self._optimizer
@@ -94,7 +109,9 @@ class FlatStep:
             return
         optimizer._global_grad_norm = norm / scale
         divisor = clipping_divisor(norm, limit=optimizer.clip_grad, scale=scale)
-        if isinstance(self.factor, Tensor):
+        is_divided = self._is_divided
+        self._is_divided = False
+        if isinstance(self.factor, Tensor) and not is_divided:
             by_count = 1.0 / (self.factor * self.ranks)
             divisor = by_count if divisor is None else divisor * by_count
         for number in range(len(optimizer.bit16_groups)):
@@ -109,7 +126,8 @@ class FlatStep:
         for number in range(len(self._optimizer.bit16_groups)):
             counted += self._counted(number)
         norm = norm_of(counted, device=self.device)
-        self.factor = 1.0 / self.ranks
+        if not self._is_divided:
+            self.factor = 1.0 / self.ranks
         if self._count is not None:
             norm = self._norm_by_count(norm.square(), self._count)
             self._count = None
@@ -124,11 +142,15 @@ class FlatStep:
         """Return the norm of all ranks' gradients, divided by their count; note the factor."""
         pair = torch.stack((square, count))
         torch.distributed.all_reduce(pair, group=self._optimizer.dp_process_group)
+        self.factor = self._factor_of(pair[1])
+        return pair[0].sqrt() * (self.factor * self.ranks)
+
+    def _factor_of(self, count: Tensor) -> Tensor:
+        """Return the factor of summed gradients for the count of all ranks, 0-d."""
         # Losses were scaled by ranks / divisor (engine/step_batches.py). If nothing counts, the
         # gradients are zero, but for those that a model adds itself.
-        factor = self.divisor / self.ranks / pair[1]
-        self.factor = factor.nan_to_num_(1.0 / self.ranks, posinf=1.0 / self.ranks)
-        return pair[0].sqrt() * (self.factor * self.ranks)
+        factor = self.divisor / self.ranks / count
+        return factor.nan_to_num_(1.0 / self.ranks, posinf=1.0 / self.ranks)
 
     def _counted(self, number: int) -> list[Tensor]:
         """Return a group's gradients, without those that a rank of another stage or tensor part

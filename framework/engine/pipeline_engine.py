@@ -312,6 +312,9 @@ class PipelineEngine(BaseEngine):
             name = self.engine.module.plain_name(f"{name}.")
         return name.removesuffix(".")
 
+    def name_weight(self, name: str) -> str:
+        return str(self.engine.module.plain_name(name))
+
     def evaluate(
         self,
         batches: Iterable[tuple[Any, bool]],

@@ -31,6 +31,10 @@ class PlainWeights:
         """Yield the model, or one of its modules: their weights are complete at any time."""
         yield module or self._module
 
+    def setting(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
     def unguarded(self) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
         return nullcontext()

@@ -132,17 +132,17 @@ class SpreadWeights:
         def set_full_both(value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
             set_full(value, param, optim_state_key)
             if optim_state_key is None and param.requires_grad:
-                start, count = _rank_share(param)
-                _set_share(param, value.flatten()[start : start + count])
+                start, count = rank_share(param)
+                set_share(param, value.flatten()[start : start + count])
                 if param.ds_status is ZeroParamStatus.AVAILABLE:
                     param.data.copy_(value.view_as(param))
 
         def set_local_both(value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
             set_local(value, param, optim_state_key)
             if optim_state_key is None and param.requires_grad:
-                start, count = _rank_share(param)
+                start, count = rank_share(param)
                 share = value.flatten()[:count]
-                _set_share(param, share)
+                set_share(param, share)
                 if param.ds_status is ZeroParamStatus.AVAILABLE:
                     param.data.view(-1)[start : start + count].copy_(share)
 
@@ -191,7 +191,7 @@ class SpreadWeights:
         is_exact = self._is_exact and not hasattr(kept, "ds_quant_scale")
         if not is_exact or gathered.numel() != weight.ds_numel or kept.numel() != kept.ds_numel:
             return
-        start, count = _rank_share(weight)
+        start, count = rank_share(weight)
         number = self._numbers.get(weight)
         share = gathered.reshape(-1).narrow(0, start, count)
         is_apart = kept.device != gathered.device or weight.ds_secondary_tensor is not None
@@ -232,7 +232,7 @@ class SpreadWeights:
             small[0].all_gather(small)
 
 
-def _rank_share(weight: Any) -> tuple[int, int]:
+def rank_share(weight: Any) -> tuple[int, int]:
     """Return the offset and the number of elements of this rank's share of a weight, without
     padding.
     """
@@ -244,7 +244,7 @@ def _rank_share(weight: Any) -> tuple[int, int]:
     return start, count
 
 
-def _set_share(weight: Any, share: Tensor) -> None:
+def set_share(weight: Any, share: Tensor) -> None:
     with torch.no_grad():
         weight.ds_tensor.narrow(0, 0, share.numel()).copy_(share)
 

@@ -123,6 +123,16 @@ class WrittenWeights:
             with self._spread.gathered(module.parameters()):
                 yield module
 
+    @contextmanager
+    def setting(self) -> Iterator[None]:
+        """Let the block write weights together with their copies: what it writes is not lost, where
+        a copy lies on another device or in a file.
+        """
+        self._note_written_shares()
+        yield
+        for number, low in self._shares_apart():
+            self._share_sums[number] = block_sums(low)
+
     def refuse(self) -> None:
         """Refuse what was written since the last look and is lost, or differs between ranks.
         Collective; waits for the device.
@@ -247,6 +257,10 @@ class WrittenWeights:
                     self._group_sums[number].add_(sums)
                 else:
                     self._group_sums[number] = sums
+        self._note_written_shares()
+
+    def _note_written_shares(self) -> None:
+        """Note the blocks of shares that were written since their sums were taken."""
         for number, low in self._shares_apart():
             written = block_sums(low) != self._share_sums[number]
             if number in self._written_blocks:

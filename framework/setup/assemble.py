@@ -227,7 +227,7 @@ def make_callbacks(engine: Engine, prepared: Prepared) -> Callbacks:
         is_main=rank() == 0,
         model=engine.module,
         scale_lr=engine.scale_lr,
-        gathered=engine.gathered,
+        engine=engine,
         explain=_explained_write,
     )
 

@@ -5,16 +5,23 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from framework.checkpoint.names import CALLBACKS
-from framework.engine_protocol import Gather
+from framework.engine_protocol import Engine, Gather, WeightDoors
 from framework.errors import TrainingError, counted, in_one_line
 
-EVENTS: Final = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")
+EVENTS: Final = (
+    "on_start",
+    "on_gradients",
+    "on_step",
+    "on_log",
+    "on_evaluation",
+    "on_save",
+    "on_end",
+)
 _REPORTED: Final = ("on_log", "on_evaluation")  # with a point that metrics can join
 
 
@@ -30,7 +37,7 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class State:
+class State(WeightDoors):
     """A run as a callback sees it.
 
     A callback's requests, of any rank, are followed on all ranks at the next step that is logged,
@@ -45,7 +52,7 @@ class State:
         is_main: whether this process is rank 0.
         model: the module as it is trained; at ZeRO stage 3 its weights are partitioned.
         requests: filled by the methods.
-        gathering: the function that `gathered` calls.
+        engine: the engine with the weights; None in a run without one.
     """
 
     step: int
@@ -55,16 +62,11 @@ class State:
     is_main: bool
     model: Any
     requests: Requests
-    gathering: Callable[..., AbstractContextManager[Any]] = nullcontext
+    engine: Engine | None = None
 
-    def gathered(self, module: Any = None) -> AbstractContextManager[Any]:
-        """Return a context in which the weights of the model, or of one of its modules, are whole
-        at every ZeRO stage.
-
-        Changes to the weights are kept; all ranks must make the same. Collective: enter it on every
-        rank, or on none.
-        """
-        return self.gathering(module)
+    def _source(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
 
     def stop(self, reason: str = "") -> None:
         """End the run as if this were its last step: evaluated and saved where that is due at the
@@ -108,7 +110,7 @@ class Callbacks:
         is_main: bool,
         model: Any = None,
         scale_lr: Callable[[float], object] = lambda factor: None,
-        gathered: Callable[..., AbstractContextManager[Any]] = nullcontext,
+        engine: Engine | None = None,
         explain: Callable[[Exception], str] = lambda error: "",
     ) -> None:
         """Take objects with some of the methods of `EVENTS`.
@@ -120,7 +122,7 @@ class Callbacks:
             is_main: whether this is rank 0.
             model: the module that is trained.
             scale_lr: multiplies the optimizer's rates.
-            gathered: makes weights whole.
+            engine: the engine, which has whole weights.
             explain: returns the line of a known failure, or nothing.
         """
         self._named = {
@@ -138,7 +140,7 @@ class Callbacks:
         self._is_main = is_main
         self._model = model
         self._scale_lr = scale_lr
-        self._gathered = gathered
+        self._engine = engine
         self._explain = explain
         self._requests = Requests()
 
@@ -165,7 +167,7 @@ class Callbacks:
             self._is_main,
             self._model,
             self._requests,
-            self._gathered,
+            self._engine,
         )
         for name, method in self._methods[event]:
             try:

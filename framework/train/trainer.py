@@ -175,6 +175,8 @@ class Trainer:
                 self._evaluate()
             self._call_aside("on_start")
             if hooks.callbacks is not None:
+                if hooks.callbacks.hears("on_gradients"):
+                    self._engine.before_steps(lambda: self._call("on_gradients"))
                 self._follow(hooks.callbacks, is_start=True)
             hooks.enter(STEPS)
             self._aside_seconds = 0.0  # the time until here is the start's

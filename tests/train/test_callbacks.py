@@ -67,11 +67,11 @@ def test_each_event_has_its_call() -> None:
     train(recorder)
     assert recorder.calls == [
         "start 0",
-        *("step 1", "step 2", "log 2"),
-        *("step 3", "log 3", "evaluation 3"),
-        *("step 4", "log 4", "save 4"),
-        "step 5",
-        *("step 6", "log 6", "evaluation 6", "save 6", "end 6"),
+        *("gradients 0", "step 1", "gradients 1", "step 2", "log 2"),
+        *("gradients 2", "step 3", "log 3", "evaluation 3"),
+        *("gradients 3", "step 4", "log 4", "save 4"),
+        *("gradients 4", "step 5"),
+        *("gradients 5", "step 6", "log 6", "evaluation 6", "save 6", "end 6"),
     ]
 
 

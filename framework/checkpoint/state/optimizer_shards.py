@@ -49,7 +49,7 @@ def _shape_of_state(key: str, shape: torch.Size) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _ParameterPiece:
+class ParameterPiece:
     """This rank's piece of a parameter.
 
     Attributes:
@@ -139,7 +139,18 @@ class OptimizerViews:
             if key not in state:
                 state[key] = stepped.data.new_zeros(_shape_of_state(key, stepped.shape))
 
-    def _pieces(self) -> Iterator[_ParameterPiece]:
+    def piece_of(self, parameter: torch.nn.Parameter) -> ParameterPiece | None:
+        """Return this rank's piece of a parameter; None if this rank steps none of it."""
+        for piece in self._pieces():
+            if piece.parameter is parameter:
+                return piece
+        return None
+
+    def is_stepped(self, parameter: torch.nn.Parameter) -> bool:
+        """Check whether the optimizer steps a parameter of the model, on this rank or on others."""
+        return any(parameter is member for member in chain(*self._members()))
+
+    def _pieces(self) -> Iterator[ParameterPiece]:
         """Yield this rank's pieces of the parameters, as the ZeRO stage lays them."""
         optimizer = self._optimizer
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
@@ -153,15 +164,15 @@ class OptimizerViews:
             for group, flat in zip(stepped_groups(optimizer), flats, strict=True):
                 offset = 0
                 for parameter in group:
-                    yield _ParameterPiece(parameter, flat, 0, offset, parameter.numel())
+                    yield ParameterPiece(parameter, flat, 0, offset, parameter.numel())
                     offset += parameter.numel()
         else:
             # In half precision the optimizer steps fp32 copies, which have no name of their own.
             parameters = chain(*stepped_groups(optimizer))
             for parameter, (copy, _) in zip(parameters, self._stepped_tensors(), strict=True):
-                yield _ParameterPiece(parameter, copy, 0, 0, copy.numel())
+                yield ParameterPiece(parameter, copy, 0, 0, copy.numel())
 
-    def _stage3_pieces(self) -> Iterator[_ParameterPiece]:
+    def _stage3_pieces(self) -> Iterator[ParameterPiece]:
         """Yield the pieces of stage 3: parameters are cut into equal pieces, the last one padded; a
         sub-group lays its pieces in a row.
         """
@@ -174,10 +185,10 @@ class OptimizerViews:
                 size = parameter.partition_numel()
                 num = min(size, parameter.ds_numel - size * rank)
                 if num > 0:
-                    yield _ParameterPiece(parameter, flat, size * rank, offset, num)
+                    yield ParameterPiece(parameter, flat, size * rank, offset, num)
                 offset += size
 
-    def _stage12_pieces(self) -> Iterator[_ParameterPiece]:
+    def _stage12_pieces(self) -> Iterator[ParameterPiece]:
         """Yield the pieces of stages 1 and 2: the parameters of a group lie in a row, and every
         rank has an equal part of it. DeepSpeed's `_hp_mapping` of a parameter does not serve: it is
         of another order if gradients go round robin.
@@ -192,7 +203,7 @@ class OptimizerViews:
                 start = max(offset, 0)
                 stop = min(offset + parameter.numel(), flat.numel())
                 if start < stop:
-                    yield _ParameterPiece(parameter, flat, start - offset, start, stop - start)
+                    yield ParameterPiece(parameter, flat, start - offset, start, stop - start)
                 offset += parameter.numel()
 
     def set_steps(self, step_of: Callable[[str], float | None]) -> None:

@@ -1,0 +1,279 @@
+"""Runs whose callbacks and loops read and set whole weights, gradients and optimizer states, beside
+plain PyTorch: full_weights.py OUT.json CASE ...
+
+A case is ``NAME:STAGE:PRECISION``. Rank 0 writes for each the largest differences of all ranks, or
+the error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import framework
+from framework.engine import full_weights
+from framework.engine.distributed import gather, process_group
+from framework.errors import FrameworkError
+from tests.jobs.half_on_cpu import allow_fp16
+from tests.jobs.write_weights import DATA, INPUTS, LABELS, QUIET
+
+STEPS: Final = 6
+BATCH: Final = 16
+FIRST: Final = "0.weight"
+LAST: Final = "2.weight"
+
+
+class Doors(Protocol):
+    """What a callback's state, an open engine and the plain oracle have in common."""
+
+    def weight_names(self) -> list[str]: ...
+    def full_weight(self, name: str) -> Tensor: ...
+    def set_full_weight(self, name: str, value: Tensor) -> None: ...
+    def full_gradient(self, name: str) -> Tensor: ...
+    def set_full_gradient(self, name: str, value: Tensor) -> None: ...
+    def full_optimizer_state(self, name: str, key: str) -> Tensor: ...
+    def set_full_optimizer_state(self, name: str, key: str, value: Tensor) -> None: ...
+
+
+class Plain(nn.Sequential):
+    """Two layers with weights that two ranks cut in the middle of a row."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(12, 14), nn.Tanh(), nn.Linear(14, 2))
+
+
+class PlainDoors:
+    """The oracle: a plain module with its optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._weights = dict(model.named_parameters())
+        self._optimizer = optimizer
+
+    def weight_names(self) -> list[str]:
+        return list(self._weights)
+
+    def full_weight(self, name: str) -> Tensor:
+        return self._weights[name].detach().clone()
+
+    def set_full_weight(self, name: str, value: Tensor) -> None:
+        self._weights[name].data.copy_(value)
+
+    def full_gradient(self, name: str) -> Tensor:
+        gradient = self._weights[name].grad
+        assert gradient is not None
+        return gradient.clone()
+
+    def set_full_gradient(self, name: str, value: Tensor) -> None:
+        self._weights[name].grad = value.clone()
+
+    def full_optimizer_state(self, name: str, key: str) -> Tensor:
+        state: Tensor = self._optimizer.state[self._weights[name]][key]
+        return state.clone()
+
+    def set_full_optimizer_state(self, name: str, key: str, value: Tensor) -> None:
+        self._optimizer.state[self._weights[name]][key].copy_(value)
+
+
+class Acts:
+    """What a run does through its doors, and what it has read there."""
+
+    def __init__(self) -> None:
+        self.read: list[Tensor] = []
+
+    def before_step(self, doors: Doors) -> None:
+        """Clip each number of one gradient, and double another."""
+        for name in doors.weight_names():
+            self.read.append(doors.full_gradient(name))
+        doors.set_full_gradient(FIRST, doors.full_gradient(FIRST).clamp(-0.02, 0.02))
+        doors.set_full_gradient("2.bias", doors.full_gradient("2.bias") * 2)
+
+    def after_step(self, doors: Doors, step: int) -> None:
+        """Clip a weight, and halve a moment of the optimizer."""
+        for name in doors.weight_names():
+            self.read.append(doors.full_weight(name))
+            self.read.append(doors.full_optimizer_state(name, "exp_avg"))
+        if step == 2:
+            doors.set_full_weight(FIRST, doors.full_weight(FIRST).clamp(-0.1, 0.1))
+        if step == 3:
+            moment = doors.full_optimizer_state(LAST, "exp_avg_sq")
+            doors.set_full_optimizer_state(LAST, "exp_avg_sq", moment * 4)
+        if step == 4:
+            doors.set_full_weight("2.bias", torch.tensor([0.25, -0.5]))
+
+
+class Acting(Acts):
+    """The acts as a callback."""
+
+    def on_gradients(self, state: framework.State) -> None:
+        self.before_step(state)
+
+    def on_step(self, state: framework.State) -> None:
+        self.after_step(state, state.step)
+
+
+def plain_run(accumulation_steps: int) -> Acts:
+    """Train the plain model with the same acts."""
+    model = Plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, weight_decay=0.0)
+    doors = PlainDoors(model, optimizer)
+    acts = Acts()
+    for step in range(STEPS):
+        rows = torch.arange(step * BATCH, (step + 1) * BATCH)
+        optimizer.zero_grad()
+        cross_entropy(model(INPUTS[rows]), LABELS[rows]).backward()  # type: ignore[no-untyped-call]
+        acts.before_step(doors)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        acts.after_step(doors, step + 1)
+    return acts
+
+
+def config(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 20  # biases stay whole
+    values: dict[str, Any] = {
+        "run": {"name": name},
+        "batch": {"global_size": BATCH},
+        "data": {"shuffle": False},
+        "training": {"max_steps": STEPS, "log_every": 1, "clip_grad_norm": 0.1},
+        "optimizer": {"kind": "adamw", "lr": 2e-2, "weight_decay": 0.0},
+        "monitors": QUIET,
+    }
+    if dtype != "fp32":
+        values["precision"] = {"dtype": dtype}
+    return values | sections | {"zero": zero | sections.get("zero", {})}
+
+
+def difference(acts: Acts, plain: Acts) -> float:
+    """Return the largest difference of what was read, on any rank."""
+    assert len(acts.read) == len(plain.read), (len(acts.read), len(plain.read))
+    pairs = zip(acts.read, plain.read, strict=True)
+    largest = max(float((one.cpu() - other).abs().max()) for one, other in pairs)
+    of_ranks: list[float] = gather(largest)
+    return max(of_ranks)
+
+
+def fitted(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> float:
+    acts = Acting()
+    framework.fit(
+        config(name, stage, dtype, sections), model=Plain, train_data=DATA, callbacks=[acts]
+    )
+    return difference(acts, plain_run(1))
+
+
+def looped(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> float:
+    """A loop of one's own with two micro-batches a step."""
+    asked = config(name, stage, dtype, sections)
+    del asked["data"]
+    asked["batch"] = {"global_size": BATCH, "accumulation_steps": 2}
+    acts = Acts()
+    with framework.open_engine(asked, model=Plain) as engine:
+        for step in range(STEPS):
+            rows = torch.arange(step * BATCH, (step + 1) * BATCH)
+            for part in rows.chunk(2):
+                mine = part.chunk(engine.world_size)[engine.rank]
+                outputs = engine(engine.move(INPUTS[mine]))
+                loss = cross_entropy(outputs, LABELS[mine].to(outputs.device))
+                engine.backward(loss)
+                if part[-1] == rows[-1]:
+                    acts.before_step(engine)
+                engine.step()
+            acts.after_step(engine, engine.steps_taken)
+    return difference(acts, plain_run(1))
+
+
+class Refused:
+    """A callback that does one thing which is refused."""
+
+    def __init__(self, act: str) -> None:
+        self.act = act
+
+    def on_step(self, state: framework.State) -> None:
+        if (self.act == "alone" and state.is_main) or (self.act == "differing" and state.is_main):
+            state.full_weight(FIRST)
+        elif self.act == "differing":
+            state.full_weight(LAST)
+        elif self.act == "values":
+            value = state.full_weight(FIRST)
+            state.set_full_weight(FIRST, value + torch.distributed.get_rank())
+        elif self.act == "unknown":
+            state.full_weight("0.weigth")
+        elif self.act == "late":
+            state.full_gradient(FIRST)
+        elif self.act == "key":
+            state.full_optimizer_state(FIRST, "momentum_buffer")
+        elif self.act == "shape":
+            state.set_full_weight(FIRST, torch.zeros(3))
+
+
+def alone(out: str) -> None:
+    """Have one rank call alone; the others wait for it in the next step, until it ends."""
+    full_weights.WAIT_SECONDS = 2.0
+    try:
+        framework.fit(
+            config("alone", 2, "fp32", {}),
+            model=Plain,
+            train_data=DATA,
+            callbacks=[Refused("alone")],
+        )
+    except FrameworkError as error:
+        if torch.distributed.get_rank() == 0:
+            Path(out).write_text(str(error), encoding="utf-8")
+    os._exit(1)
+
+
+def refused(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> float:
+    full_weights.WAIT_SECONDS = 2.0
+    act = Refused(name.partition("_")[0])
+    framework.fit(config(name, stage, dtype, {}), model=Plain, train_data=DATA, callbacks=[act])
+    return -1.0
+
+
+HOST: Final = {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
+ACCUMULATED: Final = {"batch": {"global_size": BATCH, "accumulation_steps": 2}}
+SECTIONS: Final[dict[str, dict[str, Any]]] = {
+    "fit": {},
+    "accumulated": ACCUMULATED,
+    "host": HOST,
+    "pipe": {"parallel": {"pipe": 2}} | ACCUMULATED,
+    "tensor": {"parallel": {"tensor": 2, "tensor_plan": {"0": "column", "2": "row"}}},
+}
+
+
+def main() -> None:
+    out, *cases = sys.argv[1:]
+    found = dict[str, Any]()
+    allow_fp16()
+    with process_group(None):
+        if cases == ["alone"]:
+            alone(out)
+        for case in cases:
+            name, stage, *precision = case.split(":")
+            dtype = precision[0] if precision else "fp32"
+            run = refused
+            if name == "loop":
+                run = looped
+            elif name in SECTIONS:
+                run = fitted
+            try:
+                sections = SECTIONS.get(name, {})
+                found[case] = run(case.replace(":", "_"), int(stage), dtype, sections)
+            except FrameworkError as error:
+                found[case] = str(error)
+    if os.environ["RANK"] == "0":
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)
