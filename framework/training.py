@@ -61,8 +61,8 @@ def fit(
         scheduler: a callable from the optimizer to a schedule like torch's, which is stepped after
             every step; for example ``functools.partial(StepLR, step_size=100)``.
         callbacks: objects with some of ``on_start``, ``on_gradients``, ``on_step``, ``on_log``,
-            ``on_evaluation``, ``on_save`` and ``on_end``, each called with a `framework.State` on every
-            rank.
+            ``on_evaluation``, ``on_save`` and ``on_end``, each called with a `framework.State` on
+            every rank.
 
     Raises:
         ConfigError: the run cannot work as described; no process group was started.
