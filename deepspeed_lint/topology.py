@@ -29,6 +29,7 @@ class GpuKind:
             newer).
         bf16: it computes bf16 itself; older CUDA devices emulate it.
         device: what torch calls its kind.
+        capability: CUDA's compute capability; None: it is no GPU of NVIDIA.
     """
 
     name: str
@@ -36,6 +37,7 @@ class GpuKind:
     fp16: bool = True
     bf16: bool = True
     device: Device = "cuda"
+    capability: tuple[int, int] | None = None
 
 
 @cache
@@ -59,6 +61,7 @@ def gpu_kinds() -> Mapping[str, GpuKind]:
             fp16=not capability or capability >= (7, 0),
             bf16=not capability or capability >= (8, 0),
             device=row["kind"],
+            capability=capability or None,
         )
     return kinds
 

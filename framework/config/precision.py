@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from framework.config.base import OneOf, PositiveCount, Section
+from framework.config.training import switch
 
 
 class FP32(Section):
@@ -46,6 +47,27 @@ class FP16(Section):
     """What gradients are averaged over ranks in; left out: fp32 for more than 8 ranks."""
 
 
+class FP8(Section):
+    """Linear products of the repeated blocks in fp8: each operand is scaled by its largest number
+    and rounded to 4 bits (8-bit floats ``e4m3fn``), and the product is in bf16 again. Weights,
+    sums, norms, attention, embeddings and the output layer stay in bf16. Layers with a size that is
+    no multiple of 16 do, too.
+    """
+
+    scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """``tensorwise``: one scale for each operand; gradients of outputs are rounded to 3 bits
+    (``e5m2``), for their range. ``rowwise``: a scale for each row, a power of 2: nearer to bf16,
+    and slower.
+    """
+    emulate: bool = False
+    """Compute the same products of the rounded operands in fp32: on any device, slower than without
+    fp8. For tests, and to see what fp8 makes of a loss.
+    """
+
+
+_FP8 = Annotated[FP8 | None, BeforeValidator(switch, json_schema_input_type=bool | FP8 | None)]
+
+
 class BF16(Section):
     """bfloat16 weights with an fp32 master copy in the optimizer; no loss scaling."""
 
@@ -61,6 +83,11 @@ class BF16(Section):
     """
     grad_reduction: Literal["fp32", "bf16"] | None = None
     """What gradients are averaged over ranks in; left out: fp32 for more than 8 ranks."""
+    fp8: _FP8 = None
+    """Linear products of the blocks in fp8, or how: ``true`` scales each operand by its largest
+    number. NVIDIA GPUs of compute capability 8.9 and newer, with the package torchao, and only
+    compiled faster than bf16. Checkpoints are those of bf16.
+    """
 
 
 class Autocast(Section):
@@ -75,6 +102,11 @@ class Autocast(Section):
     """Full class names of modules whose weights and gradients ZeRO keeps in the lower precision;
     left out: Linear, Conv1d, Conv2d, Conv3d.
     """
+
+
+def fp8_of(precision: PrecisionSection) -> FP8 | None:
+    """Return how products are computed in fp8; None: they are not."""
+    return precision.fp8 if isinstance(precision, BF16) else None
 
 
 PrecisionSection = Annotated[FP32 | FP16 | BF16 | Autocast, OneOf("dtype")]

@@ -151,7 +151,7 @@ def slow_rows(tokens: int) -> str:
     )
 
 
-def _switch(value: Any) -> Any:
+def switch(value: Any) -> Any:
     """Let true stand for a section of defaults, and false for none."""
     if not isinstance(value, (bool, Mapping, Section, type(None))):
         raise PydanticKnownError("bool_type")
@@ -166,7 +166,7 @@ def _compile_switch(value: Any) -> Any:
     """Take ``auto`` as it is, and the rest as a switch."""
     if value == "auto":
         return value
-    return _switch(value)
+    return switch(value)
 
 
 _Compile = Annotated[
@@ -580,19 +580,19 @@ class Trackio(Sink):
 
 
 _TensorBoard = Annotated[
-    TensorBoard | None, BeforeValidator(_switch, json_schema_input_type=bool | TensorBoard | None)
+    TensorBoard | None, BeforeValidator(switch, json_schema_input_type=bool | TensorBoard | None)
 ]
 _WandB = Annotated[
-    WandB | None, BeforeValidator(_switch, json_schema_input_type=bool | WandB | None)
+    WandB | None, BeforeValidator(switch, json_schema_input_type=bool | WandB | None)
 ]
 _MLflow = Annotated[
-    MLflow | None, BeforeValidator(_switch, json_schema_input_type=bool | MLflow | None)
+    MLflow | None, BeforeValidator(switch, json_schema_input_type=bool | MLflow | None)
 ]
 _Comet = Annotated[
-    Comet | None, BeforeValidator(_switch, json_schema_input_type=bool | Comet | None)
+    Comet | None, BeforeValidator(switch, json_schema_input_type=bool | Comet | None)
 ]
 _Trackio = Annotated[
-    Trackio | None, BeforeValidator(_switch, json_schema_input_type=bool | Trackio | None)
+    Trackio | None, BeforeValidator(switch, json_schema_input_type=bool | Trackio | None)
 ]
 
 

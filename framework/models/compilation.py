@@ -178,10 +178,10 @@ def _modules_to_compile(model: nn.Module, *, per: str) -> list[nn.Module]:
         return [layer.build() for layer in model.layers()]
     if per == "model":
         return [model]
-    return list(_blocks(model))
+    return list(repeated_blocks(model))
 
 
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules with siblings of their class; torch's own classes do not
     count.
     """
@@ -191,4 +191,4 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
         if counts[type(child)] > 1 and not is_torchs:
             yield child
         else:
-            yield from _blocks(child)
+            yield from repeated_blocks(child)

@@ -32,6 +32,9 @@ Json = dict[str, Any]
 # out of reach.
 _NEVER: Final = 1_000_000_000
 
+# Keys of a precision that have a place of their own in DeepSpeed's JSON, or none.
+_NOT_OF_DEEPSPEED: Final = {"dtype", "grad_accumulation", "grad_reduction", "fp8"}
+
 
 def render(plan: Plan) -> Json:
     """Return the DeepSpeed config of a plan, for `deepspeed.initialize(config=...)` or a file.
@@ -91,7 +94,7 @@ def _precision(plan: Plan) -> Json:
             **modules,
         }
     elif not isinstance(precision, FP32):
-        options = precision.model_dump(exclude={"dtype", "grad_accumulation", "grad_reduction"})
+        options = precision.model_dump(exclude=_NOT_OF_DEEPSPEED)
         sections[precision.dtype] = {"enabled": True, **options}
     return sections
 

@@ -13,7 +13,7 @@ import torch
 
 from framework.checkpoint.checkpointer import Checkpointer, Retention, SaveOptions
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.config.precision import FP16, Autocast
+from framework.config.precision import FP16, Autocast, fp8_of
 from framework.config.run_config import RunConfig
 from framework.data.batches import in_pixels
 from framework.data.loaders import EvalLoader, is_stream
@@ -36,6 +36,7 @@ from framework.models.unsupported import (
 from framework.plan.plan import Plan
 from framework.setup.prepare_run import Prepared
 from framework.setup.user_code import load_target
+from framework.system.log import print_line
 from framework.train.cadence import Every, Schedule
 from framework.train.callbacks import Callbacks
 from framework.train.monitors.base import Aside, Behind, Monitor, make_or_warn
@@ -180,6 +181,13 @@ def _whole_model(
         from framework.models.packed_transformers import attend_in_packed_rows
 
         attend_in_packed_rows(model)
+    section = fp8_of(config.precision)
+    if section is not None:
+        from framework.models.fp8 import compute_in_fp8
+
+        in_fp8 = compute_in_fp8(model, section)
+        if rank() == 0:
+            print_line(f"precision.fp8: {in_fp8}")
     return model
 
 

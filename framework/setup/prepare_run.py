@@ -14,6 +14,7 @@ import torch
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import ResumeLookup
 from framework.config.load import Source
+from framework.config.precision import fp8_of
 from framework.config.run_config import RunConfig
 from framework.config.training import Compile
 from framework.data.loaders import is_stream, num_samples_of
@@ -25,10 +26,11 @@ from framework.engine.distributed import (
     device_name,
     take_device_of_rank,
 )
-from framework.errors import ConfigError, Problem, StorageError, counted
+from framework.errors import ConfigError, Problem, StorageError, counted, missing_package
 from framework.plan.cluster import Cluster, Device
 from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
+from framework.plan.rules.devices import fp8_problems
 from framework.setup.components import Parts, gather_parts
 from framework.setup.user_code import Objects, check_arguments, describe_objects, load_target
 from framework.system.waiting import waiting
@@ -312,6 +314,21 @@ def _compile_problems(section: Compile | str | None, device: Device) -> Iterator
             yield problem
 
 
+def _fp8_problems(config: RunConfig, device: Device) -> Iterator[Problem]:
+    """Yield what is missing here for products in fp8: the package, or a GPU that has them."""
+    section = fp8_of(config.precision)
+    if section is None:
+        return
+    if importlib.util.find_spec("torchao") is None:
+        problem = missing_package("torchao", what="precision.fp8", extra="fp8").problems[0]
+        yield replace(problem, key="precision.fp8")
+    if device == "cuda" and not section.emulate:
+        capability = None
+        if torch.version.hip is None:
+            capability = torch.cuda.get_device_capability()
+        yield from fp8_problems(config.precision, torch.cuda.get_device_name(), capability)
+
+
 def _check_packages(config: RunConfig, device: Device) -> None:
     """Refuse a run that lacks a package. Every rank checks: if rank 0 alone failed later, the
     others would wait for it.
@@ -324,6 +341,7 @@ def _check_packages(config: RunConfig, device: Device) -> None:
         reason = "peft, which adds adapters to models, is not installed"
         fix = "pip install peft"
         problems.append(Problem("package-missing", reason, fix, "training.lora"))
+    problems += _fp8_problems(config, device)
     problems += _compile_problems(config.training.compile, device)
     if problems:
         raise ConfigError(problems)

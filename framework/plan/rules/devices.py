@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from framework.config.precision import BF16, FP16
+from framework.config.precision import BF16, FP16, PrecisionSection, fp8_of
 from framework.config.run_config import RunConfig
 from framework.config.zero import NEEDED_STAGE, STAGE3_KEYS, Zero
 from framework.errors import Problem
@@ -93,6 +93,35 @@ def divided_in_advance(config: RunConfig, cluster: Cluster) -> Found:
             f"at stage 3 gradients stay {ranks} times too small where it is the number of ranks"
         )
         yield Problem("predivided-by-all-ranks", reason, "remove it", f"deepspeed.{key}", factor)
+
+
+# CUDA's compute capability of Ada, whose tensor cores are the first with fp8.
+_FP8_CAPABILITY: Final = (8, 9)
+
+
+def fp8_problems(
+    precision: PrecisionSection, name: str, capability: tuple[int, int] | None
+) -> Iterator[Problem]:
+    """Find products in fp8 on a GPU that has none.
+
+    Args:
+        precision: of the run.
+        name: of the GPU.
+        capability: its CUDA compute capability; None: it is no GPU of NVIDIA.
+    """
+    section = fp8_of(precision)
+    if section is None or section.emulate:
+        return
+    if capability is None:
+        reason = f"{name} is no GPU of NVIDIA, and on others fp8 was not tried"
+    elif capability < _FP8_CAPABILITY:
+        major, minor = capability
+        reason = f"{name} has no products in fp8: its compute capability is {major}.{minor}"
+    else:
+        return
+    fix = "set precision.fp8: false, or take GPUs of capability 8.9 or newer (L4, H100)"
+    value = section.model_dump(exclude_unset=True) or True
+    yield Problem("fp8-on-device", reason, fix, "precision.fp8", value)
 
 
 @rule("offload-needs-stage")

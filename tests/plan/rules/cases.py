@@ -47,6 +47,10 @@ def piped(pipe: int = 2, partition: str | None = None, **sections: Any) -> dict[
     return {"parallel": parallel, "batch": {"accumulation_steps": 64}} | sections
 
 
+def in_fp8(**options: Any) -> dict[str, Any]:
+    return {"precision": {"dtype": "bf16", "fp8": options or True}}
+
+
 def divided(**sections: Any) -> dict[str, Any]:
     return {"parallel": {"tensor": 2}} | GPT | sections
 
@@ -710,6 +714,31 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "cuda",
             None,
         ),
+    ],
+    "fp8_on_device": [
+        (GPT | in_fp8(), "cuda", None),
+        (GPT | in_fp8(), "cpu", "fp8-on-device"),
+        (GPT | in_fp8(emulate=True), "cpu", None),
+    ],
+    "not_with_fp8": [
+        (
+            GPT | in_fp8() | {"parallel": {"tensor": 2}, "zero": {"stage": 1}},
+            "cuda",
+            "not-with-fp8",
+        ),
+        (GPT | in_fp8() | {"parallel": {"sequence": 2}}, "cuda", "not-with-fp8"),
+        (
+            GPT | in_fp8() | {"training": {"lora": {"target_modules": ["query"]}}},
+            "cuda",
+            "not-with-fp8",
+        ),
+        (MIXED | in_fp8(), "cuda", "not-with-fp8"),
+        (GPT | in_fp8() | {"zero": {"stage": 2}}, "cuda", None),
+    ],
+    "fp8_not_compiled": [
+        (GPT | in_fp8() | {"training": {"compile": False}}, "cuda", "fp8-not-compiled"),
+        (GPT | in_fp8() | {"zero": {"stage": 3}}, "cuda", "fp8-not-compiled"),
+        (GPT | in_fp8(emulate=True) | {"training": {"compile": False}}, "cuda", None),
     ],
     "attention_kernel_on_cpu": [
         ({"training": {"attention": "flash"}}, "cuda", None),
