@@ -36,6 +36,14 @@ _COMPARED_BY_LAYOUT: Final = "batch.global_size"
 # Keys of one precision alone, such as the loss scale of fp16, go when the precision changes.
 _OF_ONE_KIND: Final = "precision."
 _EMA: Final = "training.ema"
+_STATES: Final = "precision.states"
+# What an optimizer's state is in by `precision.states`: the weights that it steps, and its moments.
+_TYPES_OF_STATES: Final = {
+    "fp32": ("fp32", "fp32"),
+    "bf16": ("bf16", "bf16"),
+    "bf16_weights": ("bf16", "fp32"),
+    "fp16_weights": ("fp16", "fp32"),
+}
 _OBJECT_ARGS: Final = "optimizer.args."
 # What older releases wrote for each optimizer that a `functools.partial` makes.
 _OLD_PARTIAL: Final = ("optimizer.object", "functools.partial")
@@ -112,6 +120,7 @@ def check_resumable(
         problem = _other_data(checkpoint, steps_per_epoch, data)
     if problem is not None:
         problems.append(problem)
+    problems += _rounded_states(checkpoint, config)
     problems += _other_config(checkpoint, config)
     if problems:
         raise ConfigError(problems)
@@ -163,6 +172,29 @@ def _other_data(
             fix="restore the data, or start afresh under another run.name",
         )
     return None
+
+
+def _states_of(config: Mapping[str, Any]) -> str:
+    """Return `precision.states` of a config, which older releases and fp32 do not have."""
+    states: str = (config.get("precision") or {}).get("states", "fp32")
+    return states
+
+
+def _rounded_states(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield the problem of an optimizer's state that this run would round."""
+    before = _states_of(checkpoint.manifest["config"])
+    now = _states_of(config)
+    pairs = zip(_TYPES_OF_STATES[before], _TYPES_OF_STATES[now], strict=True)
+    if all(wanted in (saved, "fp32") for saved, wanted in pairs):
+        return
+    yield Problem(
+        kind="resume-states-rounded",
+        key=_STATES,
+        value=now,
+        reason=f"the checkpoint {checkpoint.path} holds the optimizer's state of {_STATES}: "
+        f"{before}, which this run would round",
+        fix=f"set {_STATES}: {before}, or {_WEIGHTS_ALONE}",
+    )
 
 
 def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Iterator[Problem]:
@@ -368,6 +400,7 @@ def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "expert-parallel ranks": layout.get("expert_size", 1),
         "cut": None if bounds is None else list(bounds),
         "precision.dtype": (config.get("precision") or {}).get("dtype"),
+        _STATES: _states_of(config),
     }
     for key, value in _arrangement_of_zero(config.get("zero") or {}).items():
         arrangement[f"zero.{key}"] = value

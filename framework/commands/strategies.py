@@ -32,7 +32,9 @@ if TYPE_CHECKING:  # a table needs no editor
 # Group of a table's column or a chart's colour -> components of memory in it; all others are
 # buffers.
 MEMORY_GROUPS: Final[Mapping[str, frozenset[str]]] = {
-    "weights": frozenset({"weights", "fp32 weights", "small weights", "gathered weights"}),
+    "weights": frozenset(
+        {"weights", "fp32 weights", "stepped weights", "small weights", "gathered weights"}
+    ),
     "optimizer": frozenset({"optimizer state", "weight average", "optimizer copies"}),
     "gradients": frozenset({"gradients", "gradient buffer"}),
     "activations": frozenset({"activations", "logits and loss"}),

@@ -56,8 +56,8 @@ _OPTIMIZER: Final = (
     "max_coeff",
     "min_coeff",
 )
-# fields of a precision that DeepSpeed has outside of its section `fp16` or `bf16`
-_ELSEWHERE: Final = {"dtype", "grad_accumulation", "grad_reduction"}
+# fields of a precision that DeepSpeed has outside of its section `fp16` or `bf16`, or by others' names
+_ELSEWHERE: Final = {"dtype", "grad_accumulation", "grad_reduction", "states"}
 
 
 def _typed_keys() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -45,6 +46,10 @@ class FP16(Section):
     """
     grad_reduction: Literal["fp32", "fp16"] | None = None
     """What gradients are averaged over ranks in; left out: fp32 for more than 8 ranks."""
+    states: Literal["fp32", "fp16_weights"] = "fp32"
+    """What the optimizer steps and keeps. ``fp16_weights``: its copy of the weights and their
+    gradients in fp16, its moments in fp32; takes DeepSpeed's Adam on the host.
+    """
 
 
 class FP8(Section):
@@ -69,7 +74,7 @@ _FP8 = Annotated[FP8 | None, BeforeValidator(switch, json_schema_input_type=bool
 
 
 class BF16(Section):
-    """bfloat16 weights with an fp32 master copy in the optimizer; no loss scaling."""
+    """bfloat16 weights, by default with an fp32 copy in the optimizer; no loss scaling."""
 
     dtype: Literal["bf16"] = "bf16"
     check_grad_overflow: bool = False
@@ -83,6 +88,11 @@ class BF16(Section):
     """
     grad_reduction: Literal["fp32", "bf16"] | None = None
     """What gradients are averaged over ranks in; left out: fp32 for more than 8 ranks."""
+    states: Literal["fp32", "bf16", "bf16_weights"] = "fp32"
+    """What the optimizer steps and keeps, with ZeRO. ``bf16``: its copy of the weights, their
+    gradients and its moments in bf16, half the memory of fp32; small updates are lost in rounding.
+    ``bf16_weights``: moments in fp32; takes DeepSpeed's Adam on the host.
+    """
     fp8: _FP8 = None
     """Linear products of the blocks in fp8, or how: ``true`` scales each operand by its largest
     number. NVIDIA GPUs of compute capability 8.9 and newer, with the package torchao, and only
@@ -110,3 +120,26 @@ def fp8_of(precision: PrecisionSection) -> FP8 | None:
 
 
 PrecisionSection = Annotated[FP32 | FP16 | BF16 | Autocast, OneOf("dtype")]
+
+
+@dataclass(frozen=True)
+class StateWidths:
+    """Bytes of a number that the optimizer steps, and of one that it keeps beside it.
+
+    Attributes:
+        weight: of the copy of a weight that is stepped, and of the gradient that it is stepped by.
+        moment: of a number of the optimizer's state.
+    """
+
+    weight: int = 4
+    moment: int = 4
+
+
+def state_widths(precision: PrecisionSection) -> StateWidths:
+    """Return the widths that `precision.states` asks for."""
+    states = getattr(precision, "states", "fp32")
+    if states == "bf16":
+        return StateWidths(weight=2, moment=2)
+    if states in ("bf16_weights", "fp16_weights"):
+        return StateWidths(weight=2)
+    return StateWidths()

@@ -30,6 +30,7 @@ from framework.engine.known_failures import known_failure
 from framework.engine.process_group_errors import lost_peer
 from framework.engine.schedules import OwnSchedule
 from framework.engine.weights import gives
+from framework.engine.workarounds.fp32_moments import keeping_moments
 from framework.engine.workarounds.grad_scaler import restore_scaler
 from framework.engine.workarounds.nvme_state import complete_nvme_state
 from framework.errors import StorageError, explaining, in_one_line, show_value
@@ -51,7 +52,8 @@ def load_bytes(
     with explaining(partial(_failed_load, folder / tag)), _reporting_restored_options(engine):
         _refuse_lacking(engine, folder, tag, partly=partly)
         load = _put_partly if partly else None
-        path, client_state = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=load)
+        with keeping_moments(engine):
+            path, client_state = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=load)
         if path is None:
             raise StorageError("DeepSpeed does not find its files there")
         complete_nvme_state(engine, folder, tag)

@@ -270,7 +270,7 @@ def precision(reader: DeepSpeedReader) -> Values:
         return _fp16(reader)
     if enabled == ["bf16"]:
         check = reader.take("bf16.check_grad_overflow", BF16().check_grad_overflow)
-        return {"dtype": "bf16", "check_grad_overflow": check}
+        return {"dtype": "bf16", "check_grad_overflow": check, **_states(reader, "bf16")}
     if enabled:
         return _autocast(reader)
     return {"dtype": "fp32"}
@@ -292,9 +292,20 @@ def _fp16(reader: DeepSpeedReader) -> Values:
     our_defaults = FP16()
     section: Values = {"dtype": "fp16"}
     for key in FP16.model_fields:
-        if key != "dtype":
+        if key not in ("dtype", "states"):
             section[key] = reader.take(f"fp16.{key}", getattr(our_defaults, key))
-    return section
+    return section | _states(reader, "fp16")
+
+
+def _states(reader: DeepSpeedReader, dtype: str) -> Values:
+    """Return `precision.states`, empty for fp32."""
+    moments = False
+    if dtype == "bf16":
+        moments = reader.take("bf16.bf16_optimizer_states", False) is True
+    weights = reader.take(f"{dtype}.{dtype}_master_weights_and_grads", False) is True
+    if not weights:
+        return {}
+    return {"states": dtype if moments else f"{dtype}_weights"}
 
 
 def _autocast(reader: DeepSpeedReader) -> Values:

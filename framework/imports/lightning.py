@@ -147,7 +147,8 @@ def _take_precision(arguments: ForeignArguments, *, is_deepspeed: bool) -> None:
     arguments.put_half_precision(dtype, "precision", with_deepspeed=is_deepspeed)
     if not is_deepspeed and precision.endswith("true"):
         arguments.comments["precision.dtype"] = (
-            f"{precision} has no fp32 weights there; dtype: {dtype} keeps them in the optimizer"
+            f"{precision} has no fp32 weights there; dtype: {dtype} keeps them in the optimizer, "
+            "unless precision.states is bf16"
         )
 
 

@@ -14,7 +14,9 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
+from framework.config.base import Object
 from framework.config.model import MoE
+from framework.config.precision import state_widths
 from framework.config.run_config import RunConfig
 from framework.config.training import Parallel, always_frozen
 from framework.errors import Problem
@@ -311,7 +313,10 @@ def _refuse_unknown(plan: Plan) -> None:
     reasons = []
     if not _is_modelled(config.deepspeed):
         reasons.append("deepspeed")
+    is_own = isinstance(config.optimizer, Object) or config.optimizer.own_factory() is not None
     if state_of(config.optimizer, {}) is None:
         reasons.append("optimizer: its state is not measured")
+    elif is_own and state_widths(config.precision).moment == 2:
+        reasons.append("optimizer: its state is measured in fp32")
     if reasons:
         raise NotEstimatedError(f"not modelled with {', '.join(reasons)}")

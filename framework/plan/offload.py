@@ -35,7 +35,9 @@ class Shares:
         zero: section of the run config.
         width: bytes of a weight.
         sum_width: bytes of a summed gradient.
-        has_copies: whether fp32 copies of the weights are stepped.
+        has_copies: whether copies of the weights are stepped.
+        copy_width: bytes of a stepped weight, and of the gradient that it is stepped by.
+        moment_width: bytes of a number of the optimizer's state.
         state_bytes: bytes of optimizer state, moving average included, of an element.
         copies: bytes that the optimizer takes while it steps.
         groups: for each of the optimizer's groups the rank's share of every weight (stage 3), or of
@@ -58,6 +60,8 @@ class Shares:
     width: int
     sum_width: int
     has_copies: bool
+    copy_width: int
+    moment_width: int
     state_bytes: float
     copies: int
     groups: Sequence[Sequence[int]]
@@ -147,18 +151,19 @@ class Shares:
         """
         swapped = self._swapped
         kept = sum(self.parts) - sum(swapped)
-        components["fp32 weights"] = _FP32 * kept
-        components["gradients"] = _FP32 * kept
+        components[name_of_copies(self.copy_width)] = self.copy_width * kept
+        components["gradients"] = self.copy_width * kept
         components["optimizer state"] = int(self.state_bytes * kept)
         components["optimizer copies"] = self.copies
         if self.stage == 3:
             components["gradient buffer"] = self.sum_width * sum(self.parts)
             tensors = [components["gradient buffer"]]
-            tensors += [_FP32 * part for part in self.parts if part not in swapped]
+            tensors += [self.copy_width * part for part in self.parts if part not in swapped]
         else:
             components["copies of weights"] = self.width * (kept + max(self.weights))
-            sums = self.width * self.touched if self.accumulates else 0
-            components["sums of gradients"] = sums
+            # gradients in half precision are summed where they are stepped from
+            has_sums = self.accumulates and self.copy_width == _FP32
+            components["sums of gradients"] = self.width * self.touched if has_sums else 0
             tensors = self._tensors_below_stage_3()
         if swapped:
             buffer = _aligned(_FP32 * max(self.parts))
@@ -170,7 +175,7 @@ class Shares:
         """Return the bytes of the tensors of an optimizer on the host at stages 1 and 2."""
         tensors = []
         for part in self.parts:
-            tensors += [_FP32 * part, _FP32 * part, self.width * part]
+            tensors += [self.copy_width * part, self.copy_width * part, self.width * part]
         tensors.append(self.width * max(self.weights))
         return tensors
 
@@ -235,21 +240,27 @@ class Shares:
         frozen = self.frozen if self.saves_frozen else ()
         num_frozen = sum(frozen)
         tensor_bytes = _PER_TENSOR * (len(self.weights) + len(frozen))
-        stepped = _FP32 * self.has_copies + self.state_bytes
+        stepped = self.copy_width * self.has_copies + self.state_bytes
+        widest = max(self.copy_width, self.moment_width)
         share = sum(self.parts)
         if self.stage == 3:
             frozen_bytes = self.width * ceil(num_frozen / self.ranks)
             own = stepped * share + frozen_bytes + self.buffers + tensor_bytes
-            return 0, int(own), _FP32 * max(self.parts)
+            return 0, int(own), widest * max(self.parts)
         num_saved = sum(self.weights) + num_frozen - self.shared
         model = self.width * num_saved + self.buffers + tensor_bytes
         if self.stage:
-            largest = max(self.width * max(self.weights), _FP32 * max(self.parts))
+            largest = max(self.width * max(self.weights), widest * max(self.parts))
             return model, int(stepped * share), largest
         # a weight has a state tensor for each fp32 number that is kept of an element
         state_tensors = _PER_TENSOR * len(self.weights) * stepped / _FP32
         model += int(stepped * sum(self.weights) + state_tensors)
         return model, 0, _FP32 * max(self.weights)
+
+
+def name_of_copies(width: int) -> str:
+    """Return what the copies of weights that are stepped are called, by the bytes of a number."""
+    return "fp32 weights" if width == _FP32 else "stepped weights"
 
 
 def _aligned(size: int) -> int:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from framework.config.optimizer import SGD, Adafactor, Adagrad, Lion, Muon, OptimizerSection
-from framework.config.precision import BF16, FP16, FP32, Autocast, PrecisionSection
+from framework.config.precision import (
+    BF16,
+    FP16,
+    FP32,
+    Autocast,
+    PrecisionSection,
+    state_widths,
+)
+from framework.config.run_config import RunConfig
 from framework.config.zero import Zero
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
@@ -105,7 +113,7 @@ class Parallelism:
             dtype=_product_dtype(config.precision),
             weight_bytes=2 if is_half else 4,
             gradient_bytes=_gradient_bytes(plan, is_half=is_half),
-            state_bytes=_state_bytes(config.optimizer, has_copies=is_half or stage > 0),
+            state_bytes=_state_bytes(config, has_copies=is_half or stage > 0),
             recomputed=1.0 if config.training.recompute_every else 0.0,
             keeps_products=config.training.keeps_products,
             overlaps=_overlaps(zero),
@@ -135,11 +143,14 @@ def _gradient_bytes(plan: Plan, *, is_half: bool) -> int:
     return 4
 
 
-def _state_bytes(optimizer: OptimizerSection, *, has_copies: bool) -> int:
-    """Return the bytes of optimizer state of an element, with its fp32 copy where there is one."""
-    moment_bytes = 4 * _num_moments(optimizer)
+def _state_bytes(config: RunConfig, *, has_copies: bool) -> int:
+    """Return the bytes of optimizer state of an element, with the copy that is stepped where there
+    is one.
+    """
+    widths = state_widths(config.precision)
+    moment_bytes = widths.moment * _num_moments(config.optimizer)
     if has_copies:
-        return moment_bytes + 4
+        return moment_bytes + widths.weight
     return moment_bytes
 
 

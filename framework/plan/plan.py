@@ -428,7 +428,7 @@ def rows(plan: Plan) -> dict[str, str]:
         "cluster": f"{plan.cluster} = {counted(plan.cluster.world_size, 'rank')}",
         "batch": str(plan.layout),
         "length": str(plan.length),
-        "precision": plan.config.precision.dtype,
+        "precision": _precision(plan.config),
         "ZeRO": _zero(plan),
     }
     packed = describe_packed_rows(plan)
@@ -438,6 +438,15 @@ def rows(plan: Plan) -> dict[str, str]:
     if tile:
         planned["loss"] = f"tile by tile, the logits of {counted(tile, 'position')} at once"
     return planned
+
+
+def _precision(config: RunConfig) -> str:
+    """Describe the type of weights, and of what the optimizer keeps of them where that is not
+    fp32.
+    """
+    dtype = config.precision.dtype
+    states = getattr(config.precision, "states", "fp32")
+    return dtype if states == "fp32" else f"{dtype}, optimizer's states {states}"
 
 
 def describe_packed_rows(plan: Plan) -> str:

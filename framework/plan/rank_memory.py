@@ -17,10 +17,10 @@ from typing import Final
 
 from framework.config.groups import group_values, in_order
 from framework.config.optimizer import Adagrad, Lamb, Muon, has_groups
-from framework.config.precision import BF16, FP16
+from framework.config.precision import BF16, FP16, state_widths
 from framework.config.run_config import RunConfig
 from framework.plan.activations import Moment, Passes
-from framework.plan.offload import Shares
+from framework.plan.offload import Shares, name_of_copies
 from framework.plan.operations import Shape
 from framework.plan.optimizer_memory import muon_copies, state_of, step_bytes_per_element
 from framework.plan.plan import Plan
@@ -97,6 +97,8 @@ class RankMemory:
     """Bytes of one rank on its device.
 
     A ``width`` is bytes of an element; `sizes`, shares and ``num_*`` count elements of weights.
+    `copy_width` is of the weights that are stepped and their gradients then, `moment_width` of what
+    the optimizer keeps.
     """
 
     def __init__(
@@ -129,6 +131,9 @@ class RankMemory:
         self.steps = layout.accumulation_steps
         self.is_cpu = plan.cluster.device == "cpu"
         self.is_half = isinstance(plan.config.precision, BF16 | FP16)
+        widths = state_widths(plan.config.precision)
+        self.copy_width = widths.weight
+        self.moment_width = widths.moment
         self.is_offloaded = self.stage > 0 and self.zero.offload_optimizer.device != "none"
         self.overlaps = self.zero.overlap_comm is True
 
@@ -156,7 +161,7 @@ class RankMemory:
         """Bytes of the optimizer's state for an element, on average."""
         state = state_of(self.config.optimizer, self.work.weights)
         assert state is not None  # `estimate` has refused such an optimizer
-        return state.bytes_per_element
+        return state.bytes_per_element * self.moment_width / _FP32
 
     # Elements of weights, and the rank's share of them.
 
@@ -290,10 +295,12 @@ class RankMemory:
         return {name: positive(components) for name, components in moments.items()}
 
     def weights(self) -> dict[str, int]:
-        """Return the bytes of weights and of their fp32 copies; ZeRO copies fp32 weights too."""
+        """Return the bytes of weights and of their copies that are stepped; ZeRO copies fp32
+        weights too.
+        """
         components = {"weights": self.width * self.num_on_device() + self.work.buffer_bytes}
         if self.has_copies and not self.is_offloaded:
-            components["fp32 weights"] = _FP32 * self.share
+            components[name_of_copies(self.copy_width)] = self.copy_width * self.share
         return components
 
     def num_on_device(self) -> int:
@@ -313,7 +320,7 @@ class RankMemory:
 
     @property
     def has_copies(self) -> bool:
-        """Whether fp32 copies of the weights are stepped."""
+        """Whether copies of the weights are stepped."""
         return self.is_half or self.stage > 0
 
     def optimizer_state(self) -> dict[str, int]:
@@ -371,6 +378,8 @@ class RankMemory:
             width=self.width,
             sum_width=self.sum_width,
             has_copies=self.has_copies,
+            copy_width=self.copy_width,
+            moment_width=self.moment_width,
             state_bytes=self.state_width + self.average_width,
             copies=self.step_bytes_per_element * self.largest_part,
             groups=self.shares_by_group(),
@@ -677,15 +686,19 @@ class RankMemory:
     def step_bytes_per_element(self) -> int:
         """Bytes that the step takes for each element that is stepped at once."""
         is_on_cpu = self.is_cpu or self.is_offloaded
-        return step_bytes_per_element(self.config.optimizer, is_on_cpu=is_on_cpu)
+        in_fp32 = step_bytes_per_element(self.config.optimizer, is_on_cpu=is_on_cpu)
+        return in_fp32 * self.moment_width // _FP32
 
     def step(self, states: Bytes) -> Bytes:
-        """Return the bytes in the step by component: `states`, which stay, gradients in fp32 and
-        the optimizer's own copies.
+        """Return the bytes in the step by component: `states`, which stay, gradients in the type
+        of the stepped weights and the optimizer's own copies.
         """
         if self.is_offloaded:
             waiting = _FP32 * self.shares.unswapped_gradients
-            return {**states, "gradients": waiting} if waiting else dict(states)
+            components = {**states, "gradients": waiting} if waiting else dict(states)
+            if not self.step_bytes_per_element:  # it is fullest when it begins
+                components |= self.persistent()
+            return components
         if self.stage == 0:
             return dict(states) | self._step_without_zero()
         return dict(states) | self._step_with_zero()
@@ -740,22 +753,23 @@ class RankMemory:
         """Return the bytes of a step of the largest part.
 
         It is fullest either while gradients are copied into a flat one, at stage 3 and with experts
-        before they are made fp32, or while the optimizer computes.
+        before they are converted to the type of the stepped weights, or while the optimizer
+        computes.
         """
         part = self.largest_part
         stays = 0
         if self.stage < 3:
             stays = self.sum_width * self.touched_before
         flat = self.sum_width * part
-        in_fp32 = _FP32 * part if self.sum_width < _FP32 else 0
+        converted = self.copy_width * part if self.sum_width != self.copy_width else 0
         joins_first = self.stage == 3 or self.config.parallel.expert > 1
-        copied = self.sum_width * self.num_whole + in_fp32
-        if joins_first or not in_fp32:
+        copied = self.sum_width * self.num_whole + converted
+        if joins_first or not converted:
             copied += flat
         # The flat gradient of one weight alone is that weight's whole gradient, not a copy.
         if self.stage < 3 and self.largest > part:
             flat = self.sum_width * self.largest
-        computed_on = stays + (in_fp32 or flat)
+        computed_on = stays + (converted or flat)
         gradients = max(copied, computed_on)
         copies = self.step_bytes_per_element * part
         return {

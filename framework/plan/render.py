@@ -21,7 +21,7 @@ from framework.config.optimizer import (
     OneCycle,
     optimizer_lr,
 )
-from framework.config.precision import FP32, Autocast
+from framework.config.precision import BF16, FP16, FP32, Autocast
 from framework.config.zero import STAGE3_KEYS, Zero
 from framework.errors import ConfigError
 from framework.plan.plan import Plan
@@ -33,7 +33,7 @@ Json = dict[str, Any]
 _NEVER: Final = 1_000_000_000
 
 # Keys of a precision that have a place of their own in DeepSpeed's JSON, or none.
-_NOT_OF_DEEPSPEED: Final = {"dtype", "grad_accumulation", "grad_reduction", "fp8"}
+_NOT_OF_DEEPSPEED: Final = {"dtype", "grad_accumulation", "grad_reduction", "states", "fp8"}
 
 
 def render(plan: Plan) -> Json:
@@ -95,8 +95,18 @@ def _precision(plan: Plan) -> Json:
         }
     elif not isinstance(precision, FP32):
         options = precision.model_dump(exclude=_NOT_OF_DEEPSPEED)
-        sections[precision.dtype] = {"enabled": True, **options}
+        sections[precision.dtype] = {"enabled": True, **options, **_states(precision)}
     return sections
+
+
+def _states(precision: FP16 | BF16) -> Json:
+    """Return the keys of a section ``fp16`` or ``bf16`` for an optimizer's state in it."""
+    if precision.states == "fp32":
+        return {}
+    keys = {f"{precision.dtype}_master_weights_and_grads": True}
+    if precision.states == "bf16":
+        keys["bf16_optimizer_states"] = True
+    return keys
 
 
 def _sums(plan: Plan) -> Json:

@@ -26,7 +26,7 @@ from tests.tasks.value import value_of_step
 _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
     "adafactor": lambda parameters, section: torch.optim.Adafactor(parameters, section.lr),
     "adamw": lambda parameters, section: torch.optim.AdamW(
-        parameters, section.lr, weight_decay=section.weight_decay
+        parameters, section.lr, section.betas, weight_decay=section.weight_decay
     ),
     "sgd": lambda parameters, section: torch.optim.SGD(
         parameters, section.lr, momentum=section.momentum
@@ -42,12 +42,13 @@ def plain_run(
     together: int = 1,
     ranks: int = 1,
     norms: list[float] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[float], dict[str, float], nn.Module]:
     """Losses of all steps, metrics over the evaluation data, and the trained model.
 
     `together`: as many data-parallel ranks whose micro-batches batch norm sees as one. `ranks`: as
     many that see their own, and of which the first one's running statistics are those of the model.
-    `norms` gets those of the gradients.
+    `norms` gets those of the gradients. `dtype`: of the weights, and all that is kept of them.
     """
     config = config_from_values(values)
     splits = as_splits(call_factory(config.data.factory(), key="data"))
@@ -55,6 +56,7 @@ def plain_run(
     torch.manual_seed(config.run.seed)
     made = call_factory(config.model.factory(), key="model")
     model: nn.Module = nn.Sequential(*made) if isinstance(made, list) else made
+    model.to(dtype)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(
             not any(re.fullmatch(pattern, name) for pattern in config.training.freeze)

@@ -353,9 +353,44 @@ def length_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
             )
 
 
+def states_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
+    """Optimizers whose state is in half precision, on the device and on the host."""
+    in_bf16 = {"dtype": "bf16", "states": "bf16"}
+    weights_alone_in_bf16 = {"dtype": "bf16", "states": "bf16_weights"}
+    host = {"offload_optimizer": {"device": "cpu"}}
+    own = {"kind": "adamw", "implementation": "deepspeed"}
+    for stage, steps in ((1, 4), (1, 9), (2, 1), (3, 9)):
+        yield (
+            f"states-z{stage}-{steps}-steps",
+            config_of(
+                zero={"stage": stage, "reduce_bucket_size": 600_000},
+                precision=in_bf16,
+                batch={"micro_size": 1, "accumulation_steps": steps},
+            ),
+            TOKENS,
+        )
+    for stage, precision in ((2, weights_alone_in_bf16), (2, in_bf16), (3, weights_alone_in_bf16)):
+        yield (
+            f"states-z{stage}-host-{precision['states']}",
+            config_of(
+                zero={"stage": stage, "reduce_bucket_size": 600_000, **host},
+                precision=precision,
+                optimizer=own,
+                batch={"micro_size": 1, "accumulation_steps": 4},
+            ),
+            TOKENS,
+        )
+
+
 CASES = {
     name: (config, batch)
-    for name, config, batch in (*cases(), *own_cases(), *shared_cases(), *length_cases())
+    for name, config, batch in (
+        *cases(),
+        *own_cases(),
+        *shared_cases(),
+        *length_cases(),
+        *states_cases(),
+    )
 }
 
 
@@ -391,7 +426,7 @@ def measured(
                 else (number + number // 4 + 4) % 16
             )
             == 0
-            or name.startswith("own-length")
+            or name.startswith(("own-length", "states-"))
         ]
     listed = [{"config": CASES[name][0], "batch": CASES[name][1]} for name in names]
     (folder / "cases.json").write_text(json.dumps(listed), encoding="utf-8")

@@ -119,7 +119,7 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
         "config": {
             "run": {"name": folder.parent.name},
             "zero": {"stage": stage},
-            "precision": {"dtype": _dtype(ds_config)},
+            "precision": {"dtype": _dtype(ds_config), "states": _states(ds_config)},
         },
     }
 
@@ -162,6 +162,17 @@ def _dtype(ds_config: Any) -> str:
         section = ds_config.get(key)
         if isinstance(section, Mapping) and section.get("enabled"):
             return dtype
+    return "fp32"
+
+
+def _states(ds_config: Any) -> str:
+    """Return what a run config calls `precision.states`."""
+    sections = {}
+    if isinstance(ds_config, Mapping):
+        sections = {dtype: ds_config.get(dtype) or {} for dtype in ("fp16", "bf16")}
+    for dtype, section in sections.items():
+        if section.get(f"{dtype}_master_weights_and_grads"):
+            return "bf16" if section.get("bf16_optimizer_states") else f"{dtype}_weights"
     return "fp32"
 
 

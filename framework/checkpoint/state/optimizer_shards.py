@@ -135,9 +135,14 @@ class OptimizerViews:
 
     def _add_state(self, stepped: torch.nn.Parameter, keys: Sequence[str]) -> None:
         state = self._base.state[stepped]
+        dtype = stepped.dtype
+        # DeepSpeed's optimizers on the host keep moments in fp32 beside weights in half precision
+        if getattr(self._base, "fp32_optimizer_states", False):
+            dtype = torch.float32
         for key in keys:
             if key not in state:
-                state[key] = stepped.data.new_zeros(_shape_of_state(key, stepped.shape))
+                shape = _shape_of_state(key, stepped.shape)
+                state[key] = stepped.data.new_zeros(shape, dtype=dtype)
 
     def piece_of(self, parameter: torch.nn.Parameter) -> ParameterPiece | None:
         """Return this rank's piece of a parameter; None if this rank steps none of it."""

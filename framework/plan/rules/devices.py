@@ -152,6 +152,27 @@ def _ratio_below_stage3(zero: Zero) -> Found:
         )
 
 
+# bf16 rounds to 8 digits: what changes a number by less leaves it as it was.
+_LEAST_CHANGE_IN_BF16: Final = 2**-9
+
+
+@rule("moment-stands-still", "warning")
+def second_moment_in_bf16(config: RunConfig, cluster: Cluster) -> Found:
+    """Find a mean of squares in bf16 that never becomes smaller: (1 - beta2) of it is less than
+    rounding leaves.
+    """
+    betas = getattr(config.optimizer, "betas", None)
+    if betas is None or getattr(config.precision, "states", "") != "bf16":
+        return
+    beta = betas[-1]
+    if 1 - beta < _LEAST_CHANGE_IN_BF16:
+        yield (
+            "optimizer.betas",
+            f"in bf16 {beta} of a number rounds to the number, so that means of squares only grow",
+            f"set optimizer.betas: [{betas[0]}, 0.99], or precision.states: fp32",
+        )
+
+
 @rule("inert-at-stage", "warning")
 def inert_stage3_keys(config: RunConfig, cluster: Cluster) -> Found:
     """Find settings of stage 3 at another stage, where they have no effect."""

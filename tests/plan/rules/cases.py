@@ -68,6 +68,14 @@ OWN: dict[str, Any] = {
     "data": {"target": "mine:rows", "train_samples": 1000},
     "task": {"kind": "model_loss"},
 }
+
+
+def in_half(states: str = "bf16", dtype: str = "bf16") -> dict[str, Any]:
+    return {"precision": {"dtype": dtype, "states": states}}
+
+
+BETAS: dict[str, Any] = {"kind": "adamw", "betas": [0.9, 0.99]}
+HOST_ADAM: dict[str, Any] = {"optimizer": {**BETAS, "implementation": "deepspeed"}}
 CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "world_size_differs": [
         ({"run": {"world_size": 3}}, "cuda", "world-size-differs"),
@@ -750,6 +758,46 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (passed_at(3, "zero_quantized_gradients"), "cpu", "needs-cuda"),
         (passed_at(3, "zero_quantized_weights"), "cuda", None),
         (passed_at(3, "zero_quantized_weights"), "unknown", None),
+    ],
+    "states_unsupported": [
+        (in_half() | {"optimizer": BETAS}, "cuda", "states-unsupported"),
+        (
+            in_half("bf16_weights") | HOST_ADAM | {"zero": {"stage": 2}},
+            "cuda",
+            "states-unsupported",
+        ),
+        (
+            in_half() | offload(2) | {"optimizer": {**BETAS, "kind": "lion"}},
+            "cuda",
+            "states-unsupported",
+        ),
+        (in_half() | HOST_ADAM | offload(3, **NVME), "cuda", "states-unsupported"),
+        (
+            in_half("fp16_weights", "fp16") | HOST_ADAM | offload(3, ratio=0.5),
+            "cuda",
+            "states-unsupported",
+        ),
+        (in_half() | HOST_ADAM | offload(3, ratio=0.5), "cuda", None),
+        (in_half("bf16_weights") | HOST_ADAM | offload(1), "cuda", None),
+        (in_half() | {"optimizer": BETAS, "zero": {"stage": 1}}, "cuda", None),
+    ],
+    "ema_in_half_precision": [
+        (
+            in_half() | {"optimizer": BETAS, "zero": {"stage": 1}, "training": EMA},
+            "cuda",
+            "ema-in-half-precision",
+        ),
+        (in_half("fp32") | {"zero": {"stage": 1}, "training": EMA}, "cuda", None),
+    ],
+    "second_moment_in_bf16": [
+        (in_half() | {"zero": {"stage": 1}}, "cuda", "moment-stands-still"),
+        (in_half() | {"zero": {"stage": 1}, "optimizer": BETAS}, "cuda", None),
+        (
+            in_half()
+            | {"zero": {"stage": 1}, "optimizer": {"kind": "adamw", "betas": [0.9, 0.998]}},
+            "cuda",
+            None,
+        ),
     ],
     "lamb_with_fixed_loss_scale": [
         (

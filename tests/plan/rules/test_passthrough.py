@@ -235,8 +235,8 @@ def test_further_keys_stand_beside_those_of_the_typed_section(
         (
             {"precision": {"dtype": "bf16"}, "zero": {"stage": 2}},
             {"bf16": {"bf16_master_weights_and_grads": True}},
-            "not-in-a-run",
-            "fp32",
+            "section-clash",
+            "precision.states",
         ),
         ({}, {"optimizer": {"params": {"amsgrad": True}}}, "not-in-a-run", "third moment"),
         ({}, {"checkpoint": {"load_universal": True}}, "not-in-a-run", "any layout"),
