@@ -59,9 +59,12 @@ class Side(Protocol):
         alone. Collective.
         """
 
+    def end(self) -> None:
+        """Leave the process as it was, behind the last block."""
+
 
 class Ours:
-    """The Trainer as `framework.fit` uses it."""
+    """The Trainer as `framework.fit` uses it, and a monitor of it."""
 
     name = "benchmark"
 
@@ -114,7 +117,13 @@ class Ours:
         self._losses[point.step] = point.metrics["train/loss"]
 
     def close(self) -> None:
-        pass
+        """Keep what was written: a Trainer closes its monitors, block after block."""
+
+    def end(self) -> None:
+        """Close the engine: it has taken what was there out of Python's collections (`gc.freeze`),
+        the other loops as well, and none of it would be freed for the next model.
+        """
+        self._engine.close()
 
 
 class _Loop:
@@ -130,6 +139,9 @@ class _Loop:
         return over_ranks({"train/loss": float(self._losses[step - 1])})["train/loss"]
 
     def ready(self, start: int) -> None:
+        """Nothing to do."""
+
+    def end(self) -> None:
         """Nothing to do."""
 
 

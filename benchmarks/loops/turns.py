@@ -201,6 +201,7 @@ class _Group:
             losses = {step: side.loss(step) for step in range(every, self._num_steps + 1, every)}
             figures = _speeds(plan, row) | row | {"losses": losses, "together": together}
             self._results.note(self._model, name, figures)
+            side.end()
         self._sides.clear()
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
@@ -219,7 +220,9 @@ class _Group:
             if torch.distributed.get_world_size() > 1:
                 raise
             reason = f"{type(error).__name__}: {error}"[:1000]
-        self._sides.pop(name, None)
+        failed = self._sides.pop(name, None)
+        if failed is not None:
+            failed.end()
         self._results.note(self._model, name, {"failed": reason})
         _free(compiled=False)
 
