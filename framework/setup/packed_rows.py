@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from framework.config.precision import Autocast
-from framework.engine.distributed import device
+from framework.engine.distributed import device, gather
 from framework.engine.plain_engine import PlainEngine
 from framework.engine.step_batches import HALF
 from framework.errors import ConfigError, in_one_line
@@ -48,17 +48,22 @@ def keep_texts_apart(engine: PlainEngine, task: Task, plan: Plan) -> None:
     precision = plan.config.precision
     is_half = precision.dtype in HALF or isinstance(precision, Autocast)
     reasons = kept_masks(engine.module)
-    reason = _why_mixed(engine, task, is_half=is_half)
+    reason = _agreed(_why_mixed(engine, task, is_half=is_half))
     if reason and attends_in_packed_rows(engine.module):
         keep_masks(engine.module)
         reasons = [reason]
-        reason = _why_mixed(engine, task, is_half=is_half)
+        reason = _agreed(_why_mixed(engine, task, is_half=is_half))
     if reason:
         raise ConfigError.of(
             "packing-not-separated", reason, "set data.packing: false", "data.packing", True
         )
     for kept in reasons:
         _warn_of_masks(kept)
+
+
+def _agreed(reason: str) -> str:
+    """Return the first rank's reason, if any has one: all ranks do the same. Collective."""
+    return next(filter(None, gather(reason)), "")
 
 
 @torch.no_grad()
@@ -87,7 +92,8 @@ def _why_mixed(engine: PlainEngine, task: Task, *, is_half: bool) -> str:
     tolerance = _ROUNDING
     if is_half:
         tolerance = _ROUNDING_OF_KERNELS
-    if (after_first - alone).abs().max() > tolerance * largest:
+    # Not `>`: a NaN is a difference, too.
+    if is_replaced and not (after_first - alone).abs().max() <= tolerance * largest:
         return "attention within texts computes something else than the model does on a text alone"
     return ""
 
