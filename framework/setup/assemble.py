@@ -13,7 +13,7 @@ import torch
 
 from framework.checkpoint.checkpointer import Checkpointer, Retention, SaveOptions
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.config.precision import FP16, Autocast, fp8_of
+from framework.config.precision import FP16, Autocast, PrecisionSection, fp8_of
 from framework.config.run_config import RunConfig
 from framework.data.batches import in_pixels
 from framework.data.loaders import EvalLoader, is_stream
@@ -137,29 +137,12 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
 def _whole_model(
     prepared: Prepared, groups: RankGroups | None, *, varying_shapes: bool
 ) -> torch.nn.Module:
-    """Build this rank's model: its share in a tensor group, partitioned at stage 3. Collective."""
+    """Build this rank's model, ready for the engine. Collective."""
     plan = prepared.plan
-    parts = prepared.parts
     weights = prepared.weights
     config = plan.config
     assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
-    # Modules of our own draw in their own constructors.
-    is_ours = not config.model.is_own_code
-    build = in_rows(parts.build_model, config)
-    if groups is not None:
-        from framework.engine.tensor_cut import TensorCut
-
-        build = TensorCut(groups.tensor, config.parallel.tensor_plan, parts.task).after(build)
-    if plan.layout.expert_size > 1:
-        from framework.engine.expert_parallel import building_experts
-
-        # Other ranks have other experts, so no rank can send its weights to another.
-        with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1):
-            model = build()
-    else:
-        model = build_model(
-            build, ds_config=prepared.ds_config, draws_in_pieces=is_ours, groups=groups
-        )
+    model = _built_share(prepared, groups, varying_shapes=varying_shapes)
     if config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets
         as_fp32(model)
     model = prepare_model(model, config.training)
@@ -189,6 +172,31 @@ def _whole_model(
         if rank() == 0:
             print_line(f"precision.fp8: {in_fp8}")
     return model
+
+
+def _built_share(
+    prepared: Prepared, groups: RankGroups | None, *, varying_shapes: bool
+) -> torch.nn.Module:
+    """Build the model as the run's parts make it: of a tensor group this rank's share, of mixtures
+    its experts, partitioned at stage 3. Collective.
+    """
+    plan = prepared.plan
+    parts = prepared.parts
+    config = plan.config
+    build = in_rows(parts.build_model, config)
+    if groups is not None:
+        from framework.engine.tensor_cut import TensorCut
+
+        build = TensorCut(groups.tensor, config.parallel.tensor_plan, parts.task).after(build)
+    if plan.layout.expert_size > 1:
+        from framework.engine.expert_parallel import building_experts
+
+        # Other ranks have other experts, so no rank can send its weights to another.
+        with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1):
+            return build()
+    # Modules of our own draw in their own constructors.
+    is_ours = not config.model.is_own_code
+    return build_model(build, ds_config=prepared.ds_config, draws_in_pieces=is_ours, groups=groups)
 
 
 def watch_samples(
@@ -275,14 +283,9 @@ def make_schedule(
         per_step: as `Schedule` has it.
     """
     config = plan.config
-    precision = config.precision
     steps_per_epoch = plan.length.epoch
     total_steps = plan.length.total_steps or 0
     assert total_steps, "prepare() plans with the real size of the data"
-    in_fp16 = isinstance(precision, FP16) or (
-        isinstance(precision, Autocast) and precision.compute_dtype == "fp16"
-    )
-
     evaluation = config.evaluation
     checkpoint = config.checkpoint
     tensorboard = config.monitors.tensorboard
@@ -314,8 +317,15 @@ def make_schedule(
             at_end=checkpoint.at_end,
         ),
         show_weights=show_weights,
-        not_finite_allowed=_MOST_INFINITE_LOSSES if in_fp16 else 0,
+        not_finite_allowed=_MOST_INFINITE_LOSSES if _is_in_fp16(config.precision) else 0,
     )
+
+
+def _is_in_fp16(precision: PrecisionSection) -> bool:
+    """Check whether a run computes in fp16, where the first losses may be infinite."""
+    if isinstance(precision, Autocast):
+        return precision.compute_dtype == "fp16"
+    return isinstance(precision, FP16)
 
 
 def make_checkpointer(

@@ -7,7 +7,7 @@ errors are found while no other process waits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -268,16 +268,25 @@ def refuse_unmeasured(config: RunConfig, splits: Splits) -> None:
         return
     problems = []
     for key, metric in _watched_metrics(config):
-        if known:
-            is_given = metric in known
-        else:
-            is_given = metric.startswith(tuple(areas))
-        if metric.startswith("eval/") and not is_given:
+        if metric.startswith("eval/") and not _is_given(metric, known, areas):
             reason = "no evaluation set gives it"
             fix = f"write one of {', '.join(known or areas)}"
             problems.append(Problem("unknown-metric", reason, fix, key, metric))
     if problems:
         raise ConfigError(problems)
+
+
+def _is_given(metric: str, known: Sequence[str], areas: Sequence[str]) -> bool:
+    """Check whether an evaluation gives a metric.
+
+    Args:
+        metric: its name.
+        known: all names; empty if the task's metrics have none: then any within the areas counts.
+        areas: what names of the evaluation sets begin with.
+    """
+    if known:
+        return metric in known
+    return metric.startswith(tuple(areas))
 
 
 def _watched_metrics(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -306,13 +315,19 @@ def load_task(config: RunConfig) -> Any:
                 "target-not-callable", reason, "leave args out", "task.target", section.target
             )
         return target
-    may_be_loss = not inspect.isclass(target) and takes(target, {}, positional=2)
-    if may_be_loss and not (section.args and takes(target, section.args)):
-        check_arguments(target, section.args, key="task", positional=2)
-        if section.args:
-            return partial(target, **section.args)
-        return target
-    return call_factory(section.factory(), key="task")
+    if not _is_loss(target, section.args):
+        return call_factory(section.factory(), key="task")
+    check_arguments(target, section.args, key="task", positional=2)
+    if section.args:
+        return partial(target, **section.args)
+    return target
+
+
+def _is_loss(target: Any, arguments: Mapping[str, Any]) -> bool:
+    """Check whether a callable is a loss function, and not one that makes a task of `arguments`."""
+    if inspect.isclass(target) or not takes(target, {}, positional=2):
+        return False
+    return not (arguments and takes(target, arguments))
 
 
 def _handed_over_task(task: Any) -> Task:

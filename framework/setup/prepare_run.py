@@ -164,12 +164,8 @@ def prepare(
     lookup = lookup or ResumeLookup(config)
     # Errors of the config alone are raised before anything is imported.
     if plan is None:
-        cluster = Cluster.from_environment(os.environ, device=device)
-        if config.auto:
-            from framework.plan.auto import chosen_here
-
-            config = chosen_here(config, cluster, lookup.manifest, source=source)
-        plan = make_plan(config, cluster, source=source)
+        plan = _plan_here(config, device, lookup, source)
+        config = plan.config
     else:
         plan = plan.on_device(device, source)
     take_device_of_rank(os.environ)
@@ -202,6 +198,16 @@ def prepare(
         named = resumed
     plan = replace(plan, findings=tuple(findings))
     return Prepared(plan, ds_config, parts, cut, named, weights)
+
+
+def _plan_here(config: RunConfig, device: Device, lookup: ResumeLookup, source: Source) -> Plan:
+    """Return the plan of a config, with its ``auto`` values chosen, for the ranks of this job."""
+    cluster = Cluster.from_environment(os.environ, device=device)
+    if config.auto:
+        from framework.plan.auto import chosen_here
+
+        config = chosen_here(config, cluster, lookup.manifest, source=source)
+    return make_plan(config, cluster, source=source)
 
 
 def _cut_into_stages(plan: Plan, parts: Parts) -> CutModel | None:

@@ -257,21 +257,12 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
     moved = folder.open(fresh=not continues)
     _report_resume(start, plan, folder)
     if continues:
-        for removed in clear_unfinished(folder.checkpoints):
-            print_line(
-                f"removed {folder.checkpoints}/{removed}, which an interrupted save or deletion "
-                "left"
-            )
+        _remove_unfinished(folder)
     if moved is not None:
         print_line(f"{folder.path} held an earlier run; it is now {moved}")
         carry_over(moved, folder.path)
     if start is not None and continues:
-        for replaced in set_aside_later(start):
-            print_line(
-                f"the steps after {start.step} are taken again; an earlier checkpoint of them is "
-                f"now {replaced} ({size_of(replaced) / 1e9:.3f} GB; it stays until you "
-                "delete it)"
-            )
+        _set_aside_later(start)
     plan_values = plan.to_dict()
     pipeline = prepared.pipeline()
     if pipeline:
@@ -284,6 +275,23 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
     )
     _keep_tokenizer(folder, prepared)
     return folder.generation
+
+
+def _remove_unfinished(folder: RunFolder) -> None:
+    """Remove what interrupted saves and deletions left, and print what that was."""
+    for removed in clear_unfinished(folder.checkpoints):
+        print_line(
+            f"removed {folder.checkpoints}/{removed}, which an interrupted save or deletion left"
+        )
+
+
+def _set_aside_later(start: SavedCheckpoint) -> None:
+    """Rename checkpoints of steps that are taken again, and print their new names."""
+    for replaced in set_aside_later(start):
+        print_line(
+            f"the steps after {start.step} are taken again; an earlier checkpoint of them is "
+            f"now {replaced} ({size_of(replaced) / 1e9:.3f} GB; it stays until you delete it)"
+        )
 
 
 def _refuse_unfit_start(start: SavedCheckpoint, prepared: Prepared) -> None:

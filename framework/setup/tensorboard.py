@@ -175,8 +175,10 @@ def samples(
     expected = _first_tensor(targets)
     if first is None or logits is None or expected is None:
         raise ValueError("inputs, targets or outputs hold no tensor")
-    are_images = first.ndim == 4 and first.shape[1] in (1, 3) and logits.ndim == 2
-    are_tokens = first.ndim == 2 and not first.is_floating_point() and logits.ndim == 3
+    are_images = _are_images(first, logits)
+    if not are_images and not _are_tokens(first, logits):
+        shapes = f"{tuple(first.shape)} -> {tuple(logits.shape)}"
+        raise ValueError(f"neither images with classes nor tokens with tokens ({shapes})")
     first = first[:count].cpu()
     expected = expected[:count].cpu()
     predicted = logits[:count].argmax(-1).cpu()
@@ -184,12 +186,19 @@ def samples(
         for number, image in enumerate(first.float()):
             yield Image(f"samples/{number}", image.shape[1], image.shape[2], png(image))
         rows = _class_rows(expected, predicted)
-    elif are_tokens:
-        rows = _token_rows(first, expected, predicted, decode)
     else:
-        shapes = f"{tuple(first.shape)} -> {tuple(logits.shape)}"
-        raise ValueError(f"neither images with classes nor tokens with tokens ({shapes})")
+        rows = _token_rows(first, expected, predicted, decode)
     yield Text("samples/predictions", _table(("input", "target", "prediction"), rows))
+
+
+def _are_images(inputs: Tensor, logits: Tensor) -> bool:
+    """Check for images (batch, 1 or 3, height, width) with logits (batch, classes)."""
+    return inputs.ndim == 4 and inputs.shape[1] in (1, 3) and logits.ndim == 2
+
+
+def _are_tokens(inputs: Tensor, logits: Tensor) -> bool:
+    """Check for tokens (batch, length) with logits (batch, length, vocabulary)."""
+    return inputs.ndim == 2 and not inputs.is_floating_point() and logits.ndim == 3
 
 
 def _token_rows(

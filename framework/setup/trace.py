@@ -316,15 +316,19 @@ def trace_work(
         with ledger:
             sources = ledger.first_edges or list(model.parameters())
             torch.autograd.grad(loss, sources, allow_unused=True)
-    trained = {}
-    frozen = {}
-    for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            trained[name] = tuple(weight.shape)
-        else:
-            frozen[name] = tuple(weight.shape)
+    trained = _shapes(model, trained=True)
+    frozen = _shapes(model, trained=False)
     layers = tuple(_layer_works(ledger, model))
     return ModelWork(trained, buffer_bytes, layers, samples, _num_tokens(inputs), frozen)
+
+
+def _shapes(model: nn.Module, *, trained: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that are trained, or of those that are not, by name."""
+    shapes = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad == trained:
+            shapes[name] = tuple(weight.shape)
+    return shapes
 
 
 def _build_model(config: RunConfig, parts: Parts) -> nn.Module:
@@ -488,13 +492,7 @@ def _layer_works(ledger: _Ledger, model: nn.Module) -> Iterator[LayerWork]:
                 continue  # nothing runs before the first part
         else:
             weight_ids = _weight_ids(record.module)
-        new_ids = []
-        shared_ids = []
-        for key in weight_ids:
-            if key in first_part_of:
-                shared_ids.append(key)
-            elif key in sizes:
-                new_ids.append(key)
+        new_ids, shared_ids = _split_ids(weight_ids, sizes, first_part_of)
         saved_bytes += record.figures["saved"]
         name = record.name
         if shared_ids and not new_ids:  # several parts of this name have these weights
@@ -511,6 +509,20 @@ def _layer_works(ledger: _Ledger, model: nn.Module) -> Iterator[LayerWork]:
             shares=shares,
         )
         first_part_of |= dict.fromkeys(new_ids, record.name)
+
+
+def _split_ids(
+    weight_ids: Iterable[int], sizes: Mapping[int, int], first_part_of: Mapping[int, str]
+) -> tuple[list[int], list[int]]:
+    """Return the trained weights of a part that no part before it has, and the others."""
+    new_ids = []
+    shared_ids = []
+    for key in weight_ids:
+        if key in first_part_of:
+            shared_ids.append(key)
+        elif key in sizes:
+            new_ids.append(key)
+    return new_ids, shared_ids
 
 
 def _ids_outside_parts(ledger: _Ledger, model: nn.Module) -> list[int]:

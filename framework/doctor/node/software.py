@@ -267,15 +267,20 @@ def _op_problems(
     """
     loaded = [op for op in requirements.ops if not _is_built_in(op)]
     uncompiled = [op for op in loaded if op.name not in ready]
-    if loaded and shutil.which("ninja", path=environment.get("PATH")) is None:
-        fix = "pip install ninja; torch asks for it, also for ops that are compiled already"
-        yield _lacking("ninja", loaded, fix)
+    yield from _about_ninja(loaded, environment)
     if uncompiled:
         yield from _about_compiler(uncompiled, environment)
     yield from _about_nvcc([op for op in loaded if op.needs_nvcc], environment)
     yield from _about_cache(folder, uncompiled)
     for op in loaded:
         yield from _about_lock(folder / op.name / "lock")
+
+
+def _about_ninja(ops: list[Op], environment: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield that ninja is missing, if any op is to be loaded."""
+    if ops and shutil.which("ninja", path=environment.get("PATH")) is None:
+        fix = "pip install ninja; torch asks for it, also for ops that are compiled already"
+        yield _lacking("ninja", ops, fix)
 
 
 def _about_compiler(ops: list[Op], environment: Mapping[str, str]) -> Iterator[Problem]:

@@ -187,9 +187,15 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
     for name, reported in nodes.items():
         for kind, sentence, fix in reported["refused"]:
             problems.append(Problem(kind, sentence, fix, file=f"node {name}"))
+    return problems + _unshared(nodes, seen)
+
+
+def _unshared(nodes: Mapping[str, Mapping[str, Any]], seen: set[str]) -> list[Problem]:
+    """Look for the marks of the other nodes; the arguments are as of `differences`."""
     name_of_0, *names = nodes
     marks = {name: nodes[name]["mark"] for name in names}
     unseen = unseen_marks(nodes[name_of_0]["mark"], set(marks.values()), seen)
+    problems = []
     for name, path in marks.items():
         if path in unseen:
             problems.append(not_shared(name, path, name_of_0=name_of_0))
