@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from framework.hosts.devices import LocalDevices, devices_of_ranks
+from framework.system.limits import control_groups
 
 BINDING_CHOICES: Final = ("auto", "on", "off")
 _PROBE_TIMEOUT_SECONDS: Final = 20
@@ -193,19 +194,12 @@ def _cpuset_files(system: Path) -> Iterator[Path]:
 
     Inside a container the group is mounted as the root, and its name is that outside.
     """
-    root = system / "sys/fs/cgroup"
-    lines: list[str] = []
-    with suppress(OSError, ValueError):
-        lines = (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
-        if not controllers:
-            yield root / group.lstrip("/") / "cpuset.cpus.effective"
-            yield root / "cpuset.cpus.effective"
-        elif "cpuset" in controllers.split(","):
-            yield root / "cpuset" / group.lstrip("/") / "cpuset.effective_cpus"
-            yield root / "cpuset" / "cpuset.effective_cpus"
+    for root, group, is_unified in control_groups("cpuset", system=system):
+        name = "cpuset.effective_cpus"
+        if is_unified:
+            name = "cpuset.cpus.effective"
+        yield root / group / name
+        yield root / name
 
 
 def device_nodes(

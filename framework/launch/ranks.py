@@ -25,7 +25,7 @@ from framework.hosts.devices import devices_of_ranks, visible_variable
 from framework.hosts.topology import HostTopology
 from framework.launch.options import KILL_SECONDS
 from framework.system.json_lines import MessageReader
-from framework.system.limits import memory_groups
+from framework.system.limits import control_groups
 from framework.system.output import visible
 from framework.system.parent_watch import AGENT_VARIABLE, REPORT_VARIABLE, identity
 
@@ -342,7 +342,7 @@ class OomKills:
 def _oom_counter_files() -> list[Path]:
     """Return the files that may have the kernel's count for this control group."""
     paths = []
-    for root, group, is_unified in memory_groups():
+    for root, group, is_unified in control_groups("memory"):
         name = "memory.events" if is_unified else "memory.oom_control"
         # inside a container the group is mounted as the root, and its name is that outside
         paths += [root / group / name, root / name]

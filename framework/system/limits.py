@@ -57,11 +57,13 @@ def _of_host(meminfo: Path) -> Iterator[tuple[int, int, str]]:
         return
 
 
-def memory_groups(system: Path = Path("/")) -> Iterator[tuple[Path, str, bool]]:
-    """Yield the control groups of this process that count memory.
+def control_groups(
+    controller: str, *, system: Path = Path("/")
+) -> Iterator[tuple[Path, str, bool]]:
+    """Yield the control groups of this process that limit what `controller` names.
 
     Each is the root of its tree, its name in the tree, and whether it is of version 2. A line of
-    version 2 has no controllers; a line of version 1 counts if it names `memory`.
+    version 2 has no controllers; a line of version 1 counts if it names this one.
     """
     try:
         lines = (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -75,8 +77,8 @@ def memory_groups(system: Path = Path("/")) -> Iterator[tuple[Path, str, bool]]:
         root = system / "sys/fs/cgroup"
         if not controllers:
             yield root, group.lstrip("/"), True
-        elif "memory" in controllers.split(","):
-            yield root / "memory", group.lstrip("/"), False
+        elif controller in controllers.split(","):
+            yield root / controller, group.lstrip("/"), False
 
 
 def _of_groups(system: Path) -> Iterator[tuple[int, int, str]]:
@@ -85,7 +87,7 @@ def _of_groups(system: Path) -> Iterator[tuple[int, int, str]]:
 
     In a container, where the host's name of a group does not exist, the root is the container's.
     """
-    for root, group, is_unified in memory_groups(system):
+    for root, group, is_unified in control_groups("memory", system=system):
         limit, usage, prefix = _VERSION_2 if is_unified else _VERSION_1
         for folder in (root / group, *(root / group).parents):
             if folder.is_relative_to(root):
