@@ -175,19 +175,18 @@ def samples(
     expected = _first_tensor(targets)
     if first is None or logits is None or expected is None:
         raise ValueError("inputs, targets or outputs hold no tensor")
-    are_images = _are_images(first, logits)
-    if not are_images and not _are_tokens(first, logits):
-        shapes = f"{tuple(first.shape)} -> {tuple(logits.shape)}"
-        raise ValueError(f"neither images with classes nor tokens with tokens ({shapes})")
     first = first[:count].cpu()
     expected = expected[:count].cpu()
     predicted = logits[:count].argmax(-1).cpu()
-    if are_images:
+    if _are_images(first, logits):
         for number, image in enumerate(first.float()):
             yield Image(f"samples/{number}", image.shape[1], image.shape[2], png(image))
         rows = _class_rows(expected, predicted)
-    else:
+    elif _are_tokens(first, logits):
         rows = _token_rows(first, expected, predicted, decode)
+    else:
+        shapes = f"{tuple(first.shape)} -> {tuple(logits.shape)}"
+        raise ValueError(f"neither images with classes nor tokens with tokens ({shapes})")
     yield Text("samples/predictions", _table(("input", "target", "prediction"), rows))
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import silu
 
 from framework.models import products
-from framework.models.products import apply_linears, swiglu
+from framework.models.products import apart, apply_linears, swiglu
 from framework.models.split import ColumnLinear
 from framework.recipes.language_models.gpt import GPT
 from tests.models.operator_calls import Calls
@@ -280,6 +281,17 @@ def test_swiglu_is_its_formula_and_its_gradients_are_one_tensor(is_joined: bool)
     expected = torch.autograd.grad(silu(gate) * up, (gate, up), direction)
     torch.testing.assert_close(found, expected)
     assert (products._seen_as_one(found, dim=-1) is not None) == is_joined
+
+
+def test_a_trace_of_the_planner_asks_for_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a stand-in lies nowhere")
+
+    monkeypatch.setattr(products, "_seen_as_one", refuse)
+    with FakeTensorMode():
+        gate, up = torch.empty(3, 16, requires_grad=True).split(8, dim=-1)
+        assert swiglu(gate, up).shape == (3, 8)
+        assert apart(up) is up
 
 
 def block_of(*, is_llama: bool, dtype: torch.dtype) -> nn.Module:
