@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from tools.docs_site.coming_from import coming_from_page
+from tools.docs_site.deepspeed_features import deepspeed_features_page
 from tools.docs_site.deepspeed_keys import deepspeed_keys_page
 from tools.docs_site.kinds import ROOT
 from tools.docs_site.reference import reference_pages
@@ -67,6 +68,7 @@ def assemble(work: Path) -> None:
     made = {
         **reference_pages(),
         "coming-from.md": coming_from_page(),
+        "reference/deepspeed-features.md": deepspeed_features_page(),
         "reference/deepspeed-keys.md": deepspeed_keys_page(),
         "decisions/index.md": decisions_page(),
     }
