@@ -404,11 +404,9 @@ RUNS = {
     "auto-rounds-too-much": 2,
     "auto-good": 2,
     "auto-small": 2,
-    "plain-1": 1,
-    "auto-fails-on-rank-1": 1,
+    "auto-fails-on-rank-1": 2,
     "true-loses-a-gradient": 1,
-    "true-fails-on-rank-1": 1,
-    "true3-fails-on-rank-1": 3,  # ranks meet in every block
+    "true-fails-on-rank-1": 3,  # where ranks meet in every block
 }
 
 
@@ -455,7 +453,6 @@ def test_a_run_that_asks_for_it_ends_with_the_reason(runs: Path) -> None:
     for name, kind in (
         ("true-loses-a-gradient", "compile-differs"),
         ("true-fails-on-rank-1", "compile-failed"),
-        ("true3-fails-on-rank-1", "compile-failed"),
     ):
         stated = (runs / f"{name}.error").read_text(encoding="utf-8")
         assert kind in stated
