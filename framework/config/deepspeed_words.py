@@ -35,6 +35,7 @@ SHARED: Final = frozenset(
         "bf16",
         "torch_autocast",
         "data_types",
+        "compile",
         "zero_optimization",
         "optimizer",
         "scheduler",

@@ -76,10 +76,17 @@ class LoRA(Section):
 
 
 class Compile(Section):
-    """torch.compile of the model; the keys but `per` are torch's, and mean the same."""
+    """torch.compile of the model; the keys but `per` and `passes` are torch's, and mean the
+    same.
+    """
 
     backend: str = "inductor"
-    """``inductor`` makes kernels; ``eager`` and ``aot_eager`` make none, to look for an error."""
+    """``inductor`` makes kernels; ``eager`` and ``aot_eager`` make none, to look for an error;
+    ``deepcompile`` is DeepSpeed's: inductor, with the sums of gradients inside of the graph (ZeRO 1
+    and 2, CUDA).
+    """
+    passes: list[Literal["z1", "z3", "autosp", "autotp"]] = []
+    """Passes of ``deepcompile``, as DeepSpeed names them; left out: that of the ZeRO stage."""
     mode: (
         Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
     ) = None

@@ -32,6 +32,7 @@ from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import may_have_been_skipped
 from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.module_buffers import share_buffers
+from framework.plan.compiling import uses_deepcompile
 from framework.plan.plan import Plan
 from framework.system.files import FileRecord, NewFile
 from framework.tasks.task import Positions, Task
@@ -94,7 +95,11 @@ class BaseEngine:
         # whether all gradients of a step are there, and were not taken yet
         self.has_gradients: Callable[[], bool] = lambda: False
         self._leaves_out_frozen = training.lora is not None
-        self._flat_step = _shorten_step(engine, stages=stages)
+        # DeepCompile sums gradients within its graph, into buffers of its own.
+        sums_in_graph = uses_deepcompile(plan.config)
+        self._flat_step: FlatStep | None = None
+        if not sums_in_graph:
+            self._flat_step = _shorten_step(engine, stages=stages)
         self.written: WrittenWeights | PlainWeights = PlainWeights(engine.module)
         if half is not None or plan.config.zero.stage > 0:
             from framework.engine.written_weights import WrittenWeights
@@ -117,9 +122,11 @@ class BaseEngine:
                 engine, training.bad_steps, self.kept_norm, most_steps=training.log_every
             )
         self.trained_weights = TrainedWeights(engine, names())
-        self._end_pass = keep_gradient_order(
-            engine, refuse_changes=self.trained_weights.refuse_changed_flags
-        )
+        self._end_pass: Callable[[], None] | None = None
+        if not sums_in_graph:
+            self._end_pass = keep_gradient_order(
+                engine, refuse_changes=self.trained_weights.refuse_changed_flags
+            )
         self._garbage = Garbage(engine, log_every=training.log_every)
 
     @property

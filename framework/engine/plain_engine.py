@@ -26,7 +26,7 @@ from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.models.added_losses import AddsLosses, collected_routings, routing_metrics
 from framework.models.layers import LayeredModel
-from framework.plan.compiling import CompileChoice, compile_choice
+from framework.plan.compiling import CompileChoice, compile_choice, uses_deepcompile
 from framework.plan.plan import Plan
 from framework.system.limits import room
 from framework.system.log import warn
@@ -84,7 +84,12 @@ def build_engine(
     plain = PlainEngine(engine, plan, task)
     plain.compare_positions()
     choice = compile_choice(plan.config, plan.cluster.device)
-    if choice.section is not None:
+    if uses_deepcompile(plan.config):
+        from framework.engine.deep_compilation import compile_by_deepspeed
+
+        assert choice.section is not None
+        compile_by_deepspeed(engine, choice.section)
+    elif choice.section is not None:
         plain.compile_first(choice)
     return plain
 

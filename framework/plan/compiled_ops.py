@@ -65,6 +65,8 @@ def _ops_of_settings(ds_config: Mapping[str, Any]) -> dict[str, str]:
     zero = ds_config.get("zero_optimization") or {}
     on_host = _offload_device(zero, "offload_optimizer") in ("cpu", "nvme")
     reasons = _op_of_optimizer(ds_config.get("optimizer") or {}, on_host=on_host)
+    if (ds_config.get("compile") or {}).get("deepcompile"):
+        reasons["dc"] = "training.compile.backend is deepcompile"
     return reasons | _ops_of_zero(zero)
 
 

@@ -34,6 +34,12 @@ OF_BLOCKS: Final = Compile(per="block")
 """What ``auto`` compiles where it compiles anything."""
 
 
+DEEPCOMPILE: Final = "deepcompile"
+"""The backend that DeepSpeed's engine puts into a model (deepspeed/runtime/engine.py
+`compile`).
+"""
+
+
 def compile_choice(
     config: RunConfig, device: Device, environment: Mapping[str, str] | None = None
 ) -> CompileChoice:
@@ -57,6 +63,11 @@ def compile_choice(
     if reason:
         return CompileChoice(None, is_auto=True, reason=reason)
     return CompileChoice(OF_BLOCKS, is_auto=True)
+
+
+def uses_deepcompile(config: RunConfig) -> bool:
+    """Check whether DeepSpeed compiles the model, through its engine."""
+    return getattr(config.training.compile, "backend", "") == DEEPCOMPILE
 
 
 def _reason_against(config: RunConfig) -> str:

@@ -24,6 +24,7 @@ from framework.config.optimizer import (
 from framework.config.precision import BF16, FP16, FP32, Autocast
 from framework.config.zero import STAGE3_KEYS, Zero
 from framework.errors import ConfigError
+from framework.plan.compiling import uses_deepcompile
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 
@@ -60,6 +61,8 @@ def render(plan: Plan) -> Json:
     if layout.pipe_size > 1:
         interval = config.training.recompute_every
         decided["pipeline"] = {"activation_checkpoint_interval": interval}
+    if uses_deepcompile(config):
+        decided["compile"] = {"deepcompile": True}
     decided |= _optimizer(plan)
     decided |= _scheduler(plan)
     for key, value in config.deepspeed.items():

@@ -307,14 +307,15 @@ def _compile_problems(section: Compile | str | None, device: Device) -> Iterator
     if not isinstance(section, Compile):
         return
     from framework.plan.compiled_ops import missing_compiler
+    from framework.plan.compiling import DEEPCOMPILE
 
     backends = torch.compiler.list_backends(exclude_tags=())
-    if section.backend not in backends:
+    if section.backend not in (*backends, DEEPCOMPILE):
         reason = "torch knows no such backend here"
-        fix = f"write one of {', '.join(backends)}"
+        fix = f"write one of {', '.join([*backends, DEEPCOMPILE])}"
         yield Problem("unknown-backend", reason, fix, "training.compile.backend", section.backend)
         return
-    if section.backend == "inductor":
+    if section.backend in ("inductor", DEEPCOMPILE):
         problem = missing_compiler(device, os.environ)
         if problem:
             yield problem

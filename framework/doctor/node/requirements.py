@@ -92,7 +92,7 @@ def requirements_of(plan: Plan) -> Requirements:
         nvme_folders=tuple(Path(each.nvme_path) for each in offloads if each.device == "nvme"),
         inputs=tuple(_inputs(config)),
         targets=tuple(sorted(modules)),
-        compiles=getattr(config.training.compile, "backend", "") == "inductor",
+        compiles=getattr(config.training.compile, "backend", "") in ("inductor", "deepcompile"),
         config_hash=config_hash(config),
     )
 

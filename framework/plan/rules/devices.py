@@ -28,6 +28,39 @@ def world_size_differs(config: RunConfig, cluster: Cluster) -> Found:
         )
 
 
+# A pass of DeepCompile -> why a run does not have it, and what to do.
+_PASSES: Final = {
+    "z3": (
+        "it is ZeRO stage 3's, where DeepCompile takes away the hooks that gather weights",
+        "leave passes out; the ZeRO stage has its own",
+    ),
+    "autosp": (
+        "DeepSpeed's AutoSP takes batches that its own function has marked "
+        "(compile/passes/sp_compile.py `prepare_autosp_inputs`), and is left out at ZeRO 2 and 3",
+        "set parallel.sequence",
+    ),
+    "autotp": (
+        "DeepSpeed would divide the model itself, unknown to checkpoints here",
+        "set parallel.tensor",
+    ),
+}
+
+
+@rule("deepcompile-pass")
+def passes_of_deepcompile(config: RunConfig, cluster: Cluster) -> Found:
+    """Find passes that a run does not have, and passes for compilers that have none."""
+    section = config.training.compile
+    for name in getattr(section, "passes", []):
+        if section.backend != "deepcompile":
+            reason = "passes are DeepCompile's, and the compiler is another"
+            fix = "set training.compile: {backend: deepcompile}, or leave passes out"
+            yield "training.compile.passes", reason, fix
+            return
+        if name in _PASSES:
+            reason, fix = _PASSES[name]
+            yield "training.compile.passes", reason, fix
+
+
 LONG_SUM: Final = 8
 """Gradients summed in half precision at most: bf16 is exact to 1 in 256, and each further summand
 is rounded.

@@ -12,6 +12,7 @@ from typing import Any, Final
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
+from framework.plan.compiling import uses_deepcompile
 from framework.plan.rules.base import Found, rule
 from framework.plan.rules.passthrough import TABLE, is_on, not_in_a_run, paths_of, refusal_of
 
@@ -107,6 +108,7 @@ _NEEDS: Final[Mapping[str, Callable[[RunConfig], bool]]] = {
     "recomputed stages": _recomputes_stages,
     "gradients by all-reduce": _sums_by_all_reduce,
     "another type of buffers": _casts_buffers,
+    "DeepCompile": lambda config: uses_deepcompile(config),
     "stage 3": lambda config: config.zero.stage == 3,
     "stage 1 or 2": lambda config: config.zero.stage in (1, 2),
 }

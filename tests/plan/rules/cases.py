@@ -23,6 +23,11 @@ def offload(stage: int, device: str = "cpu", **rest: Any) -> dict[str, Any]:
     return {"zero": {"stage": stage, "offload_optimizer": {"device": device, **rest}}}
 
 
+def deep(stage: int, **more: Any) -> dict[str, Any]:
+    compiled = {"backend": "deepcompile", **more}
+    return {"zero": {"stage": stage}, "training": {"compile": compiled}}
+
+
 def passed_at(stage: int, name: str, value: Any = True) -> dict[str, Any]:
     return {"zero": {"stage": stage}, "deepspeed": {"zero_optimization": {name: value}}}
 
@@ -910,6 +915,28 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "cuda",
             None,
         ),
+    ],
+    "deepcompile_unsupported": [
+        (deep(1), "cpu", "deepcompile-unsupported"),
+        (deep(0), "cuda", "deepcompile-unsupported"),
+        (deep(1, per="block"), "cuda", "deepcompile-unsupported"),
+        (deep(1, mode="max-autotune"), "cuda", "deepcompile-unsupported"),
+        (
+            OWN_ADAM | {"zero": offload(2)["zero"], "training": deep(2)["training"]},
+            "cuda",
+            "deepcompile-unsupported",
+        ),
+        (deep(1), "cuda", None),
+        (deep(2, passes=["z1"]), "cuda", None),
+        ({"training": {"compile": True}, "zero": {"stage": 1}}, "cpu", None),
+    ],
+    "passes_of_deepcompile": [
+        *(
+            (deep(1, passes=[name]), "cuda", "deepcompile-pass")
+            for name in ("autosp", "autotp", "z3")
+        ),
+        ({"training": {"compile": {"passes": ["z1"]}}}, "cuda", "deepcompile-pass"),
+        (deep(1, passes=["z1"]), "cuda", None),
     ],
     "samples_with_pipeline": [
         (

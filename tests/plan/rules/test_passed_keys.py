@@ -142,6 +142,7 @@ EFFECTS: Final[Mapping[str, list[Effect]]] = {
 # Keys with an effect that two CPU processes cannot show, and what it takes.
 NOT_SHOWN_HERE: Final[Mapping[str, str]] = {
     "aio.*": "NVMe: tests/engine/test_nvme_resume.py trains with it, under --exhaustive",
+    "compile.*": "DeepCompile: CUDA",
     "checkpoint.parallel_write.pipeline_stage": "stages of several data-parallel ranks",
     "optimizer.params.bias_correction": "DeepSpeed's kernels: CUDA",
     "optimizer.params.capturable": "CUDA",
@@ -362,6 +363,8 @@ def test_keys_with_an_effect_are_taken() -> None:
     [
         ({"autotuning.metric": "latency"}, {}),
         ({"compile.debug_log": True}, {}),
+        ({"compile.offload_activation": True}, {}),
+        ({"compile.autoep_non_moe": True}, {}),
         ({"data_efficiency.seed": 7}, {}),
         ({"expert_parallel.top_k": 2}, {}),
         ({"hybrid_engine.max_out_tokens": 9}, {}),

@@ -275,8 +275,8 @@ def test_further_keys_stand_beside_those_of_the_typed_section(
             "not-in-a-run",
             "for inference",
         ),
-        ({}, {"compile": {"deepcompile": True}}, "not-in-a-run", "engine.compile()"),
-        ({}, {"compile": {"passes": ["autosp"]}}, "not-in-a-run", "engine.compile()"),
+        ({}, {"compile": {"deepcompile": True}}, "section-clash", "training.compile.backend"),
+        ({}, {"compile": {"passes": ["z1"]}}, "section-clash", "training.compile.passes"),
         (
             {},
             {
@@ -331,7 +331,6 @@ def test_a_default_is_no_reason_to_refuse(path: str) -> None:
     [
         {"gradient_allreduce_op": "mean"},
         {"weight_quantization": {"enabled": False}},
-        {"compile": {"deepcompile": False}},
         {"dataloader_drop_last": False},
         {"data_efficiency": {"enabled": False, "data_routing": {"enabled": False}}},
         {"comms_logger": {"enabled": True, "verbose": True}},
