@@ -1,4 +1,4 @@
-"""DeepCompile: DeepSpeed's engine compiles the model, with the sums of gradients inside of the graph
+"""DeepCompile: DeepSpeed's engine compiles the model, with the sums of gradients in its graph
 (deepspeed/compile/init_z1_and_2.py).
 
 DeepSpeed takes its passes up when its count of steps is the one that they are listed for, and the
