@@ -68,6 +68,12 @@ RUNS: Final[dict[str, dict[str, Any]]] = {
         "zero": {"stage": 2},
     },
     "bf16-z3": {"precision": BF16, "zero": {"stage": 3}},
+    "bf16-pipe-z1": {
+        "precision": BF16,
+        "zero": {"stage": 1},
+        "parallel": {"pipe": 2},
+        "batch": {"global_size": 8, "micro_size": 2},
+    },
     "bf16-host-z2": {
         "precision": BF16,
         "zero": {"stage": 2, **ON_HOST},
@@ -88,7 +94,7 @@ RUNS: Final[dict[str, dict[str, Any]]] = {
     },
 }
 WIDE: Final[dict[str, Any]] = {"precision": {"dtype": "bf16"}, "zero": {"stage": 2}}
-RESUMED: Final = ("bf16-z1", "bf16-z3", "bf16-weights-z1")
+RESUMED: Final = ("bf16-z1", "bf16-z3", "bf16-pipe-z1", "bf16-weights-z1")
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +135,9 @@ def test_losses_are_near_those_of_states_in_fp32(runs: Path, name: str) -> None:
     assert furthest(runs / name, wide) < BOUND[RUNS[name]["precision"]["dtype"]]
 
 
-@pytest.mark.parametrize("name", ["bf16-z1", "bf16-z2-long-sum", "bf16-z3", "bf16-host-z2"])
+@pytest.mark.parametrize(
+    "name", ["bf16-z1", "bf16-z2-long-sum", "bf16-z3", "bf16-pipe-z1", "bf16-host-z2"]
+)
 def test_losses_are_those_of_plain_pytorch_in_bf16(
     runs: Path, plain: list[float], name: str
 ) -> None:

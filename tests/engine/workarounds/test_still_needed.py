@@ -156,6 +156,14 @@ def test_nvme_state_is_not_loaded() -> None:
     )
 
 
+def test_moments_are_loaded_in_the_type_of_their_weight() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    optimizer = torch.optim.Adam([weight])
+    moments = {name: torch.zeros(1) for name in ("step", "exp_avg", "exp_avg_sq")}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: moments}})
+    assert optimizer.state[weight]["exp_avg"].dtype == torch.bfloat16
+
+
 def test_shared_buffers_are_not_closed() -> None:
     (file,) = Path(deepspeed.__file__).parent.rglob("cpu/comm/shm.cpp")
     assert file.read_text(encoding="utf-8").count("shared_close(") == 1, "its definition"
