@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, Final, Protocol
 
 import deepspeed
@@ -27,6 +28,7 @@ from benchmarks.loops.setting import (
     moved,
     place_of_models,
 )
+from framework.engine.attention_kernels import chosen_kernel
 from framework.engine.distributed import device, device_name, rank
 from framework.engine.metrics import over_ranks
 from framework.setup.assemble import assemble_engine, make_monitors, make_schedule
@@ -78,8 +80,9 @@ class Ours:
         prepared = setting.prepared
         plan = prepared.plan
         self._engine = assemble_engine(prepared)
+        self._kernel = chosen_kernel(plan, self._engine.module, device())
         self._agenda = make_schedule(plan)
-        loader = make_train_loader(plan, prepared.parts.splits, rank=rank())
+        loader = make_train_loader(plan, prepared.parts.splits, rank=rank(), for_engine=True)
         self._loader = Paced(loader, self.pace, plan.layout.accumulation_steps)
         self._config = plan.config
         self._monitors: list[Monitor] = []
@@ -104,14 +107,16 @@ class Ours:
             evaluate=Every(),
             save=Every(),
         )
-        Trainer(
+        trainer = Trainer(
             self._engine,
             schedule=agenda,
             train_data=self._loader,
             monitors=[*self._monitors, self],
             start=RunStart(start),
             hooks=Hooks(stop=self._stop),
-        ).fit()
+        )
+        with self._kernel.first() if self._kernel else nullcontext():
+            trainer.fit()
 
     def write(self, point: Point) -> None:
         self._losses[point.step] = point.metrics["train/loss"]

@@ -126,7 +126,17 @@ class Kernel:
 
 @contextmanager
 def kernel_of_run(plan: Plan, model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let the kernel of `training.attention` compute attention within the block. Collective.
+    """Let the kernel of `chosen_kernel` compute attention within the block. Collective."""
+    kernel = chosen_kernel(plan, model, device)
+    if kernel is None:
+        yield
+        return
+    with kernel.first():
+        yield
+
+
+def chosen_kernel(plan: Plan, model: nn.Module, device: torch.device) -> Kernel | None:
+    """Return the kernel of `training.attention`; None: torch's own choice stays. Collective.
 
     Raises:
         ConfigError: kind ``attention-kernel-missing``: the config names a kernel that cannot
@@ -134,17 +144,13 @@ def kernel_of_run(plan: Plan, model: nn.Module, device: torch.device) -> Iterato
     """
     name = plan.config.training.attention
     shape = attention_shape(plan, model)
-    kernel: Kernel | None = None
     if name != "auto":
         kernel = Kernel(name)
         _refuse_missing(kernel, shape or _ANY_SHAPE, _dtype(plan), device)
-    elif shape is not None and not plan.config.training.deterministic:
-        kernel = _fastest(shape, _dtype(plan), device)
-    if kernel is None:
-        yield
-        return
-    with kernel.first():
-        yield
+        return kernel
+    if shape is None or plan.config.training.deterministic:
+        return None
+    return _fastest(shape, _dtype(plan), device)
 
 
 def _dtype(plan: Plan) -> torch.dtype:

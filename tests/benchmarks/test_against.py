@@ -6,17 +6,23 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.loops import sides
 from benchmarks.loops.cases import CASES, ORDER, TINY
 from benchmarks.loops.recorded import Recorded
 from benchmarks.loops.sides import SIDES
 from benchmarks.loops.turns import Results, ratios, table
 from benchmarks.step_budget import plan_of
 from framework.config.load import config_from_values
+from framework.engine.attention_kernels import Kernel
 from tests.launched import run_ranks
+from tests.models.operator_calls import Calls
 from tests.places import ROOT
 
 
@@ -65,6 +71,50 @@ def test_a_row_that_ended_the_process_has_failed(tmp_path: Path) -> None:
     again = Results(path, {}, writes=True)
     assert again.has_failed("gpt2", "hf")
     assert not again.has("gpt2", "ours")
+
+
+def test_ours_reads_and_attends_as_a_run_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As `framework.fit` does: images as pixels, and the kernel of attention of the run, which the
+    loops beside it have not.
+    """
+    agenda = SimpleNamespace(total_steps=4, steps_per_epoch=4, samples_per_step=1)
+    found: list[bool] = []
+
+    class Attends:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def fit(self) -> None:
+            query = torch.zeros(1, 1, 2, 8)
+            with Calls() as calls:
+                scaled_dot_product_attention(query, query, query)
+            found.append(any("flash" in name for name in calls.of))
+
+    asked: dict[str, Any] = {}
+    for name, value in {
+        "assemble_engine": SimpleNamespace(module=None),
+        "chosen_kernel": Kernel("math"),
+        "make_schedule": agenda,
+    }.items():
+        monkeypatch.setattr(sides, name, lambda *_, value=value: value)
+    monkeypatch.setattr(sides, "make_train_loader", lambda *_, **options: asked.update(options))
+    monkeypatch.setattr(sides, "rank", lambda: 0)
+    monkeypatch.setattr(sides, "Trainer", Attends)
+    parts = SimpleNamespace(splits=SimpleNamespace(train=None))
+    plan = SimpleNamespace(layout=SimpleNamespace(accumulation_steps=1), config=None)
+    setting: Any = SimpleNamespace(
+        folder=tmp_path,
+        stop=None,
+        log_every=1,
+        prepared=SimpleNamespace(plan=plan, parts=parts),
+    )
+    ours = sides.Ours(setting)
+    ours.run(0, 2)
+    Attends().fit()
+    assert found == [False, True]
+    assert asked["for_engine"]
 
 
 def test_ratios_and_table() -> None:
