@@ -78,6 +78,7 @@ class _Zero(_Part):
 
 class _Precision(_Part):
     dtype: str
+    states: str = "fp32"
 
 
 class _Named(_Part):

@@ -184,7 +184,8 @@ def _rounded_states(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> I
     """Yield the problem of an optimizer's state that this run would round."""
     before = _states_of(checkpoint.manifest["config"])
     now = _states_of(config)
-    pairs = zip(_TYPES_OF_STATES[before], _TYPES_OF_STATES[now], strict=True)
+    saved_types = _TYPES_OF_STATES.get(before, ("unknown", "unknown"))
+    pairs = zip(saved_types, _TYPES_OF_STATES[now], strict=True)
     if all(wanted in (saved, "fp32") for saved, wanted in pairs):
         return
     yield Problem(

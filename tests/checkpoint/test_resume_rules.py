@@ -49,6 +49,11 @@ WHOLE = {
 PAGE = ROOT / "docs" / "checkpoints.md"
 TORCHS = {"kind": "adamw", "implementation": "torch"}
 FP16 = {"dtype": "fp16"}
+STATES = "precision.states"
+
+
+def states(states: str) -> dict[str, str]:
+    return {"dtype": "bf16", "states": states}
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -171,6 +176,17 @@ def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         ),
         ({"precision": FP16}, {"precision": FP16 | {"initial_scale_power": 4}}, []),
         ({"precision": FP16}, {"precision": {"dtype": "bf16"}}, []),
+        ({"precision": states("bf16")}, {"precision": states("bf16")}, []),
+        ({"precision": states("bf16")}, {"precision": states("bf16_weights")}, []),
+        ({"precision": states("bf16_weights")}, {"precision": states("fp32")}, []),
+        ({"precision": states("bf16")}, {}, []),
+        ({"precision": states("bf16_weights")}, {"precision": states("bf16")}, [STATES]),
+        ({}, {"precision": states("bf16")}, [STATES]),
+        (
+            {"precision": states("bf16")},
+            {"precision": FP16 | {"states": "fp16_weights"}},
+            [STATES],
+        ),
         ({}, {"precision": FP16}, []),
         (
             {

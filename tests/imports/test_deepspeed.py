@@ -486,6 +486,35 @@ def test_auto_beside_an_enabled_precision_means_no() -> None:
     assert "precision.dtype" not in found.comments
 
 
+@pytest.mark.parametrize(
+    ("section", "states"),
+    [
+        ({"bf16": {"enabled": True}}, None),
+        (
+            {
+                "bf16": {
+                    "enabled": True,
+                    "bf16_master_weights_and_grads": True,
+                    "bf16_optimizer_states": True,
+                }
+            },
+            "bf16",
+        ),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16_weights"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16_weights"),
+    ],
+    ids=json.dumps,
+)
+def test_states_in_half_precision_are_one_key(section: dict[str, Any], states: str | None) -> None:
+    host = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    values = {"zero_optimization": host, "optimizer": {"type": "AdamW"}, **section}
+    found = imported(values).values
+    assert found["precision"].get("states") == states
+    given = dict(leaves(section))
+    back = dict(leaves(rendered(found)))
+    assert {path: back.get(path) for path in given} == given
+
+
 def test_keys_without_effect_are_named() -> None:
     found = imported(
         {

@@ -17,8 +17,10 @@ from benchmarks.planner.published import read_points
 from framework.commands import traced_work
 from framework.commands.traced_work import find_own_optimizer, find_own_work
 from framework.config.load import config_from_values
+from framework.plan import measured as measured_figures
 from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, NotEstimatedError, estimate, stage_memories
+from framework.plan.optimizer_state import OptimizerState
 from framework.plan.plan import make_plan
 from framework.plan.work import LayerWork, named_work, weights_alone
 from tests.commands.children import answer_here
@@ -597,6 +599,17 @@ def test_states_are_those_that_deepspeed_publishes() -> None:
 def test_what_is_not_modelled_is_not_estimated(sections: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotEstimatedError, match=reason):
         estimated(config_of(**sections), ranks=2)
+
+
+def test_an_optimizer_that_was_measured_in_fp32_is_not_estimated_in_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measured_figures, "kept_state", lambda _: OptimizerState(8.0))
+    own = config_of(optimizer={"target": "my_pkg.nets:Optimizer"}, zero={"stage": 1})
+    assert estimated(own, ranks=2).num_params > 0
+    in_bf16 = own | {"precision": {"dtype": "bf16", "states": "bf16"}}
+    with pytest.raises(NotEstimatedError, match="measured in fp32"):
+        estimated(in_bf16, ranks=2)
 
 
 def test_a_bucket_may_be_passed_through_to_deepspeed() -> None:

@@ -155,10 +155,14 @@ def _count(value: Any, name: str) -> int:
     return value
 
 
+# Section of DeepSpeed's JSON -> type of weights.
+_HALF: Final = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+
+
 def _dtype(ds_config: Any) -> str:
     if not isinstance(ds_config, Mapping):
         return "fp32"
-    for key, dtype in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
+    for key, dtype in _HALF.items():
         section = ds_config.get(key)
         if isinstance(section, Mapping) and section.get("enabled"):
             return dtype
@@ -167,11 +171,11 @@ def _dtype(ds_config: Any) -> str:
 
 def _states(ds_config: Any) -> str:
     """Return what a run config calls `precision.states`."""
-    sections = {}
-    if isinstance(ds_config, Mapping):
-        sections = {dtype: ds_config.get(dtype) or {} for dtype in ("fp16", "bf16")}
-    for dtype, section in sections.items():
-        if section.get(f"{dtype}_master_weights_and_grads"):
+    if not isinstance(ds_config, Mapping):
+        return "fp32"
+    for key, dtype in _HALF.items():
+        section = ds_config.get(key)
+        if isinstance(section, Mapping) and section.get(f"{dtype}_master_weights_and_grads"):
             return "bf16" if section.get("bf16_optimizer_states") else f"{dtype}_weights"
     return "fp32"
 

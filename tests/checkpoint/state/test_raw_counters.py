@@ -25,7 +25,7 @@ from framework.train.run_folder import RunFolder
 HUGE = 10**15
 
 
-def raw(folder: Path, *, ranks: int = 0, **counters: int) -> Path:
+def raw(folder: Path, *, ranks: int = 0, **counters: Any) -> Path:
     """Stage 0, or stage 1 with the files of several ranks."""
     folder.mkdir()
     content: dict[str, Any] = {
@@ -90,3 +90,24 @@ def test_a_schedule_is_not_taken_beyond_the_runs_end(
     ):
         start_point._open_folder(place, prepared, start)
     assert not place.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "states"),
+    [
+        ({}, "fp32"),
+        ({"bf16": {"enabled": True}}, "fp32"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16_weights"),
+        (
+            {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+            "bf16",
+        ),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16_weights"),
+        ({"bf16": True}, "fp32"),
+    ],
+)
+def test_states_are_those_of_the_files(
+    section: dict[str, Any], states: str, tmp_path: Path
+) -> None:
+    folder = raw(tmp_path / "global_step3", ranks=2, dp_world_size=2, ds_config=section)
+    assert described(folder).manifest["config"]["precision"]["states"] == states
