@@ -43,7 +43,7 @@ BUFFERS: Final = "buffers"
 _TIME_GROUPS: Final[Mapping[str, frozenset[str]]] = {
     "compute": frozenset({"compute", "memory-bound operations", "launch"}),
     "bubble": frozenset({"pipeline bubble"}),
-    "update": frozenset({"optimizer", "offload transfers", "step overhead"}),
+    "update": frozenset({"optimizer", "orthogonal matrices", "offload transfers", "step overhead"}),
 }
 _TRAFFIC: Final = "traffic"
 _REASONS: Final = {"too-large": "does not fit", "refused": "refused"}

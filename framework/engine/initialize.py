@@ -12,7 +12,7 @@ import torch
 
 from framework.checkpoint.state.weight_names import Names
 from framework.config.deepspeed_words import SCHEDULES
-from framework.config.optimizer import has_groups
+from framework.config.optimizer import Muon, has_groups
 from framework.engine.schedules import LR_RATIO, MakeSchedule, client_schedule
 from framework.engine.workarounds.grad_scaler import forget_autocast
 from framework.engine.workarounds.half_without_zero import taking_no_empty_step
@@ -105,6 +105,9 @@ def initialize(
             config=_with_group_rates(ds_config, parameters),
             mpu=groups,
         )
+    if isinstance(section, Muon) and plan.config.zero.stage > 0:
+        # kept by DeepSpeed inside its own optimizer
+        engine.optimizer.optimizer.take_shares(engine)
     leave_out_measurements(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+import deepspeed
 import torch
 from torch import nn
 
@@ -104,19 +105,34 @@ def _divide_by_freeze_entry(
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """One optimizer for DeepSpeed: torch's Muon for the groups marked `BY_MUON`, torch's AdamW for
-    the others.
+    """One optimizer for DeepSpeed: Muon for the groups marked `BY_MUON`, torch's AdamW for the
+    others. Muon is torch's where weights are whole, and `MuonOfShares` under ZeRO.
 
     Both step the same groups and keep the same state as this one, so that schedules, checkpoints
     and the fp32 copies of half precision see one optimizer.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], section: Muon) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], section: Muon, *, has_shares: bool = False
+    ) -> None:
+        """Take groups of weights.
+
+        Args:
+            groups: marked `BY_MUON`.
+            section: the config's.
+            has_shares: whether ZeRO will put a share of each group in the place of its weights;
+                then `take_shares` is called before the first step.
+        """
         super().__init__(groups, {"lr": section.lr, "weight_decay": section.weight_decay})
         first_beta, second_beta = section.betas
+        muon_class: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
+        if has_shares:
+            from framework.engine.muon_shares import MuonOfShares
+
+            muon_class = MuonOfShares
         classes: dict[bool, Callable[..., torch.optim.Optimizer]] = {
             True: partial(
-                torch.optim.Muon,
+                muon_class,
                 momentum=section.momentum,
                 nesterov=section.nesterov,
                 ns_steps=section.ns_steps,
@@ -133,6 +149,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def _groups(self, by_muon: bool) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group[BY_MUON] is by_muon]
+
+    def take_shares(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        """Learn where the matrices lie that ZeRO has divided over the ranks."""
+        from framework.engine.muon_shares import MuonOfShares, matrix_shares
+
+        muon = self._inner.get(True)
+        assert isinstance(muon, MuonOfShares)
+        is_stepped = [group[BY_MUON] for group in self.param_groups]
+        muon.shares = matrix_shares(engine, is_stepped)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for by_muon, inner in self._inner.items():

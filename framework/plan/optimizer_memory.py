@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Final
 
@@ -18,6 +18,7 @@ from framework.config.optimizer import (
     Muon,
     OptimizerSection,
 )
+from framework.plan.muon import exchange_bytes, muon_matrices
 from framework.plan.operations import Shape
 from framework.plan.optimizer_state import OptimizerState
 
@@ -124,3 +125,37 @@ def muon_copies(muon: Muon, weights: Mapping[str, Shape], *, is_cpu: bool) -> in
     else:
         other_bytes = _FP32 * sum(others)
     return max([other_bytes, *matrices])
+
+
+def muon_share_copies(
+    muon: Muon,
+    weights: Mapping[str, Shape],
+    *,
+    stage: int,
+    ranks: int,
+    parts: Sequence[tuple[int, bool]],
+    is_cpu: bool,
+) -> int:
+    """Return the bytes of a step of Muon at its fullest where ranks have shares of the weights.
+
+    Args:
+        muon: the config's section.
+        weights: shapes by name.
+        stage: of ZeRO.
+        ranks: that have the shares.
+        parts: elements that are stepped at once, and whether Muon steps them.
+        is_cpu: whether the step runs on the CPU.
+    """
+    exchanged = exchange_bytes(muon_matrices(muon, weights), stage=stage, ranks=ranks)
+    most = 0
+    for size, is_by_muon in parts:
+        if is_by_muon:
+            # the next momentum, and the same in bf16, of which the latter stays
+            computed = (_FP32 + 2) * size if muon.nesterov else 2 * size
+            copies = max(computed, 2 * size + exchanged)
+        elif is_cpu:
+            copies = 2 * _FP32 * size
+        else:
+            copies = _FP32 * size
+        most = max(most, copies)
+    return most

@@ -53,6 +53,7 @@ class Parallelism:
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
         is_offloaded: the optimizer runs on the host.
         weights_offloaded: weights of stage 3 lie on the host.
+        muon: the section of the optimizer if it is Muon.
     """
 
     data: int = 1
@@ -81,6 +82,7 @@ class Parallelism:
     block_sums: tuple[int, int] = (2, 4)
     is_offloaded: bool = False
     weights_offloaded: bool = False
+    muon: Muon | None = None
 
     @property
     def num_devices(self) -> int:
@@ -125,6 +127,7 @@ class Parallelism:
             joins_gradients=stage in (1, 2),
             is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
             weights_offloaded=stage == 3 and zero.offload_param.device != "none",
+            muon=config.optimizer if isinstance(config.optimizer, Muon) else None,
         )
 
 

@@ -22,7 +22,12 @@ from framework.config.run_config import RunConfig
 from framework.plan.activations import Moment, Passes
 from framework.plan.offload import Shares, name_of_copies
 from framework.plan.operations import Shape
-from framework.plan.optimizer_memory import muon_copies, state_of, step_bytes_per_element
+from framework.plan.optimizer_memory import (
+    muon_copies,
+    muon_share_copies,
+    state_of,
+    step_bytes_per_element,
+)
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 from framework.plan.work import ModelWork
@@ -82,10 +87,12 @@ class _ParameterGroup:
     Attributes:
         sizes: elements of each weight, in order.
         num_ranks: ranks that hold the same weights: ZeRO divides the group over them.
+        is_by_muon: whether Muon steps them.
     """
 
     sizes: list[int]
     num_ranks: int
+    is_by_muon: bool = False
 
     @property
     def padded_share(self) -> int:
@@ -178,8 +185,8 @@ class RankMemory:
             shapes_of.setdefault(num_ranks, {})[name] = shape
         groups = []
         for num_ranks, shapes in shapes_of.items():
-            for sizes in _group_sizes(shapes, self.config):
-                groups.append(_ParameterGroup(sizes, num_ranks))
+            for sizes, is_by_muon in _group_sizes(shapes, self.config):
+                groups.append(_ParameterGroup(sizes, num_ranks, is_by_muon))
         return groups
 
     @cached_property
@@ -222,27 +229,34 @@ class RankMemory:
         """Elements that the optimizer steps at once, one part after the other."""
         if self.stage == 0:
             return self.sizes
+        return [size for size, _ in self.divided_parts]
+
+    @cached_property
+    def divided_parts(self) -> list[tuple[int, bool]]:
+        """Elements of `parts` under ZeRO, and whether Muon steps them."""
         if self.stage == 3:
             return self.sub_groups()
-        return [group.padded_share for group in self.groups]
+        return [(group.padded_share, group.is_by_muon) for group in self.groups]
 
     @cached_property
     def largest_part(self) -> int:
         """Elements of the largest part."""
         return max(self.parts)
 
-    def sub_groups(self) -> list[int]:
-        """List the parts of stage 3: shares of weights, joined up to `sub_group_size`."""
+    def sub_groups(self) -> list[tuple[int, bool]]:
+        """List the parts of stage 3: shares of weights, joined up to `sub_group_size`; and whether
+        Muon steps them.
+        """
         joined = []
         for group in self.groups:
             size = 0
             for weight_size in group.sizes:
                 size += self.share_of(weight_size)
                 if size >= self.zero.sub_group_size:
-                    joined.append(size)
+                    joined.append((size, group.is_by_muon))
                     size = 0
             if size:
-                joined.append(size)
+                joined.append((size, group.is_by_muon))
         return joined
 
     @cached_property
@@ -381,7 +395,7 @@ class RankMemory:
             copy_width=self.copy_width,
             moment_width=self.moment_width,
             state_bytes=self.state_width + self.average_width,
-            copies=self.step_bytes_per_element * self.largest_part,
+            copies=self.copies_of_shares,
             groups=self.shares_by_group(),
             parts=self.parts,
             weights=self.sizes,
@@ -689,6 +703,21 @@ class RankMemory:
         in_fp32 = step_bytes_per_element(self.config.optimizer, is_on_cpu=is_on_cpu)
         return in_fp32 * self.moment_width // _FP32
 
+    @cached_property
+    def copies_of_shares(self) -> int:
+        """Bytes that the step under ZeRO takes for the part that is stepped at once."""
+        optimizer = self.config.optimizer
+        if isinstance(optimizer, Muon):
+            return muon_share_copies(
+                optimizer,
+                self.work.weights,
+                stage=self.stage,
+                ranks=self.ranks,
+                parts=self.divided_parts,
+                is_cpu=self.is_cpu or self.is_offloaded,
+            )
+        return self.step_bytes_per_element * self.largest_part
+
     def step(self, states: Bytes) -> Bytes:
         """Return the bytes in the step by component: `states`, which stay, gradients in the type
         of the stepped weights and the optimizer's own copies.
@@ -771,7 +800,7 @@ class RankMemory:
             flat = self.sum_width * self.largest
         computed_on = stays + (converted or flat)
         gradients = max(copied, computed_on)
-        copies = self.step_bytes_per_element * part
+        copies = self.copies_of_shares
         return {
             "gradients": gradients,
             "optimizer copies": max(computed_on + copies - gradients, 0),
@@ -791,12 +820,15 @@ def _largest_first(components: Bytes) -> dict[str, int]:
     return dict(sorted(components.items(), key=lambda item: item[1], reverse=True))
 
 
-def _group_sizes(shapes: Mapping[str, Shape], config: RunConfig) -> list[list[int]]:
-    """List the elements of each weight, in order, for each of the optimizer's parameter groups."""
+def _group_sizes(shapes: Mapping[str, Shape], config: RunConfig) -> list[tuple[list[int], bool]]:
+    """List the elements of each weight, in order, for each of the optimizer's parameter groups, and
+    whether Muon steps the group.
+    """
     if not has_groups(config.optimizer):
-        return [[prod(shape) for shape in shapes.values()]]
+        return [([prod(shape) for shape in shapes.values()], False)]
     value_of = group_values(shapes, config.optimizer)
-    return [
-        [prod(shape) for name, shape in shapes.items() if value_of[name] == value]
-        for value in in_order(value_of.values())
-    ]
+    groups = []
+    for value in in_order(value_of.values()):
+        sizes = [prod(shape) for name, shape in shapes.items() if value_of[name] == value]
+        groups.append((sizes, value.by_muon))
+    return groups

@@ -15,6 +15,8 @@ from typing import Any
 from framework.plan.collectives import Collectives, needed
 from framework.plan.devices import Machine
 from framework.plan.fitted_rates import OF_PROCESSORS, RATES, Rates
+from framework.plan.muon import flops_of_rank, muon_matrices, sent_numbers
+from framework.plan.operations import Shape
 from framework.plan.parallelism import Parallelism
 from framework.plan.plan import Plan
 from framework.plan.work import LayerWork, ModelWork
@@ -162,6 +164,8 @@ class _Step:
         seconds["weight gathers"] = self.weight_gathers(forward, backward)
         seconds["offload transfers"] = self.offload_transfers(backward)
         seconds["optimizer"] = self.optimizer()
+        seconds["orthogonal matrices"] = self.orthogonal_matrices()
+        seconds["matrix exchange"] = self.matrix_exchange()
         seconds["step overhead"] = self.overhead()
         micro_batches = by.accumulation * by.data
         num_tokens = None
@@ -464,6 +468,35 @@ class _Step:
         if by.joins_gradients:
             moved += self.share * self.rates.joined_bytes
         return moved / self.bandwidth
+
+    @property
+    def muon_matrices(self) -> list[Shape]:
+        """Shapes of the matrices that Muon steps; none for other optimizers."""
+        if self.by.muon is None:
+            return []
+        return muon_matrices(self.by.muon, self.work.weights)
+
+    def orthogonal_matrices(self) -> float:
+        """Return the seconds in which Muon makes matrices orthogonal, at the rate of large products
+        in bf16. The stages of a pipeline have even shares of them.
+        """
+        by = self.by
+        if by.muon is None:
+            return 0.0
+        flops = flops_of_rank(by.muon, self.muon_matrices, stage=by.zero_stage, ranks=self.ranks)
+        in_bf16 = self.machine.device.flops_per_second.get("bf16", self.peak)
+        reached = self.fastest * in_bf16 / self.peak * self.rates.plateau
+        return flops / by.pipe / reached
+
+    def matrix_exchange(self) -> float:
+        """Return the seconds in which pieces of matrices in bf16 go to the ranks that make them
+        orthogonal, and back.
+        """
+        by = self.by
+        numbers = sent_numbers(self.muon_matrices, stage=by.zero_stage, ranks=self.ranks)
+        if not numbers:
+            return 0.0
+        return 2 * self.collectives.scatter(2 * numbers, self.ranks, by.tensor)
 
 
 def _add(total: Seconds, seconds: Seconds, count: float) -> None:

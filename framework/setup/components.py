@@ -395,7 +395,7 @@ def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
     if isinstance(section, Muon):
         from framework.engine.parameter_groups import MuonWithAdamW
 
-        return partial(MuonWithAdamW, section=section)
+        return partial(MuonWithAdamW, section=section, has_shares=config.zero.stage > 0)
     factory = section.own_factory()
     if factory is None:
         return None

@@ -97,6 +97,7 @@ def proven() -> Iterator[Run]:
             )
     for name, (section, *_) in test_against_pytorch.WHOLE.items():
         yield Run(2, test_against_pytorch.config(name, nowhere, optimizer=section))
+    yield from (Run(2, one) for one in test_against_pytorch.divided_muon_cases(nowhere))
     yield from (
         Run(2, one)
         for one in (*test_step_loss.plain_cases(nowhere), *test_step_loss.pipe_cases(nowhere))

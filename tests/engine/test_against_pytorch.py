@@ -227,11 +227,30 @@ WHOLE: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
     "muon-cosine": (MUON, both, "cosine"),
     "muon-warmup": (MUON, both, "warmup-linear"),
 }
+# Muon on shares of matrices, with two micro-batches a step.
+DIVIDED_MUON: dict[str, dict[str, Any]] = {
+    "muon-z1": {"stage": 1},
+    "muon-z2": {"stage": 2},
+    "muon-z2-offload": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+    },
+    "muon-z3": {"stage": 3},
+}
 CLIP = 0.1
 # Muon computes in bf16: a last bit of a sum of gradients may move a number by 2**-8 of it. Plain
 # PyTorch differs from itself by 1e-4 where it adds up the two halves of each batch, or computes
 # with another number of threads.
 OF_MUON = 5e-4
+
+
+def divided_muon_cases(folder: Path) -> list[dict[str, Any]]:
+    """Runs whose ranks have shares of the matrices that Muon steps."""
+    cases = []
+    for name, zero in DIVIDED_MUON.items():
+        sections = {"batch": {"accumulation_steps": 2}, "training": {"clip_grad_norm": CLIP}}
+        cases.append(config(name, folder, optimizer=MUON, zero=zero, **sections))
+    return cases
 
 
 def _times(formula: Callable[[int], float], factor: float, step: int) -> float:
@@ -367,6 +386,7 @@ def two_ranks(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Pat
         cases.append(
             config(name, folder, optimizer=section, training={"clip_grad_norm": CLIP}, **moved)
         )
+    cases += divided_muon_cases(folder)
     of_groups = {"kind": "adamw", "groups": [{"match": "conv.*", "lr": 2e-4}]}
     for name, (section, _) in SCHEDULES.items():
         if exhaustive or name not in RARE_SCHEDULES:
@@ -510,6 +530,15 @@ def test_optimizers_of_whole_weights_equal_torch(two_ranks: Path, batches: Any, 
     expected = plain_losses(batches, make_optimizer=make, clip=CLIP, lr_of_step=rate, num_parts=2)
     assert expected[-1] < expected[0] - 0.03
     assert furthest(two_ranks / name, expected) < (TOLERANCE if name == "adafactor" else OF_MUON)
+    assert min(series(two_ranks / name, "train/grad_norm").values()) > CLIP
+
+
+@pytest.mark.parametrize("name", DIVIDED_MUON)
+def test_muon_on_shares_equals_torch(two_ranks: Path, batches: Any, name: str) -> None:
+    """As close to plain PyTorch as at stage 0, where each rank has whole matrices."""
+    expected = plain_losses(batches, make_optimizer=both, clip=CLIP, num_parts=2)
+    assert expected[-1] < expected[0] - 0.03
+    assert furthest(two_ranks / name, expected) < OF_MUON
     assert min(series(two_ranks / name, "train/grad_norm").values()) > CLIP
 
 

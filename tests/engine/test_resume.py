@@ -95,6 +95,16 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fp16-z0": {"precision": FP16},
     "muon-bf16": {"optimizer": {"kind": "muon", "matrices": [r"fc1\.weight"]}, "precision": BF16},
+    "muon-bf16-z2": {
+        "optimizer": {"kind": "muon", "matrices": [r"fc[12]\.weight"]},
+        "zero": {"stage": 2},
+        "precision": BF16,
+        "batch": ACCUMULATING,
+    },
+    "muon-z3": {
+        "optimizer": {"kind": "muon", "matrices": [r"fc[12]\.weight"]},
+        "zero": {"stage": 3},
+    },
     "adafactor-bf16": {"optimizer": {"kind": "adafactor"}, "precision": BF16},
     "fp16-z2": {"zero": {"stage": 2}, "precision": FP16},
     # The loss scale of torch's GradScaler falls for some steps, and would fall again.

@@ -79,6 +79,7 @@ TWO_RANKS: Cases = {
     },
     **{f"{model}-adamw": (model, stage, ADAMW) for stage, model in ((0, "gpt"), (3, "gqa"))},
     "gpt-muon": ("gpt", 0, {"kind": "muon"}),
+    "gpt-muon-z3": ("gpt", 3, {"kind": "muon"}),
     "gpt-adafactor": ("gpt", 0, {"kind": "adafactor"}),
     "gpt-ema": ("gpt", 1, SGD),
     "window": ("window", 2, SGD),

@@ -101,6 +101,13 @@ def cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     for kind, dtype in product(("adafactor", "muon"), ("fp32", "bf16")):
         precision = {"dtype": dtype}
         yield f"z0-{kind}-{dtype}", config_of(precision=precision, optimizer={"kind": kind}), TOKENS
+    for stage in (2, 3):
+        zero = {"stage": stage, "reduce_bucket_size": 200_000}
+        yield (
+            f"z{stage}-muon",
+            config_of(zero=zero, precision=half, optimizer={"kind": "muon"}),
+            TOKENS,
+        )
     training = {"max_steps": 10, "ema": {"decay": 0.9}}
     yield "z2-ema", config_of(zero=small, precision=half, training=training), TOKENS
     yield "z2-autocast", config_of(zero=small, precision={"dtype": "autocast"}), TOKENS

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.config.load import config_from_values
+from framework.config.optimizer import Muon
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Device, Machine, Network
 from framework.plan.fitted_rates import Rates
@@ -66,6 +67,26 @@ def test_a_single_device_computes_and_updates() -> None:
     # weights written
     assert found["optimizer"] == pytest.approx(PARAMS * (2 * 12 + 4 + 2 * 2 + 2) / 1e12)
     assert found.keys() == {"compute", "memory-bound operations", "copies", "optimizer"}
+
+
+def test_muon_makes_matrices_orthogonal_and_exchanges_them() -> None:
+    weights = {f"blocks.{number}.mlp.weight": (1000, 4000) for number in range(16)}
+    work = replace(WORK, weights={"embed.weight": (500, 1000), **weights})
+
+    def seconds_of(**by: Any) -> dict[str, float]:
+        return dict(step_time(work, Parallelism(muon=Muon(), **by), MACHINE, IDEAL).seconds)
+
+    # five iterations of three products: n x m with itself, n x n with itself, n x n with n x m
+    each = 5 * (2 * 1e6 * 4e3 + 2 * 1e9 + 2 * 1e6 * 4e3) / 1e14
+    assert seconds_of()["orthogonal matrices"] == pytest.approx(16 * each)
+    assert seconds_of(data=8)["orthogonal matrices"] == pytest.approx(16 * each)
+    assert "matrix exchange" not in seconds_of(data=8)
+    cut = seconds_of(data=8, zero_stage=3)
+    assert cut["orthogonal matrices"] == pytest.approx(2 * each)
+    # there and back, in bf16, without what stays: 7/8
+    assert cut["matrix exchange"] == pytest.approx(2 * 7 / 8 * 2 * 64e6 / 1e11, abs=1e-4)
+    assert seconds_of(data=8, zero_stage=2)["matrix exchange"] < cut["matrix exchange"] / 2
+    assert seconds_of(data=32, zero_stage=2)["orthogonal matrices"] == pytest.approx(each)
 
 
 def test_recomputation_is_a_third_pass_of_all_but_the_loss() -> None:

@@ -8,6 +8,7 @@ from framework.plan.cluster import Device
 
 LAMB = {"optimizer": {"kind": "lamb"}}
 LION = {"optimizer": {"kind": "lion"}}
+MUON = {"optimizer": {"kind": "muon"}}
 OWN_ADAM = {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}}
 TARGET = {"target": "a:b"}
 GREY224 = {"kind": "synthetic_images", "channels": 1, "image_size": 28, "num_classes": 10}
@@ -229,6 +230,8 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "offload_optimizer_unsupported": [
         (LAMB | offload(2), "cuda", "offload-optimizer-unsupported"),
         (LION | offload(3, ratio=0.5), "cuda", "offload-optimizer-unsupported"),
+        (MUON | offload(3, **NVME), "cuda", "offload-optimizer-unsupported"),
+        (MUON | offload(3), "cuda", None),
         (offload(3, ratio=0.5) | OWN_ADAM, "cuda", None),
         (LAMB, "cuda", None),
     ],
@@ -237,11 +240,12 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             (LAMB | {"zero": {"stage": stage}}, "cuda", "optimizer-sees-shape")
             for stage in (1, 2, 3)
         ),
+        *((MUON | {"zero": {"stage": stage}}, "cuda", None) for stage in (1, 2, 3)),
         (LAMB | {"precision": {"dtype": "fp16"}}, "cuda", None),
     ],
     "not_with_tensor": [
         (divided(**LAMB), "cuda", "not-with-tensor"),
-        (divided(optimizer={"kind": "muon"}), "cuda", "not-with-tensor"),
+        (divided(**MUON), "cuda", "not-with-tensor"),
         (divided(precision={"dtype": "bf16"}), "cuda", "not-with-tensor"),
         (
             divided(parallel={"tensor": 2, "sequence": 2}, model={"kind": "gpt", "num_heads": 4}),
