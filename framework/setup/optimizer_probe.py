@@ -9,6 +9,11 @@ The optimizer is made and given its shares as DeepSpeed does it, and stepped bes
 over the whole weights. Both get the gradients of a real loss at the whole weights: they turn with
 the weights as in a training, so that thresholds, warm-ups and estimates of a step size are reached;
 and differences in the last bits do not grow, since they do not change later gradients.
+
+A bound that no gradient of the trial reaches (clipping by the norm of all at 10, steps that are
+left out at a peak, a ratio of norms of at most 1) shows in no step. So whole weights are stepped
+once more, with each sum, norm and extreme over many numbers made far larger or smaller: a step that
+changes depends on them.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from framework.engine.initialize import MakeOptimizer
 from framework.errors import ConfigError
@@ -40,6 +46,10 @@ in the last bits.
 """
 _ROUNDINGS: Final = 64  # allowed in any case, of the largest weight
 _RATE_IF_NONE: Final = 1e-2  # for an optimizer made with lr 0, which a schedule sets later
+
+_MOST_DIGITS: Final = 12  # by which a sum is swayed, up or down
+# Operations that give fewer numbers than they take, and add none up.
+_PICKS: Final = ("index", "index_select", "gather", "take", "masked_select", "nonzero", "item")
 
 _BY_NUMBER: Final = "take an optimizer that works number by number, such as AdamW, Lion or SGD"
 
@@ -219,7 +229,29 @@ def _compared(
             shares.append(_Share(make, start, number, stage, key=key, value=value))
     except NotJudgedError as error:
         return f"it cannot be made for its share of the weights ({error})"
-    return _first_difference(trial, whole, shares)
+    reason = _first_difference(trial, whole, shares)
+    if not reason and trial.num_steps >= _TRIALS[0].num_steps:
+        return _swayed(make, trial, key=key, value=value)
+    return reason
+
+
+def _swayed(make: MakeOptimizer, trial: _Trial, *, key: str, value: str) -> str:
+    """Step whole weights twice, the second time with other sums over many numbers, and return that
+    the steps differ, or empty text.
+    """
+    plain = _Whole(make, trial.trained, key=key, value=value)
+    swayed = _Whole(make, trial.trained, key=key, value=value)
+    for step in range(trial.num_steps):
+        gradients = trial.gradients(plain.weights, step)
+        plain.step(gradients, step)
+        with _SwayedSums(step):
+            swayed.step(gradients, step)
+        weights = _joined(plain.weights)
+        if not torch.isfinite(weights).all():  # nothing is left to compare
+            return ""
+        if not torch.equal(_joined(swayed.weights), weights):
+            return "its step depends on a sum, a norm or an extreme of many numbers"
+    return ""
 
 
 def _first_difference(trial: _Trial, whole: _Whole, shares: Sequence[_Share]) -> str:
@@ -471,6 +503,37 @@ class _EqualDraws(TorchDispatchMode):
         if drawn.is_floating_point():
             return drawn.fill_(low + (high - low) * self._uniform)
         return drawn.fill_(0)
+
+
+class _SwayedSums(TorchDispatchMode):
+    """Multiplies what an operation makes of more numbers (sums, norms, means, extremes) by factors
+    that depend on the step and on the operation's turn. Views, choices by place, counts and truth
+    values stay as they are.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draws = random.Random(step)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func._overloadpacket.__name__ in _PICKS:
+            return made
+        if any(result.alias_info is not None for result in func._schema.returns):
+            return made
+        sizes = [_size(leaf) for leaf in tree_leaves(args)]
+        most = max(sizes, default=0)
+        return tree_map(lambda leaf: self._sway(leaf, most), made)
+
+    def _sway(self, leaf: Any, most: int) -> Any:
+        if _size(leaf) and leaf.is_floating_point() and leaf.numel() < most:
+            return leaf * 10.0 ** self._draws.uniform(-_MOST_DIGITS, _MOST_DIGITS)
+        return leaf
+
+
+def _size(leaf: Any) -> int:
+    """Return the count of numbers of a tensor, and 0 for anything else."""
+    return leaf.numel() if isinstance(leaf, Tensor) else 0
 
 
 @contextmanager

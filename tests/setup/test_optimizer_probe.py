@@ -227,7 +227,35 @@ def one_draw_for_each(optimizer: AllWeights, group: dict[str, Any]) -> None:
         one.sub_(group["lr"] * optimizer.state[one]["mean"] * torch.rand(()))
 
 
+def clips_at_a_thousand(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    """A bound that no gradient of the trial reaches."""
+    norm = sum(float(one.grad.square().sum()) for one in group["params"]) ** 0.5
+    take(optimizer, group, rate=min(1.0, 1000.0 / norm))
+
+
+def leaves_out_peaks(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    norm = torch.nn.utils.get_total_norm([one.grad for one in group["params"]])
+    mean = group.setdefault("mean_norm", float(norm))
+    group["mean_norm"] = 0.9 * mean + 0.1 * float(norm)
+    take(optimizer, group, rate=0.0 if norm > 200.0 * mean else 1.0)
+
+
+def trusts_all(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    """One ratio of norms for all weights, of at most 1, as it is here at every step."""
+    weights = sum(float(one.square().sum()) for one in group["params"]) ** 0.5
+    means = sum(float(optimizer.state[one]["mean"].square().sum()) for one in group["params"])
+    take(optimizer, group, rate=min(1.0, weights / max(means**0.5, 1e-12)))
+
+
+def bounds_each(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    """As Adafactor and StableAdamW: an update of at most a root mean square."""
+    for one in group["params"]:
+        size = float(one.grad.square().mean().sqrt())
+        one.sub_(group["lr"] * one.grad / max(1.0, size / 100.0))
+
+
 SEES_ALL = [
+    *(clips_at_a_thousand, leaves_out_peaks, trusts_all, bounds_each),
     *(estimates_its_rate, clips_all, clips_each_from_step_40, keeps_a_sum, projects),
     *(factors_large_ones, noisy_norms, one_draw_for_each),
 ]
@@ -301,6 +329,17 @@ def test_at_stage_3_step_is_called_for_each_group() -> None:
     ) as caught:
         check_optimizer(of_halves, stage=3, key="optimizer", value="mine")
     assert caught.value.problems[0].kind == "optimizer-sees-shape"
+
+
+def notes_norms(optimizer: AllWeights, group: dict[str, Any]) -> None:
+    """Looks at all numbers, and steps each by itself."""
+    norms = torch.stack([one.grad.norm() for one in group["params"]])
+    assert bool(torch.isfinite(norms).all())
+    take(optimizer, group)
+
+
+def test_a_norm_that_changes_no_step_is_no_reason_to_refuse() -> None:
+    assert judge(partial(AllWeights, step=notes_norms), stage=2) == ""
 
 
 class WithModes(Own):
