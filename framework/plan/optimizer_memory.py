@@ -18,7 +18,6 @@ from framework.config.optimizer import (
     Muon,
     OptimizerSection,
 )
-from framework.plan.muon import exchange_bytes, muon_matrices
 from framework.plan.operations import Shape
 from framework.plan.optimizer_state import OptimizerState
 
@@ -146,6 +145,8 @@ def muon_share_copies(
         parts: elements that are stepped at once, and whether Muon steps them.
         is_cpu: whether the step runs on the CPU.
     """
+    from framework.plan.muon import exchange_bytes, muon_matrices  # most runs have no need
+
     exchanged = exchange_bytes(muon_matrices(muon, weights), stage=stage, ranks=ranks)
     most = 0
     for size, is_by_muon in parts:

@@ -38,6 +38,19 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "lamb": {"optimizer": {"kind": "lamb", "lr": 0.02}, "precision": {"dtype": "fp16"}},
     "lion": {"optimizer": {"kind": "lion", "lr": 5e-4}, "precision": {"dtype": "bf16"}},
+    **{
+        f"muon-z{stage}": {
+            "optimizer": {
+                "kind": "muon",
+                "lr": 0.01,
+                "adam_lr": 2e-3,
+                "matrices": [r"fc.\.weight"],
+            },
+            "precision": {"dtype": "bf16"},
+            "zero": {"stage": stage},
+        }
+        for stage in (2, 3)
+    },
     "average": {
         "precision": {"dtype": "fp16"},
         "zero": {"stage": 2},

@@ -781,6 +781,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "states-unsupported",
         ),
         (in_half() | HOST_ADAM | offload(3, **NVME), "cuda", "states-unsupported"),
+        (in_half() | MUON | {"zero": {"stage": 2}}, "cuda", "states-unsupported"),
         (
             in_half("fp16_weights", "fp16") | HOST_ADAM | offload(3, ratio=0.5),
             "cuda",
