@@ -150,6 +150,12 @@ class LoadedRun:
             from framework.checkpoint.huggingface import published_problems
 
             problems += published_problems(self.config)
+        lora = self.config.training.lora
+        if lora is not None and lora.init_adapter is not None:
+            from framework.checkpoint.adapter_files import adapter_problems
+            from framework.plan.work import trained_shapes
+
+            problems += adapter_problems(lora, trained_shapes(self.config))
         cluster = cluster or default_cluster(self.config)
         return make_plan(
             self.config, cluster, num_train_samples=size, source=self.source, further=problems

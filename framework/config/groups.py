@@ -213,6 +213,27 @@ to.
 """
 
 
+PEFT_PREFIX: Final = "base_model.model."
+"""Before the names of weights in peft's files."""
+_BASE: Final = "base_layer."
+_ADAPTER: Final = ".default"
+_MAGNITUDE: Final = ".lora_magnitude_vector.weight"
+
+
+def base_name(name: str) -> str:
+    """Return the name in the plain model of a weight that is no adapter's."""
+    return name.replace(_BASE, "")
+
+
+def peft_name(name: str) -> str:
+    """Return the name of a trained weight in peft's own files."""
+    module, mark, rest = base_name(name).partition(LORA)
+    written = f"{PEFT_PREFIX}{module}{mark}{rest.replace(_ADAPTER, '')}"
+    if written.endswith(_MAGNITUDE):  # peft keeps the name that it had as a parameter
+        written = written.removesuffix(".weight")
+    return written
+
+
 def is_named(module: str, names: Sequence[str] | str) -> bool:
     """Check whether a module matches a regular expression, or a list of names or ends of names."""
     if isinstance(names, str):

@@ -69,10 +69,28 @@ class LoRA(Section):
     """What an adapter adds is multiplied by lora_alpha / r."""
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of an adapter's inputs that is dropped in training."""
+    use_rslora: bool = False
+    """Multiply by lora_alpha / sqrt(r) instead, so that large ranks learn as fast (Kalajdzievski
+    2023).
+    """
+    use_dora: bool = False
+    """Train the length of each row of W + lora_alpha / r x B A beside its direction (Liu et al.
+    2024): DoRA.
+    """
     modules_to_save: list[str] = []
     """Modules that are trained whole beside the adapters, such as a new head: what their names end
     with, wherever it begins.
     """
+    init_adapter: str | None = None
+    """A folder of adapters from which training starts, as ``export --adapter`` and peft write them,
+    of the same base. Left out: they are drawn under `run.seed`.
+    """
+
+    def of_peft(self) -> dict[str, Any]:
+        """Return the arguments of peft's LoraConfig, but for `modules_to_save`, which are trained
+        in their own place here.
+        """
+        return self.model_dump(exclude={"modules_to_save", "init_adapter"})
 
 
 class Compile(Section):

@@ -1,8 +1,8 @@
 """Low-rank adapters: added to any `nn.Module` by peft, and merged into its weights again.
 
 peft puts its own module in place of each module that it adapts: ``query.weight`` becomes
-``query.base_layer.weight``, beside ``query.lora_A.default.weight``. `base_name` returns a weight's
-name in the plain model.
+``query.base_layer.weight``, beside ``query.lora_A.default.weight``. `base_name` of
+config/groups.py returns a weight's name in the plain model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from framework.config.groups import (
     ALL_LINEAR,
     LORA,
+    base_name,
     is_named,
     is_saved,
     tied_problem,
@@ -28,8 +29,6 @@ from framework.config.training import LoRA
 from framework.errors import ConfigError
 from framework.models.layers import LayeredModel
 
-_BASE: Final = "base_layer."
-_ADAPTER: Final = ".default"
 _CHUNK: Final = 1 << 22
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,20 +38,9 @@ _PLACE: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
-def base_name(name: str) -> str:
-    """Return the name in the plain model of a weight that is no adapter's."""
-    return name.replace(_BASE, "")
-
-
 def is_adapter(name: str) -> bool:
     """Check whether a weight is one of an adapter's two."""
     return LORA in name
-
-
-def peft_name(name: str) -> str:
-    """Return the name of a trained weight in peft's own files."""
-    module, mark, rest = base_name(name).partition(LORA)
-    return f"base_model.model.{module}{mark}{rest.replace(_ADAPTER, '')}"
 
 
 def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
@@ -106,7 +94,7 @@ def _inject(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
     # Imported here: peft imports transformers, which takes seconds.
     from peft import LoraConfig, inject_adapter_in_model
 
-    config = LoraConfig(**lora.model_dump(exclude={"modules_to_save"}))
+    config = LoraConfig(**lora.of_peft())
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft warns of layers that store W transposed, and sets its option for them itself.
         warnings.simplefilter("ignore")

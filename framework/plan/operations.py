@@ -347,6 +347,8 @@ class Tape:
             return made
         self.weights[self.place(name, "lora_embedding_A.default")] = (lora.r, count)
         self.weights[self.place(name, "lora_embedding_B.default")] = (size, lora.r)
+        if lora.use_dora:
+            self._magnitude(name, (size,))
         rows = self.run(
             tokens,
             shape=tokens.with_more(lora.r),
@@ -355,7 +357,11 @@ class Tape:
             has_gradient=True,
         )
         added = self.run(rows, shape=shape, saves=[rows], flops=2 * prod(shape) * lora.r)
-        return self.add(made, self.run(added, shape=shape))
+        added = self.run(added, shape=shape)
+        if lora.use_dora:
+            made = self._scaled(made)
+            added = self._scaled(added)
+        return self.add(made, added)
 
     def linear(
         self,
@@ -430,9 +436,27 @@ class Tape:
 
     def _with_adapter(self, made: Value, low: Value, name: str, weight: Shape) -> Value:
         """Add what an adapter's B makes of `low`, scaled, to `made`, what its module makes."""
+        assert self.lora is not None
         full_name = f"{name}.lora_B.default".lstrip(".")
         added = self._product(low, made.shape, weight, full_name, has_bias=False)
-        return self.add(made, self.run(added, shape=added.shape))
+        if not self.lora.use_dora:
+            return self.add(made, self.run(added, shape=added.shape))
+        shape = weight[:1]
+        if len(weight) > 2:
+            shape = (1, weight[0], 1, 1)
+        self._magnitude(name, shape)
+        # peft: made + (m - 1) (made - bias) + m added x scaling, with a factor m for each row
+        scaled = self._scaled(self.run(made, shape=made.shape))
+        added = self.run(self._scaled(added), shape=added.shape)
+        return self.add(made, self.add(scaled, added))
+
+    def _magnitude(self, name: str, shape: Shape) -> None:
+        """Record the lengths of DoRA of a module."""
+        self.weights[self.place(name, "lora_magnitude_vector.default.weight")] = shape
+
+    def _scaled(self, value: Value) -> Value:
+        """Multiply by DoRA's trained factors, whose gradient takes the value."""
+        return self.run(value, shape=value.shape, saves=[value], has_gradient=True)
 
     def _product(
         self,

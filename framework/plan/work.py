@@ -419,6 +419,14 @@ def weights_alone(
     return replace(work, parts=(LayerWork(""),), num_samples=0)
 
 
+def trained_shapes(config: RunConfig) -> dict[str, Shape]:
+    """Return name -> shape of what a named model trains; empty for a model of the user's own."""
+    work = weights_alone(config.model, always_frozen(config.training.freeze), config.training.lora)
+    if work is None:
+        return {}
+    return dict(work.weights)
+
+
 def _parts(tape: Tape, layers: Layers, inputs: Value) -> Iterator[LayerWork]:
     """Yield the parts of all layers and of the loss; equal layers with the same trained weights are
     one part with a count.

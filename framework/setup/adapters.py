@@ -7,14 +7,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
+from framework.checkpoint.adapter_files import DESCRIPTION, WEIGHTS
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.weight_files import entries, write_one
-from framework.config.groups import is_inside_saved
+from framework.config.groups import is_inside_saved, peft_name
 from framework.config.run_config import RunConfig
 from framework.config.training import LoRA
 from framework.engine.random_state import seed_everything
@@ -31,16 +32,12 @@ from framework.models.adapters import (
     add_adapters,
     is_adapter,
     merge_adapters,
-    peft_name,
     put_trained,
     untrained_adapters,
 )
 from framework.models.prepare_model import as_fp32
 from framework.system.files import replace_text
 from framework.system.log import warn
-
-_ADAPTER_FILE: Final = "adapter_model.safetensors"
-_ADAPTER_CONFIG: Final = "adapter_config.json"
 
 
 def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -> dict[str, int]:
@@ -71,19 +68,24 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
             names[name] = peft_name(name)
     all_entries = entries(weights.stored, dtype=dtype, names=names)
     adapter_entries = [entry for entry in all_entries if entry.name in names]
+    base = checkpoint.manifest.get("base") or {}
     description: dict[str, Any] = {
         "peft_type": "LORA",
-        "base_model_name_or_path": (checkpoint.manifest.get("base") or {}).get("init_weights"),
+        "base_model_name_or_path": base.get("init_weights"),
         "inference_mode": True,
         "bias": "none",
-        **lora,
+        **section.of_peft(),
         "modules_to_save": section.modules_to_save or None,
     }
     text = json.dumps(description, indent=2) + "\n"
-    replace_text(folder / _ADAPTER_CONFIG, text)
-    path = folder / _ADAPTER_FILE
-    num_bytes = write_one(path, weights, adapter_entries, metadata={"format": "pt"})
-    return {_ADAPTER_FILE: num_bytes, _ADAPTER_CONFIG: len(text.encode())}
+    replace_text(folder / DESCRIPTION, text)
+    path = folder / WEIGHTS
+    metadata = {"format": "pt"}
+    if base:
+        metadata["base"] = base["sha256"]
+        metadata["base_dtype"] = checkpoint.manifest["config"]["precision"]["dtype"]
+    num_bytes = write_one(path, weights, adapter_entries, metadata=metadata)
+    return {WEIGHTS: num_bytes, DESCRIPTION: len(text.encode())}
 
 
 def _report_untrained(weights: MergedWeights) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from framework.checkpoint.checkpointer import Checkpointer, Retention, SaveOptio
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.precision import FP16, Autocast, PrecisionSection, fp8_of
 from framework.config.run_config import RunConfig
+from framework.config.training import LoRA
 from framework.data.batches import in_pixels
 from framework.data.loaders import EvalLoader, is_stream
 from framework.data.splits import Splits
@@ -155,11 +157,7 @@ def _whole_model(
         put_weights(model, weights, source=source, tensor_group=tensor_group)
         weights.let_go()
     if config.training.lora is not None:
-        from framework.models.adapters import add_adapters
-
-        model = add_adapters(model, config.training.lora, seed=config.run.seed)
-        if config.zero.stage == 3:
-            model = partition(model, prepared.ds_config)
+        model = _with_adapters(model, prepared, config.training.lora)
     if _packs_rows_of_others(plan):
         from framework.models.packed_transformers import attend_in_packed_rows
 
@@ -197,6 +195,30 @@ def _built_share(
     # Modules of our own draw in their own constructors.
     is_ours = not config.model.is_own_code
     return build_model(build, ds_config=prepared.ds_config, draws_in_pieces=is_ours, groups=groups)
+
+
+def _with_adapters(model: torch.nn.Module, prepared: Prepared, lora: LoRA) -> torch.nn.Module:
+    """Put adapters into a model that has its first weights, partitioned at stage 3. Collective."""
+    from framework.engine.adapter_weights import (
+        gathering_in_peft,
+        put_adapter,
+        register_read_weights,
+    )
+    from framework.models.adapters import add_adapters
+
+    config = prepared.plan.config
+    is_stage3 = config.zero.stage == 3
+    reads_weights = is_stage3 and lora.use_dora
+    with gathering_in_peft() if reads_weights else nullcontext():
+        model = add_adapters(model, lora, seed=config.run.seed)
+    if prepared.adapter is not None:
+        put_adapter(model, prepared.adapter, lora)
+        prepared.adapter.let_go()
+    if is_stage3:
+        model = partition(model, prepared.ds_config)
+    if reads_weights:
+        register_read_weights(model)
+    return model
 
 
 def watch_samples(

@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -53,6 +54,7 @@ class Prepared:
         named: the checkpoint at the path that `checkpoint.resume` is set to, if it is one.
         weights: of a fresh start, if they are not drawn; or the checkpoint to read them from, once
             all ranks have met and verified its files.
+        adapter: of a fresh start, if adapters are not drawn, under the names in peft's files.
     """
 
     plan: Plan
@@ -61,6 +63,7 @@ class Prepared:
     cut: CutModel | None = None
     named: SavedCheckpoint | None = None
     weights: LazyWeights | SavedCheckpoint | None = None
+    adapter: LazyWeights | None = None
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal on every rank, or collectives would hang or mix
@@ -91,6 +94,10 @@ class Prepared:
     def without_weights(self) -> Prepared:
         """Return the run without weights of a fresh start, for one that resumes a checkpoint."""
         return replace(self, weights=None)
+
+    def without_adapter(self) -> Prepared:
+        """Return the run without adapters of a fresh start, for one that resumes a checkpoint."""
+        return replace(self, adapter=None)
 
     def pipeline(self) -> dict[str, Any] | None:
         """Return the layers of the model and their cuts as plain values; None without a
@@ -193,11 +200,27 @@ def prepare(
 
             findings += accepted(published_problems(config), source)
             weights = _first_weights(config.checkpoint.init_weights, config, cut)
+        adapter = None
+        if resumed is None and _first_adapter(config) is not None:
+            from framework.checkpoint.adapter_files import WEIGHTS, adapter_problems
+            from framework.checkpoint.state.weight_files import read_exported
+            from framework.plan.work import trained_shapes
+
+            problems = adapter_problems(config.training.lora, trained_shapes(config))
+            findings += accepted(problems, source)
+            adapter = read_exported(Path(str(_first_adapter(config))) / WEIGHTS)
     named = None
     if config.checkpoint.resume not in ("auto", "never"):
         named = resumed
     plan = replace(plan, findings=tuple(findings))
-    return Prepared(plan, ds_config, parts, cut, named, weights)
+    return Prepared(plan, ds_config, parts, cut, named, weights, adapter)
+
+
+def _first_adapter(config: RunConfig) -> str | None:
+    """Return the folder of adapters that training starts from; None: it has none."""
+    if config.training.lora is None:
+        return None
+    return config.training.lora.init_adapter
 
 
 def _plan_here(config: RunConfig, device: Device, lookup: ResumeLookup, source: Source) -> Plan:
@@ -269,7 +292,7 @@ def _find_resumed(config: RunConfig, lookup: ResumeLookup) -> SavedCheckpoint | 
     Its bytes are verified later, when the run folder is held.
     """
     resume = config.checkpoint.resume
-    first_weights = config.checkpoint.init_weights
+    first_weights = config.checkpoint.init_weights or _first_adapter(config)
     if first_weights is None and resume in ("auto", "never"):
         return None
     try:

@@ -106,6 +106,8 @@ def agreed_weights(
     """
     if start is not None and prepared.plan.config.training.lora is None:
         return prepared.without_weights()
+    if start is not None:
+        prepared = prepared.without_adapter()
     path = str(prepared.plan.config.checkpoint.init_weights)
     _refuse_different_weights(prepared, path)
     checkpoint = prepared.weights
@@ -405,6 +407,10 @@ def load_start(
     another layout is resharded. Returns its step, or 0 without a checkpoint. Collective.
     """
     if start is None:
+        if "base" in description:
+            from framework.engine.adapter_weights import refuse_adapter_of_other_base
+
+            refuse_adapter_of_other_base(description["config"], description["base"])
         return 0
     from framework.checkpoint.resumable import describe_resharding, needs_resharding
 

@@ -14,14 +14,18 @@ import torch
 from torch import nn
 
 import framework
+from framework.checkpoint.adapter_files import WEIGHTS, adapter_problems, noted_base
 from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.state.reader import MergedWeights
+from framework.checkpoint.state.weight_files import read_exported
 from framework.commands.export import export
 from framework.config.load import config_from_values
 from framework.config.training import LoRA
 from framework.data.order import epoch_order
+from framework.engine.adapter_weights import put_adapter
 from framework.errors import ConfigError, StorageError
-from framework.models.adapters import is_adapter
+from framework.models.adapters import add_adapters, is_adapter
+from framework.plan.work import trained_shapes
 from framework.setup.adapters import write_adapter
 from framework.setup.user_code import call_factory
 from tests.engine.oracle import Average
@@ -50,6 +54,17 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.1},
 }
 TOLERANCES = {"sgd": 1e-5, "adamw": 1e-4}
+
+
+def training_of(model: str, **lora: Any) -> dict[str, Any]:
+    """Sections of a long run with another form of adapters."""
+    adapters = ADAPTED[model] | {"r": 4, "lora_alpha": 8} | lora
+    return {"training": {"max_steps": LONG_STEPS, "lora": adapters}}
+
+
+# Small weights are partitioned, too, as large ones are.
+SPREAD: dict[str, Any] = {"zero": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+
 # What changes how a step is computed -> of which run, and by how much it may change losses.
 VARIANTS: dict[str, tuple[tuple[str, str, int], dict[str, Any], float]] = {
     "long-sgd": (("gpt", "sgd", 2), {"training": {"max_steps": LONG_STEPS}}, 1e-5),
@@ -62,6 +77,9 @@ VARIANTS: dict[str, tuple[tuple[str, str, int], dict[str, Any], float]] = {
         {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}},
         1e-4,
     ),
+    "rslora": (("gpt", "sgd", 1), training_of("gpt", use_rslora=True), 1e-5),
+    "dora": (("gpt", "sgd", 2), training_of("gpt", use_dora=True), 1e-5),
+    "dora-spread": (("llama", "adamw", 3), SPREAD | training_of("llama", use_dora=True), 1e-4),
     "autocast": (("gpt", "adamw", 2), {"precision": {"dtype": "autocast"}}, 0.02),
     "bf16": (("gpt", "adamw", 3), {"precision": {"dtype": "bf16"}}, 0.05),
     "fp16": (("gpt", "adamw", 2), {"precision": {"dtype": "fp16"}}, 0.02),
@@ -83,9 +101,38 @@ _RARE = pytest.mark.exhaustive
 def varied(folder: Path, name: str) -> dict[str, Any]:
     """The run of a variant."""
     (model, optimizer, stage), sections, _ = VARIANTS[name]
-    made = config(folder, model, optimizer, stage) | {"checkpoint": {"at_end": False}}
+    is_read = "lora" in sections.get("training", {})
+    made = config(folder, model, optimizer, stage) | {"checkpoint": {"at_end": is_read}}
     made["run"] = {**made["run"], "name": name}
     return made | {key: {**made.get(key, {}), **section} for key, section in sections.items()}
+
+
+def begun(folder: Path, name: str, stage: int) -> dict[str, Any]:
+    """A run that starts from the adapters in `name`, a folder that peft wrote."""
+    made = config(folder, "gpt", "sgd", stage)
+    made["run"]["name"] = f"begun-{name}-z{stage}"
+    made["training"]["lora"]["init_adapter"] = str(folder / name)
+    return made
+
+
+def write_with_peft(folder: Path, values: dict[str, Any]) -> None:
+    """Adapters that add something, as peft saves them; and the same, noted as of another base."""
+    from safetensors.torch import load_file, save_file
+
+    made = peft.get_peft_model(build(values), peft.LoraConfig(**values["training"]["lora"]))
+    torch.manual_seed(4)
+    for name, parameter in made.named_parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, mean=float(".norm" in name), std=0.1)
+    made.save_pretrained(folder / "start")
+    (folder / "stranger").mkdir()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / "stranger" / file).write_bytes((folder / "start" / file).read_bytes())
+    save_file(
+        load_file(folder / "start" / "adapter_model.safetensors"),
+        folder / "stranger" / "adapter_model.safetensors",
+        metadata={"format": "pt", "base": "0" * 64, "base_dtype": "fp32"},
+    )
 
 
 def shared(folder: Path, model: str, optimizer: str, stage: int) -> dict[str, Any]:
@@ -155,7 +202,12 @@ def runs(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "other-base",
         str(folder / "other.pt"),
     )
-    train_cases([*first, *again, *moved, other], num_ranks=2, folder=folder, allow_fp16=True)
+    write_with_peft(folder, config(folder, "gpt", "sgd", 0))
+    begin = [begun(folder, "start", stage) for stage in (0, 3)]
+    begin.append(begun(folder, "stranger", 0))
+    train_cases(
+        [*first, *again, *moved, *begin, other], num_ranks=2, folder=folder, allow_fp16=True
+    )
     return folder
 
 
@@ -174,13 +226,14 @@ def plain_losses(runs: Path) -> dict[tuple[str, str], tuple[list[float], float, 
     }
 
 
-def plain(values: dict[str, Any], num_steps: int = NUM_STEPS) -> tuple[list[float], float, Average]:
-    """PyTorch and peft's own functions, one process; what the base makes of the last batch; and the
-    moving average.
-    """
-    samples = call_factory(config_from_values(values).data.factory(), key="data").train
+def adapted(values: dict[str, Any]) -> tuple[Any, list[nn.Parameter]]:
+    """The base with adapters by peft's own functions, and what is trained."""
     model = build(values)
-    lora = values["training"]["lora"]
+    lora = dict(values["training"]["lora"])
+    begin = lora.pop("init_adapter", None)
+    if begin is not None:
+        model = peft.PeftModel.from_pretrained(model, begin, is_trainable=True)
+        return model, [one for one in model.parameters() if one.requires_grad]
     torch.manual_seed(1)
     saved = [
         module
@@ -191,7 +244,15 @@ def plain(values: dict[str, Any], num_steps: int = NUM_STEPS) -> tuple[list[floa
     peft.inject_adapter_in_model(peft.LoraConfig(**given), model)
     for parameter in (parameter for module in saved for parameter in module.parameters()):
         parameter.requires_grad_(True)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, [one for one in model.parameters() if one.requires_grad]
+
+
+def plain(values: dict[str, Any], num_steps: int = NUM_STEPS) -> tuple[list[float], float, Average]:
+    """PyTorch and peft's own functions, one process; what the base makes of the last batch; and the
+    moving average.
+    """
+    samples = call_factory(config_from_values(values).data.factory(), key="data").train
+    model, trained = adapted(values)
     section = dict(values["optimizer"])
     make: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[section.pop("kind")]
     optimizer, losses = make(trained, **section), []
@@ -256,13 +317,55 @@ def test_ranks_that_share_sequences_train_the_same_adapters(
 def test_other_arithmetic_stays_close(runs: Path, plain_losses: Any, name: str) -> None:
     (model, optimizer, _), _, within = VARIANTS[name]
     found = [*series(runs / name, "train/loss").values()]
-    long = name.startswith("long")
-    expected = (
-        plain(config(runs, model, optimizer, 0), LONG_STEPS)[0]
-        if long
-        else plain_losses[model, optimizer][0]
-    )
+    form = VARIANTS[name][1].get("training", {}).get("lora")
+    values = config(runs, model, optimizer, 0)
+    if form is not None:
+        values["training"]["lora"] = form
+    if form is not None or name.startswith("long"):
+        expected = plain(values, LONG_STEPS)[0]
+    else:
+        expected = plain_losses[model, optimizer][0]
+    print(f"{name}: {max(abs(a - b) for a, b in zip(found, expected, strict=True)):.1e}")
     assert found == pytest.approx(expected, abs=within)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_run_goes_on_from_adapters_that_peft_wrote(runs: Path, stage: int) -> None:
+    values = begun(runs, "start", stage)
+    found = [*series(runs / values["run"]["name"], "train/loss").values()]
+    expected = plain(values)[0]
+    assert found == pytest.approx(expected, abs=1e-5)
+    drawn = series(runs / "gpt-sgd-z0", "train/loss")
+    assert abs(found[0] - drawn[1]) > 0.01  # that they were read
+    trained = weights(runs / values["run"]["name"])
+    assert {*trained} == {*weights(runs / "gpt-sgd-z0")}
+
+
+def test_adapters_that_were_trained_on_another_base_are_no_start(runs: Path) -> None:
+    stated = (runs / "begun-stranger-z0.error").read_text(encoding="utf-8")
+    assert "were trained on other frozen weights" in stated
+    assert "[base-differs]" in stated
+
+
+def test_an_export_for_peft_is_a_start(runs: Path, tmp_path: Path) -> None:
+    export(str(runs / "gpt-sgd-z0"), tmp_path / "out", adapter=True)
+    values = begun(runs, "start", 0)
+    values["training"]["lora"]["init_adapter"] = str(tmp_path / "out")
+    loaded = config_from_values(values)
+    assert adapter_problems(loaded.training.lora, trained_shapes(loaded)) == []
+    held = weights(runs / "gpt-sgd-z0")
+    noted = noted_base(str(tmp_path / "out"))
+    assert noted == {
+        "format": "pt",
+        "base": held.checkpoint.manifest["base"]["sha256"],
+        "base_dtype": "fp32",
+    }
+    model = add_adapters(build(values), LoRA(**values["training"]["lora"]), seed=0)
+    put_adapter(
+        model, read_exported(tmp_path / "out" / WEIGHTS), LoRA(**values["training"]["lora"])
+    )
+    state = model.state_dict()
+    assert all(torch.equal(state[name], held[name]) for name in held)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -387,6 +490,21 @@ def test_exports_compute_what_the_trained_model_does(
     assert float((build(values).eval()(tokens) - logits).abs().max()) > 1e-2
 
 
+@pytest.mark.parametrize("name", ["rslora", "dora", "dora-spread"])
+def test_other_forms_of_adapters_are_those_of_peft(runs: Path, tmp_path: Path, name: str) -> None:
+    run = runs / name
+    values = varied(runs, name)
+    export(str(run), tmp_path / "adapter", adapter=True)
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    loaded = peft.PeftModel.from_pretrained(build(values), str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        expected = loaded(tokens)
+        found = framework.load(run, trust=True)(tokens)
+        base = build(values).eval()(tokens)
+    assert float((found - expected).abs().max()) < 1e-5
+    assert float((base - expected).abs().max()) > 1e-2
+
+
 def test_adapters_that_nothing_went_through_are_not_exported(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,8 +553,6 @@ def test_adapters_are_no_weights_to_start_from(runs: Path) -> None:
 def test_modules_that_cannot_be_adapted_are_refused(
     tmp_path: Path, lora: dict[str, Any], kind: str
 ) -> None:
-    from framework.models.adapters import add_adapters
-
     refused = partial(pytest.raises, ConfigError, match=kind)
     with refused():
         add_adapters(build(config(tmp_path, "gpt", "sgd", 0)), LoRA(**lora), seed=0)

@@ -61,6 +61,7 @@ def test_merged_models_compute_the_same_under_plain_names(
     assert float((before - after).abs().max()) < 5e-6
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize(
     ("model", "targets"),
     [
@@ -71,13 +72,15 @@ def test_merged_models_compute_the_same_under_plain_names(
     ],
 )
 def test_the_plan_counts_what_is_trained_and_what_is_not(
-    model: dict[str, Any], targets: Any
+    model: dict[str, Any], targets: Any, dora: bool
 ) -> None:
     saved = ["norm"] if model["kind"] != "resnet50" else []
     config = config_from_values(
         {
             "model": model,
-            "training": {"lora": {"target_modules": targets, "modules_to_save": saved}},
+            "training": {
+                "lora": {"target_modules": targets, "modules_to_save": saved, "use_dora": dora}
+            },
         }
     )
     lora = config.training.lora

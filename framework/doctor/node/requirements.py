@@ -133,6 +133,9 @@ def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
             yield f"data.{name}", Path(path).absolute()
     if config.checkpoint.init_weights is not None:
         yield "checkpoint.init_weights", Path(config.checkpoint.init_weights).absolute()
+    lora = config.training.lora
+    if lora is not None and lora.init_adapter is not None:
+        yield "training.lora.init_adapter", Path(lora.init_adapter).absolute()
     if config.checkpoint.resume not in ("auto", "never"):
         yield "checkpoint.resume", Path(config.checkpoint.resume).absolute()
 

@@ -1,0 +1,109 @@
+"""Adapters that a run starts from, loaded into a model; and what ZeRO stage 3 has to know of those
+that read more than their own weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from framework.checkpoint.adapter_files import KEY, noted_base, other_shapes
+from framework.checkpoint.state.tensor_split import whole_shape
+from framework.checkpoint.state.weight_files import shapes_of
+from framework.config.groups import is_inside_saved, peft_name
+from framework.config.training import LoRA
+from framework.engine.weights import gives
+from framework.errors import ConfigError
+
+
+def put_adapter(model: nn.Module, weights: Mapping[str, torch.Tensor], lora: LoRA) -> None:
+    """Load the adapters of one of peft's files, and what it holds whole, into a model that has
+    adapters; partitioned by ZeRO-3 or not. Collective.
+
+    Raises:
+        ConfigError: kind ``adapter-differs``: names or shapes differ; nothing was changed.
+    """
+    trained = dict(_trained(model, lora))
+    held = shapes_of(weights)
+    present = {id(tensor) for name, tensor in trained.items() if name in held}
+    expected = {}
+    for name, tensor in trained.items():
+        # Of a weight with several names one is enough, and buffers keep their first numbers.
+        is_known = name in held or id(tensor) not in present
+        if isinstance(tensor, nn.Parameter) and is_known:
+            expected[name] = whole_shape(tensor)
+    problems = list(other_shapes(expected, held, lora))
+    if problems:
+        raise ConfigError(problems)
+    for name in (name for name in held if name in trained):
+        tensor = trained[name]
+        is_spread = hasattr(tensor, "ds_id")
+        with (
+            deepspeed.zero.GatheredParameters([tensor], modifier_rank=0, enabled=is_spread),
+            torch.no_grad(),
+        ):
+            if gives(tensor):
+                tensor.copy_(weights[name])
+
+
+def _trained(model: nn.Module, lora: LoRA) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what is trained, under its names in peft's files, and the buffers beside it."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            yield peft_name(name), parameter
+    for name, buffer in model.named_buffers():
+        if is_inside_saved(name, lora):
+            yield peft_name(name), buffer
+
+
+def refuse_adapter_of_other_base(config: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    """Refuse adapters to start from that `export --adapter` wrote of other frozen weights than
+    `base`, if those were rounded alike. Others' files do not note theirs.
+
+    Raises:
+        ConfigError: kind ``base-differs``.
+    """
+    folder = config["training"]["lora"]["init_adapter"]
+    if folder is None:
+        return
+    noted = noted_base(folder)
+    is_comparable = noted.get("base_dtype") == config["precision"]["dtype"]
+    if is_comparable and noted["base"] != base["sha256"]:
+        reason = f"the adapters in {folder} were trained on other frozen weights"
+        fix = "set checkpoint.init_weights (or run.seed, of a drawn base) as it was"
+        raise ConfigError.of("base-differs", reason, fix, KEY, folder)
+
+
+@contextmanager
+def gathering_in_peft() -> Iterator[None]:
+    """Let peft gather a weight that ZeRO stage 3 has partitioned while it measures its rows, for
+    DoRA: it asks transformers whether stage 3 is on.
+    """
+    from transformers.integrations import deepspeed as asked
+
+    is_on = {"zero_optimization": {"stage": 3}}
+    answer = asked.HfDeepSpeedConfig(is_on)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        asked.unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
+        del answer  # transformers holds it by a weak reference
+
+
+def register_read_weights(model: nn.Module) -> None:
+    """Have ZeRO stage 3 gather, for each adapted module with DoRA, the weights of the modules in
+    it, which it reads beside calling them.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if not isinstance(module, LoraLayer) or not module.lora_magnitude_vector:
+            continue
+        for parameter in module.parameters():
+            if hasattr(parameter, "ds_id"):
+                deepspeed.zero.register_external_parameter(module, parameter)
