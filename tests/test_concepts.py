@@ -24,7 +24,7 @@ PUBLIC_NAMES = 16
 # Before the first step of a run of LeNet on two ranks. Rank 0 prints an estimate of the memory and
 # writes the metrics.
 MODULES = {0: 165, 1: 147}
-BYTES_OF_SOURCE = {0: 1_250_000, 1: 1_070_000}
+BYTES_OF_SOURCE = {0: 1_256_000, 1: 1_076_000}
 
 
 def options() -> set[tuple[str, str]]:

@@ -1,5 +1,5 @@
 """Folders of adapters as peft writes them, and `export --adapter`: names and options, read without
-torch and held against `training.lora`, whose `init_adapter` names one.
+torch and held against `training.lora` (`init_adapter` is the path of one).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _differs(reason: str, fix: str, folder: Path, *, key: str = KEY, value: Any 
 
 
 def _other_options(described: Mapping[str, Any], lora: LoRA, folder: Path) -> Iterator[Problem]:
-    """Find options of the folder that differ from those of the run, or that the run has not."""
+    """Find options of the folder that differ from the run's, or that the run has not."""
     kind = described.get("peft_type")
     if kind != "LORA":
         yield _differs(f"its peft_type is {show_value(kind)}", "name adapters of LoRA", folder)
