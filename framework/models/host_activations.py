@@ -11,10 +11,11 @@ On a processor the same hooks make plain copies, as there is no stream and no ot
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, Final, Protocol
 
@@ -101,11 +102,13 @@ class CudaCopies:
 
     def new_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         """Return page-locked memory (size,), no larger than it need be: torch's own allocator
-        rounds it up to a power of two.
+        rounds it up to a power of two. It has pages of its own: CUDA locks whole pages, and
+        refuses those that it has locked for a neighbour.
         """
-        memory = torch.empty(size, dtype=dtype)
+        memory = torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype)
         error = int(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if error:
+            _forget_error(self._device)
             raise RuntimeError(f"cudaHostRegister: error {error}")
         self._pinned.append(memory)
         return memory
@@ -127,6 +130,14 @@ class CudaCopies:
 def _unpin(pinned: list[Tensor]) -> None:
     for memory in pinned:
         _runtime().cudaHostUnregister(memory.data_ptr())
+
+
+def _forget_error(device: torch.device) -> None:
+    """Take the last error out of CUDA's memory, where the check behind the next kernel would find
+    it: the run would end for a copy that it can do without.
+    """
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
 
 
 def _runtime() -> Any:

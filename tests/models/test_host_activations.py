@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from framework.config.training import Training
 from framework.models import host_activations
-from framework.models.host_activations import HostActivations, PlainCopies
+from framework.models.host_activations import CudaCopies, HostActivations, PlainCopies
 from framework.models.prepare_model import prepare_model
 from tests.models.small_models import IDS, MODELS, gpt
 
@@ -184,6 +184,37 @@ def test_where_the_host_has_no_memory_values_stay(
     assert len(warned) == 1
     assert "activations-stay" in warned[0]
     assert holding.most_bytes == 0
+
+
+def test_memory_is_locked_in_pages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[tuple[int, int]] = []
+    forgotten: list[torch.device] = []
+    monkeypatch.setattr(host_activations, "_forget_error", forgotten.append)
+
+    class Runtime:
+        error = 0
+
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+            locked.append((address, num_bytes))
+            return self.error
+
+    runtime = Runtime()
+    monkeypatch.setattr(host_activations, "_runtime", lambda: runtime)
+    copies = object.__new__(CudaCopies)  # without its stream, which takes a device
+    copies._device = CPU
+    copies._pinned = []
+    held = [copies.new_memory(size, torch.bfloat16) for size in (2048, 2049, 5000, 70_000)]
+    for (address, num_bytes), memory in zip(locked, held, strict=True):
+        assert address == memory.data_ptr()
+        assert num_bytes == memory.nbytes == 2 * len(memory)
+        assert float(memory.fill_(1.5).float().sum()) == 1.5 * len(memory)
+    pages = [set(range(start // 4096, -(-(start + size) // 4096))) for start, size in locked]
+    assert len(set.union(*pages)) == sum(map(len, pages)), "two share a page"
+    runtime.error = 2
+    with pytest.raises(RuntimeError, match="error 2"):
+        copies.new_memory(2048, torch.float32)
+    assert forgotten == [CPU]
+    assert len(copies._pinned) == len(held)
 
 
 def test_what_may_not_be_taken_stays() -> None:
