@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from framework.engine.full_weights import FullWeights
 from tests.launched import run_ranks
 from tests.places import ROOT
 from tests.warm_ranks import session_ranks
@@ -28,6 +30,12 @@ SAME = [
     "pipe:1",
     "tensor:0",
     "tensor:1",
+    "counted:0",
+    "counted:2",
+    "resumed:2",
+    "resumed:3",
+    "tied:3",
+    "experts:1",
 ]
 HALF = ["fit:0:bf16", "fit:2:bf16", "fit:3:bf16", "fit:1:fp16", "pipe:1:bf16"]
 REFUSED = {
@@ -72,6 +80,52 @@ def test_in_half_precision_it_is_within_its_rounding(found: dict[str, Any], case
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_had_is_named(found: dict[str, Any], case: str) -> None:
     assert re.search(REFUSED[case], str(found[case])), found[case]
+
+
+class Drive:
+    """An optimizer of stage 3 whose states lie in files, and what is asked of it."""
+
+    swap_optimizer = True
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _swappable_optimizer_subgroup(self, number: int) -> bool:
+        return number == 3
+
+    def _optimizer_states_and_gradient_swap_in(self, number: int) -> None:
+        self.calls.append(f"read {number}")
+
+    def _optimizer_states_and_gradient_swap_out(self, number: int) -> None:
+        self.calls.append(f"write {number}")
+
+    def _writeback_swap_state(
+        self, number: int, *, write_opt_state: bool, write_gradients: bool
+    ) -> None:
+        self.calls.append(f"write gradients {number}: {write_opt_state} {write_gradients}")
+
+    def _release_swap_buffers(self, number: int) -> None:
+        self.calls.append(f"release {number}")
+
+
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [
+        ({}, "release 3"),
+        ({"writes": True}, "write 3"),
+        ({"writes": True, "gradients": True}, "write gradients 3: False True"),
+    ],
+)
+def test_what_lies_in_a_file_is_read_and_written_back(options: dict[str, bool], last: str) -> None:
+    drive = Drive()
+    full: Any = SimpleNamespace(
+        _optimizer=drive,
+        _views=SimpleNamespace(piece_of=lambda weight: weight),
+        _number_of=lambda piece: 3,
+    )
+    with pytest.raises(LookupError), FullWeights._in_memory(full, object(), **options):  # type: ignore[arg-type]
+        raise LookupError
+    assert drive.calls == ["read 3", last]
 
 
 @pytest.mark.slow

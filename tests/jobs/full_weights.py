@@ -119,7 +119,43 @@ class Acting(Acts):
         self.after_step(state, state.step)
 
 
-def plain_run(accumulation_steps: int) -> Acts:
+def known_loss(outputs: Tensor, labels: Tensor) -> framework.Ratio:
+    """Return the loss of the samples of class 0 alone: ranks have other numbers of them."""
+    known = labels == 0
+    losses = cross_entropy(outputs, labels, reduction="none")
+    return framework.Ratio((losses * known).sum(), known.sum())
+
+
+class Known(framework.Task):
+    """The same as a task."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> framework.Ratio:
+        return known_loss(outputs, targets)
+
+    def count(self, targets: Tensor) -> Tensor:
+        return (targets == 0).sum()
+
+
+class Tied(nn.Module):
+    """Two layers that are one, with a frozen one before them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        super().__init__()
+        self.frozen = nn.Linear(12, 12)
+        self.frozen.requires_grad_(False)
+        self.first = nn.Linear(12, 12)
+        self.second = nn.Linear(12, 12)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(12, 2)
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden = self.frozen(values)
+        outputs: Tensor = self.head(self.second(self.first(hidden).tanh()).tanh())
+        return outputs
+
+
+def plain_run(*, loss_of: Any = cross_entropy) -> Acts:
     """Train the plain model with the same acts."""
     model = Plain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, weight_decay=0.0)
@@ -128,7 +164,9 @@ def plain_run(accumulation_steps: int) -> Acts:
     for step in range(STEPS):
         rows = torch.arange(step * BATCH, (step + 1) * BATCH)
         optimizer.zero_grad()
-        cross_entropy(model(INPUTS[rows]), LABELS[rows]).backward()  # type: ignore[no-untyped-call]
+        loss = loss_of(model(INPUTS[rows]), LABELS[rows])
+        loss = getattr(loss, "value", loss)
+        loss.backward()
         acts.before_step(doors)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
@@ -167,7 +205,60 @@ def fitted(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> float
     framework.fit(
         config(name, stage, dtype, sections), model=Plain, train_data=DATA, callbacks=[acts]
     )
-    return difference(acts, plain_run(1))
+    return difference(acts, plain_run())
+
+
+def counted(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> float:
+    """A loss that is divided by what all ranks count, after the backward pass."""
+    acts = Acting()
+    asked = config(name, stage, dtype, sections)
+    framework.fit(asked, model=Plain, train_data=DATA, task=Known(), callbacks=[acts])
+    return difference(acts, plain_run(loss_of=known_loss))
+
+
+def resumed(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> float:
+    """A run that goes on from its checkpoint of step 3, which was written at ZeRO stage 3."""
+    first = config(name, 3, dtype, sections)
+    first["training"] |= {"max_steps": 3}
+    framework.fit(first, model=Plain, train_data=DATA, callbacks=[Acting()])
+    rest = config(name, stage, dtype, sections) | {"checkpoint": {"resume": "auto"}}
+    acts = Acting()
+    framework.fit(rest, model=Plain, train_data=DATA, callbacks=[acts])
+    plain = plain_run()
+    plain.read = plain.read[len(plain.read) // 2 :]
+    return difference(acts, plain)
+
+
+class AtEnd:
+    """Reads all weights at the end, after setting some."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.read: dict[str, Tensor] = {}
+
+    def on_step(self, state: framework.State) -> None:
+        if state.step == STEPS:
+            for name in self.names:
+                state.set_full_weight(name, state.full_weight(name) * 0 + 0.125)
+            self.read = {name: state.full_weight(name).cpu() for name in state.weight_names()}
+
+
+def saved(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> float:
+    """What is read at the last step is what the checkpoint of that step holds."""
+    acts = AtEnd()
+    model = None
+    asked = config(name, stage, dtype, sections)
+    parts: dict[str, Any] = {}
+    if "model" not in sections:
+        acts = AtEnd("frozen.weight", "second.weight")
+        model = Tied
+        parts = {"model": model, "train_data": DATA}
+    framework.fit(asked, callbacks=[acts], **parts)
+    loaded = framework.load(f"runs/{name}", model=model)
+    weights = dict(loaded.named_parameters(remove_duplicate=False))
+    assert acts.read.keys() == weights.keys()
+    pairs = [(tensor, weights[key].detach().float()) for key, tensor in acts.read.items()]
+    return max(float((one - other).abs().max()) for one, other in pairs)
 
 
 def looped(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> float:
@@ -188,7 +279,7 @@ def looped(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> float
                     acts.before_step(engine)
                 engine.step()
             acts.after_step(engine, engine.steps_taken)
-    return difference(acts, plain_run(1))
+    return difference(acts, plain_run())
 
 
 class Refused:
@@ -240,12 +331,39 @@ def refused(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> floa
 
 HOST: Final = {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
 ACCUMULATED: Final = {"batch": {"global_size": BATCH, "accumulation_steps": 2}}
+EXPERTS: Final = {
+    "model": {
+        "kind": "gpt",
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "max_positions": 16,
+        "moe": {"num_experts": 4},
+    },
+    "data": {"target": "tests.jobs.parts:masked_prompts"},
+    "task": {"kind": "causal_lm"},
+    "parallel": {"expert": 2},
+}
 SECTIONS: Final[dict[str, dict[str, Any]]] = {
     "fit": {},
+    "counted": {},
+    "resumed": {},
+    "tied": {},
+    "experts": EXPERTS,
     "accumulated": ACCUMULATED,
     "host": HOST,
     "pipe": {"parallel": {"pipe": 2}} | ACCUMULATED,
     "tensor": {"parallel": {"tensor": 2, "tensor_plan": {"0": "column", "2": "row"}}},
+}
+
+
+RUNS: Final = {
+    "loop": looped,
+    "counted": counted,
+    "resumed": resumed,
+    "tied": saved,
+    "experts": saved,
 }
 
 
@@ -259,11 +377,7 @@ def main() -> None:
         for case in cases:
             name, stage, *precision = case.split(":")
             dtype = precision[0] if precision else "fp32"
-            run = refused
-            if name == "loop":
-                run = looped
-            elif name in SECTIONS:
-                run = fitted
+            run = RUNS.get(name, fitted if name in SECTIONS else refused)
             try:
                 sections = SECTIONS.get(name, {})
                 found[case] = run(case.replace(":", "_"), int(stage), dtype, sections)
