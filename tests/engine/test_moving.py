@@ -66,7 +66,9 @@ HALF = [
     Layout(4, 3, tensor=2, dtype="bf16"),
 ]
 MEETS_HALF = [Layout(1, 2), Layout(2, 0), Layout(2, 3), Layout(2, 1, 2), *HALF]
-LAYOUTS = [*PLAIN, *PIPED, *DIVIDED, *HALF]
+# Moved into one another: other weights have other state.
+MUON = [Layout(2, 2, more="muon"), Layout(2, 3, more="muon"), Layout(1, 0, more="muon")]
+LAYOUTS = [*PLAIN, *PIPED, *DIVIDED, *HALF, *MUON]
 # With --exhaustive: four processes are dear, and each of these divides its state as another one
 # does.
 RARE_LAYOUTS = [Layout(4, 0), Layout(4, 1), Layout(4, 2), Layout(4, 0, 2)]
@@ -74,6 +76,7 @@ MORE = {
     "": {},
     "fused": {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}},
     "offload": {"zero": {"offload_optimizer": {"device": "cpu"}}},
+    "muon": {"optimizer": {"kind": "muon"}},
 }
 LOSS_SCALE = {"initial_scale_power": 10, "loss_scale_window": 2}  # doubled once in three steps
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,8 +91,13 @@ def meet(source: Layout, target: Layout, *, exhaustive: bool) -> bool:
     plain runs, pipelines and tensor groups go into each other, and of half precision into one; with
     ``--exhaustive`` of a plain one into all, else three.
     """
+    if source in MUON or target in MUON:
+        if source == target or not {source, target} <= {*MUON}:
+            return False
+        return exhaustive or (MUON.index(target) - MUON.index(source)) % len(MUON) == 1
     if {source, target}.isdisjoint(HALF):
-        whole = [layout for layout in layouts(exhaustive=exhaustive) if layout not in HALF]
+        others = [*HALF, *MUON]
+        whole = [layout for layout in layouts(exhaustive=exhaustive) if layout not in others]
         if source == target or not {source, target} <= {*whole}:
             return False
         return exhaustive or (whole.index(target) - whole.index(source)) % len(whole) in (3, 14)

@@ -26,13 +26,16 @@ from framework.checkpoint.state.deepspeed_format import describe_raw
 from framework.checkpoint.state.optimizer_shards import OptimizerViews
 from framework.checkpoint.state.tensor_split import splits_of
 from framework.checkpoint.state.weight_names import names_of
+from framework.config.groups import stepped_by_muon
 from framework.config.load import config_from_values
+from framework.config.optimizer import Muon
 from framework.engine.distributed import process_group
 from framework.setup.assemble import assemble_engine
 from framework.setup.prepare_run import prepare
 from tests.jobs.half_on_cpu import allow_fp16
 
 KEYS = ("exp_avg", "exp_avg_sq")
+OF_MUON = ("momentum_buffer",)
 
 
 def main() -> None:
@@ -42,16 +45,18 @@ def main() -> None:
         for case in cases:
             if case["trains"]:
                 framework.fit(case["config"])
-            engine: Any = assemble_engine(prepare(config_from_values(case["config"])))
+            config = config_from_values(case["config"])
+            engine: Any = assemble_engine(prepare(config))
+            keys = keys_by_name(engine, config.optimizer)
             for source, truth in case["loads"]:
-                scramble(engine)
+                scramble(engine, keys)
                 checkpoint = find_checkpoint(
                     source, run_checkpoints=Path(source), allow_unverified=True
                 )
                 assert checkpoint is not None
                 checkpoint = describe_raw(checkpoint)
                 state = engine.load(checkpoint, moved=not case["trains"])
-                held = whole_state(engine)
+                held = whole_state(engine, keys)
                 if torch.distributed.get_rank() == 0:
                     loss_scale = float(engine.engine._get_optimizer_loss_scale() or 1.0)
                     torch.save(
@@ -60,13 +65,23 @@ def main() -> None:
             engine.close()
 
 
-def scramble(engine: Any) -> None:
+def keys_by_name(engine: Any, optimizer: Any) -> dict[str, tuple[str, ...]]:
+    """Keys of the state that the optimizer keeps of each weight."""
+    keys = {}
+    for tensor, name in names_in(engine).items():
+        shape = getattr(tensor, "ds_shape", tensor.shape)
+        is_by_muon = isinstance(optimizer, Muon) and stepped_by_muon(name, shape, optimizer)
+        keys[name] = OF_MUON if is_by_muon else KEYS
+    return keys
+
+
+def scramble(engine: Any, keys: dict[str, tuple[str, ...]]) -> None:
     """Nothing of the last load may pass for the next one's."""
     names = names_in(engine)
     with torch.no_grad():
         for tensor in names:
             tensor.fill_(7)
-        for view in OptimizerViews(engine.engine, names).views(KEYS):
+        for view in OptimizerViews(engine.engine, names).views(KEYS, keys_of=keys.__getitem__):
             view.values.fill_(7)
 
 
@@ -75,7 +90,7 @@ def names_in(engine: Any) -> Any:
     return module.plain_names() if hasattr(module, "plain_names") else names_of(module)
 
 
-def whole_state(engine: Any) -> dict[str, torch.Tensor]:
+def whole_state(engine: Any, keys: dict[str, tuple[str, ...]]) -> dict[str, torch.Tensor]:
     """Every weight and moment of the model, on rank 0. Collective."""
     deepspeed_engine = engine.engine
     names = names_in(engine)
@@ -93,12 +108,12 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
             own[f"{name} fp32"] = safe_get_full_fp32_param(tensor).detach().clone()
             own |= {
                 f"{name} {key}": safe_get_full_optimizer_state(tensor, key).detach().clone()
-                for key in KEYS
+                for key in keys[name]
             }
         else:
             copy, state = stage0[tensor] if stage0 else (tensor, optimizer.state[tensor])
             own[f"{name} fp32"] = copy.detach().clone()
-            own |= {f"{name} {key}": state[key].clone() for key in KEYS}
+            own |= {f"{name} {key}": state[key].clone() for key in keys[name]}
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, own)
     whole = {name: value for part in everyone for name, value in part.items()}
