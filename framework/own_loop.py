@@ -390,7 +390,7 @@ class OpenEngine(WeightDoors):
         return False
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Write numbers of this step, or 0-d tensors, to the run's sinks; those of rank 0 count."""
+        """Write numbers of this step, or 0-d tensors, to the run's sinks; rank 0's count."""
         step = self.steps_taken
         values = {name: float(value) for name, value in metrics.items()}
         self._logged = self._metrics_of_step(step) | values

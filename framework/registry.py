@@ -1,5 +1,5 @@
-"""Kinds of a run config's sections, and commands, by name: the framework's own and those of
-installed packages.
+"""Kinds of a run config's sections, and commands, by name: the framework's own, and what
+installed packages add.
 
 A package registers a name as an entry point, in its pyproject.toml::
 

@@ -53,7 +53,7 @@ class _File(_Part):
 
 
 class _Layout(_Part):
-    """Sizes of the job that wrote it; those of a later release are positive counts as well."""
+    """Sizes of the job that wrote it; what a later release adds is a positive count as well."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, PositiveCount]

@@ -1,6 +1,6 @@
 """``export CHECKPOINT OUT``: the weights of a checkpoint of any layout, for other programs.
 
-Names are those of the plain module, or with ``--format hf`` those that the model gives for Hugging
+Names are the plain module's, or with ``--format hf`` what the model gives for Hugging
 Face's loaders, in a folder ready for the Hub; fp32 copies are taken where the checkpoint has any.
 Adapters are merged into the weights that they belong to, or with ``--adapter`` written by
 themselves. OUT is a folder, which appears when it is complete and on disk.

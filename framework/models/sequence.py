@@ -172,7 +172,7 @@ def own_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> Tensor:
     """Compute `scaled_dot_product_attention` over the positions of this rank; arguments and result
-    are those of `attend`.
+    are as of `attend`.
     """
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1 and mask is not None:  # no fast kernel takes both

@@ -542,7 +542,7 @@ def _layer_work(
     shared_params: int,
     shares: str,
 ) -> LayerWork:
-    """Return the figures of a part; `saved_bytes` are those of all parts up to this one."""
+    """Return the figures of a part; `saved_bytes`: of all parts up to this one."""
     figures = record.figures
     forward_bytes = max(record.peak_bytes["forward"] - saved_bytes, 0)
     return LayerWork(

@@ -473,7 +473,7 @@ class Trainer:
         policy.follow(bad_steps, note=partial(warn, is_of_all_ranks=True))
 
     def _log(self, metrics: Mapping[str, float]) -> None:
-        """Log a step's metrics with speeds, times and those of callbacks, and check the losses.
+        """Log a step's metrics with speeds, times and what callbacks measure, and check the losses.
 
         Raises:
             TrainingError: training has diverged, or every step is skipped.

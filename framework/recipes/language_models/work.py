@@ -116,7 +116,7 @@ def _perceptron(model: GPT, share: RankShare, tape: Tape, value: Value, name: st
     linear = partial(tape.linear, has_bias=model.bias)
     inner_size = share.of(model.mlp_size)
     has_gate = model.mlp == "swiglu"
-    if has_gate:  # the gate's weights come first in the model, and are used after those of `up`
+    if has_gate:  # the gate's weights come first in the model, and are used after `up`'s
         tape.own((inner_size, model.hidden_size), f"{name}.gate", has_bias=model.bias)
         value = tape.shared_input(value, f"{name}.gate", f"{name}.up")
     inner = linear(value, inner_size, f"{name}.up", split=True)

@@ -244,7 +244,7 @@ def _place_to_cut(text: bytes) -> int:
             if is_last_blank and (num_kept or not text[place - 1 : place].isspace()):
                 return place + num_kept
             place = text.rfind(mark, 0, place)
-    # Before the last character, whole or not: its first byte comes before those of 10xxxxxx.
+    # Before the last character, whole or not: its first byte comes before the bytes 10xxxxxx.
     place = len(text)
     while place > len(text) - 4 and place > 1 and text[place - 1] & 0xC0 == 0x80:
         place -= 1
