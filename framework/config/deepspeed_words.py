@@ -18,7 +18,7 @@ from framework.config.optimizer import (
     WarmupLR,
 )
 from framework.config.precision import BF16, FP16
-from framework.config.zero import OFFLOADS, Zero
+from framework.config.zero import OF_THE_ENGINE, OFFLOADS, Zero
 
 _WORDS: Final[dict[str, Any]] = json.loads(
     Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ _ELSEWHERE: Final = {"dtype", "grad_accumulation", "grad_reduction", "states"}
 def _typed_keys() -> dict[str, str]:
     keys: dict[str, str] = dict(_WORDS["typed"])
     for name in Zero.model_fields:
-        if name not in OFFLOADS:
+        if name not in OFFLOADS and name not in OF_THE_ENGINE:
             keys[f"zero_optimization.{name}"] = f"zero.{name}"
             # DeepSpeed takes its stage 3 keys without the prefix too
             keys[f"zero_optimization.{name.removeprefix('stage3_')}"] = f"zero.{name}"

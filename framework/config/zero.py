@@ -99,6 +99,10 @@ class Zero(Section):
     """Copy gradients into one buffer as they appear: less fragmentation."""
     reduce_scatter: bool = True
     """Reduce each rank's share only, instead of an all-reduce."""
+    coalesce: bool = False
+    """Stage 2 with several micro-batches in a step: sum gradients over the ranks once in a step,
+    and not after each micro-batch; whole gradients stay in between, as at stage 1.
+    """
     round_robin_gradients: bool = False
     """Spread the gradient copies to the host over the ranks (stages 1 and 2 with CPU offload)."""
     sub_group_size: Count = 1_000_000_000
@@ -124,6 +128,8 @@ STAGE3_KEYS: Final = (
     "sub_group_size",
     *(name for name in Zero.model_fields if name.startswith("stage3_")),
 )
+# Settings that DeepSpeed's JSON has no key for.
+OF_THE_ENGINE: Final = ("coalesce",)
 # Section -> device -> its keys, and the lowest stage at which DeepSpeed looks at it.
 OFFLOADS: Final[Mapping[str, Mapping[str, type[Section]]]] = {
     "offload_optimizer": {"cpu": OptimizerToCPU, "nvme": OptimizerToNVMe},

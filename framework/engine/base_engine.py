@@ -99,7 +99,8 @@ class BaseEngine:
         sums_in_graph = uses_deepcompile(plan.config)
         self._flat_step: FlatStep | None = None
         if not sums_in_graph:
-            self._flat_step = _shorten_step(engine, stages=stages)
+            coalesces = plan.config.zero.coalesce and plan.layout.accumulation_steps > 1
+            self._flat_step = _shorten_step(engine, stages=stages, coalesces=coalesces)
         self.written: WrittenWeights | PlainWeights = PlainWeights(engine.module)
         if half is not None or plan.config.zero.stage > 0:
             from framework.engine.written_weights import WrittenWeights
@@ -123,7 +124,9 @@ class BaseEngine:
             )
         self.trained_weights = TrainedWeights(engine, names())
         self._end_pass: Callable[[], None] | None = None
-        if not sums_in_graph:
+        # flat sums are in the order of the weights
+        sums_flat = self._flat_step is not None and self._flat_step.sums is not None
+        if not sums_in_graph and not sums_flat:
             self._end_pass = keep_gradient_order(
                 engine, refuse_changes=self.trained_weights.refuse_changed_flags
             )
@@ -286,6 +289,8 @@ class BaseEngine:
         self._garbage.close()
         if self._freezing is not None:
             self._freezing.close()
+        if self._flat_step is not None and self._flat_step.sums is not None:
+            self._flat_step.sums.close()
         self.written.close()
         self.engine.destroy()
 
@@ -318,19 +323,27 @@ class BaseEngine:
         return halves
 
 
-def _shorten_step(engine: deepspeed.DeepSpeedEngine, *, stages: Any) -> FlatStep | None:
+def _shorten_step(
+    engine: deepspeed.DeepSpeedEngine, *, stages: Any, coalesces: bool
+) -> FlatStep | None:
     """Have the engine step in fewer passes over the gradients than DeepSpeed does. Return that step
     at stages 1 and 2.
 
-    `stages` is the process group of a pipeline's stages.
+    `stages` is the process group of a pipeline's stages; `coalesces`: gradients of stage 2 wait for
+    the last micro-batch of a step.
     """
     stage = engine.zero_optimization_stage()
     if stage in (1, 2):
         from framework.engine.flat_step import shorten_flat_step
-        from framework.engine.one_rank import keep_gradients_in_place
+        from framework.engine.one_rank import is_alone, keep_gradients_in_place
 
         keep_gradients_in_place(engine)
-        return shorten_flat_step(engine)
+        step = shorten_flat_step(engine, coalesces=coalesces)
+        if coalesces and not is_alone(engine) and (step is None or step.sums is None):
+            from framework.engine.flat_sums import wait_for_last
+
+            wait_for_last(engine)
+        return step
     if stage == 0 and (engine.fp16_enabled() or engine.bfloat16_enabled()):
         from framework.engine.half_step import shorten_half_step
 

@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from framework.engine.flat_sums import FlatSums, sum_flat
 from framework.engine.gradient_divisor import clipping_divisor, dividing
 from framework.engine.gradient_norm import norm_of
 
@@ -41,10 +42,12 @@ class FlatStep:
         device: device of the gradients.
         divisor: divides losses before the counts are there: one for each sample.
         factor: by which the last step's gradients, summed and not averaged, were multiplied.
+        sums: add gradients up over the ranks in place of DeepSpeed; None where it does.
     """
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, sums: FlatSums | None) -> None:
         optimizer = engine.optimizer
+        self.sums = sums
         self._optimizer: DeepSpeedZeroOptimizer = optimizer
         self.device = engine.device
         self.ranks = torch.distributed.get_world_size(optimizer.dp_process_group)
@@ -164,7 +167,10 @@ class FlatStep:
             getattr(weight, "ds_pipe_replicated", False) for weight in weights
         ):
             flat = getattr(gradients, "flat_partition", None)
-            return list(gradients) if flat is None else [flat]
+            if flat is None or flat.dtype == optimizer.dtype:
+                # the same bits, with DeepSpeed's buckets and without
+                return list(gradients)
+            return [flat]
         # fillings lie between the gradients of weights
         of_weights = [
             gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)
@@ -231,8 +237,9 @@ class FlatStep:
         timer.stop()
 
 
-def shorten_flat_step(engine: deepspeed.DeepSpeedEngine) -> FlatStep | None:
-    """Put a `FlatStep` in place and return it. Return None where the optimizer's gradients are on
+def shorten_flat_step(engine: deepspeed.DeepSpeedEngine, *, coalesces: bool) -> FlatStep | None:
+    """Put a `FlatStep` in place, and the sums that it reads, and return it; `coalesces` is of
+    `sum_flat`. Return None where the optimizer's gradients are on
     the host, of experts, not measured, or scaled by torch, or the engine measures DeepSpeed's own
     parts of the step.
     """
@@ -247,6 +254,6 @@ def shorten_flat_step(engine: deepspeed.DeepSpeedEngine) -> FlatStep | None:
     weights: list[Any] = [weight for group in optimizer.bit16_groups for weight in group]
     if any(getattr(weight, "use_muon", False) for weight in weights):
         return None
-    step = FlatStep(engine)
+    step = FlatStep(engine, sum_flat(engine, coalesces=coalesces))
     optimizer.step = step
     return step

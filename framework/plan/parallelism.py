@@ -15,6 +15,7 @@ from framework.config.precision import (
 )
 from framework.config.run_config import RunConfig
 from framework.config.zero import Zero
+from framework.plan.flat_sums import may_sum_flat, waits
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 
@@ -40,7 +41,8 @@ class Parallelism:
         keeps_products: whether the products of that share are kept, and do not run again.
         overlaps: sums of gradients run beside the backward pass.
         scatters: each rank gets its part of the sums alone, as with FSDP; DeepSpeed does so at
-            stage 3 only.
+            stage 3 only, `engine/flat_sums.py` at stages 1 and 2.
+        coalesces: gradients of stage 2 are summed once in a step, not after each micro-batch.
         bucket: elements of gradients that are summed at once.
         prefetches: weights of stage 3 are gathered ahead of their use.
         live: elements of weights that stay whole at stage 3 between the forward and the backward
@@ -72,6 +74,7 @@ class Parallelism:
     keeps_products: bool = False
     overlaps: bool = True
     scatters: bool = False
+    coalesces: bool = False
     bucket: int = 50_000_000
     prefetches: bool = True
     live: int = 1_000_000_000
@@ -102,6 +105,7 @@ class Parallelism:
         zero = config.zero
         stage = zero.stage
         is_half = isinstance(config.precision, BF16 | FP16)
+        gradients_wait = waits(config, layout)
         return Parallelism(
             data=layout.data_parallel_size,
             pipe=layout.pipe_size,
@@ -119,7 +123,8 @@ class Parallelism:
             recomputed=1.0 if config.training.recompute_every else 0.0,
             keeps_products=config.training.keeps_products,
             overlaps=_overlaps(zero),
-            scatters=stage == 3,
+            scatters=stage == 3 or (gradients_wait and may_sum_flat(config, layout)),
+            coalesces=stage == 2 and gradients_wait,
             bucket=zero.reduce_bucket_size,
             prefetches=zero.stage3_prefetch_bucket_size > 0,
             live=zero.stage3_max_live_parameters,

@@ -20,6 +20,7 @@ from framework.config.optimizer import Adagrad, Lamb, Muon, has_groups
 from framework.config.precision import BF16, FP16, state_widths
 from framework.config.run_config import RunConfig
 from framework.plan.activations import Moment, Passes
+from framework.plan.flat_sums import may_sum_flat, waits
 from framework.plan.offload import Shares, name_of_copies
 from framework.plan.operations import Shape
 from framework.plan.optimizer_memory import (
@@ -143,6 +144,7 @@ class RankMemory:
         self.moment_width = widths.moment
         self.is_offloaded = self.stage > 0 and self.zero.offload_optimizer.device != "none"
         self.overlaps = self.zero.overlap_comm is True
+        self.waits = waits(plan.config, layout)
 
     # Bytes of an element.
 
@@ -162,6 +164,13 @@ class RankMemory:
         """Bytes of an element of the sum of gradients over ranks."""
         _, reduction = sums_of(self.config, self.layout)
         return _FP32 if reduction else self.width
+
+    @property
+    def gradient_width(self) -> int:
+        """Bytes of an element of the gradients, or their sums, that wait to be added up over the
+        ranks at stages 1 and 2.
+        """
+        return self.sum_width if self.waits else self.width
 
     @cached_property
     def state_width(self) -> float:
@@ -367,12 +376,19 @@ class RankMemory:
     @property
     def bucket(self) -> int:
         """Bytes of the buckets of stages 1 and 2, however small the model is; two where sums
-        overlap, none on one rank.
+        overlap, none on one rank and where flat tensors stand in for them.
         """
-        if self.is_alone:
+        if self.is_alone or self.sums_flat:
             return 0
         num_buckets = 2 if self.overlaps else 1
         return num_buckets * self.sum_width * int(self.zero.reduce_bucket_size)
+
+    @cached_property
+    def sums_flat(self) -> bool:
+        """Whether gradients are summed over ranks from flat tensors (`engine/flat_sums.py`)."""
+        if self.ranks == 1 or not may_sum_flat(self.config, self.layout):
+            return False
+        return self.waits or self.share * self.ranks <= self.zero.reduce_bucket_size // 2
 
     @property
     def is_alone(self) -> bool:
@@ -510,7 +526,7 @@ class RankMemory:
         """Return the bytes of gradients, and their bucket, that wait for the next micro-batch."""
         if self.steps <= self.in_flight or self.stage == 3:
             return {}
-        if self.stage == 2:
+        if self.stage == 2 and not self.waits:
             return {"gradients": self._kept_at_stage_2()}
         components = {"gradients": self.sum_width * self.total}
         if self.stage == 1 and self.pipeline is None:
@@ -527,7 +543,9 @@ class RankMemory:
     def _kept_at_stage_2(self) -> int:
         if self.is_offloaded:
             return 0
-        num_kept = self.share if self.sum_width > self.width else self.touched
+        num_kept = self.touched
+        if self.sums_flat or self.sum_width > self.width:
+            num_kept = self.share
         return self.sum_width * num_kept
 
     def backward(self, between: Bytes, kept: Bytes) -> Bytes:
@@ -569,8 +587,8 @@ class RankMemory:
         sum, which allocates all of the rank's share, and are there twice later.
         """
         stays = self.is_alone and self.sum_width == self.width
-        if self.stage != 2 or stays:
-            width = self.sum_width if self.stage else self.reduce_width
+        if self.stage != 2 or stays or self.waits or self.sums_flat:
+            width = self.gradient_width if self.stage else self.reduce_width
             return min(room, width * (moment.gradients + moment.beside))
         bucket = self.zero.reduce_bucket_size
         num_filled = moment.gradients - moment.waiting
@@ -622,7 +640,9 @@ class RankMemory:
             return self._summed_without_zero()
         if self.is_alone:
             return self._summed_alone(kept)
-        if self.stage == 1 and not (self.overlaps and self.steps == 1):
+        if self.sums_flat:
+            return self._summed_flat(kept)
+        if self.waits and not (self.overlaps and self.steps == 1):
             return self._summed_at_stage_1()
         return self._summed_as_made(kept)
 
@@ -661,6 +681,29 @@ class RankMemory:
             "gradients": self.sum_width * (self.total + beyond_bucket + copied),
             "reduce bucket": self.bucket,
         }
+
+    def _summed_flat(self, kept: Bytes) -> dict[str, int]:
+        """Return the bytes of whole gradients and of a message of them, after the backward pass:
+        it is joined, made the type that is sent, and what a rank keeps of it is copied.
+        """
+        message = self.message
+        sent = message // self.ranks * self.reduce_width
+        if self.reduce_width != self.gradient_width:
+            sent += message * self.reduce_width
+        if self.reduce_width != self.sum_width:
+            sent += message // self.ranks * self.sum_width
+        earlier = 0 if self.waits else kept.get("gradients", 0)
+        shares = self.sum_width * self.share
+        joined = 2 * shares if self.share * self.ranks > message else shares
+        beside = max(shares - message // self.ranks * self.sum_width, 0)
+        at_once = max(beside + self.gradient_width * message + sent, joined)
+        return {"gradients": self.gradient_width * self.total + earlier + at_once}
+
+    @property
+    def message(self) -> int:
+        """Elements of the largest message of flat sums: half a bucket, or all gradients."""
+        columns = max(self.zero.reduce_bucket_size // 2 // self.ranks, 1)
+        return min(columns, self.share) * self.ranks
 
     @property
     def num_reduced(self) -> int:
@@ -786,6 +829,8 @@ class RankMemory:
         computes.
         """
         part = self.largest_part
+        if self.sums_flat:
+            return self._step_flat(part)
         stays = 0
         if self.stage < 3:
             stays = self.sum_width * self.touched_before
@@ -801,6 +846,25 @@ class RankMemory:
         computed_on = stays + (converted or flat)
         gradients = max(copied, computed_on)
         copies = self.copies_of_shares
+        return {
+            "gradients": gradients,
+            "optimizer copies": max(computed_on + copies - gradients, 0),
+        }
+
+    def _step_flat(self, part: int) -> dict[str, int]:
+        """Return the bytes of a step of the largest part, where the gradients of the rank's share
+        are one flat tensor. It is freed when the last group has its part in the type that is
+        stepped. DeepSpeed's step is called after each micro-batch, where whole gradients may wait.
+        """
+        gradients = self.sum_width * self.share
+        computed_on = gradients
+        if self.sum_width != self.copy_width:
+            converted = self.copy_width * part
+            gradients += converted
+            computed_on = gradients if len(self.groups) > 1 else converted
+        if self.waits and self.steps > 1:
+            gradients = max(gradients, self.sum_width * self.total)
+        copies = self.step_bytes_per_element * part
         return {
             "gradients": gradients,
             "optimizer copies": max(computed_on + copies - gradients, 0),

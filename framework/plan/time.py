@@ -378,7 +378,9 @@ class _Step:
         if by.overlaps:
             computing = self.rates.overlap * backward / num_buckets
             hidden = (num_buckets - 1) * min(bucket_seconds, computing)
-        num_sums = by.accumulation if by.zero_stage > 1 else 1
+        num_sums = 1
+        if by.zero_stage > 1 and not by.coalesces:
+            num_sums = by.accumulation
         return num_sums * (num_buckets * bucket_seconds - hidden)
 
     def weight_gathers(self, forward: float, backward: float) -> float:

@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": ACCUMULATING,
     },
     "fp32-z2": {"zero": {"stage": 2}},
+    "coalesced": {"zero": {"stage": 2, "coalesce": True}, "batch": ACCUMULATING},
     "fp32-z3": {
         "scheduler": {
             "kind": "one_cycle",
@@ -173,8 +174,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = config("missing", folder, checkpoint={"resume": str(folder / "nowhere")})
     over = config("auto-without-checkpoint", folder, training={"max_steps": 2})
     stage = config("other-stage", folder, zero={"stage": 1}, checkpoint=elsewhere["checkpoint"])
+    coalesced = folder / "coalesced-broken" / "checkpoints" / f"global_step{STOP}"
+    apart = config(
+        "uncoalesced",
+        folder,
+        **CASES["coalesced"] | {"zero": {"stage": 2}},
+        checkpoint={"resume": str(coalesced)},
+    )
     train_cases(
-        [*second, again, elsewhere, changed, missing, over, smaller, stage],
+        [*second, again, elsewhere, changed, missing, over, smaller, stage, apart],
         num_ranks=2,
         folder=folder,
         allow_fp16=True,
@@ -262,6 +270,13 @@ def test_another_stage_on_the_same_ranks_draws_the_same_masks(runs: Path) -> Non
     )
     assert sorted(moved) == list(range(STOP + 1, TOTAL + 1))
     assert moved == {step: pytest.approx(whole[step], abs=1e-4) for step in moved}
+
+
+def test_sums_after_each_micro_batch_go_on_after_coalesced_ones(runs: Path) -> None:
+    whole = series(runs / "coalesced-whole", "train/loss")
+    apart = series(runs / "uncoalesced", "train/loss")
+    assert sorted(apart) == list(range(STOP + 1, TOTAL + 1))
+    assert apart == {step: pytest.approx(whole[step], abs=1e-4) for step in apart}
 
 
 def test_steps_after_the_checkpoint_are_not_logged_twice(runs: Path) -> None:

@@ -115,7 +115,7 @@ class Seen(TorchDispatchMode):
 @contextmanager
 def counted_messages() -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
-    names = ("all_reduce", "all_gather_into_tensor", "reduce", "all_gather")
+    names = ("all_reduce", "all_gather_into_tensor", "reduce", "reduce_scatter_tensor")
     with mock.patch.multiple(
         torch.distributed,
         **{name: _counting(calls, name, getattr(torch.distributed, name)) for name in names},

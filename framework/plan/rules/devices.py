@@ -10,6 +10,7 @@ from framework.config.run_config import RunConfig
 from framework.config.zero import NEEDED_STAGE, STAGE3_KEYS, Zero
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
+from framework.plan.compiling import uses_deepcompile
 from framework.plan.layout import Layout
 from framework.plan.rules.base import Found, rule
 
@@ -208,8 +209,13 @@ def second_moment_in_bf16(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("inert-at-stage", "warning")
 def inert_stage3_keys(config: RunConfig, cluster: Cluster) -> Found:
-    """Find settings of stage 3 at another stage, where they have no effect."""
+    """Find settings of stage 3, or 2, at another stage, where they have no effect."""
     stage = config.zero.stage
+    if config.zero.coalesce and stage != 2:
+        fix = "remove it or set zero.stage: 2"
+        yield "zero.coalesce", f"it does nothing at stage {stage}", fix
+    elif config.zero.coalesce and uses_deepcompile(config):
+        yield "zero.coalesce", "DeepCompile sums gradients within its graph", "remove it"
     if stage == 3:
         return
     for key in STAGE3_KEYS:

@@ -304,6 +304,8 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"zero": {"sub_group_size": 5}}, "cuda", "inert-at-stage"),
         ({"zero": {"stage": 3, "stage3_prefetch_bucket_size": 5}}, "cuda", None),
         ({"zero": {"stage": 2}}, "cuda", None),
+        ({"zero": {"stage": 1, "coalesce": True}}, "cuda", "inert-at-stage"),
+        ({"zero": {"stage": 2, "coalesce": True}}, "cuda", None),
     ],
     "batch_norm_in_half_precision": [
         (
@@ -823,6 +825,17 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (piped(zero={"stage": 3}), "cuda", "zero-with-pipeline"),
         (piped(zero={"stage": 1}), "cuda", None),
         ({"zero": {"stage": 2}}, "cuda", None),
+    ],
+    "coalesce_with_offload": [
+        (
+            {
+                "zero": {"stage": 2, "coalesce": True, "offload_optimizer": {"device": "cpu"}},
+                "optimizer": {"kind": "adamw", "implementation": "deepspeed"},
+            },
+            "cuda",
+            "coalesce-with-offload",
+        ),
+        ({"zero": {"stage": 2, "coalesce": True}}, "cuda", None),
     ],
     "bf16_pipeline_without_zero": [
         (piped(precision={"dtype": "bf16"}), "cuda", "bf16-pipeline-without-zero"),

@@ -1,0 +1,30 @@
+"""Which runs add gradients of ZeRO 1 and 2 up from flat tensors (`engine/flat_sums.py`), when."""
+
+from __future__ import annotations
+
+from framework.config.precision import Autocast
+from framework.config.run_config import RunConfig
+from framework.plan.compiling import uses_deepcompile
+from framework.plan.layout import Layout
+
+
+def waits(config: RunConfig, layout: Layout) -> bool:
+    """Check whether whole gradients wait for the last micro-batch of a step at stages 1 and 2."""
+    stage = config.zero.stage
+    coalesces = config.zero.coalesce and layout.accumulation_steps > 1
+    if uses_deepcompile(config):  # sums within its graph, after each micro-batch at stage 2
+        coalesces = False
+    return stage == 1 or (stage == 2 and coalesces)
+
+
+def may_sum_flat(config: RunConfig, layout: Layout) -> bool:
+    """Check whether gradients may be summed so; at stage 2 they are only if they wait, or fit."""
+    zero = config.zero
+    is_elsewhere = layout.pipe_size > 1 or layout.expert_size > 1
+    if zero.stage not in (1, 2) or is_elsewhere or zero.offload_optimizer.device != "none":
+        return False
+    if isinstance(config.precision, Autocast) or config.deepspeed.get("wall_clock_breakdown"):
+        return False
+    if zero.overlap_comm or uses_deepcompile(config):
+        return False
+    return zero.reduce_scatter and zero.contiguous_gradients
