@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from framework.engine.full_weights import FullWeights
+from framework.engine.full_shares import RankShares
 from tests.launched import run_ranks
 from tests.places import ROOT
 from tests.warm_ranks import session_ranks
@@ -37,7 +37,7 @@ SAME = [
     "tied:3",
     "experts:1",
 ]
-HALF = ["fit:0:bf16", "fit:2:bf16", "fit:3:bf16", "fit:1:fp16", "pipe:1:bf16"]
+HALF = ["halved:2:bf16", "fit:0:bf16", "fit:2:bf16", "fit:3:bf16", "fit:1:fp16", "pipe:1:bf16"]
 REFUSED = {
     "differing:1": r"rank 0 calls full_weight\('0.weight'\) and rank 1 full_weight\('2.weight'\): "
     r".* \[not-on-every-rank\]",
@@ -123,7 +123,7 @@ def test_what_lies_in_a_file_is_read_and_written_back(options: dict[str, bool], 
         _views=SimpleNamespace(piece_of=lambda weight: weight),
         _number_of=lambda piece: 3,
     )
-    with pytest.raises(LookupError), FullWeights._in_memory(full, object(), **options):  # type: ignore[arg-type]
+    with pytest.raises(LookupError), RankShares.in_memory(full, object(), **options):  # type: ignore[arg-type]
         raise LookupError
     assert drive.calls == ["read 3", last]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import framework
-from framework.engine import full_weights
+from framework.engine import rank_meeting
 from framework.engine.distributed import gather, process_group
 from framework.errors import FrameworkError
 from tests.jobs.half_on_cpu import allow_fp16
@@ -308,7 +308,7 @@ class Refused:
 
 def alone(out: str) -> None:
     """Have one rank call alone; the others wait for it in the next step, until it ends."""
-    full_weights.WAIT_SECONDS = 2.0
+    rank_meeting.WAIT_SECONDS = 2.0
     try:
         framework.fit(
             config("alone", 2, "fp32", {}),
@@ -323,7 +323,7 @@ def alone(out: str) -> None:
 
 
 def refused(name: str, stage: int, dtype: str, sections: dict[str, Any]) -> float:
-    full_weights.WAIT_SECONDS = 2.0
+    rank_meeting.WAIT_SECONDS = 2.0
     act = Refused(name.partition("_")[0])
     framework.fit(config(name, stage, dtype, {}), model=Plain, train_data=DATA, callbacks=[act])
     return -1.0
@@ -347,6 +347,7 @@ EXPERTS: Final = {
 }
 SECTIONS: Final[dict[str, dict[str, Any]]] = {
     "fit": {},
+    "halved": {"precision": {"dtype": "bf16", "states": "bf16"}},
     "counted": {},
     "resumed": {},
     "tied": {},
