@@ -224,10 +224,10 @@ class MatrixShares:
         return None
 
     def orthogonalize(self, update: Tensor, options: Mapping[str, Any]) -> None:
-        """Replace the numbers of each matrix by those of the matrix made orthogonal.
+        """Make each matrix orthogonal, in place.
 
-        Pieces of the next round are on their way while a round is computed, and those of the
-        first one while the matrices are that this rank has whole.
+        The next round's pieces are on their way while a round is computed, the first round's while
+        this rank computes the matrices that it has whole.
 
         Args:
             update: this rank's share, bf16, one-dimensional.

@@ -33,7 +33,7 @@ def orthogonal_flops(muon: Muon, shape: Shape) -> float:
 
 def flops_of_rank(muon: Muon, matrices: Sequence[Shape], *, stage: int, ranks: int) -> float:
     """Return the operations of the rank that does most: all of them at ZeRO 0, else an even share,
-    and at least those of the largest matrix.
+    and at least the largest matrix.
     """
     flops = [orthogonal_flops(muon, shape) for shape in matrices]
     if stage == 0:

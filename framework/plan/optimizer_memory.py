@@ -151,7 +151,7 @@ def muon_share_copies(
     most = 0
     for size, is_by_muon in parts:
         if is_by_muon:
-            # the next momentum, and the same in bf16, of which the latter stays
+            # the next momentum, and its copy in bf16, which stays
             computed = (_FP32 + 2) * size if muon.nesterov else 2 * size
             copies = max(computed, 2 * size + exchanged)
         elif is_cpu:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sin
@@ -35,7 +35,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from framework.engine.initialize import MakeOptimizer
 from framework.errors import ConfigError
-from framework.setup.user_optimizer import NotJudgedError, made_optimizer, take_step
+from framework.setup.user_optimizer import (
+    NotJudgedError,
+    made_optimizer,
+    refuse_unreadable_state,
+    take_step,
+)
 from framework.system.log import warn
 
 _NUM_SHARES: Final = 2
@@ -110,6 +115,7 @@ _TRIALS: Final = (
     # some optimizers factor or quantize large weights only
     _Trial(num_inputs=130, num_hidden=132, num_steps=6),
 )
+_QUANTIZED: Final = _Trial(num_inputs=64, num_hidden=256, num_steps=1, dtype=torch.float32)
 
 
 def _slope(step: int) -> float:
@@ -132,11 +138,12 @@ def check_optimizer(
     the model's own weights, is not judged; a warning mentions it.
 
     Raises:
-        ConfigError: kind ``optimizer-needs-closure``, ``optimizer-needs-modes`` or
-            ``optimizer-sees-shape``, or an error of `make` itself.
+        ConfigError: kind ``optimizer-needs-closure``, ``optimizer-needs-modes``,
+            ``optimizer-group-object`` or ``optimizer-sees-shape``, or an error of `make` itself.
     """
     with _undisturbed():
         try:
+            _refuse_unreadable(make, key=key, value=value)
             reason = _disagreement(make, stage, tensor, key=key, value=value)
             is_from_stage_3 = False
             if stage == 3 and reason:
@@ -152,6 +159,20 @@ def check_optimizer(
             return
     if reason:
         raise _sees_shape(reason, stage, tensor, key, value, is_from_stage_3=is_from_stage_3)
+
+
+def _refuse_unreadable(make: MakeOptimizer, *, key: str, value: str) -> None:
+    """Refuse an optimizer with state that no checkpoint would give back: after a step on weights
+    that are large, and of round sizes, as those are that some optimizers quantize. One that cannot
+    be stepped is left to the trials.
+    """
+    for only_matrices in (False, True):
+        trial = replace(_QUANTIZED, only_matrices=only_matrices)
+        with suppress(NotJudgedError):
+            whole = _Whole(make, trial.trained, key=key, value=value)
+            whole.step(trial.gradients(whole.weights, 0), 0)
+            refuse_unreadable_state(whole.optimizer, key=key, value=value)
+            return
 
 
 def _sees_shape(

@@ -62,8 +62,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _comes_back(value: Any) -> bool:
-    """Return whether a checkpoint that holds the value can be read."""
+def _comes_back(value: Any, *, map_location: Any = "cpu") -> bool:
+    """Return whether a checkpoint that holds the value can be read; `map_location` as for
+    `torch.load`.
+    """
     # type() and not isinstance(): an enumeration is a number, too, and does not come back
     if value is None or type(value) in (bool, int, float, str):
         return True
@@ -71,10 +73,35 @@ def _comes_back(value: Any) -> bool:
     try:
         torch.save(value, stream)
         stream.seek(0)
-        torch.load(stream, map_location="cpu", weights_only=True)
+        torch.load(stream, map_location=map_location, weights_only=True)
     except Exception:  # pickling calls code of the value's class
         return False
     return True
+
+
+def refuse_unreadable_state(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None:
+    """Refuse an optimizer with state of its weights that no checkpoint would give back, such as the
+    tensors of a class of their own in which torchao keeps 8 bits: torch cannot read them as weights
+    that are put on a device (torch/serialization.py, `_load`).
+
+    Args:
+        optimizer: after a step.
+        key: of the config, for the problem.
+        value: at that key.
+
+    Raises:
+        ConfigError: kind ``optimizer-group-object``.
+    """
+    for state in optimizer.state.values():
+        for name, kept in state.items():
+            if _comes_back(kept, map_location=lambda storage, _: storage):
+                continue
+            reason = (
+                f"its state of a weight holds {name}, {type_name(kept)}, which no checkpoint "
+                "could give back"
+            )
+            fix = "take adamw, with precision.states: bf16 for half the bytes"
+            raise ConfigError.of("optimizer-group-object", reason, fix, key, value)
 
 
 def check_schedule(

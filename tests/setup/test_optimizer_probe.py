@@ -342,6 +342,24 @@ def test_a_norm_that_changes_no_step_is_no_reason_to_refuse() -> None:
     assert judge(partial(AllWeights, step=notes_norms), stage=2) == ""
 
 
+def test_state_that_no_checkpoint_gives_back_is_refused_at_every_stage() -> None:
+    """torchao keeps 8 bits in tensors of a class that torch does not read onto a device."""
+    optimizers = pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    with pytest.raises(ConfigError, match=r"its state of a weight holds exp_avg, .*OptimState8bit"):
+        check_optimizer(
+            _handed_over_optimizer(optimizers.AdamW8bit), stage=0, key="optimizer", value="mine"
+        )
+
+
+def test_state_of_objects_is_refused() -> None:
+    def keeps_an_object(optimizer: AllWeights, group: dict[str, Any]) -> None:
+        for one in group["params"]:
+            optimizer.state[one]["place"] = Own
+        take(optimizer, group)
+
+    assert judge(partial(AllWeights, step=keeps_an_object), stage=0) == "optimizer-group-object"
+
+
 class WithModes(Own):
     """Evaluates other weights than it steps, as schedule-free optimizers do."""
 
