@@ -270,8 +270,8 @@ class WeightDoors:
     """Methods of a run, for callbacks and loops of one's own, that read and set whole weights.
 
     All ranks make each of these calls, with the same arguments: a call of one rank alone ends the
-    run [not-on-every-rank]. A weight has the name that it has in the model as it was built. What is returned is a
-    copy in fp32 on this rank's device.
+    run [not-on-every-rank]. A weight has the name that it has in the model as it was built. What is
+    returned is a copy in fp32 on this rank's device.
     """
 
     def _source(self) -> Engine:
