@@ -57,8 +57,9 @@ _OPTIMIZER: Final = (
     "max_coeff",
     "min_coeff",
 )
-# fields of a precision that DeepSpeed has outside of its section `fp16` or `bf16`, or by others' names
-_ELSEWHERE: Final = {"dtype", "grad_accumulation", "grad_reduction", "states"}
+# fields of a precision that DeepSpeed has outside of its section `fp16` or `bf16`, by others'
+# names, or not at all
+_ELSEWHERE: Final = {"dtype", "grad_accumulation", "grad_reduction", "states", "fp8"}
 
 
 def _typed_keys() -> dict[str, str]:

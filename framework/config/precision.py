@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -50,6 +50,11 @@ class FP16(Section):
     """What the optimizer steps and keeps. ``fp16_weights``: its copy of the weights and their
     gradients in fp16, its moments in fp32; takes DeepSpeed's Adam on the host.
     """
+
+
+# Sizes of linear layers that compute in fp8 are multiples of this, which `torch._scaled_mm` asks
+# for.
+FP8_ALIGNED: Final = 16
 
 
 class FP8(Section):

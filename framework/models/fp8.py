@@ -17,17 +17,14 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from framework.config.precision import FP8
+from framework.config.precision import FP8, FP8_ALIGNED
 from framework.errors import ConfigError, missing_package
 from framework.models.compilation import repeated_blocks
-
-# Sizes that `torch._scaled_mm` takes are multiples of this.
-_ALIGNED: Final = 16
 
 
 @dataclass(frozen=True)
@@ -110,10 +107,10 @@ def _reason_against(layer: nn.Linear) -> str:
     """Return why a layer stays in bf16; empty if it does not."""
     if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
         return f"{type(layer).__name__} has a forward pass of its own"
-    if layer.in_features % _ALIGNED or layer.out_features % _ALIGNED:
+    if layer.in_features % FP8_ALIGNED or layer.out_features % FP8_ALIGNED:
         return (
             f"{layer.in_features} inputs and {layer.out_features} outputs are no multiples of "
-            f"{_ALIGNED}"
+            f"{FP8_ALIGNED}"
         )
     return ""
 
@@ -207,7 +204,7 @@ class Products:
     def weight_gradient(self, gradient: Tensor, input: Tensor) -> Tensor:
         """Compute (out_features, in_features) of the gradient of the output."""
         # It sums over rows, whose number is any; GPUs take multiples of 16.
-        pads = len(input) % _ALIGNED != 0
+        pads = len(input) % FP8_ALIGNED != 0
         transposed = self._cast(gradient, self._gradient, axis=0, pads=pads).t()
         return torch.mm(transposed, self._cast(input, self._input, axis=0, pads=pads))
 

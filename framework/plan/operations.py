@@ -16,6 +16,7 @@ from math import ceil, prod
 from typing import Final, Literal
 
 from framework.config.groups import ALL_LINEAR, is_named
+from framework.config.precision import FP8_ALIGNED
 from framework.config.training import HALF_ROWS, LoRA, fills_rows
 
 Shape = tuple[int, ...]
@@ -105,6 +106,9 @@ class Tape:
         product_width: bytes of an element in matrix products and convolutions; less than
             `weight_width` with autocast.
         device: what it runs on.
+        rounded_widths: bytes that an element of the first and of the second operand of a linear
+            layer in a block takes beside the operand while it is rounded to fp8 and multiplied;
+            None: none are rounded.
         is_trained: whether a weight of that name has a gradient.
         keeps_inputs: whether linear layers keep their inputs as they are, and no copy of a weight:
             DeepSpeed's do at ZeRO stage 3.
@@ -129,6 +133,7 @@ class Tape:
     is_trained: Callable[[str], bool] = lambda name: True
     keeps_inputs: bool = False
     lora: LoRA | None = None
+    rounded_widths: tuple[int, int] | None = None
     saved: set[Value] = field(default_factory=set)
     weights: dict[str, Shape] = field(default_factory=dict)
     buffer_bytes: int = 0
@@ -486,8 +491,16 @@ class Tape:
             if cast_value.has_gradient or len(weight) > 2:
                 saves.append(copy)
             temporary = copy.num_bytes
+        reads = [cast_value]
+        if self.rounded_widths is not None and self._may_round(weight):
+            first, second = self.rounded_widths
+            numbers = self.count * prod(weight)
+            inputs = prod(cast_value.shape)
+            rounded_bytes = first * inputs + second * numbers
+            reads.append(Value((rounded_bytes,), 1, has_gradient=False))
+            temporary = first * prod(shape) + second * max(inputs, numbers)
         made = self.run(
-            cast_value,
+            *reads,
             shape=shape,
             saves=saves,
             flops=2 * prod(shape) * prod(weight[1:]),
@@ -497,6 +510,12 @@ class Tape:
         )
         self.note_product(made)
         return made
+
+    def _may_round(self, weight: Shape) -> bool:
+        """Check whether a linear layer with this weight may compute in fp8 (`models/fp8.py`)."""
+        is_of_block = self.prefix.rpartition(".")[2].isdigit()
+        fits = len(weight) == 2 and not any(size % FP8_ALIGNED for size in weight)
+        return is_of_block and fits
 
     def cast(self, value: Value, width: int) -> Value:
         if value.width == width:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from framework.config.optimizer import SGD, Adafactor, Adagrad, Lion, Muon, OptimizerSection
 from framework.config.precision import (
@@ -11,10 +12,12 @@ from framework.config.precision import (
     FP32,
     Autocast,
     PrecisionSection,
+    fp8_of,
     state_widths,
 )
 from framework.config.run_config import RunConfig
 from framework.config.zero import Zero
+from framework.plan.compiling import compile_choice
 from framework.plan.flat_sums import may_sum_flat, waits
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
@@ -34,6 +37,8 @@ class Parallelism:
         accumulation: micro-batches of a rank, or of a pipeline, per optimizer step.
         micro_size: samples of a micro-batch.
         dtype: what matrix products are computed in: fp32, tf32, fp16, bf16 or fp8.
+        rounding_bytes: bytes that are moved for each element of an operand that is rounded to fp8;
+            then the products of blocks with their weights are computed in it. 0: none are.
         weight_bytes: of an element of the weights.
         gradient_bytes: of an element of the gradients that are sent.
         state_bytes: of optimizer state for an element, with the fp32 weight where there is one.
@@ -67,6 +72,7 @@ class Parallelism:
     accumulation: int = 1
     micro_size: int = 1
     dtype: str = "bf16"
+    rounding_bytes: int = 0
     weight_bytes: int = 2
     gradient_bytes: int = 2
     state_bytes: int = 12
@@ -117,6 +123,7 @@ class Parallelism:
             accumulation=layout.accumulation_steps,
             micro_size=layout.micro_size,
             dtype=_product_dtype(config.precision),
+            rounding_bytes=_rounding_bytes(plan),
             weight_bytes=2 if is_half else 4,
             gradient_bytes=_gradient_bytes(plan, is_half=is_half),
             state_bytes=_state_bytes(config, has_copies=is_half or stage > 0),
@@ -169,6 +176,22 @@ def _product_dtype(precision: PrecisionSection) -> str:
     if isinstance(precision, FP32):
         return "fp32" if precision.matmul == "highest" else "tf32"
     return precision.dtype
+
+
+# Bytes of an element of bf16 that is rounded to fp8. Compiled: read for the largest one, read again
+# and written. As written, in torchao 0.18: read and written for its size (4), read for the largest
+# (2), and passes that make fp32 of it (6), scale (8), clamp (8) and round (5).
+_ROUNDED_COMPILED: Final = 5
+_ROUNDED_AS_WRITTEN: Final = 33
+
+
+def _rounding_bytes(plan: Plan) -> int:
+    section = fp8_of(plan.config.precision)
+    if section is None or section.emulate:
+        return 0
+    if compile_choice(plan.config, "cuda").section is None:
+        return _ROUNDED_AS_WRITTEN
+    return _ROUNDED_COMPILED
 
 
 def _num_moments(optimizer: OptimizerSection) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 from framework.config.load import Source
 from framework.config.model import LanguageModel
+from framework.config.precision import fp8_of
 from framework.config.run_config import AUTO, RunConfig
 from framework.config.training import (
     FAST_ROWS,
@@ -442,12 +443,19 @@ def rows(plan: Plan) -> dict[str, str]:
 
 
 def _precision(config: RunConfig) -> str:
-    """Describe the type of weights, and of what the optimizer keeps of them where that is not
-    fp32.
+    """Describe the type of weights, of what the optimizer keeps of them where that is not fp32,
+    and of products in fp8.
     """
-    dtype = config.precision.dtype
+    text: str = config.precision.dtype
     states = getattr(config.precision, "states", "fp32")
-    return dtype if states == "fp32" else f"{dtype}, optimizer's states {states}"
+    if states != "fp32":
+        text += f", optimizer's states {states}"
+    section = fp8_of(config.precision)
+    if section is not None:
+        text += f", linear layers of blocks in fp8, scaled {section.scaling}"
+        if section.emulate:
+            text += ", emulated"
+    return text
 
 
 def describe_packed_rows(plan: Plan) -> str:

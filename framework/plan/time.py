@@ -142,6 +142,10 @@ class _Step:
             self.fastest = self.peak * (best / bf16)
         else:
             self.fastest = self.peak * rates.best
+        self.fastest_rounded = 0.0
+        if by.rounding_bytes:
+            in_fp8 = needed(device.flops_per_second.get("fp8"), "peak in fp8", device)
+            self.fastest_rounded = in_fp8 * (self.fastest / self.peak)
         num_params = sum(part.num_params * part.count for part in work.parts)
         num_frozen = sum(map(prod, work.frozen.values()))
         self.stage_params = num_params / by.pipe / by.tensor
@@ -289,10 +293,31 @@ class _Step:
         if capability is not None and capability >= (9, 0):
             plateau = rates.plateau_hopper
             attention = rates.attention_hopper
-        saturation = sqrt(self.fastest / 1e15 * by.tensor / max(weights, 1))
+        fastest = self.fastest
+        if self.is_rounded(part):
+            fastest = self.fastest_rounded
+        saturation = sqrt(fastest / 1e15 * by.tensor / max(weights, 1))
         reached = plateau / (1 + rates.width * saturation)
-        flops_at_best = weight_flops / reached + (total_flops - weight_flops) / attention
-        return self.samples * flops_at_best / by.tensor / by.sequence / self.fastest
+        seconds = weight_flops / reached / fastest
+        seconds += (total_flops - weight_flops) / attention / self.fastest
+        return self.samples * seconds / by.tensor / by.sequence
+
+    def is_rounded(self, part: LayerWork) -> bool:
+        """Check whether the linear layers of a part compute in fp8: those of blocks do."""
+        return self.by.rounding_bytes > 0 and part.count > 1
+
+    def roundings(self, part: LayerWork) -> tuple[float, float]:
+        """Return the forward and backward seconds of rounding operands to fp8: inputs and weights,
+        and for the two products backward gradients of outputs as well.
+
+        Inputs of linear layers are taken to have as many numbers as their outputs.
+        """
+        if not self.is_rounded(part):
+            return 0.0, 0.0
+        outputs = self.samples * part.product_bytes / self.by.weight_bytes
+        weights = self.weights(part)
+        seconds = self.by.rounding_bytes / self.bandwidth
+        return seconds * (outputs + weights), seconds * (2 * outputs + weights)
 
     def moved(self, part: LayerWork, *, is_loss: bool) -> float:
         """Return the seconds of a part's other operations, forward.
@@ -315,13 +340,16 @@ class _Step:
         launch = max(least - product - moved, 0.0)
         again = 0.0 if is_loss else self.by.recomputed
         products_again = 0.0 if is_loss else self.by.products_again
+        round_forward, round_backward = self.roundings(part)
         forward = {"compute": product, "memory-bound operations": moved, "launch": launch}
+        forward["rounding to fp8"] = round_forward
         # Each product has two in the backward pass; of other operations as much is moved as
         # forward.
         backward = {
             "compute": (2 + products_again + part.again_flops / max(part.flops, 1)) * product,
             "memory-bound operations": (1 + again) * moved + self.moved_for_tiles(part),
             "launch": max(least - 2 * product - moved, 0.0) + again * launch,
+            "rounding to fp8": round_backward + again * round_forward,
         }
         if not is_loss and part.count > 1:
             for name, (num_forward, num_backward), seconds in self.exchanges(part):

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from framework.config.groups import LORA, is_inside_saved
 from framework.config.model import ModelSection
-from framework.config.precision import BF16, FP16, Autocast, PrecisionSection
+from framework.config.precision import BF16, FP16, Autocast, PrecisionSection, fp8_of
 from framework.config.run_config import RunConfig
 from framework.config.training import LoRA, always_frozen
+from framework.plan.compiling import compile_choice
 from framework.plan.layers import UNDIVIDED, Layers, RankShare, Run, forward_of
 from framework.plan.operations import Shape, Tape, Value
 from framework.plan.plan import Plan, loss_tile
@@ -237,6 +238,7 @@ def named_work(
         freeze=always_frozen(config.training.freeze),
         lora=config.training.lora,
         zero_stage=config.zero.stage,
+        rounded_widths=_rounded_widths(config, device),
         share=replace(
             share,
             mlp_tile=config.training.mlp_tile,
@@ -253,6 +255,21 @@ def _image_size(config: RunConfig) -> int | None:
         return image_size
     image_shape = config.data.image_shape()
     return image_shape.size if image_shape else None
+
+
+# Bytes of an element of the two operands of a product in fp8. As written the second one has two
+# copies in fp32 on its way, and emulated the first one is in fp32 by then.
+_ROUNDED_COMPILED: Final = (1, 1)
+_ROUNDED_AS_WRITTEN: Final = (5, 9)
+
+
+def _rounded_widths(config: RunConfig, device: Device) -> tuple[int, int] | None:
+    section = fp8_of(config.precision)
+    if section is None:
+        return None
+    if section.emulate or compile_choice(config, device).section is None:
+        return _ROUNDED_AS_WRITTEN
+    return _ROUNDED_COMPILED
 
 
 def _arithmetic(precision: PrecisionSection) -> Arithmetic:
@@ -303,6 +320,7 @@ def model_work(
     freeze: Sequence[str] = (),
     lora: LoRA | None = None,
     zero_stage: int = 0,
+    rounded_widths: tuple[int, int] | None = None,
     share: RankShare = UNDIVIDED,
 ) -> ModelWork | None:
     """Return the work of a named model of any shape, by its forward pass on a tape.
@@ -318,6 +336,7 @@ def model_work(
         freeze: patterns of the whole names of weights that are not trained.
         lora: adapters, which are trained in place of all others.
         zero_stage: at 3 DeepSpeed has linear layers of its own.
+        rounded_widths: as `Tape` has it.
         share: how many ranks share the model; the work is one rank's.
 
     Returns:
@@ -334,6 +353,7 @@ def model_work(
         device,
         tuple(freeze),
         is_stage3,
+        rounded_widths,
         share,
     )
 
@@ -357,6 +377,7 @@ def _work(
     device: Device,
     freeze: tuple[str, ...],
     is_stage3: bool,
+    rounded_widths: tuple[int, int] | None,
     share: RankShare,
 ) -> ModelWork | None:
     """Return the work that `model_work` describes, kept for later calls."""
@@ -378,7 +399,7 @@ def _work(
         return None
     is_trained = _test_of_trained(freeze, lora)
     product_width = 2 if arithmetic == "autocast" else width
-    tape = Tape(width, product_width, device, is_trained, is_stage3, lora)
+    tape = Tape(width, product_width, device, is_trained, is_stage3, lora, rounded_widths)
     parts = tuple(_parts(tape, layers, inputs))
     return ModelWork(
         weights={name: shape for name, shape in tape.weights.items() if is_trained(name)},

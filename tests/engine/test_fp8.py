@@ -4,6 +4,7 @@ fp8's own definition; resumed to the bit, and checkpoints with and without fp8 t
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,19 @@ from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.state.reader import MergedWeights
 from framework.config.load import config_from_values
 from framework.data.order import Share, epoch_order
+from framework.recipes.text.prepare import prepare
 from framework.setup.user_code import call_factory
 from tests.engine.saved_runs import write_tokens
 from tests.launched import series, train_cases
 from tests.models.fp8_definition import define
+from tests.places import data_root
 
-pytestmark = pytest.mark.slow
-pytest.importorskip("torchao", reason="torchao comes with the fp8 extra")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchao") is None, reason="torchao comes with the fp8 extra"
+    ),
+]
 
 NUM_STEPS = 4
 HALF_WAY = 2
@@ -49,6 +56,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "z3": (SPREAD, FP8, {"training": {"recompute": "full"}}),
     "bf16": ({"stage": 1}, BF16, {}),
 }
+TEXT = {"bf16": BF16, "fp8": FP8}
+TEXT_STEPS = 100
+PLAYS = data_root() / "tinyshakespeare" / "input.txt"
 # Name -> where it begins, and its case.
 AGAIN = {
     "z1-again": ("z1", "z1"),
@@ -56,6 +66,20 @@ AGAIN = {
     "bf16-from-fp8": ("z1", "bf16"),
     "fp8-from-bf16": ("bf16", "z2"),
 }
+
+
+def text_config(folder: Path, name: str, precision: dict[str, Any]) -> dict[str, Any]:
+    """A run on real text that is long enough to learn something."""
+    values = config(folder, name, "z1")
+    return values | {
+        "model": GPT | {"hidden_size": 64, "max_positions": 64},
+        "data": {"kind": "text", "sequence_length": 64, "path": str(folder / "plays")},
+        "batch": {"global_size": 16},
+        "precision": precision,
+        "optimizer": {"kind": "adamw", "lr": 3e-3},
+        "training": {"max_steps": TEXT_STEPS, "log_every": 1},
+        "checkpoint": {"at_end": False},
+    }
 
 
 def config(folder: Path, name: str, case: str, start: str | None = None) -> dict[str, Any]:
@@ -87,6 +111,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokens(folder)
     configs = [config(folder, name, name) for name in CASES]
     configs += [config(folder, name, case, start) for name, (start, case) in AGAIN.items()]
+    if PLAYS.is_file():
+        prepare([str(PLAYS)], str(folder / "plays"))
+        configs += [text_config(folder, f"text-{name}", each) for name, each in TEXT.items()]
     train_cases(configs, num_ranks=2, folder=folder)
     assert [path.read_text(encoding="utf-8") for path in folder.glob("*.error")] == []
     return folder
@@ -182,9 +209,19 @@ def test_checkpoints_are_those_of_bf16(runs: Path, name: str) -> None:
         assert 0 < distance(found, weights_of(runs / other)) < 0.2 * distance(found, before)
 
 
+@pytest.mark.skipif(not PLAYS.is_file(), reason=f"no {PLAYS}; DSF_TEST_DATA is its folder")
+def test_real_text_is_learnt_as_in_bf16(runs: Path) -> None:
+    losses = [*series(runs / "text-fp8", "train/loss").values()]
+    expected = [*series(runs / "text-bf16", "train/loss").values()]
+    last = [sum(each[-20:]) / 20 for each in (losses, expected)]
+    print(f"{losses[0]:.3f} -> {last[0]:.4f}, {last[1]:.4f} in bf16")
+    assert losses[0] - last[0] > 2
+    assert last[0] == pytest.approx(last[1], abs=0.02)
+
+
 def test_one_line_counts_the_layers(runs: Path) -> None:
     (folder,) = runs.glob("said-*")
     stated = "".join(path.read_text(encoding="utf-8") for path in folder.iterdir())
     in_fp8 = [case for case in (*CASES, *(case for _, case in AGAIN.values())) if case != "bf16"]
     line = "precision.fp8: 12 linear layers compute in fp8\n"
-    assert len(re.findall(line, stated)) == len(in_fp8)
+    assert len(re.findall(line, stated)) == len(in_fp8) + PLAYS.is_file()

@@ -5,12 +5,14 @@ are; and what compiled graphs, recomputation and ZeRO stage 3 make of them.
 from __future__ import annotations
 
 import copy
+import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from framework.config.load import config_from_values
 from framework.config.precision import FP8
 from framework.config.training import Compile, Training
 from framework.errors import ConfigError
@@ -18,13 +20,20 @@ from framework.models import fp8
 from framework.models.compilation import CompiledModules
 from framework.models.fp8 import compute_in_fp8
 from framework.models.prepare_model import prepare_model
+from framework.plan.work import named_work
 from framework.recipes.language_models.gpt import GPT
+from tests.jobs.live_bytes import Saved
 from tests.models.fp8_definition import define
 from tests.models.operator_calls import Calls
 from tests.models.small_models import IDS, bert
+from tests.plan.test_work import MICRO, built, config_of
 
-pytestmark = pytest.mark.slow
-pytest.importorskip("torchao", reason="torchao comes with the fp8 extra")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchao") is None, reason="torchao comes with the fp8 extra"
+    ),
+]
 
 EMULATED = FP8(emulate=True)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -208,6 +217,22 @@ def test_the_backward_pass_keeps_the_weight_itself_and_no_view_of_it() -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         model(IDS)
     assert views == []
+
+
+@pytest.mark.parametrize("name", ["gpt-dropout", "llama"])
+def test_the_planner_knows_what_autograd_saves(name: str) -> None:
+    plain = config_of(name, "bf16")
+    values = plain.to_dict() | {"precision": {"dtype": "bf16", "fp8": {"emulate": True}}}
+    config = config_from_values(values)
+    model, task, inputs, targets = built(config)
+    compute_in_fp8(model, EMULATED)
+    saved = Saved(model)
+    with saved.hooks:
+        task.loss(task.forward(model, inputs), targets)
+    work = named_work(config, MICRO, device="cpu")
+    assert work is not None
+    planned = sum(part.saved_bytes * part.count for part in work.parts)
+    assert planned == pytest.approx(saved.total, rel=0.02)
 
 
 def test_frozen_layers_have_no_product_for_their_weight() -> None:

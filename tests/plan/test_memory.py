@@ -4,6 +4,7 @@ by hand.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -391,6 +392,16 @@ def states_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         )
 
 
+def fp8_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
+    """Those whose blocks compute in fp8, emulated; none where torchao is not installed."""
+    if importlib.util.find_spec("torchao") is None:
+        return
+    for name, values, tokens in (*own_cases(), *length_cases()):
+        if name in ("own-z2-llama", "own-z1-recompute-1", "own-length-selective-gpt-2"):
+            rounded = {"dtype": "bf16", "fp8": {"emulate": True}}
+            yield f"{name.replace('own', 'own-fp8')}", values | {"precision": rounded}, tokens
+
+
 CASES = {
     name: (config, batch)
     for name, config, batch in (
@@ -399,6 +410,7 @@ CASES = {
         *shared_cases(),
         *length_cases(),
         *states_cases(),
+        *fp8_cases(),
     )
 }
 

@@ -98,6 +98,27 @@ def test_recomputation_is_a_third_pass_of_all_but_the_loss() -> None:
     assert selective == pytest.approx(again | {"compute": kept["compute"]})
 
 
+def test_blocks_in_fp8_have_its_rate_and_their_operands_are_rounded() -> None:
+    device = replace(DEVICE, flops_per_second={"bf16": 1e14, "fp8": 2e14})
+    block = replace(BLOCK, product_bytes=2 * 10**6)
+    work = replace(WORK, parts=(block, HEAD, LOSS))
+    by = Parallelism(rounding_bytes=5)
+    found = step_time(work, by, replace(MACHINE, device=device), IDEAL).seconds
+    assert found["compute"] == pytest.approx(3 * (8 * 2e11 / 2 + 1e11) / 1e14)
+    # forward inputs and weights; backward those and gradients of outputs
+    numbers = 8 * (3 * 10**6 + 2 * 10**8)
+    assert found["rounding to fp8"] == pytest.approx(5 * numbers / 1e12)
+    again = step_time(
+        work,
+        replace(by, recomputed=1.0, keeps_products=True),
+        replace(MACHINE, device=device),
+        IDEAL,
+    )
+    assert again.seconds["rounding to fp8"] == pytest.approx(5 * (numbers + 8 * 1.01e8) / 1e12)
+    with pytest.raises(NotEstimatedError, match="peak in fp8"):
+        step_time(work, by, MACHINE, IDEAL)
+
+
 def test_rates_of_a_step() -> None:
     found = step_time(WORK, Parallelism(data=2, accumulation=5, micro_size=3), MACHINE, IDEAL)
     assert (found.num_samples, found.num_tokens, found.num_devices) == (30, 30_000, 2)
@@ -441,6 +462,23 @@ def test_precisions_of_a_plan() -> None:
     assert planned(zero={"stage": 0})[1].overlaps
     # sums over more than 8 ranks are in fp32
     assert planned(16, zero={"stage": 1})[1].gradient_bytes == 4
+
+
+def test_a_plan_in_fp8() -> None:
+    rounded = {"dtype": "bf16", "fp8": True}
+    h100 = Machine.listed("h100-80gb")
+    plain = planned(machine=h100)
+    compiled = planned(machine=h100, precision=rounded)
+    assert (compiled[1].dtype, compiled[1].rounding_bytes) == ("bf16", 5)
+    assert plain[1].rounding_bytes == 0
+    as_written = planned(
+        machine=h100, precision=rounded, training={"max_steps": 10, "compile": False}
+    )
+    assert as_written[1].rounding_bytes == 33
+    assert compiled[0].seconds["compute"] < plain[0].seconds["compute"]
+    assert as_written[0].total > compiled[0].total
+    emulated = planned(precision={"dtype": "bf16", "fp8": {"emulate": True}})
+    assert emulated[1].rounding_bytes == 0
 
 
 def test_a_plan_on_a_device_that_lacks_its_precision_is_not_estimated() -> None:

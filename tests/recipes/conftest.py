@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.places import ROOT
+from tests.places import data_root
 
 
 @pytest.fixture(scope="session")
@@ -13,8 +12,7 @@ def fashion_root() -> Path:
     """Folder of a real Fashion-MNIST subset in torchvision's layout: 2,048 training and 509 test
     images.
     """
-    beside_the_repository = ROOT.parent / "shared" / "data"
-    root = Path(os.environ.get("DSF_TEST_DATA", beside_the_repository))
+    root = data_root()
     if not (root / "FashionMNIST" / "raw" / "train-images-idx3-ubyte").is_file():
         pytest.skip(f"no FashionMNIST/raw in {root}; set DSF_TEST_DATA to a folder that has it")
     return root
@@ -23,11 +21,7 @@ def fashion_root() -> Path:
 @pytest.fixture(scope="session")
 def tiny_shakespeare() -> Path:
     """A megabyte of Shakespeare's plays, as a character-level model is tried on."""
-    beside_the_repository = ROOT.parent / "shared" / "data"
-    root = Path(os.environ.get("DSF_TEST_DATA", beside_the_repository))
-    path = root / "tinyshakespeare" / "input.txt"
+    path = data_root() / "tinyshakespeare" / "input.txt"
     if not path.is_file():
-        pytest.skip(
-            f"no tinyshakespeare/input.txt in {root}; set DSF_TEST_DATA to a folder that has it"
-        )
+        pytest.skip(f"no {path}; set DSF_TEST_DATA to a folder that has it")
     return path

@@ -4,6 +4,7 @@ fails the test.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -134,6 +135,32 @@ def test_what_cannot_compile_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert "training.compile = true: its backend inductor needs a compiler, and g++" in str(
         refused({"training": {"compile": True}})
     )
+
+
+def test_fp8_is_refused_without_its_package_and_on_a_gpu_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    section = {"dtype": "bf16", "fp8": {"emulate": True}}
+    config = config_from_values({"precision": section, "zero": {"stage": 1}})
+    assert "cpu devices have no products in fp8" in str(
+        refused({"precision": section | {"fp8": True}, "zero": {"stage": 1}})
+    )
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "torchao" else find_spec(name)
+    )
+    (problem,) = prepare_run._fp8_problems(config, "cpu")
+    assert (problem.kind, problem.key) == ("package-missing", "precision.fp8")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert list(prepare_run._fp8_problems(config, "cuda")) == []
+    config = config_from_values({"precision": section | {"fp8": True}, "zero": {"stage": 1}})
+    (problem,) = prepare_run._fp8_problems(config, "cuda")
+    assert problem.kind == "fp8-on-device"
+    assert "NVIDIA A100 has no products in fp8: its compute capability is 8.0" in problem.reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert list(prepare_run._fp8_problems(config, "cuda")) == []
 
 
 def test_a_builder_that_needs_arguments() -> None:

@@ -73,6 +73,34 @@ def test_typed_sections_are_judged_against_the_gpu(tmp_path: Path, capsys: Captu
     ) == (0, [])
 
 
+def test_fp8_takes_a_gpu_that_has_it_and_its_package(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "model: {kind: gpt}\ndata: {kind: text}\ntask: {kind: causal_lm}\nzero: {stage: 1}\n"
+    text += "precision: {dtype: bf16, fp8: true}\n"
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *_: None if name == "torchao" else 1
+    )
+    code, (line,) = reported(tmp_path, text, capsys, "--gpu", "h200-141gb")
+    assert code == 0
+    assert line.startswith("warning: 5:")
+    assert "precision.fp8: precision.fp8 needs the package torchao, which " in line
+    assert line.endswith("./launch.sh setup fp8, or pip install -e '.[fp8]' [package-missing]")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: 1)
+    assert reported(tmp_path, text, capsys, "--gpu", "l4-24gb") == (0, [])
+    code, (line,) = reported(tmp_path, text, capsys, "--gpu", "a100-80gb")
+    assert code == 2
+    assert "a100-80gb has no products in fp8: its compute capability is 8.0; set" in line
+    code, (line,) = reported(tmp_path, text, capsys, "--gpu", "mi300x-192gb")
+    assert code == 2
+    assert "no GPU of NVIDIA" in line
+    emulated = text.replace("fp8: true", "fp8: {emulate: true}")
+    assert reported(tmp_path, emulated, capsys, "--gpu", "a100-80gb") == (0, [])
+    code, (line,) = reported(tmp_path, text.replace("bf16", "fp16"), capsys)
+    assert code == 2
+    assert "it exists as precision.fp8 of bf16 [unknown-key]" in line
+
+
 def test_a_length_that_only_the_data_has_stops_no_judgement(
     tmp_path: Path, capsys: Capture
 ) -> None:
