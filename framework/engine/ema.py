@@ -1,9 +1,10 @@
 """The moving average of the weights, kept as one more tensor of the optimizer's state beside its
 moments.
 
-There it is fp32, laid out and cut as the weights that the optimizer steps, so that it is saved,
-resumed and moved to other layouts as the moments are. It is updated on the device, by hooks of the
-optimizer's own step: a step that is skipped after an overflow never reaches them.
+There it is fp32, beside weights of `precision.states: bf16` as well, laid out and cut as the
+weights that the optimizer steps, so that it is saved, resumed and moved to other layouts as the
+moments are. It is updated on the device, by hooks of the optimizer's own step: a step that is
+skipped after an overflow never reaches them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from framework.checkpoint.state.optimizer_shards import EMA_KEY, OptimizerViews
+from framework.checkpoint.state.optimizer_shards import EMA_KEY, OptimizerViews, type_of_average
 from framework.checkpoint.state.weight_names import opened
 from framework.config.run_config import RunConfig
 
@@ -67,7 +68,8 @@ class WeightAverage:
         """
         for parameter in _stepped(optimizer):
             if EMA_KEY not in optimizer.state.get(parameter, {}):
-                self._first[parameter] = parameter.detach().clone()
+                dtype = type_of_average(parameter)
+                self._first[parameter] = parameter.detach().to(dtype, copy=True)
 
     @torch.no_grad()
     def _update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -101,12 +103,18 @@ class WeightAverage:
         then the weights are as they were.
         """
         share = 1.0 - self._settings.decay
-        if is_left_out is None:
+        is_wider = any(
+            average.dtype != weight.dtype for average, weight in zip(averages, weights, strict=True)
+        )
+        if is_left_out is None and not is_wider:
             torch._foreach_lerp_(averages, weights, share)
             return
-        device_share = share * (1.0 - is_left_out)
+        device_share: torch.Tensor | float = share
+        if is_left_out is not None:
+            device_share = share * (1.0 - is_left_out)
         for average, weight in zip(averages, weights, strict=True):
-            average.lerp_(weight, device_share.to(average.dtype))
+            # one copy of a weight in half precision at a time
+            average.lerp_(weight.to(average.dtype), _in_type_of(average, device_share))
 
     def _exchange(self) -> None:
         """Swap the weights that are stepped with their averages, and copy the new weights into the
@@ -118,6 +126,12 @@ class WeightAverage:
                     average = state[EMA_KEY]
                     parameter.data, average.data = average.data, parameter.data
             OptimizerViews(self._engine, {}).spread_weights()
+
+
+def _in_type_of(average: torch.Tensor, share: torch.Tensor | float) -> torch.Tensor | float:
+    if isinstance(share, torch.Tensor):
+        return share.to(average.dtype)
+    return share
 
 
 def forget_average(engine: deepspeed.DeepSpeedEngine) -> None:

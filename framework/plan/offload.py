@@ -37,7 +37,7 @@ class Shares:
         sum_width: bytes of a summed gradient.
         has_copies: whether copies of the weights are stepped.
         copy_width: bytes of a stepped weight, and of the gradient that it is stepped by.
-        moment_width: bytes of a number of the optimizer's state.
+        moment_width: bytes of the widest number of the optimizer's state.
         state_bytes: bytes of optimizer state, moving average included, of an element.
         copies: bytes that the optimizer takes while it steps.
         groups: for each of the optimizer's groups the rank's share of every weight (stage 3), or of

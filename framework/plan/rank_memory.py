@@ -409,7 +409,7 @@ class RankMemory:
             sum_width=self.sum_width,
             has_copies=self.has_copies,
             copy_width=self.copy_width,
-            moment_width=self.moment_width,
+            moment_width=max(self.moment_width, self.average_width),
             state_bytes=self.state_width + self.average_width,
             copies=self.copies_of_shares,
             groups=self.shares_by_group(),
@@ -744,7 +744,10 @@ class RankMemory:
         """Bytes that the step takes for each element that is stepped at once."""
         is_on_cpu = self.is_cpu or self.is_offloaded
         in_fp32 = step_bytes_per_element(self.config.optimizer, is_on_cpu=is_on_cpu)
-        return in_fp32 * self.moment_width // _FP32
+        copies = in_fp32 * self.moment_width // _FP32
+        if self.copy_width < self.average_width:  # weights are averaged in fp32
+            copies = max(copies, self.average_width)
+        return copies
 
     @cached_property
     def copies_of_shares(self) -> int:

@@ -32,6 +32,8 @@ EMA = {"decay": 0.8, "every_steps": 2, "start_step": 1}
 TOLERANCE = 1e-5
 BF16 = {"precision": {"dtype": "bf16"}}
 
+IN_BF16 = {"precision": {"dtype": "bf16", "states": "bf16"}}
+
 
 def config(
     name: str, folder: Path, *, ema: dict[str, Any] | None = EMA, **sections: Any
@@ -50,6 +52,7 @@ def config(
 PLAIN: dict[str, dict[str, Any]] = {
     **{f"fp32-z{stage}": {"zero": {"stage": stage}} for stage in (0, 1, 2, 3)},
     **{f"bf16-z{stage}": {"zero": {"stage": stage}} | BF16 for stage in (0, 1, 3)},
+    **{f"bf16-states-z{stage}": {"zero": {"stage": stage}} | IN_BF16 for stage in (2, 3)},
     "groups-z3": {
         "zero": {"stage": 3, "sub_group_size": 3000},
         "optimizer": {"kind": "adamw", "weight_decay_on": "matrices"},
@@ -72,11 +75,12 @@ CASES = PLAIN | PIPED
 MOVED = {
     "fp32-z0": {"zero": {"stage": 3}},
     "bf16-z1": {"zero": {"stage": 3}} | BF16,
+    "bf16-states-z3": {"zero": {"stage": 1}} | IN_BF16,
     "groups-z3": {"zero": {"stage": 0}, "optimizer": CASES["groups-z3"]["optimizer"]},
     "pipe-z1": {"zero": {"stage": 2}},
     "fp32-z2": {"parallel": {"pipe": 2}},
 }
-RESUMED = ["fp32-z0", "fp32-z3", "bf16-z1", "pipe-bf16-z1"]
+RESUMED = ["fp32-z0", "fp32-z3", "bf16-z1", "bf16-states-z2", "bf16-states-z3", "pipe-bf16-z1"]
 
 
 def from_stop(folder: Path, name: str) -> dict[str, Any]:

@@ -379,6 +379,9 @@ def states_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
             ),
             TOKENS,
         )
+    averaged = {"max_steps": 10, "ema": {"decay": 0.9}}
+    zero = {"stage": 2, "reduce_bucket_size": 600_000}
+    yield "states-ema", config_of(zero=zero, precision=in_bf16, training=averaged), TOKENS
     for stage, precision in ((2, weights_alone_in_bf16), (2, in_bf16), (3, weights_alone_in_bf16)):
         yield (
             f"states-z{stage}-host-{precision['states']}",

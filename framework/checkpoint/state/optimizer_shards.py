@@ -48,6 +48,13 @@ def _shape_of_state(key: str, shape: torch.Size) -> list[int]:
     return sizes
 
 
+def type_of_average(stepped: torch.Tensor) -> torch.dtype:
+    """Return the type of the moving average of a tensor that is stepped: in half precision an
+    average would hardly move.
+    """
+    return torch.promote_types(stepped.dtype, torch.float32)
+
+
 @dataclass(frozen=True)
 class ParameterPiece:
     """This rank's piece of a parameter.
@@ -142,7 +149,8 @@ class OptimizerViews:
         for key in keys:
             if key not in state:
                 shape = _shape_of_state(key, stepped.shape)
-                state[key] = stepped.data.new_zeros(shape, dtype=dtype)
+                kept_as = type_of_average(stepped) if key == EMA_KEY else dtype
+                state[key] = stepped.data.new_zeros(shape, dtype=kept_as)
 
     def piece_of(self, parameter: torch.nn.Parameter) -> ParameterPiece | None:
         """Return this rank's piece of a parameter; None if this rank steps none of it."""

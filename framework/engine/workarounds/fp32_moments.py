@@ -1,8 +1,9 @@
-"""Restores moments in fp32 beside weights in half precision (`precision.states: bf16_weights`).
+"""Restores state in fp32 beside stepped weights in half precision (`precision.states`).
 
-DeepSpeed 0.19.8's CPU Adam keeps them so (ops/adam/cpu_adam.py, `fp32_optimizer_states`), and loads
-them by torch's `Optimizer.load_state_dict`, which converts the state of a weight to the type of the
-weight: a resumed run would go on with rounded moments.
+DeepSpeed 0.19.8's CPU Adam keeps its moments so (ops/adam/cpu_adam.py, `fp32_optimizer_states`),
+and `ema.py` the average of the weights. Both are loaded by torch's `Optimizer.load_state_dict`,
+which converts the state of a weight to the type of the weight: a resumed run would go on with
+rounded numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +19,8 @@ import torch
 
 @contextmanager
 def keeping_moments(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
-    """Have the engine's optimizer load moments as they were saved, for the time of the block."""
+    """Have the engine's optimizer load its state as it was saved, for the time of the block."""
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    if not getattr(base, "fp32_optimizer_states", False):
-        yield
-        return
     saved: list[Mapping[str, Any]] = []
 
     def note(_: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -43,11 +41,12 @@ def keeping_moments(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
 
 
 def _restore(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Put moments of another type than their weight back, after torch has converted them."""
+    """Put state of a wider type than its weight back, after torch has rounded it."""
     numbers = chain.from_iterable(group["params"] for group in saved["param_groups"])
     weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, weight in zip(numbers, weights, strict=True):
         state = optimizer.state[weight]
         for key, value in saved["state"].get(number, {}).items():
-            if torch.is_tensor(value) and value.is_floating_point():
+            is_number = torch.is_tensor(value) and value.is_floating_point()
+            if is_number and value.dtype.itemsize > state[key].dtype.itemsize:
                 state[key] = value.to(weight.device, copy=True)

@@ -785,6 +785,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (in_half() | HOST_ADAM | offload(3, **NVME), "cuda", "states-unsupported"),
         (in_half() | MUON | {"zero": {"stage": 2}}, "cuda", "states-unsupported"),
         (
+            in_half("bf16_weights") | HOST_ADAM | offload(3, **NVME),
+            "cuda",
+            "states-unsupported",
+        ),
+        (
             in_half("fp16_weights", "fp16") | HOST_ADAM | offload(3, ratio=0.5),
             "cuda",
             "states-unsupported",
@@ -792,14 +797,6 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (in_half() | HOST_ADAM | offload(3, ratio=0.5), "cuda", None),
         (in_half("bf16_weights") | HOST_ADAM | offload(1), "cuda", None),
         (in_half() | {"optimizer": BETAS, "zero": {"stage": 1}}, "cuda", None),
-    ],
-    "ema_in_half_precision": [
-        (
-            in_half() | {"optimizer": BETAS, "zero": {"stage": 1}, "training": EMA},
-            "cuda",
-            "ema-in-half-precision",
-        ),
-        (in_half("fp32") | {"zero": {"stage": 1}, "training": EMA}, "cuda", None),
     ],
     "second_moment_in_bf16": [
         (in_half() | {"zero": {"stage": 1}}, "cuda", "moment-stands-still"),
