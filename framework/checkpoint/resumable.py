@@ -361,15 +361,24 @@ def _are_split_otherwise(checkpoint: SavedCheckpoint, description: Mapping[str, 
 
 def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> None:
     """Refuse to move state out of, or into, the files of DeepSpeed's NVMe swapper, which only
-    DeepSpeed reads and writes.
+    DeepSpeed reads and writes, and state of ZenFlow, which chooses columns within a rank's share.
 
     Raises:
-        ConfigError: kind ``resume-nvme-moved``.
+        ConfigError: kind ``resume-nvme-moved`` or ``resume-zenflow-moved``.
     """
     if not needs_resharding(checkpoint, description=description):
         return
     differences = describe_resharding(checkpoint, description=description)
     restore = "restore ranks, zero, parallel and precision"
+    if any(_zenflow_of(manifest) for manifest in (checkpoint.manifest, description)):
+        raise ConfigError.of(
+            kind="resume-zenflow-moved",
+            key="checkpoint.resume",
+            value=str(checkpoint.path),
+            reason="ZenFlow chooses columns within each rank's share, and keeps moments of those: "
+            f"its state goes on in the very same layout only: {differences}",
+            fix=f"{restore} as they were, or {_WEIGHTS_ALONE}",
+        )
     for manifest, holder, fix in (
         (checkpoint.manifest, f"the checkpoint {checkpoint.path} holds", f"{restore} as they were"),
         (description, "this run keeps", f"{restore}, or {_WEIGHTS_ALONE}"),
@@ -385,6 +394,12 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
                     reason=f"{holder} state on NVMe (zero.{section}), {same}: {differences}",
                     fix=fix,
                 )
+
+
+def _zenflow_of(manifest: Mapping[str, Any]) -> Any:
+    """Return the section of ZenFlow of a manifest, or None."""
+    zero = manifest["config"].get("zero") or {}
+    return (zero.get("offload_optimizer") or {}).get("zenflow")
 
 
 def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -405,6 +420,8 @@ def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
     }
     for key, value in _arrangement_of_zero(config.get("zero") or {}).items():
         arrangement[f"zero.{key}"] = value
+    if _zenflow_of(manifest):  # counts micro-batches
+        arrangement["batch.accumulation_steps"] = layout["accumulation_steps"]
     return arrangement
 
 
@@ -426,6 +443,12 @@ def _arrangement_of_zero(zero: Mapping[str, Any]) -> dict[str, Any]:
         offload = zero.get(section) or {}
         keys[f"{section}.device"] = offload.get("device", "none")
         keys[f"{section}.ratio"] = offload.get("ratio")
+        zenflow = offload.get("zenflow") or {}
+        if section == "offload_optimizer":
+            keys[f"{section}.zenflow"] = bool(zenflow)
+        for key, value in zenflow.items():
+            if key != "select_every":
+                keys[f"{section}.zenflow.{key}"] = value
         if offload.get("device") == "nvme":
             for key, value in _flat(offload).items():
                 if key not in _NOT_IN_NVME_FILES:

@@ -71,7 +71,7 @@ def _typed_keys() -> dict[str, str]:
             keys[f"zero_optimization.{name.removeprefix('stage3_')}"] = f"zero.{name}"
     for name, devices in OFFLOADS.items():
         for device in devices.values():
-            for field in device.model_fields:
+            for field in device.model_fields.keys() - {"zenflow"}:
                 keys[f"zero_optimization.{name}.{field}"] = f"zero.{name}.{field}"
     for dtype, section in (("fp16", FP16), ("bf16", BF16)):
         for name in section.model_fields:

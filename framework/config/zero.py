@@ -22,6 +22,21 @@ class NoOffload(Section):
     device: Literal["none"] = "none"
 
 
+class ZenFlow(Section):
+    """The columns with the largest gradients are stepped on the device at every micro-batch; the
+    others are summed over the micro-batches of a step, and stepped on the host (Lan et al. 2025).
+    """
+
+    topk_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of each matrix's columns that is stepped at every micro-batch; vectors always are."""
+    select_every: PositiveCount | Literal["epoch"] = "epoch"
+    """Steps after which the columns are chosen anew: their moments begin with zeros then."""
+    full_warm_up_steps: Count = 0
+    """Steps at the beginning in which the host steps all columns."""
+    offload: bool = False
+    """Keep the moments of the chosen columns on the host between micro-batches."""
+
+
 class OptimizerToCPU(Section):
     """Optimizer state and step on the host."""
 
@@ -30,6 +45,10 @@ class OptimizerToCPU(Section):
     """Page-locked host memory: faster copies, but the memory cannot be swapped."""
     ratio: Fraction = 1.0
     """Share of the weights that the host updates (Twin-Flow); below 1 needs stage 3."""
+    zenflow: ZenFlow | None = None
+    """Step what matters most at every micro-batch (stages 1 and 2); the micro-batches of a step,
+    `batch.accumulation_steps`, are DeepSpeed's `update_interval`.
+    """
 
 
 class OptimizerToNVMe(Section):
@@ -121,6 +140,18 @@ class Zero(Section):
     """Stage 3: let `save_16bit_model` write whole weights; DeepSpeed's own default writes
     nothing.
     """
+
+    @property
+    def zenflow(self) -> ZenFlow | None:
+        """The section of ZenFlow, if the optimizer is on the host and has one."""
+        if isinstance(self.offload_optimizer, OptimizerToCPU):
+            return self.offload_optimizer.zenflow
+        return None
+
+    @property
+    def moments_of_columns_on_host(self) -> bool:
+        """Whether ZenFlow keeps moments on the host: DeepSpeed then demands overlapping sums."""
+        return self.zenflow is not None and self.zenflow.offload
 
 
 # Settings of stage 3 alone.

@@ -32,6 +32,7 @@ from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import may_have_been_skipped
 from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.module_buffers import share_buffers
+from framework.errors import TrainingError
 from framework.plan.compiling import uses_deepcompile
 from framework.plan.plan import Plan
 from framework.system.files import FileRecord, NewFile
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from framework.engine.full_weights import FullWeights
     from framework.engine.tensor_check import GradientCheck
     from framework.engine.written_weights import WrittenWeights
+    from framework.engine.zenflow import ZenFlowSteps
 
 
 class BaseEngine:
@@ -95,6 +97,11 @@ class BaseEngine:
         # whether all gradients of a step are there, and were not taken yet
         self.has_gradients: Callable[[], bool] = lambda: False
         self._leaves_out_frozen = training.lora is not None
+        self._zenflow: ZenFlowSteps | None = None
+        if plan.config.zero.zenflow is not None:
+            from framework.engine.zenflow import ZenFlowSteps
+
+            self._zenflow = ZenFlowSteps(engine, names())
         # DeepCompile sums gradients within its graph, into buffers of its own.
         sums_in_graph = uses_deepcompile(plan.config)
         self._flat_step: FlatStep | None = None
@@ -175,6 +182,9 @@ class BaseEngine:
         timeout: AbstractContextManager[None] = nullcontext()
         if open_file is NewFile:
             timeout = collective_timeout()
+        further: dict[str, Any] = {}
+        if self._zenflow is not None:
+            further["zenflow"] = self._zenflow.state()
         with self.written.unguarded(), timeout:
             return save_bytes(
                 self.engine,
@@ -184,6 +194,7 @@ class BaseEngine:
                 state,
                 names=self._names(),
                 leaves_out_frozen=self._leaves_out_frozen,
+                further=further,
                 open_file=open_file,
             )
 
@@ -199,7 +210,16 @@ class BaseEngine:
                 state = move_in(self.engine, checkpoint, names=names, layout=self._layout)
         else:
             with self.written.unguarded():
-                state = load_bytes(self.engine, checkpoint.folder, checkpoint.tag, partly=partly)
+                restores = {}
+                if self._zenflow is not None:
+                    restores["zenflow"] = self._zenflow.load
+                state = load_bytes(
+                    self.engine,
+                    checkpoint.folder,
+                    checkpoint.tag,
+                    partly=partly,
+                    restores=restores,
+                )
         if self._average is None:
             from framework.engine.ema import forget_average
 
@@ -231,7 +251,16 @@ class BaseEngine:
 
     @cached_property
     def full_weights(self) -> FullWeights:
-        """Whole weights, gradients and optimizer states by name; made by all ranks at once."""
+        """Whole weights, gradients and optimizer states by name; made by all ranks at once.
+
+        Raises:
+            TrainingError: kind ``full-weight-unavailable``.
+        """
+        if self._zenflow is not None:
+            raise TrainingError(
+                "with ZenFlow the copies of weights lie column by column, and its columns have "
+                "none: read the module's weights (engine.gathered) [full-weight-unavailable]"
+            )
         from framework.engine.full_weights import FullWeights
 
         return FullWeights(

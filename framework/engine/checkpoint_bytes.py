@@ -35,6 +35,7 @@ def save_bytes(
     *,
     names: Names,
     leaves_out_frozen: bool = False,
+    further: Mapping[str, Any] | None = None,
     open_file: OpenFile = NewFile,
 ) -> Mapping[str, FileRecord]:
     """Write ``folder/tag``. Collective.
@@ -47,6 +48,7 @@ def save_bytes(
         state: the run's state.
         names: plain names of the engine's parameters and buffers.
         leaves_out_frozen: whether weights that are not trained are left out.
+        further: what parts of the engine go on with beside it, the same on all ranks.
         open_file: takes the path of a file and returns what its bytes are written to.
 
     Returns:
@@ -57,6 +59,7 @@ def save_bytes(
         TrainingError: kind ``checkpoint-not-written``: its files would not hold all of the model.
     """
     client_state = _client_state(engine, state, names)
+    client_state[STATE_KEY] |= further or {}
     lacking: list[str] = []
 
     def note_lacking(content: Any) -> None:

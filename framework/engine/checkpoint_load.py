@@ -4,7 +4,7 @@ files of another layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,12 +39,22 @@ from framework.system.log import warn
 
 
 def load_bytes(
-    engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *, partly: bool = False
+    engine: deepspeed.DeepSpeedEngine,
+    folder: Path,
+    tag: str,
+    *,
+    partly: bool = False,
+    restores: Mapping[str, Callable[[Any], None]] | None = None,
 ) -> Mapping[str, Any]:
     """Put back weights, optimizer, schedule and this rank's random state, and return the run's
     state. Collective.
 
-    `partly`: frozen weights are not in the files.
+    Args:
+        engine: the engine to fill.
+        folder: of the checkpoint.
+        tag: name of the folder in it.
+        partly: frozen weights are not in the files.
+        restores: key of what parts of the engine saved (`save_bytes`, `further`) -> puts it back.
 
     Raises:
         StorageError: the files are missing or damaged.
@@ -59,6 +69,8 @@ def load_bytes(
         complete_nvme_state(engine, folder, tag)
         _copy_host_tensors(engine.optimizer)
         saved = client_state[STATE_KEY]
+        for key, restore in (restores or {}).items():
+            restore(saved[key])
     random_state.restore(saved["random_states"][rank()])
     restore_scaler(engine, saved.get("grad_scalers", ()))
     return dict(saved["state"])

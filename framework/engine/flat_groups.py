@@ -63,6 +63,14 @@ class FlatGroup:
         flat: Tensor = getattr(self._optimizer, self._attributes.flat)[self._number]
         return flat
 
+    def place_of(self, shape: torch.Size, offset: int) -> Tensor:
+        """Return the view of the flat tensor, from `offset` on, that is a weight of this shape."""
+        if getattr(self._optimizer, "zenflow", False):
+            from framework.engine.zenflow import place_in
+
+            return place_in(self.flat(), shape, offset)
+        return self.flat().narrow(0, offset, shape.numel()).view(shape)
+
     def share(self) -> Tensor:
         """Return this rank's share of the flat tensor."""
         rank = torch.distributed.get_rank(self.process_group)

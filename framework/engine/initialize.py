@@ -61,6 +61,12 @@ def initialize(
     deepspeed.utils.groups.mpu = None  # DeepSpeed keeps that of an earlier engine of the process
     named = {names[parameter]: parameter for parameter in model.parameters()}
     _refuse_nothing_to_train(model)
+    binding: AbstractContextManager[None] = nullcontext()
+    if plan.config.zero.zenflow is not None:
+        from framework.engine.zenflow import binding_columns, refuse_shapes
+
+        refuse_shapes(model)
+        binding = binding_columns()
     section = plan.config.optimizer
     freeze = plan.config.training.freeze
     parameters: list[Any] = [weight for weight in named.values() if weight.requires_grad]
@@ -94,6 +100,7 @@ def initialize(
         _sending_scalars(),
         declaring,
         choosing,
+        binding,
         taking_no_empty_step(),
     ):
         engine, _, _, _ = deepspeed.initialize(

@@ -91,8 +91,10 @@ class WrittenWeights:
     def reset(self) -> None:
         """Begin anew, from weights that came from a checkpoint."""
         self._share_sums = {}
+        # ZenFlow writes columns of the module itself, at every micro-batch.
+        writes_itself = getattr(self._optimizer, "zenflow", False)
         for number, (low, copy) in enumerate(self._pairs()):
-            if _is_apart(low, copy):
+            if _is_apart(low, copy) and not writes_itself:
                 self._share_sums[number] = block_sums(low)
         self._forget()
         self._first_step = self._engine.global_steps
@@ -242,7 +244,7 @@ class WrittenWeights:
                 reason = f"has another shape, {tuple(parameter.shape)} instead of {tuple(shape)}"
                 fix = "keep the shapes of weights"
                 raise _refusal(self._steps_since_look(), names, reason, fix)
-            place = flat.narrow(0, offset, shape.numel()).view(shape)
+            place = group.place_of(shape, offset)
             place.copy_(parameter.data)
             parameter.data = place
 

@@ -42,6 +42,7 @@ from framework.imports.deepspeed_sections import (
     Omission,
     Values,
     is_default,
+    micro_batches_of_zenflow,
     optimizer,
     precision,
     scheduler,
@@ -206,6 +207,12 @@ def _batch(reader: DeepSpeedReader) -> Values:
             reader.leave_out(name, "auto", reason)
         if value is not None:
             section[key.removeprefix("batch.")] = value
+    size = micro_batches_of_zenflow(reader)
+    if size is not None:
+        before = section.get("accumulation_steps", 1)
+        if "global_size" in section:
+            section["global_size"] = section["global_size"] // before * size
+        section["accumulation_steps"] = size
     return section
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, Final
 
 from deepspeed_lint.facts import DEPRECATED, Facts, dotted, leaves
@@ -16,7 +17,7 @@ from deepspeed_lint.rules.silent import UNSWITCHED
 from framework.config.deepspeed_words import OWNED, SCHEDULES, SHARED, TYPED
 from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
 from framework.config.precision import BF16, FP16
-from framework.config.zero import NEEDED_STAGE, OFFLOADS, STAGE3_KEYS, Zero
+from framework.config.zero import NEEDED_STAGE, OFFLOADS, STAGE3_KEYS, ZenFlow, Zero
 from framework.errors import MISSING, Problem, show_value
 from framework.plan.rules.passthrough import not_in_a_run
 
@@ -234,6 +235,9 @@ def dotted_leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 _PRECISIONS: Final = ("fp16", "bf16", "torch_autocast")
 _COMPUTE: Final = {"bf16": "bf16", "fp16": "fp16"}
+_ZENFLOW: Final = "zero_optimization.zenflow"
+# Micro-batches of a step where the file leaves them to DeepSpeed: its own example's.
+_ZENFLOW_MICRO_BATCHES: Final = 4
 _ALL_STAGES: Final = (
     "reduce_bucket_size",
     "overlap_comm",
@@ -351,7 +355,54 @@ def zero(reader: DeepSpeedReader) -> Values:
         reader.mark_without_effect(path, f"it does nothing at stage {stage}")
     for name in OFFLOADS:
         section |= _offload(reader, name, stage)
+    _zenflow(reader, section)
     return section
+
+
+def micro_batches_of_zenflow(reader: DeepSpeedReader) -> int | None:
+    """Return ZenFlow's `update_interval`, which DeepSpeed takes for the micro-batches of a step in place
+    of `gradient_accumulation_steps`; None without ZenFlow.
+    """
+    if not reader.facts.given(_ZENFLOW):
+        return None
+    interval = reader.take(f"{_ZENFLOW}.update_interval", None, "auto")
+    if isinstance(interval, int):
+        return interval
+    reader.comments["batch.accumulation_steps"] = (
+        "DeepSpeed decides update_interval while it trains; a step has a number of its own here"
+    )
+    return _ZENFLOW_MICRO_BATCHES
+
+
+def _zenflow(reader: DeepSpeedReader, section: Values) -> None:
+    """Add ZenFlow to the offloaded optimizer of `zero:`; its intervals are micro-batches in the
+    file, and steps here.
+    """
+    size = micro_batches_of_zenflow(reader)
+    if size is None:
+        return
+    offload = section.get("offload_optimizer")
+    if not offload or offload["device"] != "cpu":
+        reader.refuse(_ZENFLOW, "ZenFlow needs an optimizer on the host", "set offload_optimizer")
+        return
+    values: Values = {}
+    for name in ("topk_ratio", "offload"):
+        values[name] = reader.take(f"{_ZENFLOW}.{name}", ZenFlow.model_fields[name].default)
+    rounds = reader.take(f"{_ZENFLOW}.full_warm_up_rounds", 0)
+    values["full_warm_up_steps"] = ceil(rounds / size)
+    strategy = reader.take(f"{_ZENFLOW}.select_strategy", "auto", "auto")
+    interval = reader.take(f"{_ZENFLOW}.select_interval", "auto", "auto")
+    for name in ("select_strategy", "select_interval"):
+        reader.mark_handled(f"{_ZENFLOW}.{name}")
+    if strategy == "step":
+        values["select_every"] = max(1, round(interval / size))
+    elif strategy == "epoch" and interval != 1:
+        reason = "a run config chooses columns once per epoch, or after a number of steps"
+        reader.refuse(f"{_ZENFLOW}.select_interval", reason, "set it to 1")
+    else:
+        values["select_every"] = "epoch"
+    reader.comments.pop("zero.offload_optimizer.zenflow.select_every", None)
+    offload["zenflow"] = values
 
 
 def _offload(reader: DeepSpeedReader, name: str, stage: int) -> Values:
@@ -375,7 +426,7 @@ def _offload(reader: DeepSpeedReader, name: str, stage: int) -> Values:
         return {}
     section: Values = {"device": device}
     for key, field_info in OFFLOADS[name][device].model_fields.items():
-        if key != "device":
+        if key not in ("device", "zenflow"):
             section[key] = reader.take(f"{path}.{key}", field_info.default)
     if device == "cpu":
         for key in _NVME_KEYS:

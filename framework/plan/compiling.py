@@ -74,6 +74,8 @@ def _reason_against(config: RunConfig) -> str:
     """Return which other setting leaves nothing to compile, or an empty string."""
     if config.parallel.pipe > 1:
         return "stages of a pipeline are not compiled"
+    if config.zero.zenflow is not None:
+        return "ZenFlow writes weights within the backward pass"
     if config.zero.stage == 3:
         return (
             "at zero.stage 3 DeepSpeed gathers weights inside of every block, which no graph holds"

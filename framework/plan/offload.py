@@ -46,6 +46,7 @@ class Shares:
         weights: sizes of all trained weights.
         touched: elements of the complete weights that have a part in the fullest rank's share; 0
             at stages 0 and 3.
+        columns: elements of ZenFlow's columns.
         frozen: sizes of all frozen weights.
         saves_frozen: whether frozen weights are in checkpoints.
         shared: trained elements that another pipeline stage writes into checkpoints.
@@ -68,6 +69,7 @@ class Shares:
     parts: Sequence[int]
     weights: Sequence[int]
     touched: int
+    columns: int
     frozen: Sequence[int]
     saves_frozen: bool
     shared: int
@@ -165,6 +167,8 @@ class Shares:
             has_sums = self.accumulates and self.copy_width == _FP32
             components["sums of gradients"] = self.width * self.touched if has_sums else 0
             tensors = self._tensors_below_stage_3()
+        if (self._optimizer.get("zenflow") or {}).get("offload"):
+            components["moments of columns"] = 2 * self.width * self.columns
         if swapped:
             buffer = _aligned(_FP32 * max(self.parts))
             components["swap buffers"] = self._optimizer["buffer_count"] * buffer
@@ -250,6 +254,7 @@ class Shares:
         num_saved = sum(self.weights) + num_frozen - self.shared
         model = self.width * num_saved + self.buffers + tensor_bytes
         if self.stage:
+            model += 2 * self.width * self.columns
             largest = max(self.width * max(self.weights), widest * max(self.parts))
             return model, int(stepped * share), largest
         # a weight has a state tensor for each fp32 number that is kept of an element

@@ -147,7 +147,7 @@ def _overlaps(zero: Zero) -> bool:
     """Check whether sums of gradients run beside the backward pass."""
     if zero.stage and zero.overlap_comm is not None:
         return zero.overlap_comm
-    return zero.stage in (0, 3)
+    return zero.stage in (0, 3) or zero.moments_of_columns_on_host
 
 
 def _gradient_bytes(plan: Plan, *, is_half: bool) -> int:

@@ -143,7 +143,7 @@ class RankMemory:
         self.copy_width = widths.weight
         self.moment_width = widths.moment
         self.is_offloaded = self.stage > 0 and self.zero.offload_optimizer.device != "none"
-        self.overlaps = self.zero.overlap_comm is True
+        self.overlaps = self.zero.overlap_comm is True or self.zero.moments_of_columns_on_host
         self.waits = waits(plan.config, layout)
 
     # Bytes of an element.
@@ -349,12 +349,36 @@ class RankMemory:
     def optimizer_state(self) -> dict[str, int]:
         """Return the bytes of the optimizer's state and of the moving average of weights."""
         if self.is_offloaded:
-            return {}
+            return self.zenflow_state()
         state = int(self.state_width * self.share)
         # Adagrad makes its state where it is built, for the weights before ZeRO replaced them.
         if isinstance(self.config.optimizer, Adagrad) and self.stage in (1, 2):
             state += self.width * self.total
         return {"optimizer state": state, "weight average": self.average_width * self.share}
+
+    def zenflow_state(self) -> dict[str, int]:
+        """Return the bytes of what steps ZenFlow's columns on the device, on every rank all of
+        them: two moments, if they are not on the host.
+        """
+        zenflow = self.zero.zenflow
+        if zenflow is None or zenflow.offload:
+            return {}
+        return {"moments of columns": 2 * self.width * self.num_chosen}
+
+    @cached_property
+    def num_chosen(self) -> int:
+        """Elements of the vectors and columns that ZenFlow steps on the device; 0 without it."""
+        zenflow = self.zero.zenflow
+        if zenflow is None:
+            return 0
+        chosen = 0
+        for shape in self.work.weights.values():
+            if len(shape) == 1:
+                chosen += prod(shape)
+            else:
+                columns = prod(shape[1:])
+                chosen += shape[0] * max(1, int(columns * zenflow.topk_ratio))
+        return chosen
 
     @property
     def average_width(self) -> int:
@@ -416,6 +440,7 @@ class RankMemory:
             parts=self.parts,
             weights=self.sizes,
             touched=self.touched if self.stage in (1, 2) else 0,
+            columns=self.num_chosen,
             frozen=self.frozen,
             saves_frozen=self.config.training.lora is None,
             shared=0 if self.pipeline is None else self.pipeline.shared,
@@ -770,6 +795,8 @@ class RankMemory:
         """
         if self.is_offloaded:
             waiting = _FP32 * self.shares.unswapped_gradients
+            # gradients of the columns, and their values until the host's step is over
+            waiting += 2 * self.width * self.num_chosen
             components = {**states, "gradients": waiting} if waiting else dict(states)
             if not self.step_bytes_per_element:  # it is fullest when it begins
                 components |= self.persistent()

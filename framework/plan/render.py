@@ -57,7 +57,7 @@ def render(plan: Plan) -> Json:
     }
     decided |= _precision(plan)
     decided |= _sums(plan)
-    decided["zero_optimization"] = _zero(config.zero)
+    decided["zero_optimization"] = _zero(config.zero) | _zenflow(plan)
     if layout.pipe_size > 1:
         interval = config.training.recompute_every
         decided["pipeline"] = {"activation_checkpoint_interval": interval}
@@ -130,7 +130,7 @@ def _zero(zero: Zero) -> Json:
         return {"stage": 0}
     overlap_comm = zero.overlap_comm
     if overlap_comm is None:
-        overlap_comm = zero.stage == 3
+        overlap_comm = zero.stage == 3 or zero.moments_of_columns_on_host
     section: Json = {
         "stage": zero.stage,
         "reduce_bucket_size": zero.reduce_bucket_size,
@@ -140,12 +140,32 @@ def _zero(zero: Zero) -> Json:
         "round_robin_gradients": zero.round_robin_gradients,
     }
     if zero.offload_optimizer.device != "none":
-        section["offload_optimizer"] = zero.offload_optimizer.model_dump()
+        section["offload_optimizer"] = zero.offload_optimizer.model_dump(exclude={"zenflow"})
     if zero.stage < 3:
         section["allgather_bucket_size"] = zero.allgather_bucket_size
     else:
         section |= _stage3(zero)
     return section
+
+
+def _zenflow(plan: Plan) -> Json:
+    """Return the section ``zenflow``, which DeepSpeed counts in micro-batches."""
+    zenflow = plan.config.zero.zenflow
+    if zenflow is None:
+        return {}
+    micro_batches = plan.layout.accumulation_steps
+    steps = zenflow.select_every
+    if steps == "epoch":
+        steps = plan.length.steps_per_epoch or 0  # 0: once
+    section: Json = {
+        "topk_ratio": zenflow.topk_ratio,
+        "select_strategy": "step",
+        "select_interval": steps * micro_batches,
+        "update_interval": micro_batches,
+        "full_warm_up_rounds": zenflow.full_warm_up_steps * micro_batches,
+        "offload": zenflow.offload,
+    }
+    return {"zenflow": section}
 
 
 def _stage3(zero: Zero) -> Json:
@@ -166,6 +186,10 @@ def _optimizer(plan: Plan) -> Json:
     if isinstance(optimizer, AdamW):
         on_cuda = plan.cluster.device == "cuda" and not offloaded
         params |= _adam(optimizer, is_fused=optimizer.is_fused(is_on_cuda=on_cuda))
+        if plan.config.zero.zenflow is not None:
+            # ZenFlow hands all parameters on to torch's AdamW, which knows neither; both are as
+            # DeepSpeed has them by default.
+            del params["torch_adam"], params["adam_w_mode"]
     else:
         params |= optimizer.model_dump(exclude={"kind", "lr", "weight_decay", *GROUP_KEYS})
     return {

@@ -68,6 +68,20 @@ def estimated(
     return estimate(plan, work=work)
 
 
+def zenflow_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
+    for place, is_on_host in (("device", False), ("host", True)):
+        zenflow = {"topk_ratio": 0.2, "offload": is_on_host}
+        offload = {"device": "cpu", "zenflow": zenflow}
+        zero = {"stage": 2, "reduce_bucket_size": 600_000, "offload_optimizer": offload}
+        config = config_of(
+            zero=zero,
+            precision={"dtype": "bf16"},
+            batch={"micro_size": 1, "accumulation_steps": 4},
+            optimizer={"kind": "adamw", "implementation": "deepspeed"},
+        )
+        yield f"z2-zenflow-{place}", config, TOKENS
+
+
 def cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     """Name, config and shapes of a batch."""
     for stage, dtype, steps in product((0, 1, 2, 3), ("fp32", "bf16"), (1, 4)):
@@ -414,6 +428,7 @@ CASES = {
         *length_cases(),
         *states_cases(),
         *fp8_cases(),
+        *zenflow_cases(),
     )
 }
 
@@ -450,7 +465,7 @@ def measured(
                 else (number + number // 4 + 4) % 16
             )
             == 0
-            or name.startswith(("own-length", "states-"))
+            or name.startswith(("own-length", "states-", "z2-zenflow"))
         ]
     listed = [{"config": CASES[name][0], "batch": CASES[name][1]} for name in names]
     (folder / "cases.json").write_text(json.dumps(listed), encoding="utf-8")
@@ -525,7 +540,13 @@ def expected(name: str, ranks: int, saved: int) -> list[int]:
 def on_host(memory: Memory, moment: str) -> int:
     """Bytes in host memory at one moment: on CPU all tensors are there."""
     absent = {
-        "start": {"optimizer state", "optimizer copies", "sums of gradients", "activations"},
+        "start": {
+            "optimizer state",
+            "optimizer copies",
+            "sums of gradients",
+            "moments of columns",
+            "activations",
+        },
         "step": set(),
     }.get(moment, {"optimizer copies"})
     return sum(size for name, size in memory.host.items() if name not in absent)

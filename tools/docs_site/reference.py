@@ -166,12 +166,18 @@ def _sections() -> Iterator[tuple[str, str, dict[str, Any]]]:
         }
         return {"description": field["description"], "properties": {tags[0][0]: kinds}}
 
-    def nested(path: str, section: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    def nested(
+        path: str, section: Mapping[str, Any], *, is_deep: bool = False
+    ) -> Iterator[tuple[str, str, dict[str, Any]]]:
         for name, field in section.get("properties", {}).items():
-            if len(found := members(field)) > 1:
+            found = members(field)
+            if is_deep and len(found) > 1:
+                continue  # a set of data within `data.parts` has the keys of `data`
+            if len(found) > 1:
                 yield f"{path}.{name}", f"{path}.{name}", union(field, found)
             for member in found:
                 yield f"{path}.{name}{_tag(member)}", f"{path}.{name}", member
+                yield from nested(f"{path}.{name}", member, is_deep=True)
 
     for name, field in schema["properties"].items():
         if name in ("$schema", _FOLDER_OF_ONE_KEY):

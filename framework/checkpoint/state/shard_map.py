@@ -292,6 +292,10 @@ def _map_of_rank(
     weights: Iterable[tuple[str, Stored]]
     if not optimizers:
         weights = _stage0_weights(files, models.values(), stored)
+    elif (manifest["config"]["zero"].get("offload_optimizer") or {}).get("zenflow"):
+        # The module has the columns that are stepped at every micro-batch; the shares lie column
+        # by column.
+        weights = ()
     elif manifest["config"]["zero"]["stage"] == 3:
         model = files[models[0, 0]]
         empty = _empty_names(model, stored)

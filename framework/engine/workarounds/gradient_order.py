@@ -132,12 +132,13 @@ class _GradientOrder:
         self._next = 0
 
     def _is_reduced_now(self) -> bool:
-        """Check whether DeepSpeed would reduce: at stage 1 only at the last micro-batch of a
-        step.
+        """Check whether DeepSpeed would reduce: at stage 1 without ZenFlow only at the last
+        micro-batch of a step.
         """
         optimizer = self._optimizer
         return (
             getattr(optimizer, "partition_gradients", True)
+            or getattr(optimizer, "zenflow", False)
             or optimizer.is_gradient_accumulation_boundary()
         )
 

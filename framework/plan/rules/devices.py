@@ -73,7 +73,7 @@ def sums_of(config: RunConfig, layout: Layout) -> tuple[str, str]:
     ranks; empty for their own type.
     """
     precision = config.precision
-    if not isinstance(precision, BF16 | FP16):
+    if not isinstance(precision, BF16 | FP16) or config.zero.zenflow is not None:
         return "", ""
     accumulation = ""
     if config.zero.stage and _is_summed_in_fp32(

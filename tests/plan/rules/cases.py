@@ -29,6 +29,35 @@ def deep(stage: int, **more: Any) -> dict[str, Any]:
     return {"zero": {"stage": stage}, "training": {"compile": compiled}}
 
 
+def zenflow(
+    zero: dict[str, Any] | None = None, *, offload: bool = False, **sections: Any
+) -> dict[str, Any]:
+    section = {"device": "cpu", "zenflow": {"offload": offload}}
+    every = {"stage": 2, "offload_optimizer": section, **(zero or {})}
+    batch = {"accumulation_steps": 4}
+    return {"zero": every, "batch": batch, **OWN_ADAM, **GPT, **sections}
+
+
+NOT_WITH_ZENFLOW: tuple[dict[str, Any], ...] = (
+    {"zero": {"stage": 3}},
+    {"zero": {"reduce_scatter": False}},
+    {"zero": {"contiguous_gradients": False}},
+    {"zero": {"round_robin_gradients": True}},
+    {"optimizer": {"kind": "adam", "implementation": "deepspeed"}},
+    {"precision": {"dtype": "fp16"}},
+    {"precision": {"dtype": "bf16", "states": "bf16_weights"}},
+    {"precision": {"dtype": "bf16", "grad_accumulation": "fp32"}},
+    {"precision": {"dtype": "bf16", "grad_reduction": "fp32"}},
+    {"parallel": {"tensor": 2}},
+    {"parallel": {"sequence": 2}},
+    {"training": EMA},
+    {"training": {"lora": {"target_modules": ["query"]}}},
+    {"training": {"freeze": ["embed.*"]}},
+    {"training": {"bad_steps": "skip"}},
+    {"training": {"compile": True}},
+)
+
+
 def passed_at(stage: int, name: str, value: Any = True) -> dict[str, Any]:
     return {"zero": {"stage": stage}, "deepspeed": {"zero_optimization": {name: value}}}
 
@@ -234,6 +263,15 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (MUON | offload(3), "cuda", None),
         (offload(3, ratio=0.5) | OWN_ADAM, "cuda", None),
         (LAMB, "cuda", None),
+    ],
+    "not_with_zenflow": [
+        *((zenflow(**broken), "cuda", "not-with-zenflow") for broken in NOT_WITH_ZENFLOW),
+        (zenflow(zero={"stage": 3}), "cpu", "not-with-zenflow"),
+        (zenflow(zero={"overlap_comm": False}, offload=True), "cuda", "not-with-zenflow"),
+        (zenflow(zero={"overlap_comm": True}, offload=True), "cuda", None),
+        (zenflow(), "cpu", None),
+        (zenflow(precision={"dtype": "bf16"}), "cuda", None),
+        (offload(2) | OWN_ADAM, "cuda", None),
     ],
     "optimizer_sees_shape": [
         *(

@@ -223,8 +223,14 @@ def test_further_keys_stand_beside_those_of_the_typed_section(
         (
             {"zero": {"stage": 2}},
             {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+            "section-clash",
+            "zero.offload_optimizer.zenflow.topk_ratio",
+        ),
+        (
+            {"zero": {"stage": 2}},
+            {"zero_optimization": {"zenflow": {"overlap_step": True}}},
             "not-in-a-run",
-            "ZenFlow",
+            "which no checkpoint reaches",
         ),
         (
             {"zero": {"stage": 1}},
