@@ -360,8 +360,8 @@ def zero(reader: DeepSpeedReader) -> Values:
 
 
 def micro_batches_of_zenflow(reader: DeepSpeedReader) -> int | None:
-    """Return ZenFlow's `update_interval`, which DeepSpeed takes for the micro-batches of a step in place
-    of `gradient_accumulation_steps`; None without ZenFlow.
+    """Return ZenFlow's `update_interval`, which DeepSpeed takes for the micro-batches of a step, in
+    place of `gradient_accumulation_steps`; None without ZenFlow.
     """
     if not reader.facts.given(_ZENFLOW):
         return None

@@ -233,6 +233,12 @@ def test_further_keys_stand_beside_those_of_the_typed_section(
             "which no checkpoint reaches",
         ),
         (
+            {"zero": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+            {"zero_optimization": {"offload_optimizer": {"super_offload": True}}},
+            "not-in-a-run",
+            "on CUDA alone",
+        ),
+        (
             {"zero": {"stage": 1}},
             {"zero_optimization": {"parameter_alignment": True}},
             "not-in-a-run",
