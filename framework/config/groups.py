@@ -234,6 +234,19 @@ def peft_name(name: str) -> str:
     return written
 
 
+NUMBERS_OF_A_BLOCK: Final = 64
+"""Numbers of a frozen weight that share a scale in ``nf4``."""
+
+
+def quantized_bytes(shape: Sequence[int], form: str) -> int:
+    """Return the bytes of a matrix (rows, columns) in `training.lora.quantization`."""
+    rows, columns = shape
+    if form == "int8":
+        return rows * columns + 4 * rows
+    blocks = -(-rows * columns // NUMBERS_OF_A_BLOCK)
+    return blocks * (NUMBERS_OF_A_BLOCK // 2 + 4)
+
+
 def is_named(module: str, names: Sequence[str] | str) -> bool:
     """Check whether a module matches a regular expression, or a list of names or ends of names."""
     if isinstance(names, str):

@@ -52,6 +52,9 @@ class EMA(Section):
     """The average begins as the weights after this step; 0: the first weights."""
 
 
+Quantization = Literal["nf4", "int8"]
+
+
 class LoRA(Section):
     """Low-rank adapters (Hu et al. 2021), which are trained in place of the weights: to a module's
     W x they add lora_alpha / r x B A x, with A (r, inputs) drawn and B (outputs, r) zero at first.
@@ -86,11 +89,16 @@ class LoRA(Section):
     of the same base. Left out: they are drawn under `run.seed`.
     """
 
+    quantization: Quantization | None = None
+    """Keep the weights under adapters of linear layers in few bits: ``nf4``, 4 bits and a scale for
+    each 64 numbers (Dettmers et al. 2023: QLoRA); ``int8``, 8 bits and a scale for each row.
+    """
+
     def of_peft(self) -> dict[str, Any]:
         """Return the arguments of peft's LoraConfig, but for `modules_to_save`, which are trained
         in their own place here.
         """
-        return self.model_dump(exclude={"modules_to_save", "init_adapter"})
+        return self.model_dump(exclude={"modules_to_save", "init_adapter", "quantization"})
 
 
 class Compile(Section):

@@ -4,7 +4,7 @@ that read more than their own weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,10 @@ from framework.checkpoint.adapter_files import KEY, noted_base, other_shapes
 from framework.checkpoint.state.tensor_split import whole_shape
 from framework.checkpoint.state.weight_files import shapes_of
 from framework.config.groups import is_inside_saved, peft_name
-from framework.config.training import LoRA
+from framework.config.training import LoRA, Quantization
 from framework.engine.weights import gives
-from framework.errors import ConfigError
+from framework.errors import ConfigError, counted
+from framework.models.quantized import QuantizedLinear, quantizable
 
 
 def put_adapter(model: nn.Module, weights: Mapping[str, torch.Tensor], lora: LoRA) -> None:
@@ -72,11 +73,50 @@ def refuse_adapter_of_other_base(config: Mapping[str, Any], base: Mapping[str, A
     if folder is None:
         return
     noted = noted_base(folder)
-    is_comparable = noted.get("base_dtype") == config["precision"]["dtype"]
+    here = (config["precision"]["dtype"], str(config["training"]["lora"]["quantization"]))
+    is_comparable = (noted.get("base_dtype"), noted.get("base_quantization", "None")) == here
     if is_comparable and noted["base"] != base["sha256"]:
         reason = f"the adapters in {folder} were trained on other frozen weights"
         fix = "set checkpoint.init_weights (or run.seed, of a drawn base) as it was"
         raise ConfigError.of("base-differs", reason, fix, KEY, folder)
+
+
+def quantize_adapted(
+    model: nn.Module,
+    form: Quantization,
+    *,
+    dtype: torch.dtype,
+    spread: Callable[[nn.Module], object] = lambda module: None,
+) -> str:
+    """Put the linear layers under adapters into few bits, one by one, their numbers first rounded
+    to `dtype`; `spread` partitions one again, at ZeRO stage 3. Collective.
+
+    Returns:
+        What was done, and the share of the weights' norm that was lost.
+
+    Raises:
+        ConfigError: kind ``quantizes-nothing``: no adapted module is a linear layer.
+    """
+    adapted = quantizable(model)
+    if not adapted:
+        reason = "no module with an adapter is a linear layer"
+        fix = "leave it out"
+        raise ConfigError.of("quantizes-nothing", reason, fix, "training.lora.quantization", form)
+    lost = torch.zeros((), dtype=torch.float64)
+    whole = torch.zeros((), dtype=torch.float64)
+    for module in adapted.values():
+        base: Any = module.base_layer
+        is_spread = hasattr(base.weight, "ds_id")
+        with deepspeed.zero.GatheredParameters([base.weight], enabled=is_spread):
+            quantized = QuantizedLinear(base, form, dtype=dtype)
+            numbers = base.weight.detach().to(dtype).float()
+            lost += (quantized.matrix(torch.float32) - numbers).double().square().sum().cpu()
+            whole += numbers.double().square().sum().cpu()
+        module.base_layer = quantized
+        spread(quantized)
+    share = float((lost / whole).sqrt())
+    layers = counted(len(adapted), "linear layer")
+    return f"{layers} in {form}, which leaves out {share:.2%} of the norm of their weights"
 
 
 @contextmanager

@@ -384,11 +384,12 @@ class Tape:
         shape = value.with_last(outputs)
         is_first = self.place(name) not in self.weights
         weight = (outputs, value.shape[-1])
-        made = self._product(value, shape, weight, name, has_bias=has_bias, split=split)
-        if not is_first:  # a tied head is an embedding
-            return made
         lora = self._adapts(name)
-        if lora is None:
+        in_few_bits = is_first and lora is not None and lora.quantization is not None
+        made = self._product(
+            value, shape, weight, name, has_bias=has_bias, split=split, in_few_bits=in_few_bits
+        )
+        if not is_first or lora is None:  # a tied head is an embedding
             return made
         low = self._adapter_product(value, name, value.with_last(lora.r), (lora.r, weight[1]))
         return self._with_adapter(made, low, name, (outputs, lora.r))
@@ -472,9 +473,10 @@ class Tape:
         *,
         has_bias: bool,
         split: bool | None = None,
+        in_few_bits: bool = False,
     ) -> Value:
         """Multiply by a weight of shape `weight`, or convolve with it, in `product_width`; return
-        the result, of shape `shape`.
+        the result, of shape `shape`. A weight in few bits is made anew in both passes.
         """
         flows = self.own(weight, name, has_bias=has_bias)
         is_trained = self.is_trained(self.place(name))
@@ -483,7 +485,9 @@ class Tape:
         temporary = 0
         # a head that is tied to `embed` is not a linear layer of DeepSpeed's
         is_linear = len(weight) == 2 and self.place(name) != "embed.weight"
-        if self.keeps_inputs and is_linear:
+        if in_few_bits:
+            temporary = self.count * prod(weight) * (2 * _FP32 + self.product_width)
+        elif self.keeps_inputs and is_linear:
             saves = [value]
         elif self.product_width < self.weight_width:  # autograd keeps the copy of the weight
             copy = Value((self.count, *weight), self.product_width, is_split=split is not None)

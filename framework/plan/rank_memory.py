@@ -15,7 +15,7 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import Final
 
-from framework.config.groups import group_values, in_order
+from framework.config.groups import base_name, group_values, in_order, quantized_bytes
 from framework.config.optimizer import Adagrad, Lamb, Muon, has_groups
 from framework.config.precision import BF16, FP16, state_widths
 from framework.config.run_config import RunConfig
@@ -206,9 +206,19 @@ class RankMemory:
     @cached_property
     def frozen(self) -> list[int]:
         """Elements of each frozen weight: it has no gradient and no state, and at stage 3 is spread
-        as the others are.
+        as the others are. In few bits it counts as the elements of as many bytes.
         """
-        return [prod(shape) for shape in self.work.frozen.values()]
+        lora = self.config.training.lora
+        form = None if lora is None else lora.quantization
+        sizes = []
+        for name, shape in self.work.frozen.items():
+            module = base_name(name).removesuffix("weight")
+            is_adapted = f"{module}lora_A.default.weight" in self.work.weights
+            if form is not None and is_adapted and len(shape) == 2:
+                sizes.append(ceil(quantized_bytes(shape, form) / self.width))
+            else:
+                sizes.append(prod(shape))
+        return sizes
 
     @cached_property
     def total(self) -> int:

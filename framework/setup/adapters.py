@@ -18,6 +18,7 @@ from framework.checkpoint.state.weight_files import entries, write_one
 from framework.config.groups import is_inside_saved, peft_name
 from framework.config.run_config import RunConfig
 from framework.config.training import LoRA
+from framework.engine.adapter_weights import quantize_adapted
 from framework.engine.random_state import seed_everything
 from framework.engine.step_batches import HALF
 from framework.engine.weights import (
@@ -36,8 +37,9 @@ from framework.models.adapters import (
     untrained_adapters,
 )
 from framework.models.prepare_model import as_fp32
+from framework.models.quantized import put_plain
 from framework.system.files import replace_text
-from framework.system.log import warn
+from framework.system.log import print_line, warn
 
 
 def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -> dict[str, int]:
@@ -83,6 +85,8 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
     metadata = {"format": "pt"}
     if base:
         metadata["base"] = base["sha256"]
+        if section.quantization is not None:
+            metadata["base_quantization"] = section.quantization
         metadata["base_dtype"] = checkpoint.manifest["config"]["precision"]["dtype"]
     num_bytes = write_one(path, weights, adapter_entries, metadata=metadata)
     return {WEIGHTS: num_bytes, DESCRIPTION: len(text.encode())}
@@ -152,6 +156,11 @@ def merged_model(
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(half)
+    dtype = half or torch.float32
+    if lora.quantization is not None:
+        done = quantize_adapted(model, lora.quantization, dtype=dtype)
+        print_line(f"the adapters are merged into the weights that they were trained on: {done}")
     refuse_other_base(weights.checkpoint, describe_base(model, source))
     put_trained(as_fp32(model), weights)
+    put_plain(model, dtype)
     return merge_adapters(model)

@@ -202,6 +202,7 @@ def _with_adapters(model: torch.nn.Module, prepared: Prepared, lora: LoRA) -> to
     from framework.engine.adapter_weights import (
         gathering_in_peft,
         put_adapter,
+        quantize_adapted,
         register_read_weights,
     )
     from framework.models.adapters import add_adapters
@@ -214,6 +215,15 @@ def _with_adapters(model: torch.nn.Module, prepared: Prepared, lora: LoRA) -> to
     if prepared.adapter is not None:
         put_adapter(model, prepared.adapter, lora)
         prepared.adapter.let_go()
+    if lora.quantization is not None:
+        done = quantize_adapted(
+            model,
+            lora.quantization,
+            dtype=HALF.get(config.precision.dtype, torch.float32),
+            spread=lambda module: is_stage3 and partition(module, prepared.ds_config),
+        )
+        if rank() == 0:
+            print_line(f"training.lora.quantization: {done}")
     if is_stage3:
         model = partition(model, prepared.ds_config)
     if reads_weights:

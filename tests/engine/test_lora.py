@@ -25,6 +25,7 @@ from framework.data.order import epoch_order
 from framework.engine.adapter_weights import put_adapter
 from framework.errors import ConfigError, StorageError
 from framework.models.adapters import add_adapters, is_adapter
+from framework.models.quantized import dequantize, quantizable, quantize
 from framework.plan.work import trained_shapes
 from framework.setup.adapters import write_adapter
 from framework.setup.user_code import call_factory
@@ -80,6 +81,24 @@ VARIANTS: dict[str, tuple[tuple[str, str, int], dict[str, Any], float]] = {
     "rslora": (("gpt", "sgd", 1), training_of("gpt", use_rslora=True), 1e-5),
     "dora": (("gpt", "sgd", 2), training_of("gpt", use_dora=True), 1e-5),
     "dora-spread": (("llama", "adamw", 3), SPREAD | training_of("llama", use_dora=True), 1e-4),
+    "nf4": (("gpt", "sgd", 1), training_of("gpt", quantization="nf4"), 1e-5),
+    "nf4-accumulated": (
+        ("gpt", "adamw", 2),
+        {"batch": {"accumulation_steps": 2}} | training_of("gpt", quantization="nf4"),
+        1e-4,
+    ),
+    "nf4-spread": (
+        ("llama", "adamw", 3),
+        SPREAD | training_of("llama", quantization="nf4"),
+        1e-4,
+    ),
+    "int8": (("gpt", "sgd", 0), training_of("gpt", quantization="int8"), 1e-5),
+    "int8-spread": (("gpt", "sgd", 3), SPREAD | training_of("gpt", quantization="int8"), 1e-5),
+    "int8-bf16": (
+        ("gpt", "adamw", 3),
+        {"precision": {"dtype": "bf16"}} | training_of("gpt", quantization="int8"),
+        0.05,
+    ),
     "autocast": (("gpt", "adamw", 2), {"precision": {"dtype": "autocast"}}, 0.02),
     "bf16": (("gpt", "adamw", 3), {"precision": {"dtype": "bf16"}}, 0.05),
     "fp16": (("gpt", "adamw", 2), {"precision": {"dtype": "fp16"}}, 0.02),
@@ -205,8 +224,9 @@ def runs(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_with_peft(folder, config(folder, "gpt", "sgd", 0))
     begin = [begun(folder, "start", stage) for stage in (0, 3)]
     begin.append(begun(folder, "stranger", 0))
+    few = [in_few_bits(folder, 2), in_few_bits(folder, 2, 2), in_few_bits(folder, 3, 2)]
     train_cases(
-        [*first, *again, *moved, *begin, other], num_ranks=2, folder=folder, allow_fp16=True
+        [*first, *again, *moved, *begin, *few, other], num_ranks=2, folder=folder, allow_fp16=True
     )
     return folder
 
@@ -226,6 +246,25 @@ def plain_losses(runs: Path) -> dict[tuple[str, str], tuple[list[float], float, 
     }
 
 
+def round_base(model: nn.Module, form: Any) -> None:
+    """Give the weights under adapters the numbers that few bits hold."""
+    for module in quantizable(model).values():
+        weight = module.get_base_layer().weight
+        held = quantize(weight, form)
+        weight.data = dequantize(held, tuple(weight.shape), form, torch.float32)
+
+
+def in_few_bits(folder: Path, stage: int, start: int | None = None) -> dict[str, Any]:
+    """A run in nf4; with `start`, one that goes on from the middle of the one at that stage."""
+    made = config(folder, "gpt", "adamw", stage, start)
+    made["run"]["name"] = made["run"]["name"].replace("gpt-adamw", "nf4").replace("from-z", "of-z")
+    if start is not None:
+        source = folder / f"nf4-z{start}" / "checkpoints" / f"global_step{HALF_WAY}"
+        made["checkpoint"]["resume"] = str(source)
+    made["training"]["lora"]["quantization"] = "nf4"
+    return made
+
+
 def adapted(values: dict[str, Any]) -> tuple[Any, list[nn.Parameter]]:
     """The base with adapters by peft's own functions, and what is trained."""
     model = build(values)
@@ -241,7 +280,10 @@ def adapted(values: dict[str, Any]) -> tuple[Any, list[nn.Parameter]]:
         if name.endswith(tuple(lora.get("modules_to_save", ())))
     ]
     given = {name: value for name, value in lora.items() if name != "modules_to_save"}
+    form = given.pop("quantization", None)
     peft.inject_adapter_in_model(peft.LoraConfig(**given), model)
+    if form is not None:
+        round_base(model, form)
     for parameter in (parameter for module in saved for parameter in module.parameters()):
         parameter.requires_grad_(True)
     return model, [one for one in model.parameters() if one.requires_grad]
@@ -503,6 +545,37 @@ def test_other_forms_of_adapters_are_those_of_peft(runs: Path, tmp_path: Path, n
         base = build(values).eval()(tokens)
     assert float((found - expected).abs().max()) < 1e-5
     assert float((base - expected).abs().max()) > 1e-2
+
+
+def test_a_run_in_few_bits_resumes_to_the_bit_and_moves(runs: Path) -> None:
+    whole = weights(runs / "nf4-z2")
+    again = weights(runs / "nf4-z2-of-z2")
+    moved = weights(runs / "nf4-z3-of-z2")
+    plainly = weights(runs / "gpt-adamw-z2")
+    assert [*whole] == [*again] == [*plainly]
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert max(float((whole[name] - moved[name]).abs().max()) for name in whole) < 1e-5
+    assert max(float((whole[name] - plainly[name]).abs().max()) for name in whole) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4-spread", "int8-spread", "int8-bf16"])
+def test_adapters_are_merged_into_the_numbers_that_few_bits_hold(runs: Path, name: str) -> None:
+    values = varied(runs, name)
+    base = build(values)
+    lora = LoRA(**values["training"]["lora"])
+    if "bf16" in name:
+        base.to(torch.bfloat16).to(torch.float32)
+    peft.inject_adapter_in_model(peft.LoraConfig(**lora.of_peft()), base)
+    round_base(base, lora.quantization)
+    if "bf16" in name:
+        base.to(torch.bfloat16).to(torch.float32)
+    held = weights(runs / name, LONG_STEPS)
+    assert not base.load_state_dict(dict(held), strict=False).unexpected_keys
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = base.eval()(tokens)
+        found = framework.load(runs / name, trust=True)(tokens)
+    assert float((found - expected).abs().max()) < 1e-5
 
 
 def test_adapters_that_nothing_went_through_are_not_exported(

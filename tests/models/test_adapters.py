@@ -13,8 +13,12 @@ from torch import nn
 
 from framework.config.load import config_from_values
 from framework.config.training import LoRA
+from framework.engine.adapter_weights import quantize_adapted
 from framework.errors import ConfigError
 from framework.models.adapters import add_adapters, merge_adapters, put_trained
+from framework.plan.cluster import Cluster
+from framework.plan.memory import estimate
+from framework.plan.plan import make_plan
 from framework.plan.work import weights_alone
 from framework.setup.user_code import call_factory
 
@@ -91,6 +95,25 @@ def test_the_plan_counts_what_is_trained_and_what_is_not(
     for shapes, is_trained in ((work.weights, True), (work.frozen, False)):
         sizes = [one.numel() for one in built.parameters() if one.requires_grad is is_trained]
         assert (len(shapes), sum(map(prod, shapes.values()))) == (len(sizes), sum(sizes))
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_the_plan_counts_the_bytes_of_weights_in_few_bits(form: Any) -> None:
+    config = config_from_values(
+        {
+            "model": {"kind": "gpt", "size": "tiny"},
+            "task": {"kind": "causal_lm"},
+            "data": {"kind": "text", "sequence_length": 32},
+            "training": {"lora": {"target_modules": "all-linear", "quantization": form}},
+        }
+    )
+    lora = config.training.lora
+    assert lora is not None
+    built = add_adapters(call_factory(config.model.factory(), key="model"), lora, seed=0)
+    quantize_adapted(built, form, dtype=torch.float32)
+    counted = sum(one.numel() * one.element_size() for one in built.parameters())
+    planned = estimate(make_plan(config, Cluster(device="cpu"))).components["weights"]
+    assert planned == pytest.approx(counted, rel=0.001)
 
 
 class TiedHead(nn.Module):

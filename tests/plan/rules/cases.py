@@ -691,6 +691,21 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "not_with_lora": [
         (
+            GPT | {"training": {"lora": {"target_modules": ["query"], "quantization": "nf4"}}},
+            "cuda",
+            None,
+        ),
+        (
+            GPT
+            | {
+                "training": {
+                    "lora": {"target_modules": ["query"], "quantization": "nf4", "use_dora": True}
+                }
+            },
+            "cuda",
+            "not-with-lora",
+        ),
+        (
             GPT
             | {"training": {"lora": {"target_modules": ["query"]}}, "optimizer": {"kind": "muon"}},
             "cuda",
