@@ -104,7 +104,10 @@ def test_the_plan_counts_the_bytes_of_weights_in_few_bits(form: Any) -> None:
             "model": {"kind": "gpt", "size": "tiny"},
             "task": {"kind": "causal_lm"},
             "data": {"kind": "text", "sequence_length": 32},
-            "training": {"lora": {"target_modules": "all-linear", "quantization": form}},
+            "training": {
+                "max_steps": 1,
+                "lora": {"target_modules": "all-linear", "quantization": form},
+            },
         }
     )
     lora = config.training.lora
@@ -112,7 +115,8 @@ def test_the_plan_counts_the_bytes_of_weights_in_few_bits(form: Any) -> None:
     built = add_adapters(call_factory(config.model.factory(), key="model"), lora, seed=0)
     quantize_adapted(built, form, dtype=torch.float32)
     counted = sum(one.numel() * one.element_size() for one in built.parameters())
-    planned = estimate(make_plan(config, Cluster(device="cpu"))).components["weights"]
+    memory = estimate(make_plan(config, Cluster(device="cpu")))
+    planned = memory.moments["between"]["weights"]
     assert planned == pytest.approx(counted, rel=0.001)
 
 
