@@ -7,6 +7,7 @@ from typing import Final
 
 from framework.config.precision import BF16, FP16, PrecisionSection, fp8_of
 from framework.config.run_config import RunConfig
+from framework.config.training import Compile
 from framework.config.zero import NEEDED_STAGE, STAGE3_KEYS, Zero
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
@@ -51,7 +52,9 @@ _PASSES: Final = {
 def passes_of_deepcompile(config: RunConfig, cluster: Cluster) -> Found:
     """Find passes that a run does not have, and passes for compilers that have none."""
     section = config.training.compile
-    for name in getattr(section, "passes", []):
+    if not isinstance(section, Compile):
+        return
+    for name in section.passes:
         if section.backend != "deepcompile":
             reason = "passes are DeepCompile's, and the compiler is another"
             fix = "set training.compile: {backend: deepcompile}, or leave passes out"
