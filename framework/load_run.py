@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from framework.config.load import Source, load_with_source
@@ -155,7 +156,7 @@ class LoadedRun:
             from framework.checkpoint.adapter_files import adapter_problems
             from framework.plan.work import trained_shapes
 
-            problems += adapter_problems(lora, trained_shapes(self.config))
+            problems += adapter_problems(lora, partial(trained_shapes, self.config))
         cluster = cluster or default_cluster(self.config)
         return make_plan(
             self.config, cluster, num_train_samples=size, source=self.source, further=problems

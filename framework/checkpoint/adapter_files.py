@@ -5,7 +5,8 @@ torch and held against `training.lora` (`init_adapter` is the path of one).
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from framework.config.groups import (
     PEFT_PREFIX,
     is_inside_saved,
     is_named,
+    pattern_error,
     peft_name,
 )
 from framework.config.training import LoRA
@@ -40,14 +42,18 @@ _HARMLESS: Final = frozenset(
 )
 
 
-def adapter_problems(lora: LoRA | None, trained: Mapping[str, Sequence[int]]) -> list[Problem]:
+def adapter_problems(
+    lora: LoRA | None, trained: Callable[[], Mapping[str, Sequence[int]]]
+) -> list[Problem]:
     """Find the problems of the folder at `training.lora.init_adapter`, as far as its description
     and the header of its weights show them.
 
-    `trained`: name -> shape of what the model trains; empty if that is not known yet.
+    `trained` returns name -> shape of what the model trains; empty if that is not known yet.
     """
     if lora is None or lora.init_adapter is None:
         return []
+    if isinstance(lora.target_modules, str) and pattern_error(lora.target_modules):
+        return []  # a problem by itself, of kind `bad-pattern`
     folder = Path(lora.init_adapter)
     problem = _absent(folder)
     if problem is not None:
@@ -56,13 +62,16 @@ def adapter_problems(lora: LoRA | None, trained: Mapping[str, Sequence[int]]) ->
     header = _read_json(folder / WEIGHTS, is_header=True)
     if described is None or header is None:
         file = folder / (DESCRIPTION if described is None else WEIGHTS)
-        return [_differs(f"{file} is damaged, or no file of peft's", "write it again", folder)]
+        return [_damaged(file, folder)]
     problems = list(_other_options(described, lora, folder))
-    shapes = shapes_in(header)
+    try:
+        shapes = shapes_in(header)
+    except TypeError:
+        return [_damaged(folder / WEIGHTS, folder)]
     if not problems:
         problems += _other_modules(shapes, lora, folder)
     if not problems:
-        expected = {peft_name(name): shape for name, shape in trained.items()}
+        expected = {peft_name(name): shape for name, shape in trained().items()}
         if expected:
             problems += other_shapes(expected, shapes, lora)
     return problems
@@ -88,6 +97,10 @@ def _absent(folder: Path) -> Problem | None:
 
 def _differs(reason: str, fix: str, folder: Path, *, key: str = KEY, value: Any = None) -> Problem:
     return Problem("adapter-differs", reason, fix, key, str(folder) if value is None else value)
+
+
+def _damaged(file: Path, folder: Path) -> Problem:
+    return _differs(f"{file} is damaged, or no file of peft's", "write it again", folder)
 
 
 def _other_options(described: Mapping[str, Any], lora: LoRA, folder: Path) -> Iterator[Problem]:
@@ -116,12 +129,16 @@ def _other_options(described: Mapping[str, Any], lora: LoRA, folder: Path) -> It
 
 
 def shapes_in(header: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors in the header of a safetensors file."""
-    return {
-        name: tuple(entry["shape"])
-        for name, entry in header.items()
-        if name != "__metadata__" and isinstance(entry, dict) and "shape" in entry
-    }
+    """Return name -> shape of the tensors in the header of a safetensors file.
+
+    Raises:
+        TypeError: a shape is no list of whole numbers.
+    """
+    shapes = {}
+    for name, entry in header.items():
+        if name != "__metadata__" and isinstance(entry, dict) and "shape" in entry:
+            shapes[name] = tuple(map(index, entry["shape"]))
+    return shapes
 
 
 def _other_modules(

@@ -193,6 +193,10 @@ def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -
     return Problem("unknown-key", reason, fix, key, value)
 
 
+# Kinds for code of the user's own, which has its own keys.
+_OWN_CODE: Final = {"target", "object"}
+
+
 def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
     """Yield the places of a key of this name: ``section.key``, with the kinds that have it if not
     all have.
@@ -200,7 +204,8 @@ def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
     for section, field in root.model_fields.items():
         members = members_of(field.annotation)
         kinds = [tag for tag, member in members.items() if name in member.model_fields]
-        if members and len(kinds) >= len(members) - 2:  # all but target and object
+        lacking = members.keys() - {*kinds}
+        if kinds and lacking <= _OWN_CODE:
             yield f"{section}.{name}"
         elif kinds:
             yield f"{section}.{name} of {', '.join(kinds)}"

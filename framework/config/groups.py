@@ -247,6 +247,15 @@ def quantized_bytes(shape: Sequence[int], form: str) -> int:
     return blocks * (NUMBERS_OF_A_BLOCK // 2 + 4)
 
 
+def pattern_error(text: str) -> str:
+    """Return why a text is no regular expression; empty if it is one."""
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return ""
+
+
 def is_named(module: str, names: Sequence[str] | str) -> bool:
     """Check whether a module matches a regular expression, or a list of names or ends of names."""
     if isinstance(names, str):

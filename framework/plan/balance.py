@@ -11,6 +11,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
+from framework.config.groups import pattern_error
 from framework.config.precision import FP16
 from framework.config.run_config import RunConfig
 from framework.config.training import Parallel
@@ -309,9 +310,8 @@ def _problems_of_list(
 
 def pattern_problem(pattern: str, *, key: str, value: str, fix: str) -> Iterator[Problem]:
     """Yield the problem of a text that is no regular expression; nothing if it is one."""
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+    error = pattern_error(pattern)
+    if error:
         yield Problem("bad-pattern", f"it is no regular expression: {error}", fix, key, value)
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -206,7 +207,7 @@ def prepare(
             from framework.checkpoint.state.weight_files import read_exported
             from framework.plan.work import trained_shapes
 
-            problems = adapter_problems(config.training.lora, trained_shapes(config))
+            problems = adapter_problems(config.training.lora, partial(trained_shapes, config))
             findings += accepted(problems, source)
             adapter = read_exported(Path(str(_first_adapter(config))) / WEIGHTS)
     named = None

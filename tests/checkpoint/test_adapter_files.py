@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from framework.checkpoint.adapter_files import DESCRIPTION, WEIGHTS, adapter_problems
 from framework.config.groups import peft_name
 from framework.config.load import config_from_values
+from framework.errors import ConfigError
+from framework.load_run import load_run
 from framework.plan.work import trained_shapes
 
 _MODEL = {"kind": "gpt", "size": "tiny", "num_layers": 1, "hidden_size": 8, "num_heads": 2}
@@ -40,7 +43,7 @@ def written(
 
 def problems(lora: dict[str, Any]) -> list[str]:
     config = config_from_values({"model": _MODEL, "training": {"lora": lora}})
-    found = adapter_problems(config.training.lora, trained_shapes(config))
+    found = adapter_problems(config.training.lora, partial(trained_shapes, config))
     return [str(problem) for problem in found]
 
 
@@ -121,6 +124,18 @@ def test_what_is_no_folder_of_adapters_is_refused(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"cut")
     assert "is damaged, or no file of peft's" in stated(tmp_path)
+    header = b'{"a": {"shape": 3}}'
+    (tmp_path / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "is damaged, or no file of peft's" in stated(tmp_path)
+
+
+def test_a_pattern_that_is_none_is_refused_by_its_own_rule(tmp_path: Path) -> None:
+    lora = written(tmp_path) | {"target_modules": "[query"}
+    assert problems(lora) == []
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps({"model": _MODEL, "training": {"lora": lora}}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="bad-pattern"):
+        load_run(str(config)).plan_with_data()
 
 
 def test_names_are_those_of_peft() -> None:

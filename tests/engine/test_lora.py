@@ -394,7 +394,7 @@ def test_an_export_for_peft_is_a_start(runs: Path, tmp_path: Path) -> None:
     values = begun(runs, "start", 0)
     values["training"]["lora"]["init_adapter"] = str(tmp_path / "out")
     loaded = config_from_values(values)
-    assert adapter_problems(loaded.training.lora, trained_shapes(loaded)) == []
+    assert adapter_problems(loaded.training.lora, partial(trained_shapes, loaded)) == []
     held = weights(runs / "gpt-sgd-z0")
     noted = noted_base(str(tmp_path / "out"))
     assert noted == {

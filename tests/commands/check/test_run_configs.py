@@ -99,6 +99,10 @@ def test_fp8_takes_a_gpu_that_has_it_and_its_package(
     code, (line,) = reported(tmp_path, text.replace("bf16", "fp16"), capsys)
     assert code == 2
     assert "it exists as precision.fp8 of bf16 [unknown-key]" in line
+    in_fp32 = text.replace("dtype: bf16, fp8: true", "dtype: fp32, states: bf16")
+    code, (line,) = reported(tmp_path, in_fp32, capsys)
+    assert code == 2
+    assert "it exists as precision.states of fp16, bf16 [unknown-key]" in line
 
 
 def test_a_length_that_only_the_data_has_stops_no_judgement(
