@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -84,20 +85,31 @@ def test_every_setting_that_a_fix_names_mends_the_run() -> None:
         for values, device, kind in cases:
             cluster = Cluster(devices_per_host=2, device=device)
             for problem in rules.apply_rules(config_from_values(values), cluster):
-                for key, value in re.findall(r"(\w+\.\w+): ([\w.]+)", problem.fix):
-                    section, _, name = key.partition(".")
-                    default = getattr(RunConfig(), section).model_dump()
-                    base = values.get(
-                        section, {tag: default[tag] for tag in ("kind", "dtype") if tag in default}
-                    )
+                for key, value in re.findall(r"(?<![\w.])((?:\w+\.)+\w+): ([\w.]+)", problem.fix):
                     mended = config_from_values(
-                        {**values, section: {**base, name: parse_scalar(value, name="fix")}}
+                        _with_setting(values, key, parse_scalar(value, name="fix"))
                     )
                     assert kind not in [left.kind for left in rules.apply_rules(mended, cluster)], (
                         str(problem)
                     )
                     tried += 1
     assert tried > 10
+
+
+def _with_setting(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return values of a config with a dotted key set; a section that is not among them keeps its
+    default kind.
+    """
+    changed = copy.deepcopy(values)
+    first, *inner, last = key.split(".")
+    if first not in changed:
+        default = getattr(RunConfig(), first).model_dump()
+        changed[first] = {tag: default[tag] for tag in ("kind", "dtype") if tag in default}
+    section = changed[first]
+    for name in inner:
+        section = section[name]
+    section[last] = value
+    return changed
 
 
 def test_the_default_run_has_no_problem() -> None:
