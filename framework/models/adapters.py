@@ -28,6 +28,7 @@ from framework.config.groups import (
 from framework.config.training import LoRA
 from framework.errors import ConfigError
 from framework.models.layers import LayeredModel
+from framework.system.log import without_warnings_of
 
 _CHUNK: Final = 1 << 22
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -91,8 +92,10 @@ def _inject(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
     Raises:
         ConfigError: kind ``lora-not-adaptable``: peft has no adapter for a module.
     """
-    # Imported here: peft imports transformers, which takes seconds.
-    from peft import LoraConfig, inject_adapter_in_model
+    # Imported here: peft imports transformers, which takes seconds, and torchao where it is
+    # installed, of which torch 2.15 logs a note on each start.
+    with without_warnings_of("torch.utils._pytree"):
+        from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(**lora.of_peft())
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():

@@ -13,7 +13,6 @@ model; here the weight itself is kept, as DeepSpeed's own linear layer of stage 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from framework.config.precision import FP8, FP8_ALIGNED
 from framework.errors import ConfigError, missing_package
 from framework.models.compilation import repeated_blocks
+from framework.system.log import without_warnings_of
 
 
 @dataclass(frozen=True)
@@ -245,17 +245,13 @@ def _load_torchao() -> Any:
     Raises:
         ConfigError: kind ``package-missing``.
     """
-    # torch 2.15 logs a note on each start that an enumeration of torchao is registered twice.
-    log = logging.getLogger("torch.utils._pytree")
-    level = log.level
-    log.setLevel(logging.ERROR)
     try:
-        from torchao import float8
-        from torchao.float8 import _inductor_patch
+        # torch 2.15 logs a note on each start that an enumeration of torchao is registered twice.
+        with without_warnings_of("torch.utils._pytree"):
+            from torchao import float8
+            from torchao.float8 import _inductor_patch
     except ImportError as error:
         raise missing_package("torchao", what="precision.fp8", extra="fp8") from error
-    finally:
-        log.setLevel(level)
     # Triton (its issue 11111) stores wrong bytes of fp8 beside a minimum or maximum of inductor's.
     _inductor_patch._patch_inductor_min_max_codegen()
     return float8

@@ -32,6 +32,18 @@ note_warning = _LOGGER.warning
 note_error = _LOGGER.error
 
 
+@contextmanager
+def without_warnings_of(name: str) -> Iterator[None]:
+    """Leave out what a library logs below errors, meanwhile; `name`: of its logger."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def print_line(line: str = "") -> None:
     """Print a line, and log it.
 

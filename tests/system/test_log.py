@@ -94,3 +94,12 @@ def test_without_a_file_nothing_goes_anywhere(capsys: pytest.CaptureFixture[str]
     rank_log.note("lost")
     rank_log.note_warning("lost")
     assert capsys.readouterr() == ("", "")
+
+
+def test_warnings_of_a_library_are_left_out_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
+    library = logging.getLogger("library.part")
+    with rank_log.without_warnings_of("library.part"):
+        library.warning("registered twice")
+        library.error("broken")
+    library.warning("after it")
+    assert caplog.messages == ["broken", "after it"]
