@@ -140,6 +140,11 @@ class BaseEngine:
         self._garbage = Garbage(engine, log_every=training.log_every)
 
     @property
+    def has_norm_for_each_group(self) -> bool:
+        """Whether DeepSpeed's own step at ZeRO 1 and 2 takes the norm of gradients group by group."""
+        return self.engine.zero_optimization_stage() in (1, 2) and self._flat_step is None
+
+    @property
     def ds_config(self) -> Mapping[str, Any]:
         config: Mapping[str, Any] = self.engine.config
         return config

@@ -22,7 +22,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from framework.checkpoint.state.shard_map import plain_name
 from framework.checkpoint.state.weight_names import Names, names_of
 from framework.engine.base_engine import BaseEngine
-from framework.engine.distributed import claims_error_report, device, rank
+from framework.engine.distributed import claims_error_report, device, gather, rank
 from framework.engine.initialize import MakeOptimizer, initialize
 from framework.engine.metrics import EvalSums
 from framework.engine.schedules import MakeSchedule
@@ -30,7 +30,7 @@ from framework.engine.step import Step
 from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
-from framework.errors import FrameworkError, TrainingError
+from framework.errors import ConfigError, FrameworkError, TrainingError
 from framework.models.layers import Layer, recompute
 from framework.plan.balance import Bounds
 from framework.plan.plan import Plan
@@ -213,7 +213,30 @@ def build_pipeline(
     engine._allocate_or_extend_buffers = lambda number, shape, dtype: torch.empty(
         tuple(shape), dtype=dtype, device=engine.device
     )
-    return PipelineEngine(engine, plan, task, loss=loss)
+    pipeline = PipelineEngine(engine, plan, task, loss=loss)
+    if pipeline.has_norm_for_each_group:
+        _refuse_other_groups(len(engine.optimizer.bit16_groups), plan)
+    return pipeline
+
+
+def _refuse_other_groups(num_groups: int, plan: Plan) -> None:
+    """Refuse stages with different numbers of parameter groups, of which this one has `num_groups`:
+    a stage would wait for the norm of a group that another one does not have. Collective.
+
+    Raises:
+        ConfigError: kind ``stage-with-one-group``.
+    """
+    nums = gather(num_groups)
+    if len(set(nums)) == 1:
+        return
+    reason = (
+        f"the stages have from {min(nums)} to {max(nums)} groups of weights that are stepped "
+        "differently, and DeepSpeed, which steps them on the host, adds up a norm for each group "
+        "over all stages"
+    )
+    fix = "leave zero.offload_optimizer out, or choose parallel.stages so that each has blocks"
+    kind = getattr(plan.config.optimizer, "kind", None)
+    raise ConfigError.of("stage-with-one-group", reason, fix, "optimizer.kind", kind)
 
 
 @dataclass(frozen=True)

@@ -133,10 +133,28 @@ TWO_RANKS = [
     Case("gpt-adafactor", "gpt", sections={"optimizer": {"kind": "adafactor"}}),
     # It computes in bf16, where a last bit of a gradient may move a number by 2**-8 of it.
     Case("gpt-muon", "gpt", sections={"optimizer": {"kind": "muon", "lr": 0.005}}, tolerance=2e-3),
+    # Its first stage has no matrix that Muon steps.
+    Case(
+        "gpt-muon-zero1",
+        "gpt",
+        parallel={"stages": [0] * 2 + [1] * 5},
+        sections={"optimizer": {"kind": "muon", "lr": 0.005}, "zero": {"stage": 1}},
+        tolerance=2e-3,
+    ),
     Case("llama", "llama"),
     Case("bert", "bert", steps=NUM_STEPS),
     Case("bert-zero1", "bert", parallel={"partition": "uniform"}, sections={"zero": {"stage": 1}}),
 ]
+# DeepSpeed's own step would wait for ever.
+REFUSED = Case(
+    "gpt-muon-host",
+    "gpt",
+    parallel={"stages": [0] * 2 + [1] * 5},
+    sections={
+        "optimizer": {"kind": "muon", "lr": 0.005},
+        "zero": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+    },
+)
 # With --exhaustive: what differs from others in one thing that a third one holds.
 RARE_TWO = [
     Case("lenet-parameters", "lenet"),
@@ -204,7 +222,7 @@ def train(cases: list[Case], text: Path, folder: Path, *, num_ranks: int) -> Pat
 
 @pytest.fixture(scope="module")
 def two_ranks(text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cases = [*TWO_RANKS, *(RARE_TWO if exhaustive else ())]
+    cases = [*TWO_RANKS, REFUSED, *(RARE_TWO if exhaustive else ())]
     return train(cases, text, tmp_path_factory.mktemp("two-ranks"), num_ranks=2)
 
 
@@ -240,6 +258,12 @@ def hold(case: Case, run_folder: Path, text: Path) -> None:
         # a share of counted samples: exactly so
         if name.endswith("accuracy") and case.tolerance == TOLERANCE:
             assert measured[name] == pytest.approx(value, abs=1e-9), name
+
+
+def test_stages_with_other_groups_are_refused_where_each_group_has_a_norm(two_ranks: Path) -> None:
+    error = (two_ranks / f"{REFUSED.name}.error").read_text(encoding="utf-8")
+    assert "the stages have from 1 to 2 groups" in error
+    assert "[stage-with-one-group]" in error
 
 
 @pytest.mark.parametrize("case", [*TWO_RANKS, *rarely(RARE_TWO)], ids=lambda case: case.name)

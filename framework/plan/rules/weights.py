@@ -208,6 +208,11 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
         key = f"optimizer.groups.{number}"
         yield from pattern_problem(group.match, key=f"{key}.match", value=group.match, fix=fix)
         yield from _group_without_effect(optimizer, group, key)
+    for number, pattern in enumerate(getattr(optimizer, "matrices", [])):
+        key = f"optimizer.matrices.{number}"
+        yield from pattern_problem(
+            pattern, key=key, value=pattern, fix="write for example .*weight"
+        )
     yield from _groups_in_stages(config, groups)
 
 

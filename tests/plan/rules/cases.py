@@ -552,6 +552,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ),
     ],
     "optimizer_groups": [
+        ({"optimizer": {"kind": "muon", "matrices": [r"fc1\.weight", "["]}}, "cuda", "bad-pattern"),
         (
             {"optimizer": {"kind": "adamw", "groups": [{"match": "*.bias", "lr": 0.1}]}},
             "cuda",
@@ -801,6 +802,13 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (GPT | in_fp8() | {"parallel": {"sequence": 2}}, "cuda", "not-with-fp8"),
         (
             GPT | in_fp8() | {"training": {"lora": {"target_modules": ["query"]}}},
+            "cuda",
+            "not-with-fp8",
+        ),
+        (
+            GPT
+            | in_fp8()
+            | {"training": {"compile": {"backend": "deepcompile"}}, "zero": {"stage": 1}},
             "cuda",
             "not-with-fp8",
         ),
