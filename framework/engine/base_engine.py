@@ -141,7 +141,7 @@ class BaseEngine:
 
     @property
     def has_norm_for_each_group(self) -> bool:
-        """Whether DeepSpeed's own step at ZeRO 1 and 2 takes the norm of gradients group by group."""
+        """Whether DeepSpeed's own step at ZeRO 1 and 2 takes a norm for each group."""
         return self.engine.zero_optimization_stage() in (1, 2) and self._flat_step is None
 
     @property
