@@ -44,7 +44,9 @@ class OptimizerToCPU(Section):
     pin_memory: bool = True
     """Page-locked host memory: faster copies, but the memory cannot be swapped."""
     ratio: Fraction = 1.0
-    """Share of the weights that the host updates (Twin-Flow); below 1 needs stage 3."""
+    """Share of the weights that the host updates (Twin-Flow). Below 1 is refused: DeepSpeed steps
+    the other part without the schedule of the learning rate, and saves no state of it.
+    """
     zenflow: ZenFlow | None = None
     """Step what matters most at every micro-batch (stages 1 and 2); the micro-batches of a step,
     `batch.accumulation_steps`, are DeepSpeed's `update_interval`.

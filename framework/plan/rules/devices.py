@@ -8,7 +8,7 @@ from typing import Final
 from framework.config.precision import BF16, FP16, PrecisionSection, fp8_of
 from framework.config.run_config import RunConfig
 from framework.config.training import Compile
-from framework.config.zero import NEEDED_STAGE, STAGE3_KEYS, Zero
+from framework.config.zero import NEEDED_STAGE, STAGE3_KEYS
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 from framework.plan.compiling import uses_deepcompile
@@ -175,18 +175,6 @@ def offload_needs_stage(config: RunConfig, cluster: Cluster) -> Found:
                 f"DeepSpeed ignores it at stage {zero.stage}",
                 f"set zero.stage: {stage}",
             )
-    yield from _ratio_below_stage3(zero)
-
-
-def _ratio_below_stage3(zero: Zero) -> Found:
-    """Find an optimizer that is offloaded in part below stage 3."""
-    offload = zero.offload_optimizer
-    if offload.device == "cpu" and offload.ratio < 1 and zero.stage != 3:
-        yield (
-            "zero.offload_optimizer.ratio",
-            "a ratio below 1 needs stage 3",
-            "set zero.stage: 3 or ratio: 1.0",
-        )
 
 
 # bf16 rounds to 8 digits: what changes a number by less leaves it as it was.
