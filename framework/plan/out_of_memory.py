@@ -541,7 +541,7 @@ _ADVICE_OF_KIND: Final[Mapping[str, str]] = {
 def _advice_of_host(plan: Plan) -> Iterator[str]:
     """Yield advice on what a plan has in the host's memory."""
     if plan.config.zero.offload_optimizer.device == "cpu":
-        yield ("each rank of a host holds there what is offloaded: fewer of them take less")
+        yield "each rank of a host holds there what is offloaded: fewer of them take less"
     if plan.config.checkpoint.mode == "async":
         yield "checkpoint.mode: async copies what is saved to the host; sync does not"
 

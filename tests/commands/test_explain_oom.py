@@ -78,10 +78,7 @@ def test_a_kill_is_explained_by_what_lies_on_the_host(tmp_path: Path, capsys: Ca
         r"zero.offload_optimizer.device: none: .* less, and .* GiB at most on the device, by estimate",
         out,
     )
-    assert (
-        "\nalso      each rank of a host holds there what is offloaded: fewer of them take less, "
-        in out
-    )
+    assert "each rank of a host holds there what is offloaded: fewer of them take less\n" in out
     assert "checkpoint.mode" not in out
     out = explained(
         tmp_path, "killed-deepspeed", "zero.stage=1", "checkpoint.mode=async", capsys=capsys
