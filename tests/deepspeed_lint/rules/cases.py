@@ -938,10 +938,18 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     ),
     "partial-offload-needs-cpu-adam": (
         [
-            Case(offload(3, ratio=0.5), "init"),
-            Case(offload(3, ratio=0.5) | optimizer("Adagrad"), "init"),
+            Case(offload(3, ratio=0.5), "init", beside=("partial-offload-without-schedule",)),
+            Case(
+                offload(3, ratio=0.5) | optimizer("Adagrad"),
+                "init",
+                beside=("partial-offload-without-schedule",),
+            ),
         ],
         [Case(offload(3, ratio=0.5) | ADAM, "step"), Case(offload(3, ratio=1.0), "step")],
+    ),
+    "partial-offload-without-schedule": (
+        [Case(offload(3, ratio=0.5) | ADAM)],
+        [Case(offload(3, ratio=1.0) | ADAM), Case(offload(2, ratio=1.0))],
     ),
     "super-offload-ignored": (
         [Case(offload(2, super_offload=True))],

@@ -254,6 +254,8 @@ NOT_SHOWN = {
     "sequence-parallel-gradients",
     "warmup-peak",
     "bf16-emulated",
+    # a device that is not the host
+    "partial-offload-without-schedule",
     "super-offload-ignored",
     "pipeline-with-zero",
     "pipeline-with-tensor-parallel",
