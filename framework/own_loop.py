@@ -304,8 +304,7 @@ class OpenEngine(WeightDoors):
 
     def _has_gradients(self) -> bool:
         """Check whether the last micro-batch of a step has had a backward pass, and no step yet."""
-        is_last = self._engine.engine.is_gradient_accumulation_boundary()
-        return bool(self._passes.num_passes and is_last)
+        return bool(self._passes.num_passes and self._engine.is_last_micro_batch())
 
     def _passes_of_others(self) -> list[BackwardPasses]:
         return [engine._passes for engine in _OPEN if engine is not self]

@@ -340,6 +340,10 @@ class BaseEngine:
         """Return the plain model's name of a module, given its name in DeepSpeed's model."""
         return name
 
+    def is_last_micro_batch(self) -> bool:
+        """Check whether the step is taken after the micro-batch that is computed."""
+        return bool(self.engine.is_gradient_accumulation_boundary())
+
     def name_weight(self, name: str) -> str:
         """Return the plain model's name of a weight, given its name in DeepSpeed's model."""
         return name
