@@ -111,10 +111,8 @@ def _start_rows(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple
     with suppress(NotEstimatedError):
         memory = estimate(plan)
         where = "host memory" if plan.cluster.device == "cpu" else "device memory"
-        yield (
-            "estimate",
-            f"{_size(memory.total(memory.peak))} of {where} per rank, without activations",
-        )
+        lacks = ", without activations" if memory.lacks else ""
+        yield "estimate", f"{_size(memory.total(memory.peak))} of {where} per rank{lacks}"
     yield "checkpoints", ", ".join(_saves(config.checkpoint)) or "none"
     yield "metrics", ", ".join(_sinks(config.monitors))
 

@@ -63,11 +63,21 @@ def test_the_first_screen_has_the_sizes(capsys: pytest.CaptureFixture[str]) -> N
     assert rows == [
         "  model        lenet, 61,706 parameters",
         "  length       22 steps = 2 epochs of 11, 117 samples left out of each",
-        f"  estimate     {estimate(planned).total(estimate(planned).peak) / 1e6:.1f} MB of device memory per rank, "
-        "without activations",
+        f"  estimate     {estimate(planned).total(estimate(planned).peak) / 1e6:.1f} MB of device memory per rank",
         "  checkpoints  every 5 steps, at the end",
         "  metrics      metrics.jsonl, tensorboard, wandb, a.b:C",
     ]
+
+
+def test_an_estimate_without_activations_names_what_it_lacks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = {"target": "a.b:images"}
+    model = {"kind": "resnet18", "num_classes": 10}
+    planned = plan(model=model, data=data, training={"max_steps": 22})
+    assert estimate(planned).lacks
+    print_start(planned, Path("runs/night"), start_step=0, num_params=61706)
+    assert " MB of device memory per rank, without activations\n" in capsys.readouterr().out
 
 
 def test_the_end_states_what_the_time_went_into(capsys: pytest.CaptureFixture[str]) -> None:
