@@ -369,7 +369,7 @@ def test_apply_leaves_offloads_other_keys_behind(tmp_path: Path, capsys: Capture
     file.write_text(
         FILE.replace(
             "  stage: 3   # to be safe",
-            "  stage: 3\n  offload_optimizer: {device: cpu, ratio: 0.5}",
+            "  stage: 3\n  offload_optimizer: {device: cpu, pin_memory: false}",
         )
         + "optimizer: {kind: adamw, implementation: deepspeed}\n"
     )
