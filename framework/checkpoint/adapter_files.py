@@ -10,6 +10,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, Final
 
+from framework.checkpoint.json_objects import read_object
 from framework.config.groups import (
     ALL_LINEAR,
     LORA,
@@ -25,7 +26,6 @@ from framework.errors import Problem, counted, show_value
 WEIGHTS: Final = "adapter_model.safetensors"
 DESCRIPTION: Final = "adapter_config.json"
 KEY: Final = "training.lora.init_adapter"
-_LONGEST_HEADER: Final = 100_000_000  # the format's
 _EQUAL: Final = ("r", "lora_alpha", "use_rslora", "use_dora")
 # Ways to draw adapters that change the weights below them too.
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq")
@@ -58,8 +58,8 @@ def adapter_problems(
     problem = _absent(folder)
     if problem is not None:
         return [problem]
-    described = _read_json(folder / DESCRIPTION)
-    header = _read_json(folder / WEIGHTS, is_header=True)
+    described = read_object(folder / DESCRIPTION)
+    header = read_object(folder / WEIGHTS, is_header=True)
     if described is None or header is None:
         file = folder / (DESCRIPTION if described is None else WEIGHTS)
         return [_damaged(file, folder)]
@@ -215,23 +215,6 @@ def noted_base(folder: str) -> dict[str, str]:
     """Return what `export --adapter` noted of the frozen weights below the adapters: ``base``, a
     SHA-256, and ``base_dtype``; empty for files that others wrote.
     """
-    header = _read_json(Path(folder) / WEIGHTS, is_header=True) or {}
+    header = read_object(Path(folder) / WEIGHTS, is_header=True) or {}
     noted = header.get("__metadata__")
     return noted if isinstance(noted, dict) and "base" in noted else {}
-
-
-def _read_json(file: Path, *, is_header: bool = False) -> dict[str, Any] | None:
-    """Read the JSON object in a file, or in its header: behind the length at its beginning. None
-    if it cannot be read.
-    """
-    try:
-        with file.open("rb") as stream:
-            size = -1
-            if is_header:
-                size = int.from_bytes(stream.read(8), "little")
-            if size >= _LONGEST_HEADER:
-                return None
-            content = json.loads(stream.read(size))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None

@@ -27,6 +27,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
+from framework.checkpoint.json_objects import read_object
 from framework.config.base import ModelKind
 from framework.config.model import ModelSection
 from framework.config.run_config import RunConfig
@@ -36,7 +37,6 @@ CONFIG: Final = "config.json"
 _KEY: Final = "checkpoint.init_weights"
 _WEIGHTS: Final = "model.safetensors"
 _AS_IT_IS: Final = "train it as it is: model.target: transformers:AutoModel....from_pretrained"
-_LONGEST_HEADER: Final = 100_000_000  # the format's
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def published_problems(config: RunConfig) -> list[Problem]:
     if os.path.isdir(path):  # noqa: PTH112 - pathlib raises if the name is too long
         weights_file = weights_file / _WEIGHTS
     file = weights_file.parent / CONFIG
-    described = _read_json(file)
+    described = read_object(file) or {}
     type_ = described.get("model_type")
     if not isinstance(type_, str):
         return []
@@ -302,31 +302,12 @@ def published_problems(config: RunConfig) -> list[Problem]:
 
 def _tensors_in(file: Path) -> set[str]:
     """Return the names of the tensors in a safetensors file, or in the shards of its index."""
-    index = _read_json(Path(f"{file}.index.json")).get("weight_map")
+    index = (read_object(Path(f"{file}.index.json")) or {}).get("weight_map")
     if isinstance(index, dict):
         names = set(index)
     else:
-        names = set(_read_json(file, is_header=True))
+        names = set(read_object(file, is_header=True) or {})
     return names - {"__metadata__"}
-
-
-def _read_json(file: Path, *, is_header: bool = False) -> dict[str, Any]:
-    """Read the JSON object in a file, or in its header: behind the length at its beginning. Empty
-    if it cannot be read.
-    """
-    try:
-        with file.open("rb") as stream:
-            size = -1
-            if is_header:
-                size = int.from_bytes(stream.read(8), "little")
-            if size >= _LONGEST_HEADER:
-                return {}
-            content = json.loads(stream.read(size))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if isinstance(content, dict):
-        return content
-    return {}
 
 
 def _find(described: Mapping[str, Any], key: str, absent: Any) -> Any:
