@@ -21,7 +21,7 @@ from framework.data.order import epoch_order
 from framework.models.added_losses import Routing, collected_routings
 from framework.setup.user_code import call_factory
 from tests.engine.oracle import Average, MuonWithAdam
-from tests.jobs.parts import MaskedPrompts, tiny_mixtral
+from tests.jobs.parts import PROMPTED_GPT, MaskedPrompts, tiny_mixtral
 from tests.launched import fewer, rarely, read_metrics, series, train_cases
 from tests.train.monitors.sinks import histograms_of
 
@@ -30,15 +30,6 @@ pytestmark = pytest.mark.slow
 # Drift is held by one run of each kind and way to spread experts.
 NUM_STEPS, FEW_STEPS, GLOBAL_SIZE = fewer(7, of=20), fewer(3, of=20), 8
 STOP, END = 3, 6  # of runs that are resumed
-MODEL = {
-    "kind": "gpt",
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "max_positions": 16,
-    "dropout": 0.0,
-}
 # Weights of its losses that show: in half of the cases tokens are dropped.
 TOP1 = {
     "num_experts": 4,
@@ -81,7 +72,7 @@ class Case:
         return {
             "run": {"name": self.name, "output_dir": str(folder)},
             **(
-                {"model": {**MODEL, "moe": self.moe}, "task": {"kind": "causal_lm"}}
+                {"model": {**PROMPTED_GPT, "moe": self.moe}, "task": {"kind": "causal_lm"}}
                 if self.moe is not MIXTRAL
                 else OWN
             ),
@@ -195,7 +186,7 @@ def micro_batches(case: Case) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]
 def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
     """What every step reports: the dozen lines that anyone would write; and the moving average."""
     torch.manual_seed(0)
-    factory = config_from_values({"model": {**MODEL, "moe": case.moe}}).model.factory()
+    factory = config_from_values({"model": {**PROMPTED_GPT, "moe": case.moe}}).model.factory()
     model: nn.Module = (
         call_factory(factory, key="model") if case.moe is not MIXTRAL else tiny_mixtral()
     )
@@ -322,7 +313,7 @@ def test_groups_of_experts_train_as_plain_pytorch(case: Case, on_four: Path) -> 
 
 
 # Nothing of its loss depends on how a batch is divided.
-UNBALANCED = {"model": {**MODEL, "moe": {**TOP2, "balance_loss": 0.0}}}
+UNBALANCED = {"model": {**PROMPTED_GPT, "moe": {**TOP2, "balance_loss": 0.0}}}
 # Layout before the stop -> after it.
 EXPERTS_2, EXPERTS_1 = {"parallel": {"expert": 2}, "zero": {"stage": 1}}, {"zero": {"stage": 1}}
 MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -346,7 +337,7 @@ def saved(name: str, folder: Path, layout: dict[str, Any], *, max_steps: int) ->
     sections = {
         "run": {"name": name, "output_dir": str(folder)},
         "model": {
-            **MODEL,
+            **PROMPTED_GPT,
             "dropout": 0.1 if "same" in name or "bf16" in name else 0.0,
             "moe": TOP2,
         },
@@ -409,7 +400,7 @@ def test_weights_of_a_checkpoint_are_those_of_all_experts(moved: Path) -> None:
     for name, weights in one.items():
         torch.testing.assert_close(weights, other[name], atol=1e-4, rtol=0.0)
     model: nn.Module = call_factory(
-        config_from_values({"model": {**MODEL, "moe": TOP2}}).model.factory(), key="model"
+        config_from_values({"model": {**PROMPTED_GPT, "moe": TOP2}}).model.factory(), key="model"
     )
     assert set(one) | set(one.ties) == set(model.state_dict())
 

@@ -24,25 +24,16 @@ from framework.tasks.causal_lm import CausalLM
 from framework.tasks.classification import Classification
 from framework.tasks.task import Ratio, Task
 from tests.jobs import parts
-from tests.jobs.parts import MaskedPrompts
+from tests.jobs.parts import PROMPTED_GPT, MaskedPrompts
 from tests.launched import fewer, series, train_cases
 
 NUM_STEPS, GLOBAL_SIZE = fewer(8, of=20), 8  # an epoch at least
-MODEL = {
-    "kind": "gpt",
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "max_positions": 16,
-    "dropout": 0.0,
-}
 
 
 def config(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
     return {
         "run": {"name": name, "output_dir": str(folder)},
-        "model": MODEL,
+        "model": PROMPTED_GPT,
         "data": {"target": "tests.jobs.parts:masked_prompts"},
         "task": {"kind": "causal_lm"},
         "training": {"max_steps": NUM_STEPS, "log_every": 1},

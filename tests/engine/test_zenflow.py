@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -22,22 +22,13 @@ from framework.config.load import config_from_values
 from framework.data.order import epoch_order
 from framework.setup.user_code import call_factory
 from tests.engine.test_resume import bits
-from tests.jobs.parts import MaskedPrompts
+from tests.jobs.parts import PROMPTED_GPT, MaskedPrompts
 from tests.launched import fewer, read_metrics, series, train_cases
 
 pytestmark = pytest.mark.slow
 
 NUM_STEPS, GLOBAL_SIZE, RANKS = fewer(8, of=20), 16, 2
 CLIP, LR, DECAY, BETAS, EPS = 0.5, 3e-3, 0.1, (0.9, 0.95), 1e-8
-MODEL: Final = {
-    "kind": "gpt",
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "max_positions": 16,
-    "dropout": 0.0,
-}
 
 
 @dataclass(frozen=True)
@@ -63,7 +54,7 @@ class Case:
         }
         return {
             "run": {"name": self.name, "output_dir": str(folder)},
-            "model": MODEL,
+            "model": PROMPTED_GPT,
             "task": {"kind": "causal_lm"},
             "data": {"target": "tests.jobs.parts:masked_prompts"},
             "batch": {"global_size": GLOBAL_SIZE, "accumulation_steps": self.micro_batches},
@@ -236,7 +227,7 @@ def adam(
 def plain_steps(case: Case, rates: list[float]) -> tuple[list[dict[str, float]], nn.Module]:
     """Return loss and norm of every step, and the trained model."""
     torch.manual_seed(0)
-    factory = config_from_values({"model": MODEL}).model.factory()
+    factory = config_from_values({"model": PROMPTED_GPT}).model.factory()
     model: nn.Module = call_factory(factory, key="model")
     optimizer = ZenFlow(model, case)
     found = []

@@ -7,7 +7,6 @@ the error.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -21,8 +20,7 @@ import framework
 from framework.engine import rank_meeting
 from framework.engine.distributed import gather, process_group
 from framework.errors import FrameworkError
-from tests.jobs.half_on_cpu import allow_fp16
-from tests.jobs.write_weights import DATA, INPUTS, LABELS, QUIET
+from tests.jobs.write_weights import DATA, INPUTS, LABELS, QUIET, answer
 
 STEPS: Final = 6
 BATCH: Final = 16
@@ -368,27 +366,18 @@ RUNS: Final = {
 }
 
 
+def of_case(name: str, run_name: str, stage: int, dtype: str) -> Any:
+    run = RUNS.get(name, fitted if name in SECTIONS else refused)
+    return run(run_name, stage, dtype, SECTIONS.get(name, {}))
+
+
 def main() -> None:
     out, *cases = sys.argv[1:]
-    found = dict[str, Any]()
-    allow_fp16()
-    with process_group(None):
-        if cases == ["alone"]:
+    if cases == ["alone"]:
+        with process_group(None):
             alone(out)
-        for case in cases:
-            name, stage, *precision = case.split(":")
-            dtype = precision[0] if precision else "fp32"
-            run = RUNS.get(name, fitted if name in SECTIONS else refused)
-            try:
-                sections = SECTIONS.get(name, {})
-                found[case] = run(case.replace(":", "_"), int(stage), dtype, sections)
-            except FrameworkError as error:
-                found[case] = str(error)
-    if os.environ["RANK"] == "0":
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    answer(out, cases, of_case)
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import Dataset, TensorDataset
@@ -80,6 +80,18 @@ def digits_that_differ_between_ranks() -> Dataset[tuple[torch.Tensor, int]]:
 def steep_cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """A loss whose gradients overflow in fp16 at the first loss scale that torch tries."""
     return 300.0 * torch.nn.functional.cross_entropy(outputs, targets)
+
+
+# Takes `MaskedPrompts`.
+PROMPTED_GPT: Final[dict[str, Any]] = {
+    "kind": "gpt",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_positions": 16,
+    "dropout": 0.0,
+}
 
 
 class MaskedPrompts(Dataset[tuple[torch.Tensor, torch.Tensor]]):

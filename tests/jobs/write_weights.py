@@ -344,8 +344,15 @@ CASES: dict[str, Callable[[str, int, str], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    out, *cases = sys.argv[1:]
+def answer(out: str, cases: list[str], of_case: Callable[[str, str, int, str], Any]) -> None:
+    """Write what `of_case` returns for each case ``NAME:STAGE[:DTYPE]``, or the text of its error,
+    and end the process.
+
+    Args:
+        out: JSON file, written by rank 0.
+        cases: in order.
+        of_case: takes the name, that of the run, the stage and the type of numbers.
+    """
     found = dict[str, Any]()
     allow_fp16()
     with process_group(None):
@@ -353,14 +360,14 @@ def main() -> None:
             name, stage, *precision = case.split(":")
             dtype = precision[0] if precision else "fp32"
             try:
-                found[case] = CASES[name](case.replace(":", "_"), int(stage), dtype)
+                found[case] = of_case(name, case.replace(":", "_"), int(stage), dtype)
             except FrameworkError as error:
                 found[case] = str(error)
     if os.environ["RANK"] == "0":
         Path(out).write_text(json.dumps(found), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)
+    answer(sys.argv[1], sys.argv[2:], lambda name, *rest: CASES[name](*rest))

@@ -13,17 +13,20 @@ from framework.recipes.language_models.gpt import GPT
 IDS = torch.randint(0, 11, (4, 64), generator=torch.Generator().manual_seed(0))
 
 
-def gpt(*, dropout: float = 0.1) -> nn.Module:
-    return GPT.of(
-        vocab_size=11,
-        max_positions=64,
-        hidden_size=32,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        mlp_size=64,
-        dropout=dropout,
-    )
+_GPT: dict[str, Any] = {
+    "vocab_size": 11,
+    "max_positions": 64,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "mlp_size": 64,
+    "dropout": 0.1,
+}
+
+
+def gpt(**changes: Any) -> GPT:
+    return GPT.of(**_GPT | changes)
 
 
 def bert() -> nn.Module:

@@ -23,6 +23,7 @@ from framework.models.prepare_model import prepare_model
 from framework.plan.work import named_work
 from framework.recipes.language_models.gpt import GPT
 from tests.jobs.live_bytes import Saved
+from tests.models import small_models
 from tests.models.fp8_definition import define
 from tests.models.operator_calls import Calls
 from tests.models.small_models import IDS, bert
@@ -44,16 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def gpt(**changes: Any) -> GPT:
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": 11,
-        "max_positions": 64,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "mlp_size": 64,
-    }
-    return GPT.of(**shape | changes).bfloat16()
+    return small_models.gpt(**{"num_layers": 2, "dropout": 0.0} | changes).bfloat16()
 
 
 def of_transformers(name: str) -> nn.Module:

@@ -15,6 +15,7 @@ from framework.errors import ConfigError
 from framework.models.adapters import add_adapters
 from framework.models.prepare_model import prepare_model
 from framework.recipes.language_models.gpt import GPT
+from tests.models import small_models
 from tests.models.small_models import IDS, bert
 
 TILE = 48  # of 256 positions: the last tile is smaller
@@ -22,19 +23,8 @@ TILE = 48  # of 256 positions: the last tile is smaller
 
 def llama(**changes: Any) -> GPT:
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": 11,
-        "max_positions": 64,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "mlp_size": 128,
-        "mlp": "swiglu",
-        "norm": "rmsnorm",
-        "positions": "rotary",
-    }
-    return GPT.of(**shape | changes)
+    shape = {"mlp": "swiglu", "norm": "rmsnorm", "positions": "rotary", "mlp_size": 128}
+    return small_models.gpt(**{"num_layers": 2, "dropout": 0.0} | shape | changes)
 
 
 def gradients_of(model: nn.Module, *, autocast: bool = False) -> tuple[Tensor, dict[str, Tensor]]:

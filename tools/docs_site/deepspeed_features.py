@@ -104,12 +104,8 @@ def deepspeed_features_page() -> str:
         "# DeepSpeed, feature by feature\n",
         f"What a run has of each of the {len(found)} features of DeepSpeed {load_table().release}, and the test that",
         "holds it. Each key of its JSON: [DeepSpeed, key by key](deepspeed-keys.md).\n",
-        "| state | meaning | features |",
-        "|---|---|---|",
+        *deepspeed_keys.state_table(MEANINGS, [each.state for each in found], "features"),
     ]
-    for state, meaning in MEANINGS.items():
-        number = sum(feature.state == state for feature in found)
-        lines.append(f"| {state} | {meaning} | {number} |")
     for area in dict.fromkeys(feature.area for feature in found):
         lines += [f"\n## {area}\n", "| feature | state | here | test |", "|---|---|---|---|"]
         for feature in found:

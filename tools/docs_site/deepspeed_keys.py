@@ -5,7 +5,7 @@ table and the tables of the rules.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -99,6 +99,14 @@ def _prefixes(path: str) -> list[str]:
     return [".".join(parts[: number + 1]) for number in range(len(parts))]
 
 
+def state_table(meanings: Mapping[str, str], found: list[str], what: str) -> list[str]:
+    """Return the lines of a table of states: what each means, and how many of `what` have it."""
+    lines = [f"| state | meaning | {what} |", "|---|---|---|"]
+    for state, meaning in meanings.items():
+        lines.append(f"| {state} | {meaning} | {found.count(state)} |")
+    return lines
+
+
 def deepspeed_keys_page() -> str:
     """Return the page as Markdown: a table for each section of the JSON."""
     table = load_table()
@@ -107,12 +115,8 @@ def deepspeed_keys_page() -> str:
         "# DeepSpeed, key by key\n",
         f"What a run does with each of the {len(found)} keys that DeepSpeed {table.release} reads. The tests",
         "`tests/plan/rules/test_passed_keys.py` train with each key that passes, and without it.\n",
-        "| state | meaning | keys |",
-        "|---|---|---|",
+        *state_table(_MEANINGS, [row.state for row in found], "keys"),
     ]
-    for state, meaning in _MEANINGS.items():
-        number = sum(row.state == state for row in found)
-        lines.append(f"| {state} | {meaning} | {number} |")
     for section in sorted({row.path.partition(".")[0] for row in found}):
         lines += [f"\n## {section}\n", "| key | state | here |", "|---|---|---|"]
         for row in found:
