@@ -87,6 +87,15 @@ def run_ranks(
     return job.stated()
 
 
+def found_by_ranks(job: str, *, num_ranks: int, folder: Path) -> Any:
+    """Run a job of `tests/jobs`, which writes what it has found into the JSON file that it is
+    given, and return that.
+    """
+    out = folder / "found.json"
+    run_ranks(ROOT / "tests/jobs" / job, str(out), num_ranks=num_ranks, cwd=folder)
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
 def train_cases(
     configs: Sequence[Mapping[str, Any]], *, num_ranks: int, folder: Path, allow_fp16: bool = False
 ) -> None:

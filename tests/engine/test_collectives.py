@@ -4,27 +4,18 @@ already.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from tests.launched import ROOT, run_ranks
+from tests.launched import found_by_ranks
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def collectives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    folder: Path = tmp_path_factory.mktemp("collectives")
-    run_ranks(
-        ROOT / "tests/jobs/count_collectives.py",
-        str(folder / "found.json"),
-        num_ranks=2,
-        cwd=folder,
-    )
-    found: dict[str, dict[str, int]] = json.loads(
-        (folder / "found.json").read_text(encoding="utf-8")
+    folder = tmp_path_factory.mktemp("collectives")
+    found: dict[str, dict[str, int]] = found_by_ranks(
+        "count_collectives.py", num_ranks=2, folder=folder
     )
     return found
 

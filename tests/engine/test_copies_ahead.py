@@ -4,11 +4,9 @@ on them as without.
 
 from __future__ import annotations
 
-import json
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from framework.engine.copies_ahead import BatchesAhead
 from framework.engine.step_batches import CopiedBatch, DeviceBatches, streams_of
 from tests.engine.late_streams import LateStreams
-from tests.launched import ROOT, run_ranks
+from tests.launched import found_by_ranks
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "image label")
@@ -135,10 +133,7 @@ def test_the_end_of_the_data_is_its_end() -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Train each case with copies ahead and without, in one job."""
-    folder: Path = tmp_path_factory.mktemp("ahead")
-    file = folder / "found.json"
-    run_ranks(ROOT / "tests/jobs/copied_ahead.py", str(file), num_ranks=1, cwd=folder)
-    return json.loads(file.read_text(encoding="utf-8"))
+    return found_by_ranks("copied_ahead.py", num_ranks=1, folder=tmp_path_factory.mktemp("ahead"))
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ pass that only multiplies or joins, one sum of the norm, one read where a step m
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.step_passes import CASES
-from tests.launched import ROOT, run_ranks
+from tests.launched import found_by_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -20,9 +19,9 @@ FLAT = [name for name in CASES if not name.startswith("z0")]
 
 
 def found_by(num_ranks: int, folder: Path) -> list[dict[str, Any]]:
-    out = folder / "found.json"
-    run_ranks(ROOT / "tests/jobs/step_passes.py", str(out), num_ranks=num_ranks, cwd=folder)
-    reports: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+    reports: list[dict[str, Any]] = found_by_ranks(
+        "step_passes.py", num_ranks=num_ranks, folder=folder
+    )
     return reports
 
 

@@ -4,14 +4,12 @@ on two ranks, in one message for a step where nothing asks for more.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from tests.jobs.flat_shares import CASES
-from tests.launched import run_ranks
-from tests.places import ROOT
+from tests.launched import found_by_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +23,7 @@ OWN = ("z2-large", "coalesced-overlap")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has found, by case."""
     folder = tmp_path_factory.mktemp("shares")
-    out = folder / "found.json"
-    run_ranks(ROOT / "tests/jobs/flat_shares.py", str(out), num_ranks=2, cwd=folder)
-    reports: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+    reports: list[dict[str, Any]] = found_by_ranks("flat_shares.py", num_ranks=2, folder=folder)
     return reports
 
 

@@ -4,13 +4,12 @@ batches.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launched import ROOT, run_ranks
+from tests.launched import found_by_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -24,14 +23,8 @@ CASES = [
 
 
 def train(num_ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
-    run_ranks(
-        ROOT / "tests/jobs/overlapped_sums.py",
-        str(folder / "found.json"),
-        num_ranks=num_ranks,
-        cwd=folder,
-    )
-    found: dict[str, dict[str, Any]] = json.loads(
-        (folder / "found.json").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = found_by_ranks(
+        "overlapped_sums.py", num_ranks=num_ranks, folder=folder
     )
     return found
 

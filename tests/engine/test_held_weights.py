@@ -21,7 +21,7 @@ from framework.commands.inspect import run_inspect
 from framework.engine.held_weights import held_elements, lacking_names
 from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, StorageError
 from tests.jobs.held_cases import HALF_WAY, NUM_RANKS, REFUSED, STAGES, plain_run, shares
-from tests.launched import ROOT, run_ranks, series
+from tests.launched import found_by_ranks, series
 
 
 class TestNames:
@@ -55,9 +55,7 @@ class TestNames:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     folder = tmp_path_factory.mktemp("held")
-    out = folder / "found.json"
-    run_ranks(ROOT / "tests/jobs/held_cases.py", str(out), num_ranks=NUM_RANKS, cwd=folder)
-    return folder / "runs", json.loads(out.read_text(encoding="utf-8"))
+    return folder / "runs", found_by_ranks("held_cases.py", num_ranks=NUM_RANKS, folder=folder)
 
 
 @pytest.fixture(scope="module")

@@ -4,22 +4,19 @@ their product needs no copy.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from tests.launched import ROOT, run_ranks
+from tests.launched import found_by_ranks
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    folder: Path = tmp_path_factory.mktemp("joined")
-    out = folder / "found.json"
-    run_ranks(ROOT / "tests/jobs/joined_weights.py", str(out), num_ranks=2, cwd=folder)
-    found: dict[str, dict[str, int]] = json.loads(out.read_text(encoding="utf-8"))
+    folder = tmp_path_factory.mktemp("joined")
+    found: dict[str, dict[str, int]] = found_by_ranks(
+        "joined_weights.py", num_ranks=2, folder=folder
+    )
     return found
 
 

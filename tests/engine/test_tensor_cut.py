@@ -4,7 +4,6 @@ it refuses.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.parallelism import Parallelism
 from framework.plan.plan import make_plan
 from framework.plan.work import work_of
-from tests.launched import ROOT, run_ranks
+from tests.launched import found_by_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -25,10 +24,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "transformers", reason="a tied model of transformers is among those refused"
     )
     folder = tmp_path_factory.mktemp("facts")
-    run_ranks(
-        ROOT / "tests/jobs/tensor_facts.py", str(folder / "found.json"), num_ranks=2, cwd=folder
-    )
-    facts: dict[str, Any] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
+    facts: dict[str, Any] = found_by_ranks("tensor_facts.py", num_ranks=2, folder=folder)
     return facts
 
 
