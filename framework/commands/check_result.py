@@ -99,7 +99,6 @@ def _check_run_config(
     from framework.commands.target_search import missing_packages, missing_targets
     from framework.load_run import load_run
     from framework.plan.plan import one_line
-    from framework.plan.rules.devices import fp8_problems
 
     try:
         run = load_run(file, overrides, text=text)
@@ -112,10 +111,6 @@ def _check_run_config(
     problems = [*source.notes, *plan.findings]
     problems += map(source.locate, missing_targets(run.config))
     problems += map(source.locate, missing_packages(run.config))
-    if against.gpu is not None:
-        gpu = against.gpu
-        found = fp8_problems(run.config.precision, gpu.name, gpu.capability)
-        problems += map(source.locate, found)
     # What the framework renders of its own has no problems in the newest release.
     if plan.config.deepspeed or against.release is not None or against.gpu is not None:
         from deepspeed_lint.check import release_note

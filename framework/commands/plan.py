@@ -175,11 +175,8 @@ def _run(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None)
         findings += map(run.source.locate, problems)
     if gpu:
         from framework.plan.judge_passed import judge_rendered
-        from framework.plan.rules.devices import fp8_problems
 
         findings += judge_rendered(plan, source=run.source, gpu=gpu)
-        found = fp8_problems(plan.config.precision, gpu.name, gpu.capability)
-        findings += map(run.source.locate, found)
     _print_answer(question, answer, balance, findings)
     _write_files(question, answer)
     return EXIT_OK

@@ -35,13 +35,15 @@ MEMORY_GROUPS: Final[Mapping[str, frozenset[str]]] = {
     "weights": frozenset(
         {"weights", "fp32 weights", "stepped weights", "small weights", "gathered weights"}
     ),
-    "optimizer": frozenset({"optimizer state", "weight average", "optimizer copies"}),
+    "optimizer": frozenset(
+        {"optimizer state", "moments of columns", "weight average", "optimizer copies"}
+    ),
     "gradients": frozenset({"gradients", "gradient buffer"}),
     "activations": frozenset({"activations", "logits and loss"}),
 }
 BUFFERS: Final = "buffers"
 _TIME_GROUPS: Final[Mapping[str, frozenset[str]]] = {
-    "compute": frozenset({"compute", "memory-bound operations", "launch"}),
+    "compute": frozenset({"compute", "memory-bound operations", "rounding to fp8", "launch"}),
     "bubble": frozenset({"pipeline bubble"}),
     "update": frozenset({"optimizer", "orthogonal matrices", "offload transfers", "step overhead"}),
 }

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import framework
 from framework.config.base import Target
-from framework.config.precision import fp8_of
 from framework.config.run_config import RunConfig
-from framework.errors import Problem, missing_package
+from framework.errors import Problem
+from framework.plan.rules.devices import missing_fp8_package
 
 # Packages of the train extra, which a laptop need not have.
 _OF_TRAINING: Final = frozenset({"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"})
@@ -60,9 +60,8 @@ def missing_packages(config: RunConfig) -> Iterator[Problem]:
     """Yield a warning for each package that is not installed here: those of monitors, except
     TensorBoard, which comes with the train extra, and torchao.
     """
-    if fp8_of(config.precision) is not None and importlib.util.find_spec("torchao") is None:
-        problem = missing_package("torchao", what="precision.fp8", extra="fp8").problems[0]
-        yield replace(problem, key="precision.fp8", severity="warning")
+    for problem in missing_fp8_package(config.precision):
+        yield replace(problem, severity="warning")
     for key, name in config.monitors.missing_packages(but="tensorboard"):
         reason = f"{name} is not installed here"
         fix = f"pip install {name} where it trains, or set {key}: false"

@@ -57,9 +57,10 @@ _OPTIMIZER: Final = (
     "max_coeff",
     "min_coeff",
 )
-# fields of a precision that DeepSpeed has outside of its section `fp16` or `bf16`, by others'
-# names, or not at all
-_ELSEWHERE: Final = {"dtype", "grad_accumulation", "grad_reduction", "states", "fp8"}
+OUTSIDE_OF_PRECISION: Final = {"dtype", "grad_accumulation", "grad_reduction", "states", "fp8"}
+"""Keys of a precision that DeepSpeed has outside of its section `fp16` or `bf16`, by others' names,
+or not at all.
+"""
 
 
 def _typed_keys() -> dict[str, str]:
@@ -75,7 +76,7 @@ def _typed_keys() -> dict[str, str]:
                 keys[f"zero_optimization.{name}.{field}"] = f"zero.{name}.{field}"
     for dtype, section in (("fp16", FP16), ("bf16", BF16)):
         for name in section.model_fields:
-            if name not in _ELSEWHERE:
+            if name not in OUTSIDE_OF_PRECISION:
                 keys[f"{dtype}.{name}"] = f"precision.{name}"
     for name in _OPTIMIZER:
         keys[f"optimizer.params.{name}"] = f"optimizer.{name}"

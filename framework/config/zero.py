@@ -151,9 +151,13 @@ class Zero(Section):
         return None
 
     @property
-    def moments_of_columns_on_host(self) -> bool:
-        """Whether ZenFlow keeps moments on the host: DeepSpeed then demands overlapping sums."""
-        return self.zenflow is not None and self.zenflow.offload
+    def sums_overlap(self) -> bool:
+        """Whether sums of gradients run beside the backward pass, which DeepSpeed demands where
+        ZenFlow's moments are on the host.
+        """
+        if self.overlap_comm is not None:
+            return self.overlap_comm
+        return self.stage == 3 or (self.zenflow is not None and self.zenflow.offload)
 
 
 # Settings of stage 3 alone.

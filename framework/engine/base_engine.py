@@ -34,6 +34,7 @@ from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import TrainingError
 from framework.plan.compiling import uses_deepcompile
+from framework.plan.flat_sums import coalesces
 from framework.plan.plan import Plan
 from framework.system.files import FileRecord, NewFile
 from framework.tasks.task import Positions, Task
@@ -106,8 +107,9 @@ class BaseEngine:
         sums_in_graph = uses_deepcompile(plan.config)
         self._flat_step: FlatStep | None = None
         if not sums_in_graph:
-            coalesces = plan.config.zero.coalesce and plan.layout.accumulation_steps > 1
-            self._flat_step = _shorten_step(engine, stages=stages, coalesces=coalesces)
+            self._flat_step = _shorten_step(
+                engine, stages=stages, coalesces=coalesces(plan.config, plan.layout)
+            )
         self.written: WrittenWeights | PlainWeights = PlainWeights(engine.module)
         if half is not None or plan.config.zero.stage > 0:
             from framework.engine.written_weights import WrittenWeights

@@ -8,13 +8,17 @@ from framework.plan.compiling import uses_deepcompile
 from framework.plan.layout import Layout
 
 
+def coalesces(config: RunConfig, layout: Layout) -> bool:
+    """Check whether gradients of stage 2 are summed over the ranks once in a step."""
+    zero = config.zero
+    is_asked = zero.stage == 2 and zero.coalesce and layout.accumulation_steps > 1
+    # DeepCompile sums within its graph, after each micro-batch
+    return is_asked and not uses_deepcompile(config)
+
+
 def waits(config: RunConfig, layout: Layout) -> bool:
     """Check whether whole gradients wait for the last micro-batch of a step at stages 1 and 2."""
-    stage = config.zero.stage
-    coalesces = config.zero.coalesce and layout.accumulation_steps > 1
-    if uses_deepcompile(config):  # sums within its graph, after each micro-batch at stage 2
-        coalesces = False
-    return stage == 1 or (stage == 2 and coalesces)
+    return config.zero.stage == 1 or coalesces(config, layout)
 
 
 def may_sum_flat(config: RunConfig, layout: Layout) -> bool:

@@ -23,6 +23,7 @@ from framework.errors import Problem
 from framework.plan.cluster import topology_of
 from framework.plan.plan import Plan
 from framework.plan.render import render
+from framework.plan.rules.devices import fp8_problems
 
 _SOME_STEPS: Final = 1_000_000
 # Settings with another name and another value in a run config, as fixes write them.
@@ -44,7 +45,7 @@ def judge_rendered(
 
     What DeepSpeed refuses or drops is always reported. Warnings and notes are reported where
     `deepspeed:`, the release or the GPU is the cause: what rendering decides by itself it decides
-    on purpose.
+    on purpose. What the GPU lacks for the run's own precision is reported beside it.
 
     Args:
         plan: the run.
@@ -62,6 +63,8 @@ def judge_rendered(
     problems = [problem for problem in all_problems if not _is_off_anyway(problem)]
     problems = _without_those_on_purpose(problems, plan, topology)
     reported = [_under_our_keys(problem, plan.config) for problem in problems]
+    if gpu is not None:
+        reported += fp8_problems(plan.config.precision, gpu.name, gpu.capability)
     if source is None:
         return reported
     return [source.locate(problem) for problem in reported]

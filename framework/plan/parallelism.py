@@ -16,9 +16,8 @@ from framework.config.precision import (
     state_widths,
 )
 from framework.config.run_config import RunConfig
-from framework.config.zero import Zero
 from framework.plan.compiling import compile_choice
-from framework.plan.flat_sums import may_sum_flat, waits
+from framework.plan.flat_sums import coalesces, may_sum_flat, waits
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 
@@ -129,9 +128,9 @@ class Parallelism:
             state_bytes=_state_bytes(config, has_copies=is_half or stage > 0),
             recomputed=1.0 if config.training.recompute_every else 0.0,
             keeps_products=config.training.keeps_products,
-            overlaps=_overlaps(zero),
+            overlaps=stage == 0 or zero.sums_overlap,
             scatters=stage == 3 or (gradients_wait and may_sum_flat(config, layout)),
-            coalesces=stage == 2 and gradients_wait,
+            coalesces=coalesces(config, layout),
             bucket=zero.reduce_bucket_size,
             prefetches=zero.stage3_prefetch_bucket_size > 0,
             live=zero.stage3_max_live_parameters,
@@ -141,13 +140,6 @@ class Parallelism:
             weights_offloaded=stage == 3 and zero.offload_param.device != "none",
             muon=config.optimizer if isinstance(config.optimizer, Muon) else None,
         )
-
-
-def _overlaps(zero: Zero) -> bool:
-    """Check whether sums of gradients run beside the backward pass."""
-    if zero.stage and zero.overlap_comm is not None:
-        return zero.overlap_comm
-    return zero.stage in (0, 3) or zero.moments_of_columns_on_host
 
 
 def _gradient_bytes(plan: Plan, *, is_half: bool) -> int:

@@ -25,7 +25,7 @@ from framework.config.training import (
 from framework.errors import ConfigError, Problem, counted
 from framework.plan import rules
 from framework.plan.cluster import Cluster, Device
-from framework.plan.flat_sums import waits
+from framework.plan.flat_sums import coalesces
 from framework.plan.layout import (
     Layout,
     implied_data_parallel_size,
@@ -479,7 +479,7 @@ def _zero(plan: Plan) -> str:
     text = f"stage {zero.stage}: {spread[zero.stage]}"
     if zero.stage:
         text += f" over {counted(plan.layout.num_replicas, 'rank')}"
-    if zero.stage == 2 and waits(plan.config, plan.layout):
+    if coalesces(plan.config, plan.layout):
         steps = plan.layout.accumulation_steps
         text += f"; gradients of {steps} micro-batches stay whole, and are summed once (coalesce)"
     if zero.offload_optimizer.device != "none":

@@ -143,7 +143,7 @@ class RankMemory:
         self.copy_width = widths.weight
         self.moment_width = widths.moment
         self.is_offloaded = self.stage > 0 and self.zero.offload_optimizer.device != "none"
-        self.overlaps = self.zero.overlap_comm is True or self.zero.moments_of_columns_on_host
+        self.overlaps = self.zero.sums_overlap
         self.waits = waits(plan.config, layout)
 
     # Bytes of an element.
@@ -904,10 +904,9 @@ class RankMemory:
             computed_on = gradients if len(self.groups) > 1 else converted
         if self.waits and self.steps > 1:
             gradients = max(gradients, self.sum_width * self.total)
-        copies = self.step_bytes_per_element * part
         return {
             "gradients": gradients,
-            "optimizer copies": max(computed_on + copies - gradients, 0),
+            "optimizer copies": max(computed_on + self.copies_of_shares - gradients, 0),
         }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from framework.config.deepspeed_words import SCHEDULES, SHARED
+from framework.config.deepspeed_words import OUTSIDE_OF_PRECISION, SCHEDULES, SHARED
 from framework.config.optimizer import (
     GROUP_KEYS,
     AdamW,
@@ -32,9 +32,6 @@ Json = dict[str, Any]
 # DeepSpeed's own progress line would repeat ours; `null` breaks its pipeline engine, so it is put
 # out of reach.
 _NEVER: Final = 1_000_000_000
-
-# Keys of a precision that have a place of their own in DeepSpeed's JSON, or none.
-_NOT_OF_DEEPSPEED: Final = {"dtype", "grad_accumulation", "grad_reduction", "states", "fp8"}
 
 
 def render(plan: Plan) -> Json:
@@ -97,7 +94,7 @@ def _precision(plan: Plan) -> Json:
             **modules,
         }
     elif not isinstance(precision, FP32):
-        options = precision.model_dump(exclude=_NOT_OF_DEEPSPEED)
+        options = precision.model_dump(exclude=OUTSIDE_OF_PRECISION)
         sections[precision.dtype] = {"enabled": True, **options, **_states(precision)}
     return sections
 
@@ -128,13 +125,10 @@ def _sums(plan: Plan) -> Json:
 def _zero(zero: Zero) -> Json:
     if zero.stage == 0:
         return {"stage": 0}
-    overlap_comm = zero.overlap_comm
-    if overlap_comm is None:
-        overlap_comm = zero.stage == 3 or zero.moments_of_columns_on_host
     section: Json = {
         "stage": zero.stage,
         "reduce_bucket_size": zero.reduce_bucket_size,
-        "overlap_comm": overlap_comm,
+        "overlap_comm": zero.sums_overlap,
         "contiguous_gradients": zero.contiguous_gradients,
         "reduce_scatter": zero.reduce_scatter,
         "round_robin_gradients": zero.round_robin_gradients,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, prod, sqrt
 from typing import Any
 
@@ -499,7 +500,7 @@ class _Step:
             moved += self.share * self.rates.joined_bytes
         return moved / self.bandwidth
 
-    @property
+    @cached_property
     def muon_matrices(self) -> list[Shape]:
         """Shapes of the matrices that Muon steps; none for other optimizers."""
         if self.by.muon is None:

@@ -28,11 +28,11 @@ from framework.engine.distributed import (
     device_name,
     take_device_of_rank,
 )
-from framework.errors import ConfigError, Problem, StorageError, counted, missing_package
+from framework.errors import ConfigError, Problem, StorageError, counted
 from framework.plan.cluster import Cluster, Device
 from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
-from framework.plan.rules.devices import fp8_problems
+from framework.plan.rules.devices import fp8_problems, missing_fp8_package
 from framework.setup.components import Parts, gather_parts
 from framework.setup.user_code import Objects, check_arguments, describe_objects, load_target
 from framework.system.waiting import waiting
@@ -350,9 +350,7 @@ def _fp8_problems(config: RunConfig, device: Device) -> Iterator[Problem]:
     section = fp8_of(config.precision)
     if section is None:
         return
-    if importlib.util.find_spec("torchao") is None:
-        problem = missing_package("torchao", what="precision.fp8", extra="fp8").problems[0]
-        yield replace(problem, key="precision.fp8")
+    yield from missing_fp8_package(config.precision)
     if device == "cuda" and not section.emulate:
         capability = None
         if torch.version.hip is None:

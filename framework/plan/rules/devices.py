@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from framework.config.precision import BF16, FP16, PrecisionSection, fp8_of
 from framework.config.run_config import RunConfig
 from framework.config.training import Compile
 from framework.config.zero import NEEDED_STAGE, STAGE3_KEYS
-from framework.errors import Problem
+from framework.errors import Problem, missing_package
 from framework.plan.cluster import Cluster
 from framework.plan.compiling import uses_deepcompile
 from framework.plan.layout import Layout
@@ -55,7 +57,7 @@ def passes_of_deepcompile(config: RunConfig, cluster: Cluster) -> Found:
     if not isinstance(section, Compile):
         return
     for name in section.passes:
-        if section.backend != "deepcompile":
+        if not uses_deepcompile(config):
             reason = "passes are DeepCompile's, and the compiler is another"
             fix = "set training.compile: {backend: deepcompile}, or leave passes out"
             yield "training.compile.passes", reason, fix
@@ -136,6 +138,13 @@ def divided_in_advance(config: RunConfig, cluster: Cluster) -> Found:
 _FP8_CAPABILITY: Final = (8, 9)
 
 
+def missing_fp8_package(precision: PrecisionSection) -> Iterator[Problem]:
+    """Find products in fp8 where the package for them is not installed."""
+    if fp8_of(precision) is not None and importlib.util.find_spec("torchao") is None:
+        problem = missing_package("torchao", what="precision.fp8", extra="fp8").problems[0]
+        yield replace(problem, key="precision.fp8")
+
+
 def fp8_problems(
     precision: PrecisionSection, name: str, capability: tuple[int, int] | None
 ) -> Iterator[Problem]:
@@ -183,7 +192,7 @@ _LEAST_CHANGE_IN_BF16: Final = 2**-9
 
 @rule("moment-stands-still", "warning")
 def second_moment_in_bf16(config: RunConfig, cluster: Cluster) -> Found:
-    """Find a mean of squares in bf16 that never becomes smaller: (1 - beta2) of it is less than
+    """Find a running mean in bf16 that never becomes smaller: (1 - beta2) of it is less than
     rounding leaves.
     """
     betas = getattr(config.optimizer, "betas", None)
@@ -193,7 +202,7 @@ def second_moment_in_bf16(config: RunConfig, cluster: Cluster) -> Found:
     if 1 - beta < _LEAST_CHANGE_IN_BF16:
         yield (
             "optimizer.betas",
-            f"in bf16 {beta} of a number rounds to the number, so that means of squares only grow",
+            f"in bf16 {beta} of a number rounds to the number, and a mean never becomes smaller",
             f"set optimizer.betas: [{betas[0]}, 0.99], or precision.states: fp32",
         )
 
