@@ -269,16 +269,18 @@ class FullTensors(Protocol):
 class WeightDoors:
     """Methods of a run, for callbacks and loops of one's own, that read and set whole weights.
 
-    All ranks make each of these calls, with the same arguments: a call of one rank alone ends the
-    run [not-on-every-rank]. A weight has the name that it has in the model as it was built. What is
-    returned is a copy in fp32 on this rank's device.
+    All ranks make each of these calls, with the same arguments. But for `gathered`, a call of one
+    rank alone ends the run [not-on-every-rank], a weight has the name that it has in the model as
+    it was built, and what is returned is a copy in fp32 on this rank's device.
     """
 
     def _source(self) -> Engine:
         """Return the engine with the weights."""
         raise NotImplementedError
 
-    def gathered(self, module: Any = None) -> AbstractContextManager[Any]:
+    def gathered(
+        self, module: torch.nn.Module | None = None
+    ) -> AbstractContextManager[torch.nn.Module]:
         """Return a context in which the weights of the model, or of one of its modules, are whole
         at every ZeRO stage.
 

@@ -151,16 +151,23 @@ class LoadedRun:
             from framework.checkpoint.huggingface import published_problems
 
             problems += published_problems(self.config)
-        lora = self.config.training.lora
-        if lora is not None and lora.init_adapter is not None:
+        training = self.config.training
+        if training.first_adapter is not None and not self._resumes():
             from framework.checkpoint.adapter_files import adapter_problems
             from framework.plan.work import trained_shapes
 
-            problems += adapter_problems(lora, partial(trained_shapes, self.config))
+            problems += adapter_problems(training.lora, partial(trained_shapes, self.config))
         cluster = cluster or default_cluster(self.config)
         return make_plan(
             self.config, cluster, num_train_samples=size, source=self.source, further=problems
         )
+
+    def _resumes(self) -> bool:
+        """Check whether a checkpoint is there that the run goes on from."""
+        from framework.checkpoint.resume_point import ResumeLookup
+
+        lookup = self.lookup or ResumeLookup(self.config)
+        return bool(lookup.manifest())
 
     def checked_plan(self, cluster: Cluster) -> Plan:
         """Plan the run for a cluster that is elsewhere, and check its DeepSpeed JSON as well.

@@ -87,6 +87,18 @@ def run_ranks(
     return job.stated()
 
 
+def furthest(run: Path, expected: Sequence[float], *, num_steps: int | None = None) -> float:
+    """Return the largest difference of a run's losses, one a step, to the expected ones: to all, or
+    to the first `num_steps`.
+    """
+    count = len(expected) if num_steps is None else num_steps
+    losses = series(run, "train/loss")
+    assert list(losses) == list(range(1, count + 1))
+    return max(
+        abs(loss - other) for loss, other in zip(losses.values(), expected[:count], strict=True)
+    )
+
+
 def found_by_ranks(job: str, *, num_ranks: int, folder: Path) -> Any:
     """Run a job of `tests/jobs`, which writes what it has found into the JSON file that it is
     given, and return that.

@@ -213,7 +213,7 @@ def other_shapes(
 
 def noted_base(folder: str) -> dict[str, str]:
     """Return what `export --adapter` noted of the frozen weights below the adapters: ``base``, a
-    SHA-256, and ``base_dtype``; empty for files that others wrote.
+    SHA-256, ``base_dtype`` and, of few bits, ``base_quantization``; empty for others' files.
     """
     header = read_object(Path(folder) / WEIGHTS, is_header=True) or {}
     noted = header.get("__metadata__")

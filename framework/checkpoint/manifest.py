@@ -155,6 +155,12 @@ def read_checkpoint(path: Path) -> SavedCheckpoint | None:
     return SavedCheckpoint(path.parent, path.name, manifest)
 
 
+def zenflow_of(manifest: Mapping[str, Any]) -> Any:
+    """Return the section of ZenFlow of a manifest, or None."""
+    zero = manifest["config"].get("zero") or {}
+    return (zero.get("offload_optimizer") or {}).get("zenflow")
+
+
 def diagnose(path: Path) -> str:
     """Explain why a folder with the name of a checkpoint cannot be read as one: ``manifest.json:
     reason``, or that it is a link.

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.manifest import SavedCheckpoint, zenflow_of
 from framework.config.run_config import RunConfig
 from framework.errors import MISSING, ConfigError, Problem, show_value
 
@@ -370,7 +370,7 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
         return
     differences = describe_resharding(checkpoint, description=description)
     restore = "restore ranks, zero, parallel and precision"
-    if any(_zenflow_of(manifest) for manifest in (checkpoint.manifest, description)):
+    if any(zenflow_of(manifest) for manifest in (checkpoint.manifest, description)):
         raise ConfigError.of(
             kind="resume-zenflow-moved",
             key="checkpoint.resume",
@@ -396,12 +396,6 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
                 )
 
 
-def _zenflow_of(manifest: Mapping[str, Any]) -> Any:
-    """Return the section of ZenFlow of a manifest, or None."""
-    zero = manifest["config"].get("zero") or {}
-    return (zero.get("offload_optimizer") or {}).get("zenflow")
-
-
 def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that decide which numbers lie in which of DeepSpeed's files."""
     layout = manifest["layout"]
@@ -420,7 +414,7 @@ def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
     }
     for key, value in _arrangement_of_zero(config.get("zero") or {}).items():
         arrangement[f"zero.{key}"] = value
-    if _zenflow_of(manifest):  # counts micro-batches
+    if zenflow_of(manifest):  # counts micro-batches
         arrangement["batch.accumulation_steps"] = layout["accumulation_steps"]
     return arrangement
 

@@ -401,6 +401,11 @@ class Training(Section):
         return {"recompute_every": 1, **values}
 
     @property
+    def first_adapter(self) -> str | None:
+        """Folder of adapters that training starts from; None: it has none."""
+        return None if self.lora is None else self.lora.init_adapter
+
+    @property
     def keeps_products(self) -> bool:
         """Whether recomputed layers keep the outputs of their products."""
         return self.recompute == "selective"

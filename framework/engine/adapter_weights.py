@@ -73,8 +73,8 @@ def refuse_adapter_of_other_base(config: Mapping[str, Any], base: Mapping[str, A
     if folder is None:
         return
     noted = noted_base(folder)
-    here = (config["precision"]["dtype"], str(config["training"]["lora"]["quantization"]))
-    is_comparable = (noted.get("base_dtype"), noted.get("base_quantization", "None")) == here
+    here = (config["precision"]["dtype"], config["training"]["lora"]["quantization"])
+    is_comparable = (noted.get("base_dtype"), noted.get("base_quantization")) == here
     if is_comparable and noted["base"] != base["sha256"]:
         reason = f"the adapters in {folder} were trained on other frozen weights"
         fix = "set checkpoint.init_weights (or run.seed, of a drawn base) as it was"

@@ -38,6 +38,8 @@ DEEPCOMPILE: Final = "deepcompile"
 """The backend that DeepSpeed's engine puts into a model (deepspeed/runtime/engine.py
 `compile`).
 """
+BY_INDUCTOR: Final = ("inductor", DEEPCOMPILE)
+"""The backends that need a compiler on the host."""
 
 
 def compile_choice(

@@ -87,10 +87,14 @@ class Prepared:
         system may hold others.
         """
         if self.weights is None:
-            return "no weights are read"
-        if isinstance(self.weights, SavedCheckpoint):
-            return f"{self.weights.tag} is found there"
-        return f"{counted(len(self.weights), 'tensor')} are found there"
+            found = "no weights are read"
+        elif isinstance(self.weights, SavedCheckpoint):
+            found = f"{self.weights.tag} is found there"
+        else:
+            found = f"{counted(len(self.weights), 'tensor')} are found there"
+        if self.adapter is None:
+            return found
+        return f"{found}, and {counted(len(self.adapter), 'tensor')} of adapters"
 
     def without_weights(self) -> Prepared:
         """Return the run without weights of a fresh start, for one that resumes a checkpoint."""
@@ -202,26 +206,20 @@ def prepare(
             findings += accepted(published_problems(config), source)
             weights = _first_weights(config.checkpoint.init_weights, config, cut)
         adapter = None
-        if resumed is None and _first_adapter(config) is not None:
+        folder = config.training.first_adapter
+        if resumed is None and folder is not None:
             from framework.checkpoint.adapter_files import WEIGHTS, adapter_problems
             from framework.checkpoint.state.weight_files import read_exported
             from framework.plan.work import trained_shapes
 
             problems = adapter_problems(config.training.lora, partial(trained_shapes, config))
             findings += accepted(problems, source)
-            adapter = read_exported(Path(str(_first_adapter(config))) / WEIGHTS)
+            adapter = read_exported(Path(folder) / WEIGHTS)
     named = None
     if config.checkpoint.resume not in ("auto", "never"):
         named = resumed
     plan = replace(plan, findings=tuple(findings))
     return Prepared(plan, ds_config, parts, cut, named, weights, adapter)
-
-
-def _first_adapter(config: RunConfig) -> str | None:
-    """Return the folder of adapters that training starts from; None: it has none."""
-    if config.training.lora is None:
-        return None
-    return config.training.lora.init_adapter
 
 
 def _plan_here(config: RunConfig, device: Device, lookup: ResumeLookup, source: Source) -> Plan:
@@ -293,7 +291,7 @@ def _find_resumed(config: RunConfig, lookup: ResumeLookup) -> SavedCheckpoint | 
     Its bytes are verified later, when the run folder is held.
     """
     resume = config.checkpoint.resume
-    first_weights = config.checkpoint.init_weights or _first_adapter(config)
+    first_weights = config.checkpoint.init_weights or config.training.first_adapter
     if first_weights is None and resume in ("auto", "never"):
         return None
     try:
@@ -331,15 +329,15 @@ def _compile_problems(section: Compile | str | None, device: Device) -> Iterator
     if not isinstance(section, Compile):
         return
     from framework.plan.compiled_ops import missing_compiler
-    from framework.plan.compiling import DEEPCOMPILE
+    from framework.plan.compiling import BY_INDUCTOR, DEEPCOMPILE
 
-    backends = torch.compiler.list_backends(exclude_tags=())
-    if section.backend not in (*backends, DEEPCOMPILE):
+    backends = [*torch.compiler.list_backends(exclude_tags=()), DEEPCOMPILE]
+    if section.backend not in backends:
         reason = "torch knows no such backend here"
-        fix = f"write one of {', '.join([*backends, DEEPCOMPILE])}"
+        fix = f"write one of {', '.join(backends)}"
         yield Problem("unknown-backend", reason, fix, "training.compile.backend", section.backend)
         return
-    if section.backend in ("inductor", DEEPCOMPILE):
+    if section.backend in BY_INDUCTOR:
         problem = missing_compiler(device, os.environ)
         if problem:
             yield problem

@@ -134,10 +134,14 @@ def agreed_weights(
 
 def _refuse_different_weights(prepared: Prepared, path: str) -> None:
     descriptions = gather(prepared.describe_weights())
+    named = f"checkpoint.init_weights = {path}"
+    folder = prepared.plan.config.training.first_adapter
+    if folder is not None:
+        named = f"{named}, training.lora.init_adapter = {folder}"
     for number, description in enumerate(descriptions):
         if description != descriptions[0]:
             raise StorageError(
-                f"checkpoint.init_weights = {path}: on rank {number}, {description}; on rank 0, "
+                f"{named}: on rank {number}, {description}; on rank 0, "
                 f"{descriptions[0]}; all hosts must see the same files there [weights-differ]"
             )
 

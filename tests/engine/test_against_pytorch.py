@@ -18,7 +18,16 @@ import torch
 from framework.recipes.image_models.small_nets import LeNet
 from framework.recipes.image_sets.digits import build
 from tests.engine.oracle import MuonWithAdam, digit_batches, plain_losses
-from tests.launched import ROOT, fewer, hold_parts, rarely, read_metrics, series, train_cases
+from tests.launched import (
+    ROOT,
+    fewer,
+    furthest,
+    hold_parts,
+    rarely,
+    read_metrics,
+    series,
+    train_cases,
+)
 from tests.train.monitors.sinks import check_all_sinks_agree, histograms_of, sinks
 
 pytestmark = pytest.mark.slow
@@ -462,14 +471,6 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def plain(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
     """Losses of AdamW as it is."""
     return plain_losses(batches)
-
-
-def furthest(run_folder: Path, expected: list[float], *, num_steps: int = NUM_STEPS) -> float:
-    losses = series(run_folder, "train/loss")
-    assert list(losses) == list(range(1, num_steps + 1))
-    return max(
-        abs(loss - other) for loss, other in zip(losses.values(), expected[:num_steps], strict=True)
-    )
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,10 @@ from torch.nn.functional import cross_entropy
 from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.state.reader import MergedWeights
 from framework.config.load import config_from_values
-from framework.data.order import epoch_order
 from framework.models.added_losses import Routing, collected_routings
 from framework.setup.user_code import call_factory
 from tests.engine.oracle import Average, MuonWithAdam
-from tests.jobs.parts import PROMPTED_GPT, MaskedPrompts, tiny_mixtral
+from tests.jobs.parts import PROMPTED_GPT, prompts_of_step, tiny_mixtral
 from tests.launched import fewer, rarely, read_metrics, series, train_cases
 from tests.train.monitors.sinks import histograms_of
 
@@ -168,13 +167,8 @@ def ragged(name: str, folder: Path, expert: int) -> dict[str, Any]:
 
 def micro_batches(case: Case) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Of each step, those of all ranks."""
-    dataset = MaskedPrompts()
     for step in range(case.num_steps):
-        epoch, position = divmod(step, len(dataset) // GLOBAL_SIZE)
-        order = epoch_order(len(dataset), seed=0, epoch=epoch, shuffle=True)
-        samples = [
-            dataset[int(n)] for n in order[position * GLOBAL_SIZE : (position + 1) * GLOBAL_SIZE]
-        ]
+        samples = prompts_of_step(step, global_size=GLOBAL_SIZE)
         size = GLOBAL_SIZE // case.ranks // case.steps
         groups = [samples[start : start + size] for start in range(0, GLOBAL_SIZE, size)]
         yield [

@@ -18,7 +18,7 @@ from framework.commands.export import export
 from tests.engine.pipe_oracle import plain_run
 from tests.engine.test_pipeline import GPT, text
 from tests.engine.test_resume import bits
-from tests.launched import ROOT, run_ranks, series, train_cases
+from tests.launched import ROOT, furthest, run_ranks, series, train_cases
 
 __all__ = ["text"]  # a fixture
 pytestmark = pytest.mark.slow
@@ -121,12 +121,6 @@ def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     losses, _, _ = plain_run(values, micro_size=2, num_steps=NUM_STEPS, dtype=torch.bfloat16)
     assert losses[-1] < losses[0] - 1, "the oracle itself must learn, or equality says nothing"
     return losses
-
-
-def furthest(run_folder: Path, expected: list[float]) -> float:
-    losses = series(run_folder, "train/loss")
-    assert list(losses) == list(range(1, NUM_STEPS + 1))
-    return max(abs(loss - other) for loss, other in zip(losses.values(), expected, strict=True))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -16,7 +16,6 @@ from torch import nn
 
 from framework.checkpoint.names import STATE_KEY
 from framework.config.load import config_from_values
-from framework.data.order import epoch_order
 from framework.engine.step_batches import StepLoss
 from framework.errors import ConfigError
 from framework.setup.user_code import call_factory
@@ -24,8 +23,8 @@ from framework.tasks.causal_lm import CausalLM
 from framework.tasks.classification import Classification
 from framework.tasks.task import Ratio, Task
 from tests.jobs import parts
-from tests.jobs.parts import PROMPTED_GPT, MaskedPrompts
-from tests.launched import fewer, series, train_cases
+from tests.jobs.parts import PROMPTED_GPT, prompts_of_step
+from tests.launched import fewer, furthest, series, train_cases
 
 NUM_STEPS, GLOBAL_SIZE = fewer(8, of=20), 8  # an epoch at least
 
@@ -124,13 +123,9 @@ PIPELINES = [("pipe", {"pipe": 2}, 4), ("pipe-micro2", {"pipe": 2}, 2)]
 
 
 def step_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    dataset, batches = MaskedPrompts(), []
+    batches = []
     for step in range(NUM_STEPS):
-        epoch, position = divmod(step, len(dataset) // GLOBAL_SIZE)
-        order = epoch_order(len(dataset), seed=0, epoch=epoch, shuffle=True)
-        samples = [
-            dataset[int(i)] for i in order[position * GLOBAL_SIZE : (position + 1) * GLOBAL_SIZE]
-        ]
+        samples = prompts_of_step(step, global_size=GLOBAL_SIZE)
         batches.append(
             (
                 torch.stack([ids for ids, _ in samples]),
@@ -200,12 +195,6 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases += [evaluated("evaluated", folder, parallel={"pipe": 2, "stages": [0, 1]})]
     train_cases(cases, num_ranks=2, folder=folder)
     return folder
-
-
-def furthest(folder: Path, expected: list[float]) -> float:
-    losses = series(folder, "train/loss")
-    assert list(losses) == list(range(1, NUM_STEPS + 1))
-    return max(abs(loss - other) for loss, other in zip(losses.values(), expected, strict=True))
 
 
 def test_the_oracle_has_every_kind_of_step() -> None:

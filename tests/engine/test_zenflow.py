@@ -19,10 +19,9 @@ from torch.nn.functional import cross_entropy
 from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.state.reader import MergedWeights
 from framework.config.load import config_from_values
-from framework.data.order import epoch_order
 from framework.setup.user_code import call_factory
 from tests.engine.test_resume import bits
-from tests.jobs.parts import PROMPTED_GPT, MaskedPrompts
+from tests.jobs.parts import PROMPTED_GPT, prompts_of_step
 from tests.launched import fewer, read_metrics, series, train_cases
 
 pytestmark = pytest.mark.slow
@@ -107,12 +106,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def micro_batches(case: Case) -> Iterator[list[list[tuple[torch.Tensor, torch.Tensor]]]]:
     """Of each step its micro-batches, each with the batches of all ranks."""
-    dataset = MaskedPrompts()
     for step in range(NUM_STEPS):
-        epoch, position = divmod(step, len(dataset) // GLOBAL_SIZE)
-        order = epoch_order(len(dataset), seed=0, epoch=epoch, shuffle=True)
-        indices = order[position * GLOBAL_SIZE : (position + 1) * GLOBAL_SIZE]
-        samples = [dataset[int(index)] for index in indices]
+        samples = prompts_of_step(step, global_size=GLOBAL_SIZE)
         size = GLOBAL_SIZE // RANKS // case.micro_batches
         batches = []
         for start in range(0, GLOBAL_SIZE, size):

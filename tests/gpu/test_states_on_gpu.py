@@ -21,9 +21,8 @@ from tests.engine.test_states import (
     NUM_STEPS,
     ON_HOST,
     config,
-    furthest,
 )
-from tests.launched import series, train_cases_on_gpu
+from tests.launched import furthest, series, train_cases_on_gpu
 
 __all__ = ["text"]  # a fixture
 pytestmark = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 import framework
 from framework.engine import rank_meeting
 from framework.engine.distributed import gather, process_group
+from framework.engine_protocol import FullTensors
 from framework.errors import FrameworkError
 from tests.jobs.write_weights import DATA, INPUTS, LABELS, QUIET, answer
 
@@ -26,18 +27,6 @@ STEPS: Final = 6
 BATCH: Final = 16
 FIRST: Final = "0.weight"
 LAST: Final = "2.weight"
-
-
-class Doors(Protocol):
-    """What a callback's state, an open engine and the plain oracle have in common."""
-
-    def weight_names(self) -> list[str]: ...
-    def full_weight(self, name: str) -> Tensor: ...
-    def set_full_weight(self, name: str, value: Tensor) -> None: ...
-    def full_gradient(self, name: str) -> Tensor: ...
-    def set_full_gradient(self, name: str, value: Tensor) -> None: ...
-    def full_optimizer_state(self, name: str, key: str) -> Tensor: ...
-    def set_full_optimizer_state(self, name: str, key: str, value: Tensor) -> None: ...
 
 
 class Plain(nn.Sequential):
@@ -48,7 +37,7 @@ class Plain(nn.Sequential):
         super().__init__(nn.Linear(12, 14), nn.Tanh(), nn.Linear(14, 2))
 
 
-class PlainDoors:
+class PlainFullTensors:
     """The oracle: a plain module with its optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -86,14 +75,14 @@ class Acts:
     def __init__(self) -> None:
         self.read: list[Tensor] = []
 
-    def before_step(self, doors: Doors) -> None:
+    def before_step(self, doors: FullTensors) -> None:
         """Clip each number of one gradient, and double another."""
         for name in doors.weight_names():
             self.read.append(doors.full_gradient(name))
         doors.set_full_gradient(FIRST, doors.full_gradient(FIRST).clamp(-0.02, 0.02))
         doors.set_full_gradient("2.bias", doors.full_gradient("2.bias") * 2)
 
-    def after_step(self, doors: Doors, step: int) -> None:
+    def after_step(self, doors: FullTensors, step: int) -> None:
         """Clip a weight, and halve a moment of the optimizer."""
         for name in doors.weight_names():
             self.read.append(doors.full_weight(name))
@@ -157,7 +146,7 @@ def plain_run(*, loss_of: Any = cross_entropy) -> Acts:
     """Train the plain model with the same acts."""
     model = Plain()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, weight_decay=0.0)
-    doors = PlainDoors(model, optimizer)
+    doors = PlainFullTensors(model, optimizer)
     acts = Acts()
     for step in range(STEPS):
         rows = torch.arange(step * BATCH, (step + 1) * BATCH)

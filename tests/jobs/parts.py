@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from framework.data.order import epoch_order
 from framework.data.splits import Splits
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.classification import Classification
@@ -107,6 +108,15 @@ class MaskedPrompts(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         labels = text[1:].clone()
         labels[: 16 if index % 3 else (5 * index) % 16] = -100
         return text[:-1], labels
+
+
+def prompts_of_step(step: int, *, global_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the samples that a run with seed 0 trains in a step, in their order."""
+    dataset = MaskedPrompts()
+    epoch, position = divmod(step, len(dataset) // global_size)
+    order = epoch_order(len(dataset), seed=0, epoch=epoch, shuffle=True)
+    indices = order[position * global_size : (position + 1) * global_size]
+    return [dataset[int(index)] for index in indices]
 
 
 def masked_prompts() -> MaskedPrompts:

@@ -82,7 +82,7 @@ def covers(prefix: str, path: str) -> bool:
 
 
 def _state_of(keys: tuple[str, ...]) -> str:
-    """Return what a run does with the first of some keys; of a section, with most of it."""
+    """Return what a run does with the first of some keys; of a section, the best of its keys."""
     if not keys:
         return ""
     states = {state for path, state in _states().items() if covers(keys[0], path)}

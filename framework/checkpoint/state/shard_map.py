@@ -33,7 +33,7 @@ from typing import Any, Final
 
 import torch
 
-from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.manifest import SavedCheckpoint, zenflow_of
 from framework.checkpoint.names import (
     EXPERT,
     MODEL_FILE,
@@ -292,7 +292,7 @@ def _map_of_rank(
     weights: Iterable[tuple[str, Stored]]
     if not optimizers:
         weights = _stage0_weights(files, models.values(), stored)
-    elif (manifest["config"]["zero"].get("offload_optimizer") or {}).get("zenflow"):
+    elif zenflow_of(manifest):
         # The module has the columns that are stepped at every micro-batch; the shares lie column
         # by column.
         weights = ()

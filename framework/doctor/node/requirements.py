@@ -20,6 +20,7 @@ from framework.doctor.node.findings import Check
 from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster
 from framework.plan.compiled_ops import Op, needed_ops
+from framework.plan.compiling import BY_INDUCTOR
 from framework.plan.plan import Plan
 from framework.plan.render import render
 
@@ -92,7 +93,7 @@ def requirements_of(plan: Plan) -> Requirements:
         nvme_folders=tuple(Path(each.nvme_path) for each in offloads if each.device == "nvme"),
         inputs=tuple(_inputs(config)),
         targets=tuple(sorted(modules)),
-        compiles=getattr(config.training.compile, "backend", "") in ("inductor", "deepcompile"),
+        compiles=getattr(config.training.compile, "backend", "") in BY_INDUCTOR,
         config_hash=config_hash(config),
     )
 
@@ -133,9 +134,8 @@ def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
             yield f"data.{name}", Path(path).absolute()
     if config.checkpoint.init_weights is not None:
         yield "checkpoint.init_weights", Path(config.checkpoint.init_weights).absolute()
-    lora = config.training.lora
-    if lora is not None and lora.init_adapter is not None:
-        yield "training.lora.init_adapter", Path(lora.init_adapter).absolute()
+    if config.training.first_adapter is not None:
+        yield "training.lora.init_adapter", Path(config.training.first_adapter).absolute()
     if config.checkpoint.resume not in ("auto", "never"):
         yield "checkpoint.resume", Path(config.checkpoint.resume).absolute()
 
