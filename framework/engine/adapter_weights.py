@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from framework.checkpoint.adapter_files import KEY, noted_base, other_shapes
-from framework.checkpoint.state.tensor_split import whole_shape
 from framework.checkpoint.state.weight_files import shapes_of
 from framework.config.groups import is_inside_saved, peft_name
 from framework.config.training import LoRA, Quantization
-from framework.engine.weights import gives
+from framework.engine.weights import gives, needed_shapes
 from framework.errors import ConfigError, counted
 from framework.models.quantized import QuantizedLinear, quantizable
 
@@ -31,13 +30,11 @@ def put_adapter(model: nn.Module, weights: Mapping[str, torch.Tensor], lora: LoR
     """
     trained = dict(_trained(model, lora))
     held = shapes_of(weights)
-    present = {id(tensor) for name, tensor in trained.items() if name in held}
-    expected = {}
-    for name, tensor in trained.items():
-        # Of a weight with several names one is enough, and buffers keep their first numbers.
-        is_known = name in held or id(tensor) not in present
-        if isinstance(tensor, nn.Parameter) and is_known:
-            expected[name] = whole_shape(tensor)
+    # buffers keep their first numbers
+    weights_of_model = {
+        name: tensor for name, tensor in trained.items() if isinstance(tensor, nn.Parameter)
+    }
+    expected = needed_shapes(weights_of_model, held)
     problems = list(other_shapes(expected, held, lora))
     if problems:
         raise ConfigError(problems)

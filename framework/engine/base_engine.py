@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from framework.engine.bad_steps import StepWatch
     from framework.engine.ema import WeightAverage
     from framework.engine.flat_step import FlatStep
+    from framework.engine.flat_sums import FlatSums
     from framework.engine.freezing import StepwiseFreezing
     from framework.engine.full_weights import FullWeights
     from framework.engine.tensor_check import GradientCheck
@@ -134,8 +135,7 @@ class BaseEngine:
         self.trained_weights = TrainedWeights(engine, names())
         self._end_pass: Callable[[], None] | None = None
         # flat sums are in the order of the weights
-        sums_flat = self._flat_step is not None and self._flat_step.sums is not None
-        if not sums_in_graph and not sums_flat:
+        if not sums_in_graph and self._flat_sums is None:
             self._end_pass = keep_gradient_order(
                 engine, refuse_changes=self.trained_weights.refuse_changed_flags
             )
@@ -145,6 +145,10 @@ class BaseEngine:
     def has_norm_for_each_group(self) -> bool:
         """Whether DeepSpeed's own step at ZeRO 1 and 2 takes a norm for each group."""
         return self.engine.zero_optimization_stage() in (1, 2) and self._flat_step is None
+
+    @property
+    def _flat_sums(self) -> FlatSums | None:
+        return None if self._flat_step is None else self._flat_step.sums
 
     @property
     def ds_config(self) -> Mapping[str, Any]:
@@ -325,8 +329,8 @@ class BaseEngine:
         self._garbage.close()
         if self._freezing is not None:
             self._freezing.close()
-        if self._flat_step is not None and self._flat_step.sums is not None:
-            self._flat_step.sums.close()
+        if self._flat_sums is not None:
+            self._flat_sums.close()
         self.written.close()
         self.engine.destroy()
 

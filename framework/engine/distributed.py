@@ -9,6 +9,7 @@ import gc
 import hashlib
 import importlib.metadata
 import io
+import itertools
 import logging
 import os
 import platform
@@ -16,6 +17,7 @@ import socket
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import cache, partial
@@ -27,6 +29,7 @@ import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from framework.engine.extensions import (
     announcing_compilers,
@@ -55,6 +58,8 @@ from framework.system.waiting import waiting
 # Rank 0 mostly holds the store: if it ended at once, other ranks could not find out that it reports
 # a failure.
 _OTHERS_KNOW_SECONDS: Final = 2.0
+# Purpose -> number of the next of its connections to the store.
+_numbers_of: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 _LOOK_SECONDS: Final = 0.05
 _ERRORS_IN_CPP: Final = 2  # c10/util/logging_is_not_google_glog.h
 # torch warns that a barrier takes the current device, where no group was bound to one: it is the
@@ -313,6 +318,17 @@ def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
                     name,
                     other.get(name),
                 )
+
+
+def own_store(purpose: str) -> Store | None:
+    """Return a connection of its own to the store of the process group, with keys of its own: the
+    group's connection may be kept by a thread that waits for a peer. None for MPI, which has no
+    store. All ranks make those of a purpose in one order.
+    """
+    store: Store | None = torch.distributed.distributed_c10d._get_default_store()
+    if store is None:
+        return None
+    return PrefixStore(f"{purpose}/{next(_numbers_of[purpose])}", store).clone()
 
 
 def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:

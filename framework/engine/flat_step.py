@@ -102,6 +102,8 @@ class FlatStep:
         optimizer = self._optimizer
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
         norm = self._norm()
+        is_divided = self._is_divided
+        self._is_divided = False
         optimizer.overflow = False
         if self._refuses_infinite:
             optimizer.overflow = not torch.isfinite(norm).item()
@@ -112,8 +114,6 @@ class FlatStep:
             return
         optimizer._global_grad_norm = norm / scale
         divisor = clipping_divisor(norm, limit=optimizer.clip_grad, scale=scale)
-        is_divided = self._is_divided
-        self._is_divided = False
         if isinstance(self.factor, Tensor) and not is_divided:
             by_count = 1.0 / (self.factor * self.ranks)
             divisor = by_count if divisor is None else divisor * by_count

@@ -15,7 +15,7 @@ bit, with more they may be added in another order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -24,8 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPar
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-# A flat tensor and what a sum makes of it fit in the bucket that they replace.
-_SHARE_OF_BUCKET: Final = 0.5
+from framework.plan.flat_sums import most_in_message
 
 
 class FlatSums:
@@ -155,7 +154,7 @@ class _Shares:
         # gloo adds a copy of the whole tensor up to scatter it
         self._scatters = torch.distributed.get_backend(self._process_group) == "nccl"
         self.sizes = [int(size) for size in optimizer.partition_size]
-        width = max(int(optimizer.reduce_bucket_size * _SHARE_OF_BUCKET) // self.ranks, 1)
+        width = max(most_in_message(int(optimizer.reduce_bucket_size)) // self.ranks, 1)
         size = sum(self.sizes)
         self.messages: list[list[_Piece]] = []
         for start in range(0, size, width):
@@ -250,7 +249,7 @@ def sum_flat(engine: deepspeed.DeepSpeedEngine, *, coalesces: bool) -> FlatSums 
     if not _sums_plainly(engine):
         return None
     waits = coalesces or not optimizer.partition_gradients
-    limit = int(optimizer.reduce_bucket_size * _SHARE_OF_BUCKET)
+    limit = most_in_message(int(optimizer.reduce_bucket_size))
     sizes = [flat.numel() for flat in optimizer.bit16_groups_flat]
     if not waits and sum(sizes) > limit:
         return None
@@ -275,9 +274,9 @@ def wait_for_last(engine: deepspeed.DeepSpeedEngine) -> None:
     def add_up(bucket_size: int | None = None) -> None:
         is_last = engine.is_gradient_accumulation_boundary()
         optimizer.set_gradient_accumulation_boundary(is_last)
-        if optimizer.use_grad_accum_attribute:
-            optimizer.fill_grad_accum_attribute()
         if is_last:
+            if optimizer.use_grad_accum_attribute:
+                optimizer.fill_grad_accum_attribute()
             optimizer._coalesce_grad_reduction = False
             engine._flush_coalesced_reduction_zero12(optimizer)
             optimizer._coalesce_grad_reduction = True

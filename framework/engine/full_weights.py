@@ -88,10 +88,7 @@ class FullWeights:
         Collective.
         """
         self._meeting.wait("weight_names()")
-        names: dict[str, None] = {}
-        for rank_names in gather(list(self._own_weights())):
-            names |= dict.fromkeys(rank_names)
-        return list(names)
+        return self._all_names()
 
     def full_weight(self, name: str) -> Tensor:
         """Return a copy of a whole weight, as the optimizer steps it, in fp32. Collective."""
@@ -100,10 +97,10 @@ class FullWeights:
     def set_full_weight(self, name: str, value: Tensor) -> None:
         """Set a weight: what the optimizer steps, and the module's copy of it. Collective."""
         call = f"set_full_weight({name!r})"
-        part = self._part_to_set(call, name, value, self._shares.stepped)
-        weight = self._own_weights().get(name)
-        if part is None or weight is None:
+        found = self._part_to_set(call, name, value, self._shares.stepped)
+        if found is None:
             return
+        weight, part = found
         with torch.no_grad(), self._written.setting(), self._shares.in_memory(weight, writes=True):
             self._write(self._shares.stepped(weight), part)
             self._shares.set_module(weight, part)
@@ -120,10 +117,10 @@ class FullWeights:
     def set_full_gradient(self, name: str, value: Tensor) -> None:
         """Set the gradient that the step will clip and take. Collective."""
         call = f"set_full_gradient({name!r})"
-        part = self._part_to_set(call, name, value, self._shares.gradient)
-        weight = self._own_weights().get(name)
-        if part is None or weight is None:
+        found = self._part_to_set(call, name, value, self._shares.gradient)
+        if found is None:
             return
+        weight, part = found
         part.mul_(self._shares.loss_scale())
         with torch.no_grad(), self._shares.in_memory(weight, writes=True, gradients=True):
             share = self._shares.gradient(weight)
@@ -144,10 +141,10 @@ class FullWeights:
             return self._shares.state(weight, key)
 
         call = f"set_full_optimizer_state({name!r}, {key!r})"
-        part = self._part_to_set(call, name, value, share_of)
-        weight = self._own_weights().get(name)
-        if part is None or weight is None:
+        found = self._part_to_set(call, name, value, share_of)
+        if found is None:
             return
+        weight, part = found
         with torch.no_grad(), self._shares.in_memory(weight, writes=True):
             self._write(share_of(weight), part)
 
@@ -182,9 +179,9 @@ class FullWeights:
         name: str,
         value: Tensor,
         share_of: Callable[[Parameter], Share | None],
-    ) -> Tensor | None:
-        """Return this rank's part of a value, fp32, as its tensor group divides the weight; None if
-        it does not hold the weight. Collective.
+    ) -> tuple[Parameter, Tensor] | None:
+        """Return a weight and this rank's part of a value, fp32, as its tensor group divides the
+        weight; None if it does not hold the weight. Collective.
 
         Raises:
             TrainingError: not all ranks set the same value, or there is no such tensor.
@@ -207,9 +204,8 @@ class FullWeights:
             return None
         split = split_of(weight)
         if split is None:
-            return whole.clone()
-        rank = self._layout.tensor_rank(torch.distributed.get_rank())
-        return split.part(whole, rank, self._layout.tensor_size)
+            return weight, whole.clone()
+        return weight, split.part(whole, self._tensor_rank(), self._layout.tensor_size)
 
     def _exchange(
         self,
@@ -230,24 +226,26 @@ class FullWeights:
                 with self._shares.in_memory(weight, gradients=True):
                     share = share_of(weight)
                     if share is not None:
-                        share = Share(share.start, share.values.detach().clone())
+                        part = -1 if split_of(weight) is None else self._tensor_rank()
+                        place = (part, share.start, share.values.numel())
+                        if value is None:
+                            share = Share(share.start, share.values.detach().clone())
             except LookupError as error:
                 refusal = str(error.args[0])
-        if share is not None and weight is not None:
-            part = -1
-            if split_of(weight) is not None:
-                part = self._layout.tensor_rank(torch.distributed.get_rank())
-            place = (part, share.start, share.values.numel())
         described = ""
         if value is not None:
             described = f"{tuple(value.shape)} {int(bit_sum(value.reshape(-1)))}"
         return share, gather(_Reply(call, shape, place, described, refusal))
 
     def _all_names(self) -> list[str]:
-        names: list[str] = []
+        """Return the names of all weights of all ranks, each once. Collective."""
+        names: dict[str, None] = {}
         for rank_names in gather(list(self._own_weights())):
-            names += rank_names
-        return names
+            names |= dict.fromkeys(rank_names)
+        return list(names)
+
+    def _tensor_rank(self) -> int:
+        return self._layout.tensor_rank(torch.distributed.get_rank())
 
     def _put_in(self, whole: Tensor, weight: Parameter, share: Share) -> None:
         """Write this rank's numbers into their places in a whole tensor."""

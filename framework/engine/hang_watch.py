@@ -15,7 +15,6 @@ debugger, no rank is watched.
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import json
 import math
 import os
@@ -29,8 +28,9 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 import torch.distributed
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
+from framework.engine.distributed import own_store
 from framework.engine.rank_states import (
     COMPILE_SECONDS,
     HANG,
@@ -70,7 +70,6 @@ _SETTLE_SECONDS: Final = 2.0  # in which every rank has noticed the stall, and p
 _STOP_SECONDS: Final = 60.0
 _MOST_COMPARING: Final = 8  # ranks that may compare: it takes two requests for each rank
 _AT_PROMPT: Final = "at-prompt"
-_numbers = itertools.count()
 
 
 @contextmanager
@@ -93,9 +92,7 @@ def watching(
     world_size = torch.distributed.get_world_size()
     store: Store | None = None
     if world_size > 1:
-        store = _get_default_store()
-    if store is not None:
-        store = PrefixStore(f"hang/{next(_numbers)}", store).clone()
+        store = own_store("hang")
     watch = HangWatch(
         store,
         rank=torch.distributed.get_rank(),

@@ -216,6 +216,9 @@ class MatrixShares:
                 self.whole.append(number)
         self.rounds = rounds_of(sizes, self._owners, most=most)
         self.own = [self._own_piece(matrix) for matrix in matrices]
+        numbers = range(len(self.rounds))
+        self._outgoing = [self._outgoing_in(number) for number in numbers]
+        self._incoming = [self._incoming_in(number) for number in numbers]
 
     def _own_piece(self, matrix: DividedMatrix) -> Piece | None:
         for piece in matrix.pieces:
@@ -259,7 +262,7 @@ class MatrixShares:
         )
         return result.reshape(-1)
 
-    def _outgoing(self, number: int) -> list[list[_Stretch]]:
+    def _outgoing_in(self, number: int) -> list[list[_Stretch]]:
         """Return what this rank sends in a round, for each rank that computes a matrix of it."""
         stretches: list[list[_Stretch]] = [[] for _ in range(self._num_ranks)]
         for matrix in self.rounds[number]:
@@ -268,7 +271,7 @@ class MatrixShares:
                 stretches[self._owners[matrix]].append(_Stretch(matrix, piece))
         return stretches
 
-    def _incoming(self, number: int) -> list[list[_Stretch]]:
+    def _incoming_in(self, number: int) -> list[list[_Stretch]]:
         """Return what comes to this rank in a round, from each rank that holds a piece."""
         stretches: list[list[_Stretch]] = [[] for _ in range(self._num_ranks)]
         for matrix in self.rounds[number]:
@@ -282,18 +285,18 @@ class MatrixShares:
         """Begin to send the pieces of a round to the ranks that compute; None after the last."""
         if number >= len(self.rounds):
             return None
-        outgoing = self._outgoing(number)
+        outgoing = self._outgoing[number]
         pieces = [update[:0]]
         for stretches in outgoing:
             for _, piece in stretches:
                 pieces.append(update.narrow(0, piece.offset, piece.num))
         buffer = torch.cat(pieces).to(self._device)
-        return self._exchange(buffer, _nums(outgoing), _nums(self._incoming(number)))
+        return self._exchange(buffer, _nums(outgoing), _nums(self._incoming[number]))
 
     def _send_back(self, number: int, sent: _Sent) -> _Sent:
         """Begin to return the pieces of a round to the ranks that hold them."""
-        incoming = _nums(self._incoming(number))
-        return self._exchange(sent.incoming, incoming, _nums(self._outgoing(number)))
+        incoming = _nums(self._incoming[number])
+        return self._exchange(sent.incoming, incoming, _nums(self._outgoing[number]))
 
     def _exchange(self, buffer: Tensor, sent: Sequence[int], coming: Sequence[int]) -> _Sent:
         """Send `sent[r]` numbers to each rank r; `coming[r]` numbers come from it."""
@@ -315,7 +318,7 @@ class MatrixShares:
         """
         places: dict[int, list[tuple[Piece, Tensor]]] = {}
         offset = 0
-        for stretches in self._incoming(number):
+        for stretches in self._incoming[number]:
             for matrix, piece in stretches:
                 place = buffer.narrow(0, offset, piece.num)
                 places.setdefault(matrix, []).append((piece, place))
@@ -332,7 +335,7 @@ class MatrixShares:
             return
         sent.work.wait()
         offset = 0
-        for stretches in self._outgoing(number):
+        for stretches in self._outgoing[number]:
             for _, piece in stretches:
                 values = sent.incoming.narrow(0, offset, piece.num)
                 update.narrow(0, piece.offset, piece.num).copy_(values)

@@ -4,19 +4,18 @@ the run calls: one that some ranks leave out ends in words.
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Final
 
 import torch.distributed
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
+from framework.engine.distributed import own_store
 from framework.errors import TrainingError, counted
 
 WAIT_SECONDS: float = 300.0
 """How long a call waits for the other ranks."""
 _LONGEST_PAUSE: Final = 0.05  # seconds between two looks into the store
-_numbers = itertools.count()  # of objects, which all ranks make in one order
 
 
 class Meeting:
@@ -27,10 +26,8 @@ class Meeting:
         self._num_ranks = torch.distributed.get_world_size()
         self._num_calls = 0
         self._store: Store | None = None
-        store: Store | None = _get_default_store()  # MPI's groups have none
-        if store is not None and self._num_ranks > 1:
-            # On a connection of its own: the group's may be kept by a thread that waits for a peer.
-            self._store = PrefixStore(f"full-weights/{next(_numbers)}", store).clone()
+        if self._num_ranks > 1:
+            self._store = own_store("full-weights")
 
     def wait(self, call: str) -> None:
         """Wait until all ranks have come as often as this one.

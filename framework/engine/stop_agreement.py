@@ -26,9 +26,9 @@ from datetime import timedelta
 from typing import Final
 
 import torch.distributed
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
-from framework.engine.distributed import gather
+from framework.engine.distributed import gather, own_store
 from framework.engine.process_group_errors import is_lost_peer
 from framework.errors import EXIT_PEER_LOST, PeerLostError, RunStopped
 from framework.system.log import warn
@@ -40,7 +40,6 @@ _RANKS_PER_LOOK: Final = 512
 # Threads answer within a second. A rank that has not after this long is gone, and the launcher
 # waits 20 to 30 seconds.
 _WAIT_SECONDS: Final = 12.0
-_numbers = itertools.count()
 
 
 @contextmanager
@@ -65,7 +64,6 @@ def agreed_stops(
     request.training_begins()
     signal = _earlier_signal(request)
     world_size = torch.distributed.get_world_size()
-    store: Store | None = _get_default_store()  # MPI's groups have none
     if signal or world_size == 1:
 
         def decide_alone(step: int) -> Decision:
@@ -76,6 +74,7 @@ def agreed_stops(
 
         yield decide_alone
         return
+    store = own_store("stop")
     if store is None:
         warn(
             f"process groups of {torch.distributed.get_backend()} have no store: requests to stop "
@@ -84,12 +83,10 @@ def agreed_stops(
         )
         yield lambda step: GO_ON
         return
-    # On a connection of its own: the group's may be kept by a thread that waits for a peer.
-    own_store = PrefixStore(f"stop/{next(_numbers)}", store).clone()
     rank = torch.distributed.get_rank()
     agreement = StopAgreement(
         request,
-        store=own_store,
+        store=store,
         rank=rank,
         world_size=world_size,
         step=start_step,

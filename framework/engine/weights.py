@@ -141,6 +141,20 @@ def put_weights(
                     _load(tensor, weights[full_name], tensor_group)
 
 
+def needed_shapes(
+    tensors: Mapping[str, torch.Tensor], held: Collection[str]
+) -> dict[str, torch.Size]:
+    """Return the whole shapes of a model's tensors, by name. Of one with several names those that
+    are `held` are enough.
+    """
+    present = {id(tensor) for name, tensor in tensors.items() if name in held}
+    shapes: dict[str, torch.Size] = {}
+    for name, tensor in tensors.items():
+        if name in held or id(tensor) not in present:
+            shapes[name] = whole_shape(tensor)
+    return shapes
+
+
 def _expected_shapes(
     model: torch.nn.Module, shapes: Mapping[str, torch.Size]
 ) -> dict[str, torch.Size]:
@@ -149,12 +163,7 @@ def _expected_shapes(
     """
     from framework.models.experts import is_elsewhere
 
-    state = model.state_dict(keep_vars=True)
-    present = {id(tensor) for name, tensor in state.items() if name in shapes}
-    expected: dict[str, torch.Size] = {}
-    for name, tensor in state.items():
-        if name in shapes or id(tensor) not in present:
-            expected[name] = whole_shape(tensor)
+    expected = needed_shapes(model.state_dict(keep_vars=True), shapes)
     elsewhere = is_elsewhere(model)
     for name, shape in shapes.items():
         if elsewhere(name):

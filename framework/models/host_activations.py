@@ -105,7 +105,11 @@ class CudaCopies:
         rounds it up to a power of two. It has pages of its own: CUDA locks whole pages, and
         refuses those that it has locked for a neighbour.
         """
-        memory = torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize), dtype=dtype)
+        try:
+            pages = mmap.mmap(-1, size * dtype.itemsize)
+        except OSError as failure:
+            raise RuntimeError(f"mmap: {failure.strerror or failure}") from failure
+        memory = torch.frombuffer(pages, dtype=dtype)
         error = int(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if error:
             _forget_error(self._device)

@@ -266,9 +266,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute silu(gate) * up; where the two are parts of one tensor (`apply_linears`), so are
     their gradients, and the products' own backward pass copies none of them.
     """
-    if torch.compiler.is_compiling() or _has_no_memory(gate):
-        return silu(gate) * up
-    if _seen_as_one((gate, up), dim=-1) is None:
+    is_plain = torch.compiler.is_compiling() or _has_no_memory(gate)
+    if is_plain or _seen_as_one((gate, up), dim=-1) is None:
         return silu(gate) * up
     product: Tensor = _SwiGLU.apply(gate, up)
     return product

@@ -21,6 +21,13 @@ def waits(config: RunConfig, layout: Layout) -> bool:
     return config.zero.stage == 1 or coalesces(config, layout)
 
 
+def most_in_message(bucket: int) -> int:
+    """Return how many numbers are sent at once: they and their sum fit in the bucket that they
+    replace.
+    """
+    return bucket // 2
+
+
 def may_sum_flat(config: RunConfig, layout: Layout) -> bool:
     """Check whether gradients may be summed so; at stage 2 they are only if they wait, or fit."""
     zero = config.zero

@@ -20,7 +20,7 @@ from framework.config.optimizer import Adagrad, Lamb, Muon, has_groups
 from framework.config.precision import BF16, FP16, state_widths
 from framework.config.run_config import RunConfig
 from framework.plan.activations import Moment, Passes
-from framework.plan.flat_sums import may_sum_flat, waits
+from framework.plan.flat_sums import may_sum_flat, most_in_message, waits
 from framework.plan.offload import Shares, name_of_copies
 from framework.plan.operations import Shape
 from framework.plan.optimizer_memory import (
@@ -422,7 +422,9 @@ class RankMemory:
         """Whether gradients are summed over ranks from flat tensors (`engine/flat_sums.py`)."""
         if self.ranks == 1 or not may_sum_flat(self.config, self.layout):
             return False
-        return self.waits or self.share * self.ranks <= self.zero.reduce_bucket_size // 2
+        return self.waits or self.share * self.ranks <= most_in_message(
+            self.zero.reduce_bucket_size
+        )
 
     @property
     def is_alone(self) -> bool:
@@ -737,7 +739,7 @@ class RankMemory:
     @property
     def message(self) -> int:
         """Elements of the largest message of flat sums: half a bucket, or all gradients."""
-        columns = max(self.zero.reduce_bucket_size // 2 // self.ranks, 1)
+        columns = max(most_in_message(self.zero.reduce_bucket_size) // self.ranks, 1)
         return min(columns, self.share) * self.ranks
 
     @property
