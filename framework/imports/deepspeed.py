@@ -209,9 +209,12 @@ def _batch(reader: DeepSpeedReader) -> Values:
             section[key.removeprefix("batch.")] = value
     size = micro_batches_of_zenflow(reader)
     if size is not None:
-        before = section.get("accumulation_steps", 1)
+        before = section.get("accumulation_steps")
+        if "global_size" in section and before is None and "micro_size" in section:
+            reason = "it follows from the number of ranks, and from ZenFlow's update_interval"
+            reader.leave_out("train_batch_size", section.pop("global_size"), reason)
         if "global_size" in section:
-            section["global_size"] = section["global_size"] // before * size
+            section["global_size"] = section["global_size"] // (before or 1) * size
         section["accumulation_steps"] = size
     return section
 

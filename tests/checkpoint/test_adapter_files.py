@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from framework.checkpoint import resume_point
 from framework.checkpoint.adapter_files import DESCRIPTION, WEIGHTS, adapter_problems
 from framework.config.groups import peft_name
 from framework.config.load import config_from_values
@@ -136,6 +137,19 @@ def test_a_pattern_that_is_none_is_refused_by_its_own_rule(tmp_path: Path) -> No
     config.write_text(json.dumps({"model": _MODEL, "training": {"lora": lora}}), encoding="utf-8")
     with pytest.raises(ConfigError, match="bad-pattern"):
         load_run(str(config)).plan_with_data()
+
+
+def test_a_run_that_resumes_needs_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = _LORA | {"init_adapter": str(tmp_path / "gone")}
+    config = tmp_path / "run.yaml"
+    config.write_text(json.dumps({"model": _MODEL, "training": {"lora": lora}}), encoding="utf-8")
+    settings = ["data.kind=text", "data.sequence_length=16", "task.kind=causal_lm"]
+    with pytest.raises(ConfigError, match="adapter-not-found"):
+        load_run(str(config), settings).plan_with_data()
+    monkeypatch.setattr(resume_point.ResumeLookup, "manifest", lambda lookup: {"step": 3})
+    load_run(str(config), settings).plan_with_data()
 
 
 def test_names_are_those_of_peft() -> None:

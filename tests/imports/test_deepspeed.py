@@ -762,3 +762,22 @@ def test_a_rate_that_the_file_does_not_have_is_commented() -> None:
     assert "our cosine" in found.comments["scheduler"]
     schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}
     assert "scheduler" not in imported(optimizer_section | schedule).comments
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, {"global_size": 128}),
+        ({"train_micro_batch_size_per_gpu": 4}, {"micro_size": 4}),
+        # of any number of ranks
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, {"micro_size": 4}),
+    ],
+)
+def test_micro_batches_of_zenflow_are_those_of_a_step(
+    batch: dict[str, int], expected: dict[str, int]
+) -> None:
+    zenflow = {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": False}
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": zenflow}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    found = import_deepspeed(batch | {"zero_optimization": zero, "optimizer": optimizer})
+    assert found["batch"] == {**expected, "accumulation_steps": 4}

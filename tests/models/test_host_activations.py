@@ -214,6 +214,13 @@ def test_memory_is_locked_in_pages_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError, match="error 2"):
         copies.new_memory(2048, torch.float32)
     assert forgotten == [CPU]
+
+    def without_memory(*arguments: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(host_activations.mmap, "mmap", without_memory)
+    with pytest.raises(RuntimeError, match="Cannot allocate memory"):
+        copies.new_memory(2048, torch.float32)
     assert len(copies._pinned) == len(held)
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,8 @@ def test_ranks_report_what_they_have_found_of_first_weights(
         "no weights are read",
     )
     assert one.without_weights().describe_weights() == other.without_weights().describe_weights()
+    adapted = replace(one, adapter={"a": torch.zeros(1), "b": torch.zeros(1)})
+    assert adapted.describe_weights() == "2 tensors are found there, and 2 tensors of adapters"
 
 
 class Streamed:
