@@ -98,6 +98,8 @@ def test_without_a_file_nothing_goes_anywhere(capsys: pytest.CaptureFixture[str]
 
 def test_warnings_of_a_library_are_left_out_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
     library = logging.getLogger("library.part")
+    # Other tests of the process may have changed the root logger's level.
+    caplog.set_level(logging.WARNING, logger=library.name)
     with rank_log.without_warnings_of("library.part"):
         library.warning("registered twice")
         library.error("broken")
