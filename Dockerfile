@@ -26,7 +26,7 @@ RUN python framework/hosts/environment.py requirements train text > requirements
     && pip install --constraint constraints.txt --requirement requirements.txt \
     && rm requirements.txt
 
-COPY README.md train.py ./
+COPY README.md LICENSE train.py ./
 COPY deepspeed_lint deepspeed_lint
 COPY framework framework
 COPY ds_configs ds_configs

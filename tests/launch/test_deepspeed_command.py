@@ -53,7 +53,7 @@ def test_an_installed_copy_starts_its_own(tmp_path: Path) -> None:
     """The wheel is built as pip builds it; `pip install` unpacks it where the scheme puts it, and
     nothing of it lies outside of the packages.
     """
-    for name in ("pyproject.toml", "README.md", "train.py"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "train.py"):
         shutil.copy(ROOT / name, tmp_path)
     ignored = shutil.ignore_patterns("__pycache__")
     for package in PACKAGES:
@@ -67,6 +67,7 @@ def test_an_installed_copy_starts_its_own(tmp_path: Path) -> None:
             *PACKAGES,
             "dsf_trainer-0.1.0.dist-info",
         }
+        assert "dsf_trainer-0.1.0.dist-info/licenses/LICENSE" in wheel.namelist()
         # Schemas, tables, and py.typed, without which mypy takes the package for one without
         # annotations.
         assert {*data_files(), "framework/py.typed"} <= set(wheel.namelist())
