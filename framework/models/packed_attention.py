@@ -13,19 +13,21 @@ computed
   of ``torch.compile`` without that kernel, as a graph would hold the lengths of one batch.
 
 All three compute the same; work and memory of the first two grow with the squares, and the sum, of
-the lengths of texts.
+the lengths of texts. Where ranks share sequences, each computes all texts of whole rows for its
+share of the heads (`framework.models.sequence`).
 """
 
 from __future__ import annotations
 
 import inspect
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from framework.models.sequence import own_attention
+from framework.models.sequence import at_all_positions, own_attention, own_positions
 
 _NOTED: Final = "noted_texts"  # attribute of a tensor of places: what `_texts_of` returns
 _HALF: Final = (torch.float16, torch.bfloat16)
@@ -40,17 +42,19 @@ class PackedRows(NamedTuple):
     """Where the texts of a batch of rows begin.
 
     Attributes:
-        places: of each token in its text, (batch, sequence) int64.
+        places: of each token that the model sees in its text, (batch, sequence) int64.
         starts: of the texts, counted in tokens over all rows, row after row, and at last the number
             of all tokens: (texts + 1,) int32, on the device of the places.
         host_starts: the same in the host's memory.
         longest: tokens of the longest text.
+        whole_places: of all tokens; `places` are those of this rank where ranks share sequences.
     """
 
     places: Tensor
     starts: Tensor
     host_starts: Tensor
     longest: int
+    whole_places: Tensor
 
 
 class _Options(NamedTuple):
@@ -73,9 +77,12 @@ class _Options(NamedTuple):
         )
 
 
-def packed_rows(places: Tensor) -> PackedRows:
+def packed_rows(places: Tensor, *, length: int | None = None) -> PackedRows:
     """Return the texts of a batch by the places of its tokens, (batch, sequence), which begin at 0
     with each text; a row that begins with the rest of a text begins one.
+
+    Where ranks share sequences the places are those of whole rows, and `length` is the number of
+    positions that this rank sees of them; ValueError if the two do not fit.
 
     Where `note_texts` has not seen the batch on the host, and the places lie on a device, they are
     read from it: the one time that a forward pass waits for the device.
@@ -88,7 +95,10 @@ def packed_rows(places: Tensor) -> PackedRows:
         noted = _texts_of(places)
     host_starts, longest = noted
     starts = host_starts.to(places.device, non_blocking=True)
-    return PackedRows(places, starts, host_starts, longest)
+    own_places = places
+    if length is not None:
+        own_places = own_positions(places, length)
+    return PackedRows(own_places, starts, host_starts, longest, places)
 
 
 def note_texts(places: Tensor) -> None:
@@ -153,11 +163,35 @@ def attend_within_texts(
         key = key.to(dtype)
         value = value.to(dtype)
     options = _Options(dropout, scale, window)
+    return at_all_positions(
+        query,
+        key,
+        value,
+        partial(_mix, rows=rows, options=options),
+        partial(_mix_in_ring, rows=rows, options=options),
+    )
+
+
+def _mix(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, options: _Options) -> Tensor:
+    """Compute attention within the texts of whole rows in the way that is possible here."""
     if not why_no_kernel(query, value):
         return _by_kernel(query, key, value, rows, options)
     if torch.compiler.is_compiling():
         return _by_mask(query, key, value, rows, options)
     return _text_by_text(query, key, value, rows, options)
+
+
+def _mix_in_ring(
+    query: Tensor, key: Tensor, value: Tensor, ring: Any, rows: PackedRows, options: _Options
+) -> Tensor:
+    """Compute attention of a chunk of the positions within the texts of whole rows."""
+    from framework.models.ring import ring_attention, text_pieces
+
+    starts = rows.host_starts.tolist()
+    pieces = text_pieces(ring, query.shape[2], starts, window=options.window, device=query.device)
+    return ring_attention(
+        query, key, value, ring, pieces, dropout=options.dropout, scale=options.scale
+    )
 
 
 def why_no_kernel(query: Tensor, value: Tensor) -> str:
@@ -328,5 +362,5 @@ def _by_mask(
     rows: PackedRows,
     options: _Options,
 ) -> Tensor:
-    mask = texts_mask(rows.places, window=options.window)
+    mask = texts_mask(rows.whole_places, window=options.window)
     return options.attend(query, key, value, mask)

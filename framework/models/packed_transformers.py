@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from framework.models import sequence
 from framework.models.packed_attention import (
     PackedRows,
     attend_within_texts,
@@ -24,7 +25,7 @@ from framework.models.packed_attention import (
     texts_mask,
 )
 
-_ATTENTION_NAME: Final = "packed_rows"  # of our attention, registered with transformers
+_ATTENTION_NAME: Final = sequence.PACKED_ROWS  # of our attention, registered with transformers
 _REPLACED: Final = "sdpa"
 _LAYER_TYPES: Final = frozenset(("full_attention", "sliding_attention"))
 _UNKNOWN_OPTIONS: Final = ("softcap", "position_bias", "s_aux", "head_mask", "cache")
@@ -148,13 +149,16 @@ class _TextFinder:
         has_cache = given.get("past_key_values") is not None or given.get("use_cache")
         if inputs is None or places is None or has_cache or given.get("attention_mask") is not None:
             return None
-        if places.shape != inputs.shape[:2]:
+        length = inputs.shape[1]
+        if places.shape != (len(inputs), length * sequence.num_parts()):
             return None
-        _rows = packed_rows(places)
+        _rows = packed_rows(places, length=length)
+        if sequence.is_shared():
+            given["position_ids"] = _rows.places
         if "attention_mask" in self._signature.parameters:
             # Without a mask transformers would compare the places on the device, and wait for it,
             # once for every mask; this one masks nothing.
-            given["attention_mask"] = torch.ones_like(places, dtype=torch.bool)
+            given["attention_mask"] = torch.ones_like(_rows.places, dtype=torch.bool)
         return bound.args, bound.kwargs
 
 
@@ -165,11 +169,9 @@ def _forget_texts(module: nn.Module, args: Any, outputs: Any) -> None:
 
 def _mask(*, q_length: int, kv_length: int, **options: Any) -> Any:
     """Return what stands for the mask of a forward pass, or transformers' own mask."""
-    from transformers.masking_utils import sdpa_mask
-
     is_causal = "allow_is_bidirectional_skip" not in options and not options.get("use_vmap")
     if _rows is None:
-        return sdpa_mask(q_length=q_length, kv_length=kv_length, **options)
+        return sequence.whole_mask(q_length=q_length, kv_length=kv_length, **options)
     is_of_rows = q_length == kv_length == _rows.places.shape[1]
     if is_causal and is_of_rows:
         return TextsMask(_rows, options.get("local_size"))
@@ -186,23 +188,15 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     if not isinstance(attention_mask, TextsMask):
-        mixed, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, **options
-        )
-        return mixed, None
+        return _through_mask(module, query, key, value, attention_mask, dropout, scaling, **options)
     unknown = [name for name in _UNKNOWN_OPTIONS if options.get(name) is not None]
     is_causal = options.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if unknown or not is_causal or query.shape[2] != key.shape[2]:
-        mask = texts_mask(attention_mask.rows.places, window=attention_mask.window)
-        mixed, _ = sdpa_attention_forward(
-            module, query, key, value, mask, dropout, scaling, **options
-        )
-        return mixed, None
+        mask = texts_mask(attention_mask.rows.whole_places, window=attention_mask.window)
+        return _through_mask(module, query, key, value, mask, dropout, scaling, **options)
     mixed = attend_within_texts(
         query,
         key,
@@ -213,3 +207,15 @@ def _attention(
         window=attention_mask.window,
     )
     return mixed.transpose(1, 2).contiguous(), None
+
+
+def _through_mask(module: nn.Module, *given: Any, **options: Any) -> tuple[Tensor, None]:
+    """Compute transformers' own attention through a mask of its own, over all positions where
+    ranks share sequences.
+    """
+    if sequence.is_shared():
+        return sequence.attention_of_transformers(module, *given, **options)
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    mixed, _ = sdpa_attention_forward(module, *given, **options)
+    return mixed, None

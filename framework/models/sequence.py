@@ -1,18 +1,23 @@
-"""Sequences with positions on several ranks: Ulysses (Jacobs et al. 2023, "DeepSpeed Ulysses").
+"""Sequences with positions on several ranks: Ulysses (Jacobs et al. 2023, "DeepSpeed Ulysses"),
+and a ring around it where ranks are more than heads (`framework.models.ring`).
 
 All layers but attention work on each position alone, and so on this rank's part of them. Before
 attention an all-to-all gives every rank all positions of its share of the heads, and another one
-behind it gives back its share of positions.
+behind it gives back its share of positions. As many neighbouring ranks as divide the heads do so;
+where the group has more of them, each such team gets a chunk of the positions alone, and the ranks
+of all teams with the same heads are a ring (Fang and Zhao 2024, "USP: A Unified Sequence
+Parallelism Approach for Long Context Generative AI").
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed
@@ -21,7 +26,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from framework.errors import ConfigError
 
+if TYPE_CHECKING:  # ranks that are no more than heads need none of it
+    from framework.models.ring import Ring
+
 _KEY: Final = "parallel.sequence"
+# Queries, keys and values (batch, heads, positions, size) -> what attention makes of them; and the
+# same of those of a chunk of the positions, with the ring that has the others.
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+MixInRing = Callable[[Tensor, Tensor, Tensor, "Ring"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,13 +71,39 @@ class SequenceGroup:
         torch.distributed.all_gather(counts_of_ranks, counts.contiguous(), group=self.group)
         return sum(counts_of_ranks[: self.rank], torch.zeros_like(counts))
 
+    def team_size(self, num_heads: int) -> int:
+        """Return how many neighbouring ranks share this number of heads; the other ranks of the
+        group are in other teams.
+        """
+        return gcd(num_heads, self.size)
+
+    def ring_of(self, team_size: int) -> Ring:
+        """Return the ring of the ranks that have the same place in their teams."""
+        from framework.models.ring import Ring
+
+        num_teams = self.size // team_size
+        team, place = divmod(self.rank, team_size)
+
+        def rank_in(number: int) -> int:
+            member = number % num_teams * team_size + place
+            if self.group is None:
+                return member
+            return torch.distributed.get_global_rank(self.group, member)
+
+        return Ring(team, num_teams, rank_in(team - 1), rank_in(team + 1), self.group)
+
     def exchange(self, parts: Tensor) -> Tensor:
-        """Send part i of `parts` (size, ...) to rank i. Collective.
+        """Send part i of `parts` (team size, ...) to rank i of this rank's team. Collective.
 
         Returns:
             The same shape; part i came from rank i.
         """
-        received: Tensor = _ExchangeParts.apply(parts, self.group)
+        team_size = len(parts)
+        counts: tuple[int, ...] | None = None
+        if team_size < self.size:
+            first = self.rank // team_size * team_size
+            counts = tuple(int(first <= rank < first + team_size) for rank in range(self.size))
+        received: Tensor = _ExchangeParts.apply(parts, counts, self.group)
         return received
 
 
@@ -88,19 +126,26 @@ def whole() -> Iterator[None]:
 
 class _ExchangeParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, parts: Tensor, counts: tuple[int, ...] | None, group: Any) -> Tensor:
+        ctx.counts = counts
         ctx.group = group
-        return _all_to_all(parts, group)
+        return _all_to_all(parts, counts, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _all_to_all(gradients[0], ctx.counts, ctx.group), None, None
 
 
-def _all_to_all(parts: Tensor, group: Any) -> Tensor:
+def _all_to_all(parts: Tensor, counts: tuple[int, ...] | None, group: Any) -> Tensor:
+    """Send the parts to the ranks of a group; `counts`: how many go to each, None: one."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    torch.distributed.all_to_all_single(received, parts, group=group)
+    if counts is None:
+        torch.distributed.all_to_all_single(received, parts, group=group)
+    else:
+        torch.distributed.all_to_all_single(
+            received, parts, list(counts), list(counts), group=group
+        )
     return received
 
 
@@ -109,11 +154,34 @@ def is_shared() -> bool:
     return _shared is not None
 
 
+def num_parts() -> int:
+    """Return the number of parts of the positions, of which the models of this process see one."""
+    if _shared is None:
+        return 1
+    return _shared.size
+
+
 def first_position(length: int) -> int:
     """Return the number, in its sequence, of the first of `length` positions that a model sees."""
     if _shared is None:
         return 0
     return _shared.rank * length
+
+
+def own_positions(whole: Tensor, length: int) -> Tensor:
+    """Return this rank's `length` positions of a tensor (batch, positions of all ranks).
+
+    Raises:
+        ValueError: it has another number of positions.
+    """
+    if _shared is None:
+        return whole
+    if whole.shape[1] != length * _shared.size:
+        raise ValueError(
+            f"places of {whole.shape[1]} tokens, where {_shared.size} ranks share sequences of "
+            f"{length * _shared.size}: leave position_ids of packed rows whole in Task.share"
+        )
+    return whole.narrow(1, _shared.rank * length, length)
 
 
 def attend(
@@ -133,33 +201,63 @@ def attend(
         The shape of the query, with the head size of the value.
 
     Raises:
-        ConfigError: kind ``sequence-not-shared``, where the heads do not divide.
+        ConfigError: kind ``sequence-not-shared``, for options that a ring has not.
+    """
+    return at_all_positions(
+        query,
+        key,
+        value,
+        partial(own_attention, mask=attn_mask, **options),
+        partial(_attend_in_ring, mask=attn_mask, **options),
+    )
+
+
+def at_all_positions(
+    query: Tensor, key: Tensor, value: Tensor, mix: Mix, mix_in_ring: MixInRing
+) -> Tensor:
+    """Apply `mix`, attention over what it gets, to all positions of sequences, shared or not.
+
+    Args:
+        query: (batch, heads, positions of this rank, head size).
+        key: the same, with as many heads or fewer; each serves equally many heads of the query.
+        value: as `key`, with a head size of its own.
+        mix: gets the three with all positions, and where ranks share them with this rank's heads
+            alone.
+        mix_in_ring: gets the three with the positions of this rank's team, and this rank's heads
+            alone, where ranks are more than heads.
+
+    Returns:
+        The shape of the query, with the head size of the value.
     """
     group = _shared
     if group is None:
-        return own_attention(query, key, value, attn_mask, **options)
-    if query.shape[1] % group.size:
-        reason = f"the {query.shape[1]} heads of attention cannot be shared evenly"
-        fix = f"set {_KEY}: {gcd(query.shape[1], group.size)}"
-        raise ConfigError.of("sequence-not-shared", reason, fix, _KEY, group.size)
+        return mix(query, key, value)
+    team_size = group.team_size(query.shape[1])
     # Fewer heads of keys than ranks: some ranks get the same head.
-    repeats = group.size // gcd(group.size, key.shape[1])
+    repeats = team_size // gcd(team_size, key.shape[1])
     if repeats > 1:
         key = key.repeat_interleave(repeats, dim=1)
         value = value.repeat_interleave(repeats, dim=1)
-    query, key, value = _exchange_heads(group, (query, key, value))
-    mixed = own_attention(query, key, value, attn_mask, **options)
-    positions_of_ranks = torch.stack(mixed.chunk(group.size, dim=2))
+    if team_size > 1:
+        query, key, value = _exchange_heads(group, team_size, (query, key, value))
+    if team_size == group.size:
+        mixed = mix(query, key, value)
+    else:
+        mixed = mix_in_ring(query, key, value, group.ring_of(team_size))
+    if team_size == 1:
+        return mixed
+    positions_of_ranks = torch.stack(mixed.chunk(team_size, dim=2))
     return group.exchange(positions_of_ranks).movedim(0, 1).flatten(1, 2)
 
 
-def _exchange_heads(group: SequenceGroup, heads: Sequence[Tensor]) -> list[Tensor]:
-    """Exchange all heads at this rank's positions for this rank's heads at all positions.
+def _exchange_heads(group: SequenceGroup, team_size: int, heads: Sequence[Tensor]) -> list[Tensor]:
+    """Exchange all heads at this rank's positions for this rank's heads at all positions of its
+    team.
 
     Each tensor is (batch, heads, positions, size). One exchange carries all of them.
     """
     # (ranks, batch, heads of a rank, positions, size)
-    stacks = [torch.stack(tensor.chunk(group.size, dim=1)) for tensor in heads]
+    stacks = [torch.stack(tensor.chunk(team_size, dim=1)) for tensor in heads]
     flat = group.exchange(torch.cat([stack.flatten(1) for stack in stacks], dim=1))
     flats = torch.split(flat, [stack[0].numel() for stack in stacks], dim=1)
     exchanged: list[Tensor] = []
@@ -169,7 +267,7 @@ def _exchange_heads(group: SequenceGroup, heads: Sequence[Tensor]) -> list[Tenso
 
 
 def own_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Compute `scaled_dot_product_attention` over the positions of this rank; arguments and result
     are as of `attend`.
@@ -182,6 +280,37 @@ def own_attention(
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, enable_gqa=repeats > 1, **options
     )
+
+
+def _attend_in_ring(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ring: Ring,
+    *,
+    mask: Tensor | None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **options: Any,
+) -> Tensor:
+    """Compute `attend` of a team's positions over those of all teams.
+
+    Raises:
+        ConfigError: kind ``sequence-not-shared``, for a mask of numbers, and options of torch's
+            attention that a ring has not.
+    """
+    from framework.models.ring import ring_attention, seen_pieces
+
+    refused = [name for name, option in options.items() if option]
+    if mask is not None and mask.dtype != torch.bool:
+        refused.append(f"a mask of {mask.dtype}")
+    if refused:
+        reason = f"attention around a ring of {ring.size} ranks has no {', '.join(refused)}"
+        fix = f"set {_KEY} to a divisor of the model's heads"
+        raise ConfigError.of("sequence-not-shared", reason, fix, _KEY, ring.size)
+    pieces = seen_pieces(ring, query.shape[2], mask, is_causal=is_causal)
+    return ring_attention(query, key, value, ring, pieces, dropout=dropout_p, scale=scale)
 
 
 def share_attention(model: nn.Module) -> None:
@@ -218,6 +347,7 @@ def _refusal(model: nn.Module, reason: str, fix: str = "") -> ConfigError:
 # Models of transformers.
 
 _ATTENTION_NAME: Final = "shared_sequences"  # of `attend`, registered with transformers
+PACKED_ROWS: Final = "packed_rows"  # the name of `framework.models.packed_transformers` there
 _NUMBERING: Final = "shared_numbering"  # attribute of transformers' modules
 _ATTENTION_LAYER_TYPES: Final = frozenset(("full_attention", "sliding_attention"))
 _MIXING: Final = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
@@ -226,40 +356,51 @@ _UNKNOWN_OPTIONS: Final = ("softcap", "position_bias", "s_aux", "head_mask")
 
 def _share_attention_of_transformers(model: Any) -> None:
     """Let a model of transformers (5.0 and later) call `attend`, in place, and number its positions
-    before each forward pass (`Numbering`).
+    before each forward pass (`Numbering`). One that attends in packed rows shares them by itself.
 
     Raises:
         ConfigError: kind ``sequence-needs-attention``.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    def whole_mask(
-        *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **options: Any
-    ) -> Any:
-        if _shared is not None:
-            kv_length = q_length = q_length * _shared.size
-            if attention_mask is not None and attention_mask.shape[-1] != kv_length:
-                reason = (
-                    f"its attention_mask has {attention_mask.shape[-1]} positions, and "
-                    f"sequences {kv_length}"
-                )
-                raise _refusal(model, reason, "leave the mask whole in Task.share")
-        return sdpa_mask(
-            q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **options
-        )
 
     _refuse_mixed_positions(model)
-    AttentionInterface.register(_ATTENTION_NAME, _attention_of_transformers)
-    AttentionMaskInterface.register(_ATTENTION_NAME, whole_mask)
-    model.set_attn_implementation(_ATTENTION_NAME)
-    if model.config._attn_implementation != _ATTENTION_NAME:
-        raise _refusal(
-            model, "its attention cannot be replaced by another of transformers' AttentionInterface"
-        )
+    if model.config._attn_implementation != PACKED_ROWS:
+        AttentionInterface.register(_ATTENTION_NAME, attention_of_transformers)
+        AttentionMaskInterface.register(_ATTENTION_NAME, whole_mask)
+        model.set_attn_implementation(_ATTENTION_NAME)
+        if model.config._attn_implementation != _ATTENTION_NAME:
+            reason = "its attention cannot be replaced by another of transformers'"
+            raise _refusal(model, f"{reason} AttentionInterface")
     numbering = Numbering(model)
     vars(model)[_NUMBERING] = numbering
     model.register_forward_pre_hook(numbering, with_kwargs=True)
+
+
+def whole_mask(
+    *, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **options: Any
+) -> Any:
+    """Make transformers' mask of all pairs of positions, of whole sequences where ranks share
+    them.
+
+    Raises:
+        ConfigError: kind ``sequence-needs-attention``: the model got a part of a mask.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    if _shared is not None:
+        kv_length = q_length = q_length * _shared.size
+        if attention_mask is not None and attention_mask.shape[-1] != kv_length:
+            raise ConfigError.of(
+                "sequence-needs-attention",
+                f"an attention_mask has {attention_mask.shape[-1]} positions, and sequences "
+                f"{kv_length}",
+                f"leave the mask whole in Task.share; or set {_KEY}: 1",
+                "task",
+                None,
+            )
+    return sdpa_mask(
+        q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **options
+    )
 
 
 def _refuse_mixed_positions(model: Any) -> None:
@@ -291,7 +432,7 @@ def _refuse_mixed_positions(model: Any) -> None:
         raise _refusal(model, f"its layers ({names}) mix positions otherwise than attention does")
 
 
-def _attention_of_transformers(
+def attention_of_transformers(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -302,6 +443,11 @@ def _attention_of_transformers(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
+    """Call `attend` with the arguments of transformers' attention functions.
+
+    Raises:
+        ConfigError: kind ``sequence-needs-attention``, for options that torch's attention has not.
+    """
     unknown = [name for name in _UNKNOWN_OPTIONS if options.get(name) is not None]
     if unknown:
         raise _refusal(
@@ -377,11 +523,16 @@ class Numbering:
         if _shared is not None and bound.arguments.get("labels") is not None:
             reason = "it shifts its labels within this rank's positions"
             raise _refusal(module, reason, "compute the loss in the task")
-        if _shared is None or inputs is None or bound.arguments.get("position_ids") is not None:
+        if _shared is None or inputs is None:
             return None
-        bound.arguments["position_ids"] = self.positions(
-            inputs, bound.arguments.get("attention_mask")
-        )
+        given = bound.arguments.get("position_ids")
+        if given is None:
+            given = self.positions(inputs, bound.arguments.get("attention_mask"))
+        elif given.shape[1] == inputs.shape[1]:
+            return None
+        else:
+            given = own_positions(given, inputs.shape[1])
+        bound.arguments["position_ids"] = given
         # The cache of keys and values is for generation; training does not need it.
         if "use_cache" in inspect.signature(module.forward).parameters:
             bound.arguments.setdefault("use_cache", False)

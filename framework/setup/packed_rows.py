@@ -48,17 +48,23 @@ def keep_texts_apart(engine: PlainEngine, task: Task, plan: Plan) -> None:
     precision = plan.config.precision
     is_half = precision.dtype in HALF or isinstance(precision, Autocast)
     reasons = kept_masks(engine.module)
+    is_shared = plan.config.parallel.sequence > 1
+    if reasons and is_shared:
+        raise _not_separated(f"ranks that share sequences keep no mask of all pairs: {reasons[0]}")
     reason = _agreed(_why_mixed(engine, task, is_half=is_half))
-    if reason and attends_in_packed_rows(engine.module):
+    if reason and not is_shared and attends_in_packed_rows(engine.module):
         keep_masks(engine.module)
         reasons = [reason]
         reason = _agreed(_why_mixed(engine, task, is_half=is_half))
     if reason:
-        raise ConfigError.of(
-            "packing-not-separated", reason, "set data.packing: false", "data.packing", True
-        )
+        raise _not_separated(reason)
     for kept in reasons:
         _warn_of_masks(kept)
+
+
+def _not_separated(reason: str) -> ConfigError:
+    fix = "set data.packing: false"
+    return ConfigError.of("packing-not-separated", reason, fix, "data.packing", True)
 
 
 def _agreed(reason: str) -> str:

@@ -16,6 +16,8 @@ from framework.tasks.task import Positions, Ratio, Task
 
 # exp of a larger number overflows a float.
 _LARGEST_EXPONENT: Final = 709.0
+_DIMENSIONS_OF_TOKENS: Final = 2  # rows and positions
+_OF_WHOLE_ROWS: Final = ("position_ids", "attention_mask")  # inputs that ranks do not divide
 
 
 def perplexity_of(metrics: Mapping[str, float], *, loss: str) -> dict[str, float]:
@@ -64,12 +66,25 @@ class CausalLM(Task):
             note_texts(inputs["position_ids"])
         return batch
 
-    def share(self, inputs: Tensor, targets: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Take this rank's part of inputs and targets.
+    def share(self, inputs: Any, targets: Tensor, positions: Positions) -> tuple[Any, Tensor]:
+        """Take this rank's part of inputs and targets. The places of packed rows and the mask stay
+        whole, for attention.
 
         Positions that are added at the end are seen by no position before them.
         """
-        return positions.of(inputs, fill=0), positions.of(targets, fill=self.ignore_index)
+        shared_inputs: Any
+        if isinstance(inputs, Mapping):
+            shared_inputs = {}
+            for name, value in inputs.items():
+                if not isinstance(value, Tensor) or value.ndim < _DIMENSIONS_OF_TOKENS:
+                    shared_inputs[name] = value
+                elif name in _OF_WHOLE_ROWS:
+                    shared_inputs[name] = positions.whole(value, fill=0)
+                else:
+                    shared_inputs[name] = positions.of(value, fill=0)
+        else:
+            shared_inputs = positions.of(inputs, fill=0)
+        return shared_inputs, positions.of(targets, fill=self.ignore_index)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Ratio:
         """Compute the cross-entropy in nats per position with a target."""

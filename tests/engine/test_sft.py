@@ -61,6 +61,15 @@ RUNS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
     "ours-packed": (True, True, {"zero": {"stage": 2}, "training": {"recompute_every": 1}}),
     "ours-packed-z3": (True, True, {"zero": {"stage": 3}}),
     "ours-packed-tensor": (True, True, {"zero": {"stage": 1}, "parallel": {"tensor": 2}}),
+    **{
+        f"{name}-sequence": (packed, ours, {**sections, "parallel": {"sequence": 2}})
+        for name, packed, ours, sections in (
+            ("padded", False, False, {"zero": {"stage": 2}, "batch": {"micro_size": 2}}),
+            ("packed", True, False, {"zero": {"stage": 3}, "batch": {"micro_size": 2}}),
+            ("lora-packed", True, False, {"zero": {"stage": 2}, "training": {"lora": _LORA}}),
+            ("ours-packed", True, True, {"zero": {"stage": 1}, "training": {"recompute_every": 1}}),
+        )
+    },
     "lora-z0": (False, False, {"training": {"lora": _LORA}}),
     "lora-z3": (False, False, {"zero": {"stage": 3}, "training": {"lora": _LORA}}),
     "lora-packed": (True, False, {"zero": {"stage": 3}, "training": {"lora": _LORA}}),

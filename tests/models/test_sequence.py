@@ -66,11 +66,29 @@ def test_whole_sequences_are_those_of_torch() -> None:
 def test_positions_begin_where_the_part_does() -> None:
     with SequenceGroup(2, 4).shared():
         assert first_position(16) == 32
-        with pytest.raises(
-            ConfigError, match=r"the 6 heads .* set parallel.sequence: 2 \[sequence-not-shared\]"
-        ):
-            attend(*(torch.randn(1, 6, 4, 8) for _ in range(3)))
     assert first_position(16) == 0
+
+
+def test_heads_are_shared_first_and_a_ring_has_the_rest() -> None:
+    """Six heads on four ranks: teams of two, and rings of ranks 0 and 2, 1 and 3."""
+    group = SequenceGroup(2, 4)
+    assert [group.team_size(heads) for heads in (8, 6, 4, 3, 1)] == [4, 2, 4, 1, 1]
+    assert group.ring_of(2)[:4] == (1, 2, 0, 0)
+    assert SequenceGroup(3, 4).ring_of(1)[:4] == (3, 4, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"attn_mask": torch.zeros(1, 1, 8, 8)}, "a mask of torch.float32"),
+        ({"enable_gqa": True}, "enable_gqa"),
+    ],
+)
+def test_what_a_ring_has_not_is_refused(options: dict[str, Any], named: str) -> None:
+    inputs = [torch.randn(1, 1, 4, 8) for _ in range(3)]
+    with SequenceGroup(1, 2).shared(), pytest.raises(ConfigError, match=named) as caught:
+        attend(*inputs, **options)
+    assert caught.value.problems[0].kind == "sequence-not-shared"
 
 
 def test_a_position_that_the_model_has_not_is_refused() -> None:

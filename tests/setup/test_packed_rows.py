@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from framework.config.precision import FP32
+from framework.config.training import Parallel
 from framework.models import packed_transformers
 from framework.models.packed_transformers import attend_in_packed_rows, attends_in_packed_rows
 from framework.setup import packed_rows
@@ -34,7 +35,7 @@ def attempt(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[bool, list[s
             modes=SimpleNamespace(evaluating=nullcontext),
             outputs=lambda inputs: model(**inputs),
         )
-        plan: Any = SimpleNamespace(config=SimpleNamespace(precision=FP32()))
+        plan: Any = SimpleNamespace(config=SimpleNamespace(precision=FP32(), parallel=Parallel()))
         monkeypatch.setattr(packed_rows, "gather", lambda own: [own, left.pop(0) if left else ""])
         monkeypatch.setattr(packed_rows, "warn", lambda text, **_: warnings.append(text))
         keep_texts_apart(engine, SimpleNamespace(), plan)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from framework.models.initialized import (
 )
 from framework.models.layers import Layer, LayeredModel
 from framework.models.products import apart, apply_linears, swiglu
-from framework.models.sequence import attend, is_shared
+from framework.models.sequence import attend
 from framework.recipes.language_models.rotary import turn, turns_for
 
 if TYPE_CHECKING:  # rows of one text each need none of it
@@ -390,13 +390,13 @@ class GPT(LayeredModel):
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Run all layers on tokens, or on tokens and their places in texts."""
         inputs += tuple(named_inputs.values())
-        if len(inputs) == 2 and not is_shared():
+        if len(inputs) == 2:
             from framework.models.packed_attention import packed_rows
 
             tokens, places = inputs
             if len(places) != len(tokens):
                 places = places.expand(len(tokens), -1)
-            rows = packed_rows(places)
+            rows = packed_rows(places, length=tokens.shape[1])
             has_table = self.shape.positions == "learned"
             if has_table and rows.longest > self.shape.max_positions:
                 raise ValueError(
