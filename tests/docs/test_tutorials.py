@@ -1,4 +1,4 @@
-"""The tutorials are true: their files and commands, from top to bottom, in an empty folder."""
+"""README and the tutorials are true: their files and commands, from top to bottom, in an empty folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.docs.run_page import Page, comparable, is_shown, playing
 from tests.places import ROOT
 
-PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
 NEEDS = {"from-huggingface": "transformers", "from-lightning": "pytorch_lightning"}
 
 
