@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -31,7 +32,7 @@ from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, FrameworkError, TrainingError
-from framework.models.layers import Layer, recompute
+from framework.models.layers import AroundLayers, Layer, in_order, recompute
 from framework.plan.balance import Bounds
 from framework.plan.plan import Plan
 from framework.tasks.loss_checks import refuse_without_graph
@@ -41,8 +42,6 @@ from framework.tasks.task import Task
 # memory.
 _EVAL_CHUNK = 4
 
-SetMode = Callable[[bool], object]
-"""The `train()` of a model whose layers are run one by one."""
 Adapt = Callable[[torch.nn.Module, str, Any], torch.nn.Module]
 """Changes a layer's module after it was built: (module, name of the layer, process group of the
 ranks that run the same stage).
@@ -59,7 +58,7 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         bounds: Bounds,
         seed: int,
         adapt: Adapt,
-        set_mode: SetMode | None,
+        around: AroundLayers,
         loss_fn: Callable[..., torch.Tensor],
         dynamic_shape: bool,
         keeps_products: bool,
@@ -68,7 +67,7 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         self._seed = seed
         self._adapt = adapt
         self._layers = tuple(layers)
-        self._set_mode = set_mode
+        self._around = around
         self.holds_modes = False
         super().__init__(
             layers=self._specs(layers),
@@ -92,9 +91,12 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
             make = partial(self._make, layer, number)
             if layer.tied:
                 weights = list(layer.tied_weights)
+                is_first = layer.tied not in firsts
                 make = firsts.setdefault(layer.tied, make)
+                # DeepSpeed saves the weights of layers without a `forward_fn`: of the first.
+                call = None if is_first else layer.call
                 spec = TiedLayerSpec(
-                    layer.tied, torch.nn.Module, forward_fn=layer.call, tied_weight_attr=weights
+                    layer.tied, torch.nn.Module, forward_fn=call, tied_weight_attr=weights
                 )
             spec.build = make
             specs.append(spec)
@@ -114,15 +116,40 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         if self.holds_modes:
             return self
         super().train(mode)
-        if self._set_mode is not None:
-            self._set_mode(mode)
+        if self._around.set_mode is not None:
+            self._around.set_mode(mode)
         return self
 
     def forward(self, forward_input: Any) -> Any:
-        """Run the stage, and make its output contiguous for the next one; a transposed view is
-        not.
+        """Stand in for DeepSpeed's, which applies the `call` of tied layers alone: run the stage,
+        and make its output contiguous for the next one; a transposed view is not.
         """
-        return _contiguous(super().forward(forward_input))
+        around = self._around
+        value = forward_input
+        if around.enter is not None:
+            value = around.enter(value)
+        count = len(self.forward_funcs)
+        every = self.activation_checkpoint_interval
+        for number, start in enumerate(range(0, count, every or count)):
+            stop = min(start + (every or count), count)
+            if every and self.is_checkpointable_results[number]:
+                value = self.activation_checkpoint_func(self._run, value, start, stop)
+            else:
+                value = self._run(value, start, stop)
+        if around.leave is not None:
+            value = around.leave(value)
+        return _contiguous(value)
+
+    def _run(self, value: Any, start: int, stop: int) -> Any:
+        """Run the layers of this stage from `start` up to, but without, `stop`."""
+        first = self._local_start
+        own_layers = self._layers[first + start : first + stop]
+        for layer, function in zip(own_layers, self.forward_funcs[start:stop], strict=True):
+            if layer.tied:
+                value = layer.apply(self.tied_modules[layer.tied], value)
+            else:
+                value = layer.apply(function, value)
+        return value
 
     def plain_names(self) -> Names:
         """Return the plain module's names of the weights and buffers of this stage."""
@@ -155,11 +182,11 @@ def build_pipeline(
     ds_config: Mapping[str, Any],
     layers: Sequence[Layer],
     bounds: Bounds,
+    around: AroundLayers,
     task: Task,
     make_optimizer: MakeOptimizer | None = None,
     make_schedule: MakeSchedule | None = None,
     adapt: Adapt = lambda module, name, data_parallel_group: module,
-    set_mode: SetMode | None = None,
     varying_shapes: bool = False,
 ) -> PipelineEngine:
     """Build this rank's stage and wrap it with `deepspeed.initialize`. Collective.
@@ -169,12 +196,12 @@ def build_pipeline(
         ds_config: DeepSpeed's JSON.
         layers: all layers of the model.
         bounds: first layers of the stages, and the number of layers.
+        around: what the model does beside running its layers; its `set_mode` is called with every
+            change between training and evaluation, after the layers' own `train()`.
         task: computes the loss in the last stage.
         make_optimizer: makes the user's optimizer; None if the JSON names one.
         make_schedule: makes the user's schedule.
         adapt: changes each layer after it was built.
-        set_mode: called with every change between training and evaluation, after the layers' own
-            `train()`.
         varying_shapes: whether batches may differ in more than their number of samples; the stages
             then send each other the shape of everything they send.
     """
@@ -186,7 +213,7 @@ def build_pipeline(
             bounds=bounds,
             seed=plan.config.run.seed,
             adapt=adapt,
-            set_mode=set_mode,
+            around=around,
             loss_fn=loss,
             dynamic_shape=varying_shapes,
             keeps_products=plan.config.training.keeps_products,
@@ -300,6 +327,11 @@ class PipelineEngine(BaseEngine):
         )
         self._loss = loss
         self._shapes: Any = None
+        self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext
+        if self._batches.positions is not None:
+            from framework.engine.rank_groups import sequence_group
+
+            self._sharing = sequence_group(plan.layout, self._batches.positions).shared
         if self.bad_steps is not None and engine.is_last_stage():
             # The watch takes the mean over all ranks, of which those of one stage have a loss:
             # the sum over micro-batches.
@@ -313,7 +345,7 @@ class PipelineEngine(BaseEngine):
         self.trained_weights.refuse_changed_flags()
         self.phases.begin()
         lr = self.lr()
-        with explaining_overflow(self.engine), self._explaining():
+        with explaining_overflow(self.engine), self._explaining(), self._sharing():
             take = partial(self._next_halves, micro_batches)
             if self._loss.of_step is not None:
                 halves = self._loss.of_step.weighted(take)
@@ -352,7 +384,12 @@ class PipelineEngine(BaseEngine):
             # a stage between others needs their number only
             batches = [(None, True) for _ in range(len(batches))]
         try:
-            with self.modes.evaluating(), self._explaining(), self._averaged():
+            with (
+                self.modes.evaluating(),
+                self._explaining(),
+                self._averaged(),
+                self._sharing(),
+            ):
                 for chunk in _with_last_alone(batches, size=_EVAL_CHUNK * self.engine.num_stages):
                     if is_stopping():
                         return {}
@@ -379,6 +416,7 @@ class PipelineEngine(BaseEngine):
 
     def _next_halves(self, batches: Iterator[Any]) -> tuple[Any, Any]:
         inputs, targets = super()._next_halves(batches)
+        inputs = in_order(inputs)
         if not self.engine.dynamic_shape:
             self._refuse_other_shapes(inputs)
         return inputs, targets

@@ -143,10 +143,9 @@ class PlainEngine(BaseEngine):
         self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext
         positions = self._batches.positions
         if positions is not None:
-            from framework.engine.rank_groups import make_groups
-            from framework.models.sequence import SequenceGroup
+            from framework.engine.rank_groups import sequence_group
 
-            group = SequenceGroup(positions.rank, positions.size, make_groups(plan.layout).sequence)
+            group = sequence_group(plan.layout, positions)
             self._sharing = group.shared
             # Shipped models need none: tests compare them.
             if plan.config.model.is_own_code:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
 
 from framework.engine.workarounds.group_limits import limit_of_ranks
 from framework.plan.layout import Layout
+from framework.tasks.task import Positions
+
+if TYPE_CHECKING:
+    from framework.models.sequence import SequenceGroup
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,15 @@ def make_groups(layout: Layout) -> RankGroups:
         sequence=_make_group(ranks.movedim(2, -1).flatten(0, 2)),
         data=_make_group(ranks.movedim(3, 1).reshape(layout.pipe_size * layout.tensor_size, -1)),
     )
+
+
+def sequence_group(layout: Layout, positions: Positions) -> SequenceGroup:
+    """Make the group of the ranks that share this rank's sequences, of which it has `positions`.
+    Collective.
+    """
+    from framework.models.sequence import SequenceGroup
+
+    return SequenceGroup(positions.rank, positions.size, make_groups(layout).sequence)
 
 
 def _make_group(rows: torch.Tensor) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -142,6 +142,24 @@ def _running_statistics_kept(modules: Callable[[], Iterable[nn.Module]]) -> Iter
 
 _SEQUENCES: Final = (nn.Sequential, nn.ModuleList, list, tuple)
 _SEED_STRIDE: Final = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class AroundLayers:
+    """What a model does around its layers, where stages of a pipeline run them.
+
+    Attributes:
+        set_mode: the model's own `train()`, which sets modes of its layers; None where its class
+            overrides none.
+        enter: turns what a stage has read or received into what its first layer gets.
+        leave: turns what a stage's last layer returns into what can be sent.
+    """
+
+    set_mode: Callable[[bool], object] | None = None
+    enter: Callable[[Any], Any] | None = None
+    leave: Callable[[Any], Any] | None = None
+
+
 _building: ContextVar[bool] = ContextVar("building", default=True)
 
 
@@ -157,7 +175,7 @@ class Layer:
             ``module(value)``. It must go through ``module(...)``, or ZeRO-3 does not see that the
             weights are needed.
         tied: layers with the same key are one module, and share `tied_weights` across stages. The
-            first of them must have no `call` and no further weights.
+            first of them must have no further weights.
         tied_weights: the attributes that are shared.
         is_built: `build` returns a module that exists already, with its weights.
         may_start_stage: whether a pipeline may be cut before it. It may not where the layer gets
@@ -247,6 +265,14 @@ class LayeredModel(nn.Module):
             self.taken_from_train(mode)
         return self
 
+    def enter_stage(self, value: Any) -> Any:
+        """Return what the first layer of a pipeline's stage gets, of what was read or received."""
+        return value
+
+    def leave_stage(self, value: Any) -> Any:
+        """Return what a pipeline's stage sends, of what its last layer returns."""
+        return value
+
     def layers(self) -> list[Layer]:
         """Return the layers with the weights they have now, or the recipes if none was built."""
         if not list(self.children()):
@@ -304,6 +330,18 @@ class LayeredModel(nn.Module):
         if layer.tied:
             return next(first.name for first in self.recipes if first.tied == layer.tied)
         return layer.name
+
+
+def in_order(inputs: Any) -> Any:
+    """Return named inputs of a model as its first layer gets them: one value, or several in their
+    order as a tuple. Other inputs stay as they are.
+    """
+    if not isinstance(inputs, Mapping):
+        return inputs
+    values = tuple(inputs.values())
+    if len(values) == 1:
+        return values[0]
+    return values
 
 
 def as_layers(model: Any) -> list[Layer]:
@@ -474,11 +512,6 @@ def refuse_bad_ties(layers: Sequence[Layer]) -> None:
         if not layer.tied:
             continue
         first = first_of_tie.setdefault(layer.tied, layer)
-        if first is layer and layer.call is not None:
-            raise ValueError(
-                f"layer {layer.name}: the first of the layers tied as {layer.tied} must have no "
-                "call"
-            )
         if first.tied_weights != layer.tied_weights:
             raise ValueError(
                 f"layers {first.name} and {layer.name} are tied by different weights: "

@@ -128,7 +128,7 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
         make_optimizer=parts.make_optimizer,
         make_schedule=parts.make_schedule,
         adapt=adapt,
-        set_mode=cut.set_mode,
+        around=cut.around,
         varying_shapes=varying_shapes,
     )
     if weights is not None:

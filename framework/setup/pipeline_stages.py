@@ -24,9 +24,11 @@ from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.freezing import frozen_names
 from framework.models.layers import (
+    AroundLayers,
     Layer,
     LayeredModel,
     as_layers,
+    in_order,
     lists_layers,
     own_train,
     recipes_only,
@@ -65,8 +67,7 @@ class CutModel:
         inputs: the model's inputs of one micro-batch, on the CPU.
         surveyed: weights and outputs of each layer.
         frozen: names of the weights that are not trained.
-        set_mode: the model's own `train()`, which sets modes of its layers; None where its class
-            overrides none.
+        around: what the model does beside running its layers.
     """
 
     layers: tuple[Layer, ...]
@@ -74,7 +75,7 @@ class CutModel:
     inputs: Any
     surveyed: tuple[Surveyed, ...]
     frozen: frozenset[str]
-    set_mode: Callable[[bool], object] | None = None
+    around: AroundLayers
 
 
 def cut_model(plan: Plan, parts: Parts) -> CutModel:
@@ -95,7 +96,7 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
             "layers-do-not-fit", str(error), "correct the list", "model"
         ) from error
     _refuse_own_forward(parts.task)
-    inputs, _ = first_batch(plan, parts)
+    inputs = in_order(first_batch(plan, parts)[0])
     if not _is_tensors(inputs):
         reason = (
             f"the task hands a {type(inputs).__name__} to the model, and a pipeline's first stage "
@@ -110,7 +111,7 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     if lists_layers(model) and config.model.is_own_code:
         refuse_untrue_layers(model, inputs, seed=config.run.seed)
     table = _cut(_facts(surveyed), surveyed, plan)
-    return CutModel(layers, table, inputs, surveyed, frozen, _mode_setter(model))
+    return CutModel(layers, table, inputs, surveyed, frozen, _around(model))
 
 
 def _refuse_own_forward(task: Task) -> None:
@@ -143,6 +144,18 @@ def _survey_layers(
     if frozen:  # once more, now that the names are known: frozen weights pass no gradient on
         surveyed = tuple(survey_layers(frozen=frozen))
     return surveyed, frozen
+
+
+def _around(model: torch.nn.Module) -> AroundLayers:
+    """Return what a model does beside running its layers.
+
+    Raises:
+        ConfigError: kind ``layers-do-not-fit``: its own `train()` would not be called.
+    """
+    set_mode = _mode_setter(model)
+    if isinstance(model, LayeredModel):
+        return AroundLayers(set_mode, model.enter_stage, model.leave_stage)
+    return AroundLayers(set_mode)
 
 
 def _mode_setter(model: torch.nn.Module) -> Callable[[bool], object] | None:

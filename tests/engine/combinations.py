@@ -125,6 +125,7 @@ def proven() -> Iterator[Run]:
         | test_sequence.RARE_FOUR
         | test_sequence.DIVIDED
         | test_sequence.RARE_DIVIDED
+        | test_sequence.PIPED
     )
     for ranks, cases in ((2, test_sequence.TWO_RANKS | test_sequence.RARE), (4, of_four)):
         yield from (

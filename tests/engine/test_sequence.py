@@ -114,6 +114,8 @@ DIVIDED: Cases = {
     },
     "gpt-split-tiled": ("gpt", 3, ADAMW),
 }
+# Two stages of a pipeline by two that share sequences.
+PIPED: Cases = {"gpt-piped-z0": ("gpt", 0, SGD), "bert-piped-z1": ("bert", 1, ADAMW)}
 # With --exhaustive: four processes are dear, and of each of these another one above holds the model
 # and the stage.
 RARE_FOUR: Cases = {
@@ -155,6 +157,8 @@ def values(
         } | sections
     if "split" in name:
         sections = {"parallel": {"tensor": 2}} | sections
+    if "piped" in name:
+        sections = {"parallel": {"sequence": 2, "pipe": 2}} | sections
     if "tiled" in name:  # seven positions of sixteen: the last tile of a sequence is shorter
         sections = {"training": {"loss_tile": 7}} | sections
     base = {
@@ -256,7 +260,7 @@ def moved(name: str, folder: Path, text: Path, **sections: Any) -> Any:
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive: bool) -> Path:
     folder = tmp_path_factory.mktemp("sequence-2x2")
-    listed = FOUR_RANKS | DIVIDED | (RARE_FOUR | RARE_DIVIDED if exhaustive else {})
+    listed = FOUR_RANKS | DIVIDED | PIPED | (RARE_FOUR | RARE_DIVIDED if exhaustive else {})
     cases = [values(name, case, folder, text) for name, case in listed.items()]
     for sections in (
         {},
@@ -266,6 +270,9 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive:
         end = "broken" if sections else "whole"
         cases.append(
             values(f"split-{end}", DIVIDED["gpt-split-z2"], folder, text, **DROPPED | sections)
+        )
+        cases.append(
+            values(f"piped-{end}", PIPED["gpt-piped-z0"], folder, text, **DROPPED | sections)
         )
     train_cases(cases, num_ranks=4, folder=folder)
     return folder
@@ -320,9 +327,17 @@ def test_tensor_groups_that_share_sequences_equal_plain_pytorch(
     hold(four_ranks, name, (DIVIDED | RARE_DIVIDED)[name], text, global_size=8)
 
 
-def test_a_resumed_run_of_both_is_the_unbroken_one(four_ranks: Path) -> None:
+@pytest.mark.parametrize("name", PIPED)
+def test_stages_that_share_sequences_equal_plain_pytorch(
+    four_ranks: Path, text: Path, name: str
+) -> None:
+    hold(four_ranks, name, PIPED[name], text, global_size=8)
+
+
+@pytest.mark.parametrize("name", ["split", "piped"])
+def test_a_resumed_run_of_both_is_the_unbroken_one(four_ranks: Path, name: str) -> None:
     whole, broken = (
-        series(four_ranks / f"split-{end}", "train/loss") for end in ("whole", "broken")
+        series(four_ranks / f"{name}-{end}", "train/loss") for end in ("whole", "broken")
     )
     assert whole == broken
     assert len(whole) == RESUMED

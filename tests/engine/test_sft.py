@@ -70,6 +70,17 @@ RUNS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
             ("ours-packed", True, True, {"zero": {"stage": 1}, "training": {"recompute_every": 1}}),
         )
     },
+    "ours-pipe": (False, True, {"parallel": {"pipe": 2}, "batch": {"micro_size": 2}}),
+    "ours-packed-pipe": (
+        True,
+        True,
+        {
+            "parallel": {"pipe": 2},
+            "batch": {"micro_size": 1},
+            "zero": {"stage": 1},
+            "training": {"recompute_every": 2},
+        },
+    ),
     "lora-z0": (False, False, {"training": {"lora": _LORA}}),
     "lora-z3": (False, False, {"zero": {"stage": 3}, "training": {"lora": _LORA}}),
     "lora-packed": (True, False, {"zero": {"stage": 3}, "training": {"lora": _LORA}}),

@@ -201,7 +201,6 @@ def test_what_cannot_be_cut_is_refused_with_the_way_out(model: Any, kind: str, w
     ("layers", "words"),
     [
         ([Layer("a", nn.ReLU), Layer("a", nn.ReLU)], "two layers are named a"),
-        ([Layer("a", nn.ReLU, tied="t", call=lambda m, v: v)], "must have no call"),
         (
             [Layer("a", nn.ReLU, tied="t"), Layer("b", nn.ReLU, tied="t", tied_weights=("bias",))],
             "different weights",

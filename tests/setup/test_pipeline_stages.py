@@ -158,11 +158,6 @@ TIES: dict[str, tuple[list[Layer], str, str]] = {
         "its bias is not",
         "tied-weight-left-out",
     ),
-    "call-first": (
-        list(reversed(tied())),
-        "layer head: the first of the layers tied as e must have no call",
-        "layers-do-not-fit",
-    ),
 }
 
 
@@ -193,12 +188,12 @@ class OddTask(framework.Task):
         return model(inputs), model(-inputs)
 
 
-class NamedInputs(framework.Task):
+class ListedInputs(framework.Task):
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         return outputs.float().mean()
 
     def split(self, batch: Any) -> Any:
-        return {"value": batch[0]}, batch[1]
+        return [batch[0]], batch[1]
 
 
 class Fails(Dataset[Any]):
@@ -276,7 +271,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         "stage-with-one-group",
     ),
     "own-task-forward": (MLP, {"task": OddTask()}, "OddTask", "task-forward-with-pipeline"),
-    "inputs-by-name": (MLP, {"task": NamedInputs()}, "dict", "inputs-unsendable"),
+    "inputs-in-a-list": (MLP, {"task": ListedInputs()}, "list", "inputs-unsendable"),
     "unreadable-data": (MLP, {"data": Fails()}, "OSError: the disk is gone", "first-batch-failed"),
     "zero-2": (MLP, {"zero": {"stage": 2}}, "zero.stage = 2", "zero-with-pipeline"),
     "zero-3": (MLP, {"zero": {"stage": 3}}, "zero.stage = 3", "zero-with-pipeline"),

@@ -391,20 +391,37 @@ class GPT(LayeredModel):
         """Run all layers on tokens, or on tokens and their places in texts."""
         inputs += tuple(named_inputs.values())
         if len(inputs) == 2:
-            from framework.models.packed_attention import packed_rows
-
-            tokens, places = inputs
-            if len(places) != len(tokens):
-                places = places.expand(len(tokens), -1)
-            rows = packed_rows(places, length=tokens.shape[1])
-            has_table = self.shape.positions == "learned"
-            if has_table and rows.longest > self.shape.max_positions:
-                raise ValueError(
-                    f"a text of {rows.longest} tokens; the model has {self.shape.max_positions} "
-                    "positions"
-                )
-            inputs = (tokens, rows)
+            inputs = self.enter_stage(inputs)
         return super().forward(*inputs)
+
+    def enter_stage(self, value: Any) -> Any:
+        """Find the texts of packed rows by the places of their tokens, which come second in a
+        tuple.
+        """
+        if not isinstance(value, tuple):
+            return value
+        from framework.models.packed_attention import packed_rows
+
+        first, places = value
+        if len(places) != len(first):
+            places = places.expand(len(first), -1)
+        rows = packed_rows(places, length=first.shape[1])
+        has_table = self.shape.positions == "learned"
+        if has_table and rows.longest > self.shape.max_positions:
+            raise ValueError(
+                f"a text of {rows.longest} tokens; the model has {self.shape.max_positions} "
+                "positions"
+            )
+        return first, rows
+
+    def leave_stage(self, value: Any) -> Any:
+        """Turn the texts of packed rows into the places of their tokens, which can be sent."""
+        if not isinstance(value, tuple):
+            return value
+        hidden, rows = value
+        if isinstance(rows, tuple):
+            rows = rows.whole_places
+        return hidden, rows
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the output layer; the method's name is that of transformers."""

@@ -104,6 +104,8 @@ OWN: dict[str, Any] = {
     "task": {"kind": "model_loss"},
 }
 
+OWN_LM: dict[str, Any] = OWN | {"task": {"kind": "causal_lm"}}
+
 
 def in_half(states: str = "bf16", dtype: str = "bf16") -> dict[str, Any]:
     return {"precision": {"dtype": dtype, "states": states}}
@@ -117,7 +119,12 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"run": {"world_size": 2}}, "cuda", None),
     ],
     "sequence_with_pipeline": [
-        (GPT | piped() | {"parallel": {"sequence": 2, "pipe": 2}}, "cpu", "sequence-with-pipeline"),
+        (
+            OWN_LM | piped() | {"parallel": {"sequence": 2, "pipe": 2}},
+            "cpu",
+            "sequence-with-pipeline",
+        ),
+        (GPT | piped() | {"parallel": {"sequence": 2, "pipe": 2}}, "cpu", None),
         (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
     ],
     "bad_steps_not_found": [
@@ -141,7 +148,8 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "packing_not_separated": [
         (GPT | CHATS | {"parallel": {"sequence": 2}}, "cpu", None),
-        (GPT | piped() | CHATS, "cpu", "packing-not-separated"),
+        (OWN_LM | piped() | CHATS, "cpu", "packing-not-separated"),
+        (GPT | piped() | CHATS, "cpu", None),
         (GPT | CHATS, "cpu", None),
         (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
     ],
