@@ -311,10 +311,17 @@ class BaseEngine:
         partly = self._leaves_out_frozen
         state = state_of(module, partly=partly)
         # by identity: tied weights count once
-        sizes = {id(tensor): whole_shape(tensor).numel() for tensor in state.values()}
-        description: dict[str, Any] = {
-            "weights": {"names": len(sizes), "elements": sum(sizes.values())}
-        }
+        sizes = {tensor: whole_shape(tensor).numel() for tensor in set(state.values())}
+        num_names = len(sizes)
+        num_elements = sum(sizes.values())
+        if self._layout.expert_size > 1:
+            from framework.models.experts import expert_weights
+
+            experts = [weight for weight in expert_weights(module) if weight in sizes]
+            num_elsewhere = self._layout.expert_size - 1
+            num_names += num_elsewhere * len(experts)
+            num_elements += num_elsewhere * sum(sizes[weight] for weight in experts)
+        description: dict[str, Any] = {"weights": {"names": num_names, "elements": num_elements}}
         ties = further_names(module, partly=partly)
         if ties:
             description["ties"] = ties

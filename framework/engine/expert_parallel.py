@@ -1,5 +1,5 @@
-"""Experts divided over ranks: DeepSpeed's groups, and its ZeRO optimizer of stages 1 and 2, for the
-framework's mixtures.
+"""Experts divided over ranks: DeepSpeed's groups, and its ZeRO optimizers, for the framework's
+mixtures.
 
 The ranks of a group have consecutive numbers, and each holds equally many whole experts. Ranks of
 different groups that hold the same experts average their gradients. DeepSpeed 0.19.8 divides these
@@ -7,6 +7,11 @@ gradients by the number of all ranks, not only of these (runtime/zero/stage_1_an
 `average_tensor`): as an expert's gradient is the sum over the tokens of its whole group, that is
 the gradient of the mean over all ranks. Its norm adds the gradients of all ranks, so each expert
 counts once.
+
+At stage 3 an expert is spread over the ranks that hold it, and its gradients are divided and its
+norm is counted in the same way, where a weight is marked as DeepSpeed marks those of its AutoEP
+layers (runtime/engine.py `_partition_autoep_zero3_experts`; stage3.py
+`_gradient_averaging_world_size`, `get_grad_norm_direct`).
 """
 
 from __future__ import annotations
@@ -23,22 +28,31 @@ import torch.distributed
 from deepspeed.utils import groups
 
 from framework.checkpoint.names import EXPERT, shift_expert
+from framework.engine.rank_groups import make_expert_groups
 from framework.models.experts import MixtureOfExperts, dividing_experts, is_elsewhere
 from framework.plan.plan import Plan
 
 
 @contextmanager
 def building_experts(plan: Plan, *, varies: bool) -> Iterator[None]:
-    """Make DeepSpeed's expert groups, and build models within the block with this rank's experts
-    only. Collective.
+    """Make the groups of ranks by which DeepSpeed knows experts, and build models within the block
+    with this rank's experts only. Collective.
 
     `varies`: micro-batches of the ranks may differ in their number of tokens.
     """
-    size = plan.layout.expert_size
-    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-        known.pop(_group_name(size), None)  # of an earlier run in this process
-    groups._create_expert_and_data_parallel(size)
-    with dividing_experts(groups._get_expert_parallel_group(_group_name(size)), varies=varies):
+    name = _group_name(plan.layout.expert_size)
+    made = make_expert_groups(plan.layout)
+    for groups_of, ranks_of, group in (
+        (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_PARALLEL_GROUP_RANKS, made.experts),
+        (
+            groups._EXPERT_DATA_PARALLEL_GROUP,
+            groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
+            made.replicas,
+        ),
+    ):
+        groups_of[name] = group
+        ranks_of[name] = torch.distributed.get_process_group_ranks(group)
+    with dividing_experts(made.experts, varies=varies):
         yield
 
 
@@ -55,9 +69,21 @@ def _divided_mixtures(model: torch.nn.Module) -> dict[str, MixtureOfExperts]:
     return mixtures
 
 
+def place_experts(model: torch.nn.Module) -> None:
+    """Mark the experts of a model so that stage 3 spreads each over the ranks that hold it."""
+    for mixture in _divided_mixtures(model).values():
+        name = _group_name(mixture.size)
+        for parameter in mixture.experts.parameters():
+            vars(parameter).update(
+                ds_zero_placement_family="autoep_expert",
+                ds_zero_partition_group_name=name,
+                ds_zero_partition_process_group=groups._get_expert_data_parallel_group(name),
+            )
+
+
 def with_expert_groups(model: torch.nn.Module, parameters: list[Any]) -> list[Any]:
-    """Mark this rank's experts for DeepSpeed, and return the parameter groups with the experts in
-    groups of their own, which come last.
+    """Mark this rank's experts for the optimizer of stages 1 and 2, and return the parameter groups
+    with the experts in groups of their own, which come last.
 
     `parameters`: weights, or parameter groups; returned as they are if no experts are divided.
     """
@@ -116,9 +142,18 @@ def declaring_experts(model: torch.nn.Module) -> Iterator[None]:
         engine.load_module_state_dict = partial(_load_rank_state, engine, load)
 
 
+def count_all_parts(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Have stage 3 add up the norm of experts over a tensor group as well.
+
+    DeepSpeed's own experts lie over the tensor ranks too, and it takes these for such (0.19.8,
+    stage3.py `_grad_norm_counts_every_rank`).
+    """
+    engine.optimizer._grad_norm_counts_every_rank = lambda params, process_group: False
+
+
 def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[str, torch.Tensor]:
-    """Return the model's state; on rank 0 with the experts of all ranks, in host memory.
-    Collective.
+    """Return the model's state; on the ranks that write it, of each part of a tensor group one,
+    with the experts of all ranks, in host memory. Collective.
     """
     rank_state = deepspeed.DeepSpeedEngine.module_state_dict(engine, **options)
     state: dict[str, torch.Tensor] = OrderedDict()
@@ -132,22 +167,29 @@ def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[s
             mixture = mixtures.get(name[: expert.start(2) - 1])
         if mixture is None:
             state[name] = tensor
-        elif torch.distributed.get_rank() < mixture.size:  # of the first group
+        elif _writer_of(mixture) < engine.mp_world_size:  # the group writes the model's file
             state |= _gathered_experts(name, tensor, mixture)
     return state
+
+
+def _writer_of(mixture: MixtureOfExperts) -> int:
+    """Return the first rank of the group that shares a mixture's experts."""
+    assert mixture.group is not None
+    return torch.distributed.get_global_rank(mixture.group, 0)
 
 
 def _gathered_experts(
     name: str, tensor: torch.Tensor, mixture: MixtureOfExperts
 ) -> dict[str, torch.Tensor]:
-    """Return one weight of the experts of all ranks of a group, by name, on its rank 0; nothing on
-    the others. Collective in the group.
+    """Return one weight of the experts of all ranks of a group, by name, on its first rank; nothing
+    on the others. Collective in the group.
     """
-    if torch.distributed.get_rank() != 0:
-        torch.distributed.gather(tensor.detach(), None, dst=0, group=mixture.group)
+    writer = _writer_of(mixture)
+    if torch.distributed.get_rank() != writer:
+        torch.distributed.gather(tensor.detach(), None, dst=writer, group=mixture.group)
         return {}
     parts = [torch.empty_like(tensor) for _ in range(mixture.size)]
-    torch.distributed.gather(tensor.detach(), parts, dst=0, group=mixture.group)
+    torch.distributed.gather(tensor.detach(), parts, dst=writer, group=mixture.group)
     experts: dict[str, torch.Tensor] = {}
     for position, part in enumerate(parts):
         experts[shift_expert(name, position * mixture.num_own)] = part.cpu()

@@ -75,7 +75,7 @@ def initialize(
 
         parameters = parameter_groups(named, section, layers=layers, freeze=freeze)
     declaring: AbstractContextManager[None] = nullcontext()
-    if plan.layout.expert_size > 1:
+    if plan.layout.expert_size > 1 and plan.config.zero.stage < 3:
         from framework.engine.expert_parallel import declaring_experts, with_expert_groups
 
         parameters = with_expert_groups(model, parameters)
@@ -115,6 +115,10 @@ def initialize(
     if isinstance(section, Muon) and plan.config.zero.stage > 0:
         # kept by DeepSpeed inside its own optimizer
         engine.optimizer.optimizer.take_shares(engine)
+    if plan.layout.expert_size > 1 and plan.config.zero.stage == 3:
+        from framework.engine.expert_parallel import count_all_parts
+
+        count_all_parts(engine)
     leave_out_measurements(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine

@@ -414,10 +414,11 @@ def matrix_shares(
     zero = engine.optimizer
     shares: dict[Tensor, MatrixShares] = {}
     if hasattr(zero, "fp32_partitioned_groups_flat"):
-        group = zero.dp_process_group
-        num_ranks = torch.distributed.get_world_size(group)
         for number, share in enumerate(zero.fp32_partitioned_groups_flat):
             if is_stepped[zero.sub_group_to_group_id[number]]:
+                # experts are spread over fewer ranks than other weights
+                group = zero.fp16_groups[number][0].ds_process_group
+                num_ranks = torch.distributed.get_world_size(group)
                 sizes = [
                     (weight.ds_shape, weight.partition_numel())
                     for weight in zero.fp16_groups[number]

@@ -32,6 +32,7 @@ from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, FrameworkError, TrainingError
+from framework.models.added_losses import AddsLosses, collected_routings, routing_metrics
 from framework.models.layers import AroundLayers, Layer, in_order, recompute
 from framework.plan.balance import Bounds
 from framework.plan.plan import Plan
@@ -246,6 +247,25 @@ def build_pipeline(
     return pipeline
 
 
+def _attach_losses(engine: deepspeed.PipelineEngine) -> tuple[int, int]:
+    """Let the losses that layers add enter the backward pass where the layers are, as the last
+    stage alone has the loss of the step. Collective.
+
+    Returns:
+        The numbers of such layers in this stage and in all stages.
+    """
+
+    def weight() -> float:
+        scale = float(getattr(engine.optimizer, "loss_scale", 1.0))
+        return scale / float(engine.gradient_accumulation_steps())
+
+    layers = [module for module in engine.module.modules() if isinstance(module, AddsLosses)]
+    for layer in layers:
+        layer.weight = weight
+    pipelines = torch.distributed.get_world_size() // engine.num_stages
+    return len(layers), sum(gather(len(layers))) // pipelines
+
+
 def _refuse_other_groups(num_groups: int, plan: Plan) -> None:
     """Refuse stages with different numbers of parameter groups, of which this one has `num_groups`:
     a stage would wait for the norm of a group that another one does not have. Collective.
@@ -332,6 +352,7 @@ class PipelineEngine(BaseEngine):
             from framework.engine.rank_groups import sequence_group
 
             self._sharing = sequence_group(plan.layout, self._batches.positions).shared
+        self._mixtures = _attach_losses(engine)
         if self.bad_steps is not None and engine.is_last_stage():
             # The watch takes the mean over all ranks, of which those of one stage have a loss:
             # the sum over micro-batches.
@@ -353,13 +374,25 @@ class PipelineEngine(BaseEngine):
                 halves = _take_each(take, self.engine.gradient_accumulation_steps())
             self.engine.module.holds_modes = True
             try:
-                loss = self.engine.train_batch(_hiding_targets(halves))
+                with collected_routings() as routings:
+                    loss = self.engine.train_batch(_hiding_targets(halves))
             finally:
                 self.engine.module.holds_modes = False
         # DeepSpeed has averaged it over micro-batches and pipelines, and sent it to every stage.
         loss = loss.detach().clone()
         self.phases.end()
-        return Step(self, lambda: loss, lr, self.may_be_skipped())
+        reported = [(routing.balance, routing.dropped) for routing in routings]
+        further = partial(self._routing_metrics, reported)
+        return Step(self, lambda: loss, lr, self.may_be_skipped(), further)
+
+    def _routing_metrics(self, reported: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """Return what this stage's mixtures report, so that the mean over all ranks is that over
+        all mixtures.
+        """
+        metrics = routing_metrics(reported)
+        own, total = self._mixtures
+        share = own * self.engine.num_stages / max(total, 1)
+        return {name: value * share for name, value in metrics.items()}
 
     def name_module(self, name: str) -> str:
         first = name.removeprefix("tied_modules.").partition(".")[0]

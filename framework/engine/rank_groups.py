@@ -53,6 +53,33 @@ class RankGroups:
         return torch.distributed.get_world_size(self.tensor)
 
 
+@dataclass(frozen=True)
+class ExpertGroups:
+    """The groups of this rank for experts.
+
+    Attributes:
+        experts: ranks with other tokens that share the experts of a mixture, in the order of the
+            experts.
+        replicas: ranks that hold the same experts, and average their gradients.
+    """
+
+    experts: Any
+    replicas: Any
+
+
+def make_expert_groups(layout: Layout) -> ExpertGroups:
+    """Make the groups of a layout for experts: ranks that follow each other among those that hold
+    the same other weights share experts. Collective.
+    """
+    num_groups = layout.num_replicas // layout.expert_size
+    shape = (layout.pipe_size, num_groups, layout.expert_size, layout.tensor_size)
+    ranks = torch.arange(layout.world_size).view(shape)
+    return ExpertGroups(
+        experts=_make_group(ranks.movedim(2, -1).flatten(0, 2)),
+        replicas=_make_group(ranks.movedim(1, -1).flatten(0, 2)),
+    )
+
+
 def make_groups(layout: Layout) -> RankGroups:
     """Make the groups of a layout, with the time limit of the default group. Collective."""
     shape = (layout.pipe_size, layout.data_parallel_size, layout.sequence_size, layout.tensor_size)

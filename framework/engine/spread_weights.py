@@ -71,6 +71,11 @@ class SpreadWeights:
         ]
         self._names = [names.get(weight, "?") for weight in self._weights]
         self._numbers = {weight: number for number, weight in enumerate(self._weights)}
+        # Experts are spread over fewer ranks than other weights.
+        numbers_of: dict[Any, list[int]] = {}
+        for number, weight in enumerate(self._weights):
+            numbers_of.setdefault(weight.ds_process_group, []).append(number)
+        self._numbers_by_group = list(numbers_of.items())
         self._empties = [
             _guard(weight, name) for weight, name in zip(self._weights, self._names, strict=True)
         ]
@@ -118,8 +123,11 @@ class SpreadWeights:
         differ between ranks. Collective; waits for the device.
         """
         lost = [self._names[number] for number in self._lost.nonzero().flatten().tolist()]
-        positions = differing_positions(self._ends.flatten(), self._optimizer.dp_process_group)
-        return lost, [self._names[position // 2] for position in positions]
+        differing = []
+        for group, numbers in self._numbers_by_group:
+            positions = differing_positions(self._ends[numbers].flatten(), group)
+            differing += [self._names[numbers[position // 2]] for position in positions]
+        return lost, differing
 
     def keep_what_deepspeed_sets(self) -> None:
         """Have DeepSpeed's functions that set the fp32 copy (utils/tensor_fragment.py) set the

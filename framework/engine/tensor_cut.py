@@ -23,6 +23,7 @@ from framework.models.layers import LayeredModel
 from framework.models.split import (
     ColumnLinear,
     RowLinear,
+    SumsTogether,
     TensorPart,
     VocabularyEmbedding,
     VocabularyPart,
@@ -119,10 +120,17 @@ class TensorCut:
         for name, entry in entries.items():
             if entry.split != "shared_input":
                 continue
-            modules[name].register_forward_pre_hook(self._copy_input, with_kwargs=True)
-            for inner, module in modules[name].named_modules(prefix=name):
+            sharing = modules[name]
+            sums_together = isinstance(sharing, SumsTogether)
+            if isinstance(sharing, SumsTogether):
+                sharing.part = self.part
+            else:
+                sharing.register_forward_pre_hook(self._copy_input, with_kwargs=True)
+            for inner, module in sharing.named_modules(prefix=name):
                 if isinstance(module, ColumnLinear) and entries[inner].split == "column":
                     module.copies = False
+                elif isinstance(module, RowLinear) and sums_together:
+                    module.sums = False
 
     def _check_share(self, model: nn.Module, sizes: Mapping[nn.Parameter, int]) -> None:
         """Warn of a plan that leaves most numbers whole, and refuse a plan of the model's own that

@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 
 class AddsLosses(nn.Module):
     """A layer that calls `add_losses` in its forward pass. Its losses are means over the
     micro-batch.
+
+    Attributes:
+        weight: returns the weight of its losses in the backward pass of its outputs, where no loss
+            of this process is there to add them to: in a stage of a pipeline. None: they are added
+            to the task's loss.
     """
+
+    weight: Callable[[], float] | None = None
+
+    def add(self, outputs: Tensor, routing: Routing) -> Tensor:
+        """Add the losses of a pass, or let the backward pass of `outputs` be theirs as well.
+
+        Returns:
+            The outputs, to be returned in their place.
+        """
+        if self.weight is None:
+            add_losses(routing)
+            return outputs
+        add_losses(routing._replace(loss=routing.loss.detach()))
+        attached: Tensor = _Attach.apply(outputs, routing.loss, self.weight)
+        return attached
+
+
+class _Attach(Function):
+    """Passes a tensor on, and gives a loss beside it the gradient that `weight` returns."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor, weight: Callable[[], float]) -> Tensor:
+        ctx.weight = weight
+        ctx.like = loss.dtype, loss.device
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        dtype, device = ctx.like
+        return gradient, torch.full((), ctx.weight(), dtype=dtype, device=device), None
 
 
 class Routing(NamedTuple):
@@ -38,7 +74,7 @@ _collected: ContextVar[list[Routing] | None] = ContextVar("collected", default=N
 def collected_routings() -> Iterator[list[Routing]]:
     """Collect the `Routing` of each mixture that runs within the block.
 
-    Recomputation in the backward pass runs after the block, and adds nothing.
+    Recomputation in the backward pass adds nothing.
     """
     routings: list[Routing] = []
     token = _collected.set(routings)
@@ -51,7 +87,8 @@ def collected_routings() -> Iterator[list[Routing]]:
 def add_losses(routing: Routing) -> None:
     """Append a routing to those that are collected, if any are."""
     routings = _collected.get()
-    if routings is not None:
+    in_backward = torch._C._current_graph_task_id() != -1
+    if routings is not None and not in_backward:
         routings.append(routing)
 
 

@@ -21,8 +21,10 @@ from torch.autograd import Function
 from torch.nn.functional import linear
 
 from framework.config.model import MoE
-from framework.models.added_losses import AddsLosses, Routing, add_losses
+from framework.models.added_losses import AddsLosses, Routing
 from framework.models.initialized import DrawnLinear
+from framework.models.sequence import mean_over_parts
+from framework.models.split import SumsTogether
 
 # The group, and whether its ranks' micro-batches may differ in their number of tokens.
 _division: ContextVar[tuple[Any, bool] | None] = ContextVar("division", default=None)
@@ -53,6 +55,13 @@ def sizes_of_all_ranks(
             for weight in mixture.experts.parameters():
                 all_sizes[weight] = mixture.size * sizes[weight]
     return all_sizes
+
+
+def expert_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield this rank's weights of experts."""
+    for mixture in model.modules():
+        if isinstance(mixture, MixtureOfExperts):
+            yield from mixture.experts.parameters()
 
 
 def is_elsewhere(model: nn.Module) -> Callable[[str], bool]:
@@ -96,7 +105,7 @@ class Router(DrawnLinear):
             return logits
 
 
-class MixtureOfExperts(AddsLosses):
+class MixtureOfExperts(AddsLosses, SumsTogether):
     """Perceptrons; each token is computed by `top_k` of them: (..., hidden) to the same shape.
 
     An output is the sum over the chosen experts, weighted with their probabilities (Switch,
@@ -106,7 +115,13 @@ class MixtureOfExperts(AddsLosses):
     Two losses are added to the task's. Over the tokens of a micro-batch, with probabilities p of E
     experts, they are ``E sum_e f_e mean(p_e)``, where f_e is the share of tokens with expert e as
     their first choice (Switch, equation 4), and ``mean(logsumexp(logits)^2)`` (Zoph et al. 2022,
-    "ST-MoE", equation 5).
+    "ST-MoE", equation 5). Where ranks share sequences, f_e is over all of their positions: the mean
+    of the ranks' losses is then the loss of whole sequences.
+
+    Attributes:
+        group: ranks that share the experts, each with as many whole ones; None: this rank has all.
+        size: number of ranks in the group.
+        varies: micro-batches of these ranks may differ in their number of tokens.
     """
 
     def __init__(
@@ -164,16 +179,22 @@ class MixtureOfExperts(AddsLosses):
         outputs = outputs.index_select(0, slots)
         weighted = outputs * weights.T.reshape(-1, 1).to(outputs.dtype)
         mixed: Tensor = weighted.view(shape.top_k, *tokens.shape).sum(0)
-        if self.training:
-            self._report(logits, probabilities, is_chosen[: len(tokens)], fits)
-        return mixed.view_as(hidden)
+        outputs = mixed.view_as(hidden)
+        if not self.training:
+            return outputs
+        return self.add(
+            outputs, self._routing(logits, probabilities, is_chosen[: len(tokens)], fits)
+        )
 
     def _run_experts(self, rows: Tensor) -> Tensor:
         """Run each expert on its rows: (experts, room, hidden) to the same shape.
 
         Rows of experts on other ranks are sent there, and their outputs back: then it is
-        collective, and `room` must be the same on all ranks.
+        collective, and `room` must be the same on all ranks. Where a tensor group divides experts,
+        their row layers are summed together.
         """
+        if self.part is not None:
+            rows = self.part.copy(rows)
         if self.group is not None:
             # From (ranks, own experts, room, hidden) to (own experts, ranks x room, hidden).
             rows = _ExchangeRows.apply(rows, self.group)
@@ -185,6 +206,8 @@ class MixtureOfExperts(AddsLosses):
             outputs = outputs.view(self.num_own, self.size, -1, outputs.shape[-1])
             outputs = outputs.transpose(0, 1).flatten(0, 1)
             outputs = _ExchangeRows.apply(outputs, self.group)
+        if self.part is not None:
+            outputs = self.part.sum(outputs)
         return outputs
 
     def _largest_room(self, room: int) -> int:
@@ -209,10 +232,10 @@ class MixtureOfExperts(AddsLosses):
             return tokens * torch.empty_like(tokens).uniform_(1.0 - noise, 1.0 + noise)
         return tokens
 
-    def _report(
+    def _routing(
         self, logits: Tensor, probabilities: Tensor, is_first_choice: Tensor, fits: Tensor
-    ) -> None:
-        """Add the losses to the task's, and report the share of choices without room.
+    ) -> Routing:
+        """Return the losses that are added to the task's, and the share of choices without room.
 
         They are computed also where none are collected: recomputation needs the same tensors.
 
@@ -223,9 +246,9 @@ class MixtureOfExperts(AddsLosses):
             fits: whether a choice found room, (top_k x tokens,) bool.
         """
         shape = self.shape
-        shares = is_first_choice.float().mean(0)
+        shares = mean_over_parts(is_first_choice.float().mean(0))
         balance = shape.num_experts * (shares * probabilities.mean(0)).sum()
         loss = shape.balance_loss * balance
         if shape.z_loss:
             loss = loss + shape.z_loss * logits.logsumexp(-1).square().mean()
-        add_losses(Routing(loss, balance.detach(), 1.0 - fits.float().mean()))
+        return Routing(loss, balance.detach(), 1.0 - fits.float().mean())

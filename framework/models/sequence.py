@@ -92,6 +92,12 @@ class SequenceGroup:
 
         return Ring(team, num_teams, rank_in(team - 1), rank_in(team + 1), self.group)
 
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the ranks, of equal weight, without a gradient. Collective."""
+        total = values.detach().clone()
+        torch.distributed.all_reduce(total, group=self.group)
+        return total / self.size
+
     def exchange(self, parts: Tensor) -> Tensor:
         """Send part i of `parts` (team size, ...) to rank i of this rank's team. Collective.
 
@@ -159,6 +165,15 @@ def num_parts() -> int:
     if _shared is None:
         return 1
     return _shared.size
+
+
+def mean_over_parts(values: Tensor) -> Tensor:
+    """Return the mean of a mean over positions, over all parts of their sequences, without a
+    gradient. Collective where ranks share them.
+    """
+    if _shared is None:
+        return values.detach()
+    return _shared.mean(values)
 
 
 def first_position(length: int) -> int:

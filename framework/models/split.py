@@ -149,6 +149,17 @@ class TensorPart:
             self._common = None
 
 
+class SumsTogether(nn.Module):
+    """A module that copies what its column layers read, and sums what its row layers make, by
+    itself: once for all of them, and beside layers that are whole.
+
+    Attributes:
+        part: this rank's place in the tensor group; None: nothing is divided.
+    """
+
+    part: TensorPart | None = None
+
+
 class ColumnLinear(nn.Linear):
     """`nn.Linear` with this rank's part of the outputs: (..., in_features) to (..., part of
     out_features).
@@ -185,15 +196,31 @@ class ColumnLinear(nn.Linear):
 class RowLinear(nn.Linear):
     """`nn.Linear` with this rank's part of the inputs: (..., part of in_features) to (...,
     out_features), summed.
+
+    Attributes:
+        part: this rank's place in the tensor group.
+        sums: whether it sums its output itself; a module around it may do so for several row
+            layers.
     """
 
     part: TensorPart
+    sums = True
 
     def forward(self, input: Tensor) -> Tensor:
         """Shapes as in the class docstring."""
         self.part.end()
+        if not self.sums:
+            return linear(input, self.weight, self._bias_to_sum())
         output = self.part.sum(linear(input, self.weight))
         return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def _bias_to_sum(self) -> Tensor | None:
+        """Return a value whose sum over the ranks is the bias; its gradient is that of the whole
+        bias on every rank.
+        """
+        if self.bias is None:
+            return None
+        return self.bias - self.bias.detach() * (1 - 1 / self.part.size)
 
 
 class VocabularyPart:

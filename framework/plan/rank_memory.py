@@ -100,6 +100,11 @@ class _ParameterGroup:
         """Elements of a rank at stages 1 and 2: DeepSpeed pads to a multiple of 2 x ranks."""
         return ceil(sum(self.sizes) / (2 * self.num_ranks)) * 2
 
+    @property
+    def shares(self) -> list[int]:
+        """Elements of a rank of each weight at stage 3, padded to a multiple of ranks."""
+        return [ceil(size / self.num_ranks) for size in self.sizes]
+
 
 class RankMemory:
     """Bytes of one rank on its device.
@@ -240,7 +245,7 @@ class RankMemory:
         if self.stage == 0:
             return self.total
         if self.stage == 3:
-            return sum(self.share_of(size) for size in self.sizes)
+            return sum(sum(group.shares) for group in self.groups)
         return sum(group.padded_share for group in self.groups)
 
     @cached_property
@@ -269,8 +274,8 @@ class RankMemory:
         joined = []
         for group in self.groups:
             size = 0
-            for weight_size in group.sizes:
-                size += self.share_of(weight_size)
+            for share in group.shares:
+                size += share
                 if size >= self.zero.sub_group_size:
                     joined.append((size, group.is_by_muon))
                     size = 0
@@ -456,15 +461,22 @@ class RankMemory:
             frozen=self.frozen,
             saves_frozen=self.config.training.lora is None,
             shared=0 if self.pipeline is None else self.pipeline.shared,
-            buffers=self.work.buffer_bytes + self.width * self.num_elsewhere,
+            buffers=self.work.buffer_bytes + self.elsewhere_in_file,
             pins=not self.is_cpu,
             accumulates=self.steps > 1,
         )
 
+    @property
+    def elsewhere_in_file(self) -> int:
+        """Bytes of experts of other ranks in the model's file; stage 3 has no weights there."""
+        if self.stage == 3:
+            return 0
+        return self.width * self.num_elsewhere
+
     def shares_by_group(self) -> list[list[int]]:
         """List the rank's shares of each group: of every weight at stage 3, else of all in one."""
         if self.stage == 3:
-            return [[self.share_of(size) for size in group.sizes] for group in self.groups]
+            return [group.shares for group in self.groups]
         return [[part] for part in self.parts]
 
     # Weights that stage 3 gathers.

@@ -187,11 +187,15 @@ def _built_share(
 
         build = TensorCut(groups.tensor, config.parallel.tensor_plan, parts.task).after(build)
     if plan.layout.expert_size > 1:
-        from framework.engine.expert_parallel import building_experts
+        from framework.engine.expert_parallel import building_experts, place_experts
 
         # Other ranks have other experts, so no rank can send its weights to another.
         with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1):
-            return build()
+            model = build()
+        if config.zero.stage < 3:
+            return model
+        place_experts(model)
+        return partition(model, prepared.ds_config, groups)
     # Modules of our own draw in their own constructors.
     is_ours = not config.model.is_own_code
     return build_model(build, ds_config=prepared.ds_config, draws_in_pieces=is_ours, groups=groups)

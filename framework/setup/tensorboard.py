@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 from framework.data.token_files import KEPT_TOKENIZER, TOKENIZER_FILE
@@ -76,7 +77,7 @@ def _rank_share(weight: Any) -> Tensor:
     end of the last part.
     """
     part: Tensor = weight.ds_tensor.detach().flatten()
-    before = rank() * part.numel()
+    before = torch.distributed.get_rank(weight.ds_process_group) * part.numel()
     return part[: max(0, min(part.numel(), weight.ds_numel - before))]
 
 

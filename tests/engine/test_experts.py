@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy
 from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.state.reader import MergedWeights
 from framework.config.load import config_from_values
-from framework.models.added_losses import Routing, collected_routings
+from framework.models.added_losses import Routing, add_losses, collected_routings
+from framework.models.experts import MixtureOfExperts
 from framework.setup.user_code import call_factory
 from tests.engine.oracle import Average, MuonWithAdam
 from tests.jobs.parts import PROMPTED_GPT, prompts_of_step, tiny_mixtral
@@ -59,26 +60,42 @@ class Case:
     expert: int = 1
     average: bool = False
     num_steps: int = FEW_STEPS
+    sequence: int = 1
+    tensor: int = 1
+    pipe: int = 1
 
     @property
     def name(self) -> str:
         top = self.moe.get("top_k", 1)
         place = f"r{self.ranks}-e{self.expert}-z{self.stage}"
+        for name in ("sequence", "tensor", "pipe"):
+            size = getattr(self, name)
+            place += f"-{name[0]}{size}" if size > 1 else ""
         place += "-mixtral" if self.moe is MIXTRAL else ""
         return f"{place}-top{top}-{self.optimizer['kind']}-{self.steps}-{self.recompute}{'-ema' * self.average}"
+
+    @property
+    def model(self) -> dict[str, Any]:
+        heads = {"num_heads": 4} if self.tensor * self.sequence > 2 else {}
+        return {**PROMPTED_GPT, **heads, "moe": self.moe}
 
     def config(self, folder: Path, **sections: Any) -> dict[str, Any]:
         return {
             "run": {"name": self.name, "output_dir": str(folder)},
             **(
-                {"model": {**PROMPTED_GPT, "moe": self.moe}, "task": {"kind": "causal_lm"}}
+                {"model": self.model, "task": {"kind": "causal_lm"}}
                 if self.moe is not MIXTRAL
                 else OWN
             ),
             "data": {"target": "tests.jobs.parts:masked_prompts"},
             "batch": {"global_size": GLOBAL_SIZE, "accumulation_steps": self.steps},
             "zero": {"stage": self.stage},
-            "parallel": {"expert": self.expert},
+            "parallel": {
+                "expert": self.expert,
+                "sequence": self.sequence,
+                "tensor": self.tensor,
+                "pipe": self.pipe,
+            },
             "optimizer": self.optimizer,
             "training": {
                 "max_steps": self.num_steps,
@@ -108,6 +125,15 @@ TWO = [
     Case(0, TOP2, {"kind": "adafactor"}),
     Case(3, TOP2, SGD, average=True),
     Case(2, TOP2, SGD, average=True, expert=2, num_steps=NUM_STEPS),
+    Case(0, TOP2, SGD, steps=2, sequence=2, num_steps=NUM_STEPS),
+    Case(3, TOP1, ADAMW, recompute=1, sequence=2),
+    Case(2, TOP1, SGD, steps=2, sequence=2, expert=2),
+    Case(3, TOP1, SGD, steps=2, expert=2, num_steps=NUM_STEPS),
+    Case(3, TOP2, ADAMW, recompute=1, expert=2),
+    Case(0, TOP1, SGD, steps=2, tensor=2, num_steps=NUM_STEPS),
+    Case(3, TOP2, ADAMW, recompute=1, tensor=2),
+    Case(0, TOP1, SGD, steps=4, pipe=2, num_steps=NUM_STEPS),
+    Case(1, TOP2, ADAMW, steps=2, recompute=1, pipe=2),
 ]
 # With --exhaustive: the other stages.
 RARE = [
@@ -116,6 +142,9 @@ RARE = [
     Case(0, TOP2, SGD, steps=2, recompute=1),
     Case(2, TOP1, SGD, steps=2, expert=2),
     Case(1, TOP2, ADAMW, recompute=1, expert=2),
+    *(Case(stage, TOP1, SGD, steps=2, sequence=2) for stage in (1, 2)),
+    *(Case(stage, TOP2, SGD, steps=2, tensor=2) for stage in (1, 2)),
+    Case(1, TOP2, ADAMW, sequence=2, expert=2),
 ]
 # What changes how a step is computed -> of which run, and by how much it may change losses.
 _TOGETHER, _APART = Case(2, TOP2, ADAMW), Case(2, TOP2, ADAMW, recompute=1, expert=2)
@@ -133,11 +162,23 @@ VARIANTS: dict[str, tuple[Case, dict[str, Any], float]] = {
         f"apart-{name}": (_APART, {"precision": own}, within)
         for name, (own, within) in _HALF.items()
     },
-    "offload": (
-        _TOGETHER,
-        {"zero": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
-        1e-5,
-    ),
+    **{
+        name: (
+            case,
+            {
+                "zero": {
+                    "stage": case.stage,
+                    "offload_optimizer": {"device": "cpu", "pin_memory": False},
+                }
+            },
+            1e-5,
+        )
+        for name, case in (
+            ("offload", _TOGETHER),
+            ("apart-offload", Case(2, TOP1, SGD, steps=2, expert=2)),
+            ("apart-offload-z3", Case(3, TOP2, ADAMW, expert=2)),
+        )
+    },
 }
 
 # With --exhaustive: each way to spread experts is tried in one kind of half precision at least.
@@ -169,7 +210,8 @@ def micro_batches(case: Case) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]
     """Of each step, those of all ranks."""
     for step in range(case.num_steps):
         samples = prompts_of_step(step, global_size=GLOBAL_SIZE)
-        size = GLOBAL_SIZE // case.ranks // case.steps
+        together = case.sequence * case.tensor * case.pipe
+        size = GLOBAL_SIZE * together // case.ranks // case.steps
         groups = [samples[start : start + size] for start in range(0, GLOBAL_SIZE, size)]
         yield [
             (torch.stack([x for x, _ in group]), torch.stack([y for _, y in group]))
@@ -177,13 +219,36 @@ def micro_batches(case: Case) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]
         ]
 
 
+def in_parts(mixture: MixtureOfExperts, number: int) -> None:
+    """Let every expert have room for its tokens of each part of the positions by itself, as on
+    ranks that share sequences; the losses are those of whole sequences.
+    """
+    of_part, shape = mixture.forward, mixture.shape
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        with collected_routings() as parts:
+            outputs = [of_part(part) for part in hidden.chunk(number, dim=1)]
+        logits = mixture.router(hidden.flatten(0, -2))
+        first = nn.functional.one_hot(logits.argmax(-1), shape.num_experts).float().mean(0)
+        balance = shape.num_experts * (first * logits.softmax(-1).mean(0)).sum()
+        loss = shape.balance_loss * balance + shape.z_loss * logits.logsumexp(-1).square().mean()
+        dropped = torch.stack([part.dropped for part in parts]).mean()
+        add_losses(Routing(loss, balance.detach(), dropped))
+        return torch.cat(outputs, dim=1)
+
+    mixture.forward = forward  # type: ignore[method-assign]
+
+
 def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
     """What every step reports: the dozen lines that anyone would write; and the moving average."""
     torch.manual_seed(0)
-    factory = config_from_values({"model": {**PROMPTED_GPT, "moe": case.moe}}).model.factory()
+    factory = config_from_values({"model": case.model}).model.factory()
     model: nn.Module = (
         call_factory(factory, key="model") if case.moe is not MIXTRAL else tiny_mixtral()
     )
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts) and case.sequence > 1:
+            in_parts(module, case.sequence)
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
         "adamw": torch.optim.AdamW,
@@ -286,6 +351,10 @@ FOUR = [
     for stage, moe, optimizer in ((1, TOP1, SGD), (2, TOP2, ADAMW))
 ]
 FOUR.append(Case(1, TOP2, SGD, ranks=4, expert=4))
+FOUR.append(Case(3, TOP1, SGD, steps=2, ranks=4, expert=2))
+FOUR.append(Case(2, TOP1, SGD, steps=2, ranks=4, expert=2, tensor=2))
+FOUR.append(Case(3, TOP2, ADAMW, ranks=4, expert=2, tensor=2))
+FOUR.append(Case(1, TOP2, SGD, ranks=4, tensor=2, sequence=2, num_steps=NUM_STEPS))
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +379,22 @@ def test_groups_of_experts_train_as_plain_pytorch(case: Case, on_four: Path) -> 
 UNBALANCED = {"model": {**PROMPTED_GPT, "moe": {**TOP2, "balance_loss": 0.0}}}
 # Layout before the stop -> after it.
 EXPERTS_2, EXPERTS_1 = {"parallel": {"expert": 2}, "zero": {"stage": 1}}, {"zero": {"stage": 1}}
+SPREAD = {**EXPERTS_2, "zero": {"stage": 3}}
+
+
+def one_by_one(zero: int, **parallel: int) -> dict[str, Any]:
+    """A layout of one data-parallel rank, with the micro-batches that two have beside each other."""
+    batch = {"global_size": GLOBAL_SIZE, "accumulation_steps": 2}
+    return {"parallel": parallel, "zero": {"stage": zero}, "batch": batch}
+
+
 MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "same-spread": (SPREAD, SPREAD),
+    "same-stages": (one_by_one(1, pipe=2), one_by_one(1, pipe=2)),
+    "divided": (SPREAD, one_by_one(1, tensor=2)),
+    "spread": (one_by_one(2, tensor=2), SPREAD),
+    "stages": (EXPERTS_2, one_by_one(1, pipe=2)),
+    "unstaged": (one_by_one(0, pipe=2), EXPERTS_2),
     "same": (EXPERTS_2, EXPERTS_2),
     "together": (EXPERTS_2, {"zero": {"stage": 3}}),
     "apart": ({"zero": {"stage": 0}}, {**EXPERTS_2, "zero": {"stage": 2}}),
@@ -381,7 +465,7 @@ def test_saved_experts_go_on_where_they_were(name: str, moved: Path) -> None:
     )
     for kind, values in whole.items():
         assert broken[kind] == (
-            values if name in ("same", "bf16") else pytest.approx(values, abs=2e-5)
+            values if "same" in name or name == "bf16" else pytest.approx(values, abs=2e-5)
         ), kind
 
 

@@ -190,12 +190,12 @@ class OptimizerViews:
         sub-group lays its pieces in a row.
         """
         optimizer = self._optimizer
-        rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
         flats = optimizer.fp32_partitioned_groups_flat
         for group, flat in zip(optimizer.fp16_groups, flats, strict=True):
             offset = 0
             for parameter in group:
                 size = parameter.partition_numel()
+                rank = torch.distributed.get_rank(group=parameter.ds_process_group)
                 num = min(size, parameter.ds_numel - size * rank)
                 if num > 0:
                     yield ParameterPiece(parameter, flat, size * rank, offset, num)

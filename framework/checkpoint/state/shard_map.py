@@ -288,6 +288,8 @@ def _map_of_rank(
     else:
         tensors = _dict_tensors(files, models[0, 0], "module")
     stored, ties = _store_once(tensors)
+    moe = manifest["config"].get("model", {}).get("moe") or {}
+    experts = moe.get("num_experts", 1), manifest.get("layout", {}).get("expert_size", 1)
     empty: set[str] = set()
     weights: Iterable[tuple[str, Stored]]
     if not optimizers:
@@ -299,13 +301,11 @@ def _map_of_rank(
     elif manifest["config"]["zero"]["stage"] == 3:
         model = files[models[0, 0]]
         empty = _empty_names(model, stored)
-        stage3_weights = dict(_stage3_weights(files, models, optimizers))
+        stage3_weights = dict(_stage3_weights(files, models, optimizers, experts))
         ties |= _stage3_ties(model, manifest, empty, stored_names=stage3_weights)
         empty -= stage3_weights.keys() | ties.keys()
         weights = stage3_weights.items()
     else:
-        moe = manifest["config"].get("model", {}).get("moe") or {}
-        experts = moe.get("num_experts", 1), manifest["layout"].get("expert_size", 1)
         weights = _stage12_weights(files, models, optimizers, pipeline, experts)
     for name, weight in weights:
         stored[ties.get(name, name)] = weight
@@ -597,9 +597,10 @@ def _stage3_weights(
     files: CheckpointFiles,
     models: Mapping[tuple[int, int], str],
     optimizers: Mapping[tuple[int, int], str],
+    experts: tuple[int, int],
 ) -> Iterator[tuple[str, Stored]]:
-    """Yield the weights of stage 3: an equal piece of every parameter from every rank; then the
-    frozen ones, which no optimizer has.
+    """Yield the weights of stage 3: an equal piece of every parameter from every rank that holds
+    it; then the frozen ones, which no optimizer has. `experts` is as of `_stage12_weights`.
     """
     ranks = _files_of_stage(optimizers)
     model = files[models[0, 0]]
@@ -611,7 +612,8 @@ def _stage3_weights(
     group = 0
     start = 0
     for name, shape in chain.from_iterable(shapes.items() for shapes in model["param_shapes"]):
-        size = -(-shape.numel() // len(ranks))  # rounded up: the last piece is padded
+        rows = list(_rows_by_expert_rank({name: shape}, ranks, *experts))
+        size = -(-shape.numel() // len(rows[0][0]))  # rounded up: the last piece is padded
         while group < len(sizes) and start == sizes[group]:
             group += 1
             start = 0
@@ -621,25 +623,35 @@ def _stage3_weights(
         if group in states:
             state = ("optimizer_state_dict", "optimizer_state_dict", "state", group)
         keys = ("optimizer_state_dict", _ROWS, group)
-        yield name, Stored(shape, flats[group].dtype, ranks, keys, size, start=start, state=state)
+        dtype = flats[group].dtype
+        for row_ranks, names in rows:
+            for row_name in names:
+                yield (
+                    row_name,
+                    Stored(shape, dtype, row_ranks, keys, size, start=start, state=state),
+                )
         start += size
     # With a rest that belongs to no parameter, all would be misread.
     if sum(sizes[:group]) + start < sum(sizes):
         raise ValueError(f"{ranks[0]} holds more numbers than the parameters have")
-    yield from _frozen_weights(files, models)
+    yield from _frozen_weights(files, models, experts)
 
 
 def _frozen_weights(
-    files: CheckpointFiles, models: Mapping[tuple[int, int], str]
+    files: CheckpointFiles,
+    models: Mapping[tuple[int, int], str],
+    experts: tuple[int, int],
 ) -> Iterator[tuple[str, Stored]]:
     """Yield the weights that no optimizer has at stage 3; each model file has a piece of them."""
     shapes = files[models[0, 0]]["frozen_param_shapes"] or {}
     for name, shape in shapes.items():
-        path = ValuePath(models[0, 0], ("frozen_param_fragments", name))
-        model_files = _files_of_stage(models)
-        size = -(-shape.numel() // len(model_files))
-        dtype = files.value(path).dtype
-        yield name, Stored(shape, dtype, model_files, path.keys, size)
+        rows = _rows_by_expert_rank({name: shape}, _files_of_stage(models), *experts)
+        for row_files, names in rows:
+            size = -(-shape.numel() // len(row_files))
+            for row_name in names:
+                path = ValuePath(row_files[0], ("frozen_param_fragments", row_name))
+                dtype = files.value(path).dtype
+                yield row_name, Stored(shape, dtype, row_files, path.keys, size)
 
 
 def _check_rows(sizes: Sequence[int], content: Any) -> None:

@@ -65,7 +65,7 @@ def other_parts(config: RunConfig, cluster: Cluster) -> Found:
         )
         fix = f"set parallel.tensor to a divisor of {cluster.devices_per_host}"
         yield Problem("tensor-over-hosts", reason, fix, "parallel.tensor", size, severity="warning")
-    yield from _further_groups(config.deepspeed.get("zero_optimization", {}), size)
+    yield from _further_groups(config, "parallel.tensor", "not-with-tensor")
 
 
 def _missing_tensor_plan(model: ModelSection) -> Iterator[Problem]:
@@ -77,15 +77,15 @@ def _missing_tensor_plan(model: ModelSection) -> Iterator[Problem]:
         yield Problem("tensor-plan", reason, fix, "parallel.tensor_plan", None)
 
 
-def _further_groups(zero: Any, size: int) -> Iterator[Problem]:
-    """Find settings of ZeRO that are not shown to be right beside tensor groups."""
+def _further_groups(config: RunConfig, beside: str, kind: str) -> Iterator[Problem]:
+    """Find settings of ZeRO that are not shown to be right beside the groups of a key, `beside`."""
+    zero: Any = config.deepspeed.get("zero_optimization", {})
+    size = getattr(config.parallel, beside.partition(".")[2])
     for key in _OF_ZERO:
         if isinstance(zero, dict) and zero.get(key, False) not in (False, None, 1, -1):
             where = f"deepspeed.zero_optimization.{key}"
-            reason = f"with parallel.tensor: {size} it is not shown to be right"
-            yield Problem(
-                "not-with-tensor", reason, "remove it, or set parallel.tensor: 1", where, zero[key]
-            )
+            reason = f"with {beside}: {size} it is not shown to be right"
+            yield Problem(kind, reason, f"remove it, or set {beside}: 1", where, zero[key])
 
 
 @rule("sequence-not-shared")
@@ -152,14 +152,23 @@ def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
     size = config.parallel.expert
     moe = getattr(config.model, "moe", None)
     key = "parallel.expert"
-    ranks = cluster.world_size // prod(config.parallel.sizes().values())
-    if not moe:
+    sizes = config.parallel.sizes()
+    # Ranks that share sequences have other tokens, and may share experts.
+    ranks = cluster.world_size * sizes["sequence_size"] // prod(sizes.values())
+    if not moe or config.parallel.pipe > 1:  # which is refused
         return
     for count, what in ((moe.num_experts, "experts"), (ranks, "data-parallel ranks")):
         if count % size:
             reason = f"{count} {what} cannot be split evenly over them"
             yield key, reason, f"set {key}: {nearest_divisor(count, near=size)}"
             return
+
+
+@rule()
+def experts_beside_other_groups(config: RunConfig, cluster: Cluster) -> Found:
+    """Find DeepSpeed's further groups of ranks beside experts that ranks share."""
+    if config.parallel.expert > 1:
+        yield from _further_groups(config, "parallel.expert", "expert-with-other")
 
 
 @rule()

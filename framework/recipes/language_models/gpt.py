@@ -375,6 +375,9 @@ class GPT(LayeredModel):
         "blocks.*.mlp.gate": "column",
         "blocks.*.mlp.up": "column",
         "blocks.*.mlp.down": "row",
+        "blocks.*.mlp.experts.*.gate": "column",
+        "blocks.*.mlp.experts.*.up": "column",
+        "blocks.*.mlp.experts.*.down": "row",
     }
 
     def __init__(self, shape: GPTShape) -> None:

@@ -105,7 +105,7 @@ def _gpt_block(
     hidden = tape.add(hidden, tape.dropout(output, model.dropout))
     normed = norm(tape, hidden, "mlp_norm")
     if moe:
-        added = _mixture(model, moe, tape, normed)
+        added = _mixture(model, share, moe, tape, normed)
     else:
         perceptron = partial(_perceptron, model, share, name="mlp")
         added = tape.in_tiles(normed, perceptron, share.mlp_tile)
@@ -128,13 +128,13 @@ def _perceptron(model: GPT, share: RankShare, tape: Tape, value: Value, name: st
     return linear(inner, model.hidden_size, f"{name}.down", split=False)
 
 
-def _mixture(model: GPT, moe: MoE, tape: Tape, normed: Value) -> Value:
+def _mixture(model: GPT, share: RankShare, moe: MoE, tape: Tape, normed: Value) -> Value:
     """Apply a mixture of experts: every expert computes all rows that it has room for.
 
     `flops` are counted for the tokens, as if each of them found room.
     """
     size = model.hidden_size
-    wide = model.mlp_size
+    wide = share.of(model.mlp_size)
     tokens = prod(normed.shape[:-1])
     experts = moe.num_experts
     choices = moe.top_k * tokens
@@ -160,7 +160,7 @@ def _mixture(model: GPT, moe: MoE, tape: Tape, normed: Value) -> Value:
             tape.own(shape, f"mlp.experts.{number}.{name}", has_bias=model.bias)
     tape.count = experts
     before = tape.flops
-    made = _perceptron(model, RankShare(), tape, expert_rows.view(rows, size), "mlp.experts.0")
+    made = _perceptron(model, share, tape, expert_rows.view(rows, size), "mlp.experts.0")
     tape.count = 1
     # Operations on rows without a token are not counted, but take time: `flops - masked_flops`, by
     # which plan/time.py goes, stays as it is.

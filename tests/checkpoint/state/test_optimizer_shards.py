@@ -37,7 +37,7 @@ def in_thirds(
     """
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: rank)
     for weight in weights:
-        vars(weight).update(ds_numel=3, partition_numel=lambda: 1)
+        vars(weight).update(ds_numel=3, partition_numel=lambda: 1, ds_process_group=None)
 
 
 @pytest.mark.parametrize(

@@ -184,9 +184,14 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"model": TARGET, "task": TARGET, "parallel": {"sequence": 2}}, "cpu", None),
     ],
     "not_with_experts": [
-        (piped(**MIXED), "cuda", "not-with-experts"),
-        (MIXED | {"parallel": {"tensor": 2}}, "cuda", "not-with-experts"),
-        (MIXED | {"parallel": {"sequence": 2}}, "cuda", "not-with-experts"),
+        (
+            piped(**MIXED) | {"parallel": {"pipe": 2, "expert": 2}, "zero": {"stage": 1}},
+            "cuda",
+            "not-with-experts",
+        ),
+        (piped(**MIXED), "cuda", None),
+        (MIXED | {"parallel": {"tensor": 2}}, "cuda", None),
+        (MIXED | {"parallel": {"sequence": 2}}, "cuda", None),
         (piped(**GPT), "cuda", None),
         (MIXED, "cuda", None),
     ],
@@ -206,8 +211,8 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (with_experts(4), "cuda", "experts-not-divisible"),
     ],
     "experts_need_zero": [
-        *((with_experts(stage=stage), "cuda", "experts-need-zero") for stage in (0, 3)),
-        *((with_experts(stage=stage), "cuda", None) for stage in (1, 2)),
+        (with_experts(stage=0), "cuda", "experts-need-zero"),
+        *((with_experts(stage=stage), "cuda", None) for stage in (1, 2, 3)),
         (with_experts(1, stage=3), "cuda", None),
     ],
     "expert_without_moe": [
@@ -344,6 +349,14 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ),
         ({"parallel": {"tensor": 2, "tensor_plan": {"fc1": "column", "fc2": "row"}}}, "cuda", None),
         ({"parallel": {"tensor": 2}, "model": TARGET}, "cuda", None),
+    ],
+    "experts_beside_other_groups": [
+        (
+            with_experts(stage=3) | {"deepspeed": {"zero_optimization": {"mics_shard_size": 2}}},
+            "cuda",
+            "expert-with-other",
+        ),
+        (with_experts(stage=3), "cuda", None),
     ],
     "inert_stage3_keys": [
         ({"zero": {"stage": 2, "stage3_prefetch_bucket_size": 5}}, "cuda", "inert-at-stage"),
