@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from framework.commands.predict import predict
     from framework.config.load import load_config
     from framework.config.run_config import RunConfig
     from framework.errors import ConfigError
@@ -40,6 +41,7 @@ __all__ = [
     "load_config",
     "make_plan",
     "open_engine",
+    "predict",
     "render",
 ]
 
@@ -59,6 +61,7 @@ _HOME = {
     "load_config": "framework.config.load",
     "make_plan": "framework.plan.plan",
     "open_engine": "framework.own_loop",
+    "predict": "framework.commands.predict",
     "render": "framework.plan.render",
 }
 

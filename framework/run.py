@@ -181,9 +181,10 @@ def _at_work(
             run.print_start()
         yield run
         watch.enter(SAVING)
-        with waiting("the last checkpoint to be on the disk"):
-            checkpointer.finish(is_final=bool(run.outcome.stopped))
-        from_rank0(start_point.on_rank0(folder.check_held))
+        with run.recording_failure():
+            with waiting("the last checkpoint to be on the disk"):
+                checkpointer.finish(is_final=bool(run.outcome.stopped))
+            from_rank0(start_point.on_rank0(folder.check_held))
     request.training_is_over()
     watch.enter("")
     engine.close()

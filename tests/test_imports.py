@@ -180,6 +180,7 @@ HALVES = {
     "commands.export": "torch commands",
     "commands.generate": "torch commands",
     "commands.hub_folder": "torch commands",
+    "commands.inputs": "torch commands",
     "commands.machine_rates": "torch commands",
     "commands.lr_range": "torch commands",
     "commands.predict": "torch commands",

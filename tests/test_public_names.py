@@ -27,9 +27,10 @@ NAMES = [
     "load_config",
     "make_plan",
     "open_engine",
+    "predict",
     "render",
 ]
-NEED_TORCH = {"OpenEngine", "Ratio", "Task", "fit", "load", "open_engine"}
+NEED_TORCH = {"OpenEngine", "Ratio", "Task", "fit", "load", "open_engine", "predict"}
 
 
 def test_the_list_is_frozen() -> None:

@@ -21,6 +21,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from framework.checkpoint.manifest import SavedCheckpoint
+from framework.commands.inputs import Chat
 from framework.config.load import load_config
 from framework.config.run_config import RunConfig
 from framework.data.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
@@ -101,6 +102,18 @@ def tokens_of(prompt: bytes, tokenizer: Tokenizer | Answers, key: str) -> list[i
         reason = "this tokenizer takes UTF-8 only"
         raise ConfigError.of("prompt-not-utf8", reason, "write it in UTF-8", key, shown) from error
     return tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
+
+
+def prompt_of(sample: Any, tokenizer: Tokenizer | Answers, key: str) -> list[int]:
+    """Return the tokens of a prompt of ``predict``, a text or a `Chat`; ConfigError as
+    `tokens_of`.
+    """
+    if isinstance(sample, Chat):
+        assert isinstance(tokenizer, Answers)
+        return tokenizer.prompt_of(sample.messages, sample.tools)
+    if isinstance(sample, str):
+        sample = sample.encode()
+    return tokens_of(sample, tokenizer, key)
 
 
 def terms_of(

@@ -49,6 +49,7 @@ from framework.errors import (
 )
 from framework.system.arguments import CommandParser, parse_command
 from framework.train.best import best_in
+from framework.train.events import failure_in
 
 # a checkpoint can be read or not by their versions
 _PACKAGES: Final = ("dsf-trainer", "deepspeed", "torch", "python")
@@ -173,8 +174,16 @@ def _make_report(path: Path, *, verify: bool, allow_unverified: bool) -> _Report
         lines = _lines(inspected[0])
     else:
         lines = _table(inspected)
+    lines = itertools.chain(lines, _failure_of_run(path))
     is_sound = not any(checkpoint.faults for checkpoint in inspected)
     return _Report(lines, map(_as_json, inspected), is_sound)
+
+
+def _failure_of_run(path: Path) -> Iterator[str]:
+    """Yield a line if the path is a run whose last start failed."""
+    failure = failure_in(path / "events.jsonl")
+    if failure:
+        yield f"{'run':<11}{failure}"
 
 
 def _layout_of_names(names: RawNames) -> str:

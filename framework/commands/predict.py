@@ -1,5 +1,5 @@
-"""``predict CHECKPOINT INPUT... --out FILE``: the outputs of a trained model for images, rows of
-numbers or lines of text.
+"""``predict CHECKPOINT INPUT... --out FILE``: the outputs of a trained model for files that its run
+would read as data, images, rows of numbers or lines of text; and `framework.predict`.
 
 FILE gets a line of JSON for each input, in order; a command that was interrupted continues behind
 the lines that FILE has. Each of n ranks takes every n-th batch, and rank 0 writes.
@@ -15,18 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from mimetypes import guess_type
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import default_collate
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.commands.generate import add_sampling, sample, terms_of, tokenizer_of, tokens_of
+from framework.commands.generate import add_sampling, prompt_of, sample, terms_of, tokenizer_of
+from framework.commands.inputs import batch_of, find_inputs, inputs_in_memory, rows_of
 from framework.config.run_config import RunConfig
 from framework.config.training import CausalLM, Classification
 from framework.data.token_files import KEPT_TOKENIZER
@@ -40,7 +38,6 @@ from framework.errors import (
     TrainingError,
     in_one_line,
 )
-from framework.recipes.image_sets.kinds import ImageFolder
 from framework.recipes.text.chat import Answers, open_tokenizer
 from framework.recipes.text.kinds import LabelledText
 from framework.recipes.text.labelled_text import inputs_of
@@ -48,7 +45,7 @@ from framework.setup.components import load_task
 from framework.setup.trained import find_source, module_to_ask, saved_config
 from framework.system.arguments import CommandParser, whole
 from framework.system.files import open_own
-from framework.tasks.task import as_task
+from framework.tasks.task import Task, as_task
 
 _LONGEST_ROW: Final = 64 << 20
 _SHORTEST_BEGIN: Final = len('{"input": "')
@@ -63,7 +60,7 @@ def main(words: Sequence[str]) -> int:
     out = Path(arguments.out)
     size = arguments.batch_size
     config = saved_config(checkpoint, "model", "task", trust=arguments.trust)
-    inputs = find_inputs(arguments.inputs, config)
+    inputs = find_inputs(arguments.inputs, config, lines=arguments.lines)
     names = list(inputs)
     label = f"{config.run.name}/{checkpoint.tag} {arguments.weights}"
     with process_group(config.run.backend):
@@ -96,9 +93,10 @@ def _make_predict(
     checkpoint: SavedCheckpoint,
     config: RunConfig,
     model: torch.nn.Module,
+    task: Any = None,
 ) -> Callable[[int, Mapping[str, Any]], list[dict[str, Any]]]:
     """Return the function from the place of a batch among the inputs, and the batch by name, to the
-    batch's rows.
+    batch's rows. `task` is as `fit` takes it; None: that of the config.
     """
     if isinstance(config.task, CausalLM):
         tokenizer = tokenizer_of(config, checkpoint, option=arguments.tokenizer)
@@ -107,7 +105,9 @@ def _make_predict(
     if isinstance(config.data, LabelledText):
         kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER
         text_tokenizer = open_tokenizer(str(kept))
-    return partial(_outputs, model, config, text_tokenizer)
+    if task is None:
+        task = load_task(config)
+    return partial(_outputs, model, config, as_task(task), text_tokenizer)
 
 
 def _attempt(place: str, work: Callable[[], Any]) -> Any:
@@ -122,88 +122,6 @@ def _attempt(place: str, work: Callable[[], Any]) -> Any:
         return StorageError(f"{place}: {error} [predictions-not-written]")
     except Exception as error:
         return TrainingError(f"{place}: {in_one_line(error, longest=300)} [prediction-failed]")
-
-
-def find_inputs(paths: Sequence[str], config: RunConfig) -> dict[str, Any]:
-    """Return ``path:number`` -> sample, numbered from 1; of images path -> path.
-
-    Samples are lines of text for a causal language model, rows of ``.csv``, float32, or rows of all
-    arrays of ``.npz``.
-
-    Raises:
-        ConfigError: one cannot be read; kind ``input-not-read``.
-    """
-    samples: dict[str, Any] = {}
-    for path in map(Path, paths):
-        try:
-            for file in _files_of(path):
-                samples |= _samples(file, config)
-        except Exception as error:  # a damaged archive fails in a dozen ways
-            reason = in_one_line(error, longest=200)
-            raise ConfigError.of(
-                "input-not-read", reason, "name another file", "INPUT", str(path)
-            ) from error
-    return samples
-
-
-def _files_of(path: Path) -> list[Path]:
-    """Return a file, or the images of a folder."""
-    if path.is_dir():
-        return sorted(filter(_is_image, path.rglob("*")))
-    return [path]
-
-
-def _is_image(file: Path) -> bool:
-    media_type = guess_type(file.name)[0]
-    return media_type is not None and media_type.startswith("image/")
-
-
-def _samples(file: Path, config: RunConfig) -> dict[str, Any]:
-    """Return ``path:number`` -> sample of one file, by the task and the data of the run; of an
-    image its path alone.
-    """
-    if isinstance(config.task, CausalLM):
-        rows: Any = file.read_bytes().splitlines()
-    elif isinstance(config.data, LabelledText):
-        rows = file.read_text(encoding="utf-8").splitlines()
-    elif file.suffix in (".csv", ".npz"):
-        rows = _read_table(file)
-    elif isinstance(config.data, ImageFolder):
-        return {str(file): file}
-    else:
-        raise ValueError(
-            "it is no table of numbers, and how an image is read only data.kind: image_folder says"
-        )
-    return {f"{file}:{number}": row for number, row in enumerate(rows, start=1)}
-
-
-def _read_table(file: Path) -> Any:
-    """Return the rows of a table of numbers."""
-    if file.suffix == ".csv":
-        return np.loadtxt(file, np.float32, delimiter=",", ndmin=2)
-    arrays = dict(np.load(file))
-    if len(arrays) > 1:
-        return _rows_of(arrays)
-    return arrays.popitem()[1]
-
-
-def _rows_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Turn name -> column into a list of name -> value; the columns have one length."""
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def read_sample(sample: Any, config: RunConfig) -> Any:
-    """Read an image from its path, as the evaluation of the run reads it; other samples pass."""
-    if not isinstance(sample, Path):
-        return sample
-    from framework.recipes.image_sets.image_folder import (  # which import torchvision
-        read_image,
-        transform,
-    )
-
-    assert isinstance(config.data, ImageFolder)
-    to_tensor = transform(config.data.image_size, augment=False)
-    return to_tensor(read_image(str(sample)))
 
 
 @dataclass
@@ -323,28 +241,29 @@ def _refused_file(out: Path, reason: str) -> ConfigError:
 
 @torch.inference_mode()
 def _outputs(
-    model: torch.nn.Module, config: RunConfig, tokenizer: Any, place: int, inputs: Mapping[str, Any]
+    model: torch.nn.Module,
+    config: RunConfig,
+    task: Task,
+    tokenizer: Any,
+    place: int,
+    inputs: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Return a row for each input: class and probabilities, or the outputs of another task."""
-    batch = _on_device_of(
-        next(model.parameters()), _batch_of(list(inputs.values()), config, tokenizer)
-    )
-    outputs = as_task(load_task(config)).forward(model, batch)
+    samples = list(inputs.values())
+    if isinstance(config.data, LabelledText):
+        texts = [sample.decode() if isinstance(sample, bytes) else sample for sample in samples]
+        batch: Any = inputs_of(texts, tokenizer, config.data.sequence_length)
+    else:
+        batch = batch_of(samples, config, task)
+    batch = _on_device_of(next(model.parameters()), batch)
+    outputs = task.forward(model, batch)
     outputs = getattr(outputs, "logits", outputs)
     if isinstance(config.task, Classification):
         class_names = getattr(tokenizer, "init_kwargs", {}).get("classes")
         return _rows_of_classes(outputs.float().softmax(1).tolist(), class_names)
     if not isinstance(outputs, Mapping):
         outputs = {"output": outputs}
-    return _rows_of({name: value.float().tolist() for name, value in outputs.items()})
-
-
-def _batch_of(samples: list[Any], config: RunConfig, tokenizer: Any) -> Any:
-    """Return the model's inputs for some samples: text with a tokenizer, or tensors and images."""
-    if tokenizer is None:
-        return default_collate([read_sample(sample, config) for sample in samples])
-    assert isinstance(config.data, LabelledText)
-    return inputs_of(samples, tokenizer, config.data.sequence_length)
+    return rows_of({name: value.float().tolist() for name, value in outputs.items()})
 
 
 def _on_device_of(weight: Tensor, batch: Any) -> Any:
@@ -381,8 +300,8 @@ def _texts(
     place: int,
     inputs: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return a row for each line of text: the text that the model writes after it."""
-    prompts = [tokens_of(line, tokenizer, name) for name, line in inputs.items()]
+    """Return a row for each text or chat: the text that the model writes after it."""
+    prompts = [prompt_of(sample, tokenizer, name) for name, sample in inputs.items()]
     seed = terms["seed"] + place  # an input has one seed, however the inputs are batched
     generated: list[list[int]] = [[] for _ in prompts]
     for step in sample(model, prompts, **{**terms, "seed": seed}):
@@ -390,6 +309,77 @@ def _texts(
             if token is not None:
                 tokens.append(token)
     return [{"generated": tokenizer.decode(tokens)} for tokens in generated]
+
+
+def predict(
+    source: str | Path,
+    data: Any,
+    *,
+    model: Any = None,
+    task: Any = None,
+    weights: Literal["trained", "ema"] = "trained",
+    trust: bool = False,
+    batch_size: int = 32,
+    lines: bool = False,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int = 0,
+    tokenizer: str | None = None,
+) -> list[dict[str, Any]]:
+    """Return the outputs of a trained model, a row for each sample, as the command ``predict``
+    writes them.
+
+    Args:
+        source: a run folder (its newest checkpoint) or ``.../global_step<N>``, of any layout.
+        data: a file or a folder, or a list of `Path`, read as the run reads its own data; or
+            samples in memory: rows as such files hold them, texts, or a dataset as `fit` takes it.
+        model: as `fit` takes it; left out: the model that the checkpoint's own config names.
+        task: as `fit` takes it; left out: that of the checkpoint's config.
+        weights: as trained, or their moving average (``training.ema``).
+        trust: call code that the checkpoint names as a target.
+        batch_size: samples per forward pass.
+        lines: every line of a file is a text as it stands.
+        max_new_tokens, temperature, top_k, seed, tokenizer: as the options of ``generate``.
+
+    Raises:
+        ConfigError: the checkpoint, the model or the data cannot be used.
+        StorageError: the checkpoint is damaged.
+    """
+    checkpoint = find_source(str(source), key="predict")
+    sections = [name for name, given in (("model", model), ("task", task)) if given is None]
+    trusted = str(checkpoint.path) if trust else None
+    config = saved_config(checkpoint, *sections, trust=trusted, key="predict")
+    paths = _paths_in(data)
+    if paths is None:
+        inputs = inputs_in_memory(data, config)
+    else:
+        inputs = find_inputs(paths, config, lines=lines)
+    options = argparse.Namespace(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        tokenizer=tokenizer,
+    )
+    module = module_to_ask(checkpoint, config, model, average=weights == "ema")
+    of_batch = _make_predict(options, checkpoint, config, module, task)
+    names = list(inputs)
+    rows = []
+    for first in range(0, len(names), batch_size):
+        batch = {name: inputs[name] for name in names[first : first + batch_size]}
+        for name, row in zip(batch, of_batch(first, batch), strict=True):
+            rows.append({"input": name, **row})
+    return rows
+
+
+def _paths_in(data: Any) -> list[str] | None:
+    """Return the paths that data is; None for samples in memory."""
+    if isinstance(data, str | Path):
+        return [str(Path(data).expanduser())]
+    if isinstance(data, Sequence) and data and all(isinstance(path, Path) for path in data):
+        return [str(path) for path in data]
+    return None
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -403,8 +393,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="CHECKPOINT",
         help="run folder (its newest checkpoint) or .../global_step<N>",
     )
-    about = "images or folders of them; .csv, .npz: rows of numbers; of models of text lines"
+    about = "files as data.path of the run names them; images or folders of them; .csv, .npz"
     option("inputs", nargs="+", metavar="INPUT", help=about)
+    option("--lines", action="store_true", help="every line of INPUT is a text as it stands")
     option("--out", required=True, metavar="FILE", help="JSON lines; those that it has are kept")
     count = whole(1, 10**9, "'{}' is not a number from 1 to 999999999")
     parser.option(

@@ -77,9 +77,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _print_lines(runs: list[RunRecords], out: Path) -> None:
-    from framework.report.figures import state, verdict_of
+    from framework.report.figures import error_of, state, verdict_of
 
-    lines = [f"{run.name}: {state(run)}; {verdict_of(run).sentence}" for run in runs]
+    lines = []
+    for run in runs:
+        lines.append(f"{run.name}: {state(run)}; {verdict_of(run).sentence}")
+        if error_of(run):
+            lines.append(f"{run.name}: error: {error_of(run)}")
     lines.append(f"report: {out}")
     for line in lines:
         write(sys.stdout, f"{visible(line, keeps='')}\n")

@@ -20,6 +20,7 @@ from framework.config.base import (
     Section,
     Target,
 )
+from framework.config.paths import OptionalPath, PathText
 
 # Byte-level text has 256 bytes and five special tokens.
 BYTE_VOCAB_SIZE: Final = 261
@@ -109,11 +110,11 @@ class HuggingFace(DataKind, _Streamable):
 
     builds: ClassVar[str] = "framework.data.hugging_face:build"
     kind: Literal["huggingface"] = "huggingface"
-    path: str
+    path: PathText
     """Folder of ``save_to_disk``, or a pattern of ``.json``, ``.jsonl``, ``.csv``, ``.txt``,
     ``.parquet`` or ``.tar`` files: ``data/*.parquet``, ``data/{000..009}.tar``.
     """
-    eval_path: str | None = None
+    eval_path: OptionalPath = None
     """As `path`, for evaluation; left out: the split ``validation`` or ``test`` of a folder that
     has it.
     """

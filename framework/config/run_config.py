@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, cast
 
@@ -13,12 +13,14 @@ from framework.config.base import TAG_KEYS, PositiveCount, RunName, Section
 from framework.config.data import DataSection
 from framework.config.model import ModelSection
 from framework.config.optimizer import AdamW, Constant, OptimizerSection, SchedulerSection
+from framework.config.paths import PathText
 from framework.config.precision import FP32, PrecisionSection
 from framework.config.training import (
     Batch,
     CallbackSection,
     Checkpoint,
     Classification,
+    EarlyStopping,
     Evaluation,
     Monitors,
     Parallel,
@@ -40,8 +42,8 @@ class Run(Section):
 
     name: RunName = "run"
     """Name of the run and of its folder: letters, digits, ``_``, ``-`` and ``.``."""
-    output_dir: str = "runs"
-    """Folder that holds the run folder."""
+    output_dir: PathText = "runs"
+    """Folder that holds the run folder; ``~`` is the home folder, as in every path."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the initial weights, of the data order and of everything random."""
     world_size: PositiveCount | None = None
@@ -134,6 +136,14 @@ class RunConfig(Section):
         config = self.model_copy()
         config._was_auto = self._was_auto | frozenset(keys)
         return config
+
+    def watched_metrics(self) -> Iterator[tuple[str, str]]:
+        """Yield the dotted key and the name of every metric that the run follows."""
+        if self.checkpoint.keep_best:
+            yield "checkpoint.keep_best", self.checkpoint.keep_best
+        for number, callback in enumerate(self.callbacks):
+            if isinstance(callback, EarlyStopping):
+                yield f"callbacks.{number}.metric", callback.metric
 
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved config, with every default, as plain lists, dicts, strings and

@@ -35,6 +35,7 @@ from framework.config.base import (
     StepRange,
     Target,
 )
+from framework.config.paths import OptionalPath, PathText
 
 
 class EMA(Section):
@@ -84,7 +85,7 @@ class LoRA(Section):
     """Modules that are trained whole beside the adapters, such as a new head: what their names end
     with, wherever it begins.
     """
-    init_adapter: str | None = None
+    init_adapter: OptionalPath = None
     """A folder of adapters from which training starts, as ``export --adapter`` and peft write them,
     of the same base. Left out: they are drawn under `run.seed`.
     """
@@ -475,13 +476,13 @@ class Checkpoint(_Often):
     """
     best_is: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value of `keep_best` is the best."""
-    init_weights: str | None = None
+    init_weights: OptionalPath = None
     """Weights that a fresh start begins with: a checkpoint of any layout, a run folder, an export,
     a folder of Hugging Face's transformers for ``gpt`` and ``bert``, or a ``.pt`` file of a state
     dict. Left out: drawn from `run.seed`. Of a checkpoint the trained weights are taken; `export
     --weights ema` writes the average.
     """
-    resume: str = "never"
+    resume: PathText = "never"
     """``never``: start afresh; ``auto``: from the newest checkpoint in the run folder, afresh if
     there is none; otherwise the path of a checkpoint (``.../global_step<N>``) or of a run folder,
     which must exist.

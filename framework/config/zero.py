@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from framework.config.base import Count, EvenCount, Fraction, OneOf, PositiveCount, Section
+from framework.config.paths import PathText
 
 
 class NoOffload(Section):
@@ -57,7 +58,7 @@ class OptimizerToNVMe(Section):
     """Optimizer state in files on a local NVMe drive."""
 
     device: Literal["nvme"] = "nvme"
-    nvme_path: str
+    nvme_path: PathText
     """Folder on the drive."""
     pin_memory: bool = True
     """Page-locked host buffers."""
@@ -81,7 +82,7 @@ class ParamToNVMe(Section):
     """Weights rest in files on a local NVMe drive between uses."""
 
     device: Literal["nvme"] = "nvme"
-    nvme_path: str
+    nvme_path: PathText
     """Folder on the drive."""
     pin_memory: bool = True
     """Page-locked host buffers."""

@@ -24,6 +24,7 @@ _READERS: Final = {
     ".txt": "text",
     ".tar": "webdataset",
 }
+_TARGETS: Final = ("labels", "label", "targets", "target")  # as `Task.split` knows them
 _RANGE: Final = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _IMAGE_DIMENSIONS: Final = 4  # of a batch: (batch, channels, height, width)
 _MOST_SHARDS: Final = 64  # one for each lane of a run, as `_MOST_LANES` of data/streams.py
@@ -42,50 +43,82 @@ def build(
         ConfigError: kinds ``package-missing``, ``dataset-not-found``, ``dataset-not-read``,
             ``dataset-columns``.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise missing_package("datasets", what="data.kind: huggingface", extra="data") from error
-
-    def read(place: str, key: str, *splits: str) -> Any:
-        """Return the first of these splits at a path, or None; files are a split ``train``."""
-        try:
-            names = {file.name for file in Path(place).glob("*.json")}
-            if "dataset_dict.json" in names or "state.json" in names:
-                rows = datasets.load_from_disk(place)
-            else:
-                files = _files(place, key)
-                reader = _READERS[Path(files[0]).suffix]
-                rows = datasets.load_dataset(
-                    reader, data_files=files, split="train", streaming=streaming
-                )
-            if not isinstance(rows, dict):
-                return rows if "train" in splits else None
-            for name in splits:
-                if name in rows:
-                    return rows[name]
-            if "train" in splits:
-                return rows["train"]  # raises KeyError, which is explained
-            return None
-        except ConfigError:
-            raise
-        except Exception as error:
-            reason = f"datasets cannot read it: {type(error).__name__}: {error}"
-            fix = (
-                f"name a folder of save_to_disk with a split train, or {', '.join(_READERS)} files"
-            )
-            raise ConfigError.of("dataset-not-read", reason, fix, key, place) from error
-
-    train = read(path, "data.path", "train")
+    train = _read(path, "data.path", ("train",), streaming=streaming)
+    names = ["validation", "test"]
     if eval_path:
-        evaluation = read(eval_path, "data.eval_path", "validation", "test", "train")
-    else:
-        evaluation = read(path, "data.eval_path", "validation", "test")
+        names.append("train")  # of files
+    evaluation = _read(eval_path or path, "data.eval_path", names, streaming=streaming)
     if train is not None:
         train = _with_columns(train, columns, streaming)
     if evaluation is not None:
         evaluation = _with_columns(evaluation, columns, streaming)
     return Splits(train, evaluation)
+
+
+def build_inputs(
+    path: str,
+    *,
+    columns: Sequence[str] | Mapping[str, str] | None,
+    labels: str | None = None,
+    key: str = "INPUT",
+) -> tuple[Any, bool | None]:
+    """Build a dataset of rows for a trained model, which may lack the targets.
+
+    Args:
+        path: as the key `path` of the data.
+        columns: of the run.
+        labels: key of the targets in batches, if it is known.
+        key: of the problems.
+
+    Returns:
+        The dataset, and whether it has targets; None where that shows in its batches.
+
+    Raises:
+        ConfigError: as `build`.
+    """
+    rows = _read(path, key, ("test", "validation", "train"), streaming=False)
+    known = rows.column_names
+    if isinstance(columns, Mapping):
+        targets = [name for name, new in columns.items() if new in (labels, *_TARGETS)]
+        left = {name: new for name, new in columns.items() if name in known or name not in targets}
+        return _with_columns(rows, left, streaming=False), None
+    if columns is None:
+        return _with_columns(rows, None, streaming=False), None
+    has_targets = columns[-1] in known
+    left_columns = columns if has_targets else columns[:-1]
+    return _with_columns(rows, left_columns, streaming=False), has_targets
+
+
+def _read(place: str, key: str, splits: Sequence[str], *, streaming: bool) -> Any:
+    """Return the first of these splits at a path, or None; files are a split ``train``."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise missing_package("datasets", what="data.kind: huggingface", extra="data") from error
+    try:
+        names = {file.name for file in Path(place).glob("*.json")}
+        if "dataset_dict.json" in names or "state.json" in names:
+            rows = datasets.load_from_disk(place)
+        else:
+            files = _files(place, key)
+            reader = _READERS[Path(files[0]).suffix]
+            rows = datasets.load_dataset(
+                reader, data_files=files, split="train", streaming=streaming
+            )
+        if not isinstance(rows, dict):
+            return rows if "train" in splits else None
+        for name in splits:
+            if name in rows:
+                return rows[name]
+        if "train" in splits:
+            return rows["train"]  # raises KeyError, which is explained
+        return None
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = f"datasets cannot read it: {type(error).__name__}: {error}"
+        fix = f"name a folder of save_to_disk with a split train, or {', '.join(_READERS)} files"
+        raise ConfigError.of("dataset-not-read", reason, fix, key, place) from error
 
 
 def _files(pattern: str, key: str) -> list[str]:

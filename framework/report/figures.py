@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from framework.report.goodput import Goodput, goodput
 from framework.report.records import RunRecords
@@ -20,6 +20,7 @@ PHASE_NAMES: Final[Mapping[str, str]] = {
     "copy": "copy to device",
     "not timed": "not timed in parts",
 }
+Outcome = Literal["finished", "stopped", "failed", "open"]
 # Last words of the names of metrics that fall while a model improves; of all others more is better.
 _LESS_IS_BETTER: Final = ("loss", "perplexity", "error", "mae", "mse", "rmse", "wer", "cer")
 
@@ -104,7 +105,7 @@ def verdict_of(run: RunRecords) -> Verdict:
         accumulation_steps=_count(layout.get("accumulation_steps")),
         saving_share=_saving_share(run),
         device_bytes=device_bytes(run),
-        ended_with="" if is_finished(run) else run.last_error,
+        ended_with=error_of(run),
     )
 
 
@@ -133,30 +134,53 @@ def total_steps(run: RunRecords) -> int:
     return _count(run.section("length").get("total_steps"), least=0)
 
 
-def is_finished(run: RunRecords) -> bool:
-    """Check whether the run has reached its last step, or was ended early by a callback."""
-    if 0 < total_steps(run) <= run.last_step:
-        return True
+def error_of(run: RunRecords) -> str:
+    """Return the error that ended the last start of the run; empty if none did, as far as its
+    events and the log of rank 0 show.
+    """
     events = run.happened("start", "resume", "end")
-    if not events or events[-1]["kind"] != "end":
-        return False
-    return bool(events[-1].get("is_finished", "error" not in events[-1]))
+    if events and events[-1]["kind"] == "end":
+        return str(events[-1].get("error", ""))
+    # An error in the log may be of an earlier start, from which this one goes on.
+    for event in events:
+        error = str(event.get("error", ""))
+        if error and error in run.last_error:
+            return ""
+    return run.last_error
+
+
+def outcome(run: RunRecords) -> Outcome:
+    """Return how the last start of the run ended; ``open`` if it trains, or was ended from outside.
+
+    An error wins over the number of steps: the last evaluation and the last save come after the
+    last step.
+    """
+    if error_of(run):
+        return "failed"
+    events = run.happened("start", "resume", "stop", "end")
+    if events and events[-1]["kind"] == "end":
+        return "finished" if events[-1].get("is_finished", True) else "stopped"
+    if 0 < total_steps(run) <= run.last_step:
+        return "finished"
+    if events and events[-1]["kind"] == "stop":
+        return "stopped"
+    return "open"
 
 
 def state(run: RunRecords) -> str:
     """Return how far the run has come, and how it ended, in a few words."""
+    ended = outcome(run)
     steps = run.last_step
     planned = total_steps(run)
-    if is_finished(run):
+    if ended == "finished":
         return f"finished after {steps:,} steps"
     reached = f"{steps:,} steps"
     if planned:
         reached = f"{steps:,} of {planned:,} steps"
-    events = run.happened("start", "resume", "stop")
-    if events and events[-1]["kind"] == "stop":
+    if ended == "failed":
+        return f"failed after {reached}"
+    if ended == "stopped":
         return f"stopped on request after {reached}"
-    if run.last_error:
-        return f"ended by an error after {reached}"
     return f"reached {reached}; it trains, or was ended from outside"
 
 
@@ -283,6 +307,8 @@ def summary(run: RunRecords) -> dict[str, Any]:
         "name": run.name,
         "folder": str(run.folder),
         "state": state(run),
+        "outcome": outcome(run),
+        "error": error_of(run) or None,
         "step": run.last_step,
         "total_steps": total_steps(run) or None,
         "verdict": {

@@ -11,7 +11,17 @@ import framework
 from framework.errors import show_value
 from framework.report.chart import Chart, text
 from framework.report.chart_style import STYLE
-from framework.report.figures import best, eval_metrics, headline, moment, number, state, verdict_of
+from framework.report.figures import (
+    best,
+    error_of,
+    eval_metrics,
+    headline,
+    moment,
+    number,
+    outcome,
+    state,
+    verdict_of,
+)
 from framework.report.profile import tables_of
 from framework.report.records import RunRecords, flat, read_run
 from framework.report.run_charts import charts_of, marks_of
@@ -46,6 +56,8 @@ a {color: var(--l0)}
 border-left: 5px solid; border-radius: 6px}
 .verdict p {overflow-wrap: anywhere}
 .verdict strong {font-size: 1.12rem}
+.failed {color: #c0182b}
+@media (prefers-color-scheme: dark) {.failed {color: #ff8a94}}
 nav {margin: 0 0 14px}
 nav a {margin-right: 14px; display: inline-block}
 .tiles {display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); \
@@ -175,15 +187,26 @@ def _verdicts(runs: Sequence[RunRecords]) -> str:
         verdict = verdict_of(run)
         name = f"{text(run.name)}: " if len(runs) > 1 else ""
         notes = list(run.notes)
-        if run.last_error:
+        if run.last_error and run.last_error != error_of(run):
             notes.append(f"last error: {run.last_error}")
         about = f"{text(_sentence(state(run)))}{text(_where(run))}"
         parts.append(
-            f'<div class="verdict" style="border-left-color:var(--l{style % 6})"><p><strong>{name}'
+            f'<div class="verdict" style="border-left-color:var(--l{style % 6})">'
+            f"{_failure(run, name)}<p><strong>{name}"
             f"{text(verdict.sentence)}.</strong></p><p>Try next: {text(verdict.advice)}.</p>"
             f'<p class="soft">{about}</p>{_list(notes)}</div>'
         )
     return "".join(parts)
+
+
+def _failure(run: RunRecords, name: str) -> str:
+    """Return the line of a run that failed, which comes before any verdict; empty for others."""
+    if outcome(run) != "failed":
+        return ""
+    return (
+        f'<p class="failed"><strong>{name}{text(_sentence(state(run)))}</strong> '
+        f"{text(error_of(run))}</p>"
+    )
 
 
 def _sentence(words: str) -> str:

@@ -7,7 +7,7 @@ errors are found while no other process waits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +18,6 @@ from framework.config.base import Object, Target
 from framework.config.data import Mixture
 from framework.config.optimizer import Muon, optimizer_lr
 from framework.config.run_config import RunConfig
-from framework.config.training import EarlyStopping as WatchSection
 from framework.data.batches import in_pixels
 from framework.data.failures import Claims, claims_nothing
 from framework.data.loaders import Reading, TrainLoader, is_stream
@@ -267,7 +266,7 @@ def refuse_unmeasured(config: RunConfig, splits: Splits) -> None:
     if not areas:
         return
     problems = []
-    for key, metric in _watched_metrics(config):
+    for key, metric in config.watched_metrics():
         if metric.startswith("eval/") and not _is_given(metric, known, areas):
             reason = "no evaluation set gives it"
             fix = f"write one of {', '.join(known or areas)}"
@@ -287,15 +286,6 @@ def _is_given(metric: str, known: Sequence[str], areas: Sequence[str]) -> bool:
     if known:
         return metric in known
     return metric.startswith(tuple(areas))
-
-
-def _watched_metrics(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the key in the config and the name of every metric that the run follows."""
-    if config.checkpoint.keep_best:
-        yield "checkpoint.keep_best", config.checkpoint.keep_best
-    for number, section in enumerate(config.callbacks):
-        if isinstance(section, WatchSection) and section.metric:
-            yield f"callbacks.{number}.metric", section.metric
 
 
 def load_task(config: RunConfig) -> Any:

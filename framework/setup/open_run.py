@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -125,6 +126,18 @@ class OpenRun:
             print_end(self.result, plan, environment=os.environ, report=report, goodput=goodput)
         elif goodput:
             print_line(f"goodput {goodput}")
+
+    @contextmanager
+    def recording_failure(self) -> Iterator[None]:
+        """Record an error behind the loop as the end of the run: the loop has noted its own end."""
+        try:
+            yield
+        except Exception as error:
+            if rank() == 0:
+                # the disk that refused the checkpoint may refuse this line too
+                with suppress(OSError):
+                    Events.append(self.folder.events, "end", self.outcome.step, error=str(error))
+            raise
 
     def open_monitors(self) -> tuple[list[Monitor], Events | None, tuple[int, Mapping[str, float]]]:
         """Open the monitors and, on rank 0, the events. Collective.

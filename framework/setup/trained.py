@@ -81,13 +81,13 @@ def module_of(
 
 
 def module_to_ask(
-    checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool
+    checkpoint: SavedCheckpoint, config: RunConfig, model: Any = None, *, average: bool
 ) -> torch.nn.Module:
     """Build the model as `module_of` does, on this rank's device, for answers to requests.
 
     Experts have room for all tokens: the answer for one must not depend on the tokens beside it.
     """
-    model = module_of(checkpoint, config, average=average)
+    model = module_of(checkpoint, config, model, average=average)
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             module.shape = module.shape.model_copy(update={"eval_capacity_factor": None})

@@ -264,6 +264,13 @@ class Task(ABC):
         return len(targets)
 
 
+def targets_in(batch: Any) -> bool:
+    """Check whether a collated batch has targets by which `Task.split` divides it."""
+    if isinstance(batch, Mapping):
+        return len(batch) > 1 and any(name in batch for name in _LABELS)
+    return isinstance(batch, list | tuple) and len(batch) > 1
+
+
 # A loss function as a task.
 
 

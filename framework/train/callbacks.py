@@ -34,6 +34,8 @@ class Requests:
     evaluate: bool = False
     lr_factor: float = 1.0
     metrics: dict[str, float] = field(default_factory=dict)
+    failure: TrainingError | None = None
+    """Error of a callback, which ends the run once the save that is due is written."""
 
 
 @dataclass(frozen=True)
@@ -152,13 +154,25 @@ class Callbacks:
         return bool(self._methods[event])
 
     def call(
-        self, event: str, *, step: int, total_steps: int, epoch: float, metrics: Mapping[str, float]
+        self,
+        event: str,
+        *,
+        step: int,
+        total_steps: int,
+        epoch: float,
+        metrics: Mapping[str, float],
+        keeps_failure: bool = False,
     ) -> dict[str, float]:
         """Call the event's method of all callbacks that have it; returns the metrics that they log.
+
+        With `keeps_failure` the error of a callback waits for `agreed`, and no further method is
+        called until then.
 
         Raises:
             TrainingError: kind ``callback-failed``: one raised.
         """
+        if self._requests.failure is not None:
+            return {}
         state = State(
             step,
             total_steps,
@@ -176,7 +190,11 @@ class Callbacks:
                 message = f"step {step}: callback {name}: {event}{self._description(error)}"
                 failed = TrainingError(message)
                 failed.is_of_one_rank = True
-                raise failed from error
+                if not keeps_failure:
+                    raise failed from error
+                failed.__cause__ = error
+                self._requests.failure = failed
+                break
         if event not in _REPORTED:
             return {}
         logged = self._requests.metrics
@@ -209,9 +227,14 @@ class Callbacks:
             agreed.stop = agreed.stop or requests.stop
             agreed.save = agreed.save or requests.save
             agreed.evaluate = agreed.evaluate or requests.evaluate
+        agreed.failure = _first_failure(own_requests, requests_of_ranks)
         if agreed.lr_factor != 1.0:
             self._scale_lr(agreed.lr_factor)
         return agreed
+
+    def agreed_failure(self) -> TrainingError | None:
+        """Return the error of a callback on any rank since the last `agreed`. Collective."""
+        return _first_failure(self._requests, self._gather(self._requests))
 
     def state(self) -> dict[str, Any]:
         """Return the callbacks' states for a checkpoint; empty if none has one."""
@@ -229,6 +252,14 @@ class Callbacks:
         for name, callback in self._named.items():
             if name in states and hasattr(callback, "load_state_dict"):
                 callback.load_state_dict(states[name])
+
+
+def _first_failure(own: Requests, of_ranks: Sequence[Requests]) -> TrainingError | None:
+    """Return this rank's own error, which has its traceback, or else the first of another rank."""
+    for requests in (own, *of_ranks):
+        if requests.failure is not None:
+            return requests.failure
+    return None
 
 
 class _Watch:

@@ -144,6 +144,22 @@ def note_closed(path: Path, *, step: int) -> None:
         file.write(json.dumps(event) + "\n")
 
 
+def failure_in(path: Path) -> str:
+    """Return the error that ended the last start of a run, with its step; empty if none did, or if
+    the file cannot be read.
+    """
+    failure = ""
+    with suppress(OSError), open_own(path, "r") as file:
+        for line in file:
+            with suppress(ValueError, TypeError, KeyError):
+                event = json.loads(line)
+                if event["kind"] in (*_STARTS, "end"):
+                    failure = ""
+                if event["kind"] == "end" and event.get("error"):
+                    failure = f"failed after step {event['step']}: {event['error']}"
+    return failure
+
+
 def carry_over(before: Path, after: Path) -> None:
     """Copy the events of a start that has saved nothing to the folder of the job's next start.
 

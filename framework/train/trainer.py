@@ -32,7 +32,7 @@ from framework.system.log import warn
 from framework.system.stopping import Action
 from framework.train.bad_steps import RolledBack
 from framework.train.cadence import Every, Schedule
-from framework.train.callbacks import Callbacks
+from framework.train.callbacks import Callbacks, Requests
 from framework.train.hooks import FirstStep, Hooks, Save
 from framework.train.monitors.base import Monitor, Point, Sinks
 from framework.train.throughput import SkippedSteps, SpikeScore, Stopwatch
@@ -140,6 +140,8 @@ class Trainer:
         self._due_by_clock = set[Action]()  # to be done after the next step
         self._save_metrics: dict[str, float] = {}  # to be logged with the next point
         self._saved_step = -1
+        # Whether errors of callbacks wait until the ranks agree on their requests.
+        self._keeps_failures = False
         self._not_finite = 0  # logged losses in a row, up to now
         self._aside_seconds = 0.0
         self._profile_seconds = 0.0
@@ -188,11 +190,11 @@ class Trainer:
                 outcome.step += 1
                 self._stopwatch.step()
                 self._do_what_is_due(result)
-            self._call_aside("on_end")
             if outcome.stopped:
                 hooks.record("stop", outcome.step, signal=outcome.stopped)
             if outcome.stopped and outcome.step > self._start.step:
                 self._save_before_stopping(result)
+            self._call_aside("on_end")
             self._note_aside()
         outcome.samples_per_sec = self._stopwatch.samples_per_second()
         outcome.tokens_per_sec = self._stopwatch.tokens_per_second()
@@ -261,19 +263,25 @@ class Trainer:
         schedule = self._schedule
         self._measured.clear()
         hooks = self._hooks
-        self._call("on_step")
         logs = self._due(schedule.log)
         evaluates, saves = self._due_measures()
+        is_followed = evaluates or saves or logs
+        self._keeps_failures = is_followed
+        self._call("on_step")
         has_news = hooks.bad_steps is not None and hooks.bad_steps.watch.has_news
-        if evaluates or saves or logs or has_news:
+        if is_followed or has_news:
             # Evaluating and saving wait for the device anyway; reading first keeps their time out
             # of the step's.
             self._read(result)
         if evaluates:
             self._evaluate()
         # Before the save, which then holds the changes that callbacks have made.
-        if hooks.callbacks is not None and (evaluates or saves or logs):
-            saves = self._follow(hooks.callbacks) or saves
+        failure = None
+        if hooks.callbacks is not None and is_followed:
+            requests = self._follow(hooks.callbacks)
+            saves = requests.save or saves
+            failure = requests.failure
+        self._keeps_failures = False
         if hooks.show_weights is not None and self._due(schedule.show_weights):
             with self._aside("histograms"):
                 hooks.show_weights(self._outcome.step)
@@ -286,6 +294,8 @@ class Trainer:
                 )
             else:
                 self._save_now(hooks.save, result)
+        if failure is not None:
+            raise failure
 
     def _due_measures(self) -> tuple[bool, bool]:
         """Return whether an evaluation and a save are due, by steps or by the clock; for what was
@@ -321,6 +331,7 @@ class Trainer:
             total_steps=schedule.total_steps,
             epoch=outcome.step / schedule.steps_per_epoch,
             metrics={**outcome.metrics, **metrics},
+            keeps_failure=self._keeps_failures,
         )
 
     def _call_aside(self, event: str) -> None:
@@ -352,15 +363,17 @@ class Trainer:
             self._hooks.record("callbacks", self._outcome.step, seconds=self._aside_seconds)
             self._aside_seconds = 0.0
 
-    def _follow(self, callbacks: Callbacks, *, is_start: bool = False) -> bool:
+    def _follow(self, callbacks: Callbacks, *, is_start: bool = False) -> Requests:
         """Follow the requests of callbacks: evaluate, or end the run (`Outcome.ended_early`).
-        Returns whether to save. Collective.
+        Returns whether to save, and the error of a callback. Collective.
 
         A run that ends is evaluated and saved as at its last step; with `is_start`, before the
         first step, neither.
         """
         with self._aside("the callbacks"):
             requests = callbacks.agreed()
+        if requests.failure is not None:
+            return requests
         schedule = self._schedule
         self._outcome.ended_early = requests.stop
         ends = bool(requests.stop) and not is_start and self._outcome.step < schedule.total_steps
@@ -368,7 +381,10 @@ class Trainer:
         evaluates = requests.evaluate or (ends and schedule.evaluate.at_end)
         if evaluates and self._eval_data and not is_evaluated:
             self._evaluate()
-        return requests.save or (ends and schedule.save.at_end)
+            if callbacks.hears("on_evaluation"):
+                requests.failure = callbacks.agreed_failure()
+        requests.save = requests.save or (ends and schedule.save.at_end)
+        return requests
 
     def _save_now(self, save: Save, result: StepResult) -> None:
         """Save this step, record it and call `on_save`, unless the save fails; raises TrainingError

@@ -18,12 +18,14 @@ from PIL import Image
 import framework
 from framework.cli import main
 from framework.commands.evaluate import config_to_evaluate
-from framework.commands.predict import find_inputs, find_rows, read_sample
+from framework.commands.inputs import batch_of, find_inputs, inputs_in_memory, read_sample
+from framework.commands.predict import find_rows
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, FrameworkError, TrainingError
 from framework.setup.trained import find_source
 from framework.setup.user_code import call_factory
+from framework.tasks.task import as_task
 from tests.commands.test_trust import forged
 from tests.full_disks import longest_file
 from tests.launched import ROOT, read_metrics, run_ranks
@@ -35,6 +37,15 @@ _GPT = {
     "num_layers": 2,
     "num_heads": 2,
     "max_positions": 24,
+    "vocab_size": 262,
+}
+_BERT = {
+    "kind": "bert",
+    "hidden_size": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_classes": 2,
+    "max_positions": 32,
     "vocab_size": 262,
 }
 _MOE = {"num_experts": 4, "capacity_factor": None, "eval_capacity_factor": None}
@@ -89,7 +100,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "lora",
             **text({"positions": "rotary"}, training={"max_steps": 6, "lora": _LORA}),
         ),
+        case(
+            folder,
+            "texts",
+            data={
+                "kind": "labelled_text",
+                "text": "sentence",
+                "path": str(folder / "train.jsonl"),
+                "label": "class",
+                "sequence_length": 32,
+            },
+            model=_BERT,
+        ),
+        case(
+            folder,
+            "chats",
+            **text() | {"data": {"kind": "conversations", "sequence_length": 24}},
+        ),
     ]
+    train = [{"sentence": f"text {number}", "class": number % 2} for number in range(200)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, train)), encoding="utf-8")
     piped = [case(folder, "pipe", **text(parallel={"pipe": 2}, zero={"stage": 1}))]
     # the engines do not live in one process
     for name, cases in {"plain": plain, "piped": piped}.items():
@@ -219,6 +249,50 @@ def test_lines_of_text_go_on(name: str, runs: Path, capsys: Capture) -> None:
     assert capsys.readouterr().out == "\n\n".join(expected) + "\n"
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+def test_files_as_the_run_trains_on_them(runs: Path) -> None:
+    """JSON lines, a table, bare lines and samples in memory have the same answers; the label in a
+    row has no part in them.
+    """
+    texts = ["Return the sine of x.", "Split a path, 1 or 0."]
+    rows = [{"sentence": each, "class": number} for number, each in enumerate(texts)]
+    (runs / "t.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    table = "".join(f'{number},"{each}"\n' for number, each in enumerate(texts))
+    (runs / "t.csv").write_text("class,sentence\n" + table, encoding="utf-8")
+    (runs / "t.txt").write_text("\n".join(texts), encoding="utf-8")
+
+    def predicted(name: str, run: str, *words: str) -> list[dict[str, Any]]:
+        out = runs / f"{run}-{name}.out"
+        assert main(["predict", run, name, "--out", out.name, *words]) == 0
+        lines = out.read_text(encoding="utf-8").splitlines()
+        return [
+            {
+                key: value
+                for key, value in json.loads(line).items()
+                if key not in ("input", "checkpoint")
+            }
+            for line in lines
+        ]
+
+    expected = [
+        {key: value for key, value in row.items() if key != "input"}
+        for row in framework.predict(runs / "texts", texts)
+    ]
+    assert predicted("t.jsonl", "texts") == expected
+    assert predicted("t.csv", "texts") == expected
+    assert predicted("t.txt", "texts", "--lines") == expected
+    assert main(["predict", "texts", "t.txt", "--out", "refused"]) == 78
+    assert main(["predict", "texts", "t.jsonl", "--out", "refused", "--lines"]) == 78
+    asked = [{"prompt": each, "completion": "never read"} for each in texts]
+    (runs / "chats.jsonl").write_text("\n".join(map(json.dumps, asked)), encoding="utf-8")
+    options = ("--temperature", "0", "--max-new-tokens", "8")
+    answers = predicted("chats.jsonl", "chats", *options)
+    assert answers == predicted("t.txt", "chats", "--lines", *options)
+    inputs = framework.predict(runs / "chats", asked, temperature=0.0, max_new_tokens=8)
+    assert [row["generated"] for row in inputs] == [row["generated"] for row in answers]
+
+
 # ----------------------------------------------------------------------------------------------- without a training run
 def test_a_config_is_made_for_measuring_alone(tmp_path: Path) -> None:
     sections = {
@@ -323,6 +397,119 @@ class TestInputs:
             find_inputs([name], config_from_values({}))
         assert stated in str(caught.value)
         assert f"INPUT = {name}: " in str(caught.value)
+
+
+_ROWS = [{"sentence": "a\u2028b, c", "label": 1}, {"sentence": "d", "label": 0}]
+_CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+class TestFilesOfTheRunsOwnForm:
+    """What the run trains on is read as it was for training; what cannot be meant is refused."""
+
+    LABELLED = config_from_values(
+        {
+            "data": {"kind": "labelled_text", "path": "t.jsonl", "text": "sentence"},
+            "model": {"kind": "bert", "num_classes": 2},
+        }
+    )
+    CHATS = config_from_values(
+        {
+            "data": {"kind": "conversations", "path": "t.jsonl"},
+            "model": {"kind": "gpt"},
+            "task": {"kind": "causal_lm"},
+        }
+    )
+    WINDOWS = config_from_values({k: v for k, v in text().items() if k != "evaluation"})
+
+    @pytest.fixture(autouse=True)
+    def in_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+
+    def read(self, name: str, content: str, config: RunConfig, **options: Any) -> dict[str, Any]:
+        Path(name).write_text(content, encoding="utf-8", newline="")
+        return find_inputs([name], config, **options)
+
+    def refused(self, name: str, content: str, config: RunConfig, **options: Any) -> str:
+        with pytest.raises(ConfigError, match=r"\[input-not-read\]$") as caught:
+            self.read(name, content, config, **options)
+        return str(caught.value)
+
+    def test_rows_of_texts_are_their_texts_whatever_the_label(self) -> None:
+        lines = "".join(json.dumps(row) + "\n" for row in _ROWS)
+        texts = {f"t.jsonl:{n}": row["sentence"] for n, row in enumerate(_ROWS, 1)}
+        assert self.read("t.jsonl", lines, self.LABELLED) == texts
+        assert self.read("t.jsonl", lines.replace("1}", "0}"), self.LABELLED) == texts
+        table = 'label,sentence\n1,"a\u2028b, c"\n0,d\n'
+        assert list(self.read("t.csv", table, self.LABELLED).values()) == list(texts.values())
+        bare = self.read("t.txt", "a\u2028b, c\nd\n", self.LABELLED, lines=True)
+        assert [line.decode() for line in bare.values()] == list(texts.values())
+        assert inputs_in_memory(_ROWS, self.LABELLED) == {"1": "a\u2028b, c", "2": "d"}
+        assert inputs_in_memory(["x"], self.LABELLED) == {"1": "x"}
+
+    def test_what_cannot_be_meant_is_refused_with_what_can(self) -> None:
+        row = json.dumps(_ROWS[0])
+        assert "give --lines" in self.refused("t.txt", "bare\n", self.LABELLED)
+        assert "leave --lines out" in self.refused("t.txt", row, self.LABELLED, lines=True)
+        header = "label,sentence\n1,a\n"
+        assert "leave --lines out" in self.refused("t.csv", header, self.LABELLED, lines=True)
+        assert "it has no text 'sentence'; it has txt" in self.refused(
+            "t.jsonl", '{"txt": "a"}', self.LABELLED
+        )
+        assert "not read from .parquet files" in self.refused("t.parquet", "PAR1", self.LABELLED)
+        prompt = '{"text": "def"}\n'
+        assert "name the file .jsonl, or give --lines" in self.refused("p", prompt, self.WINDOWS)
+        digits = config_from_values({})
+        assert "does not read texts" in self.refused("t.csv", "1,2\n", digits, lines=True)
+        images = config_from_values({"data": {"kind": "image_folder", "root": "."}})
+        assert "no image" in self.refused("t.csv", "1,2\n", images)
+
+    def test_prompts_of_a_model_of_windows(self) -> None:
+        assert self.read("p.txt", "def\n{\n", self.WINDOWS) == {"p.txt:1": b"def", "p.txt:2": b"{"}
+        rows = '{"text": "def"}\n\n{"prompt": "x", "text": "y"}\n'
+        assert self.read("p.jsonl", rows, self.WINDOWS) == {"p.jsonl:1": "def", "p.jsonl:3": "x"}
+
+    def test_a_conversation_is_asked_up_to_its_last_answer(self) -> None:
+        rows = [
+            {"messages": [*_CHAT, {"role": "user", "content": "bye"}], "tools": [1]},
+            {"messages": _CHAT},
+            {"prompt": "hi", "completion": "hello"},
+            {"prompt": "hi"},
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "x"}]},
+        ]
+        found = self.read("t.jsonl", "\n".join(map(json.dumps, rows)), self.CHATS)
+        first, *others = found.values()
+        assert (first.messages, first.tools) == (rows[0]["messages"], [1])
+        assert [list(chat.messages) for chat in others] == [_CHAT[:1]] * 4
+        only_answers = json.dumps({"messages": _CHAT[1:]})
+        assert "no message to answer" in self.refused("t.jsonl", only_answers, self.CHATS)
+        listed = json.dumps(_CHAT[:1])
+        assert list(self.read("t", listed, self.CHATS, lines=True).values()) == [listed.encode()]
+
+    def test_rows_of_datasets_with_and_without_targets(self) -> None:
+        datasets = pytest.importorskip("datasets")
+        rows = {"a": [[1.0], [2.0]], "b": [[3.0], [4.0]], "label": [0, 1]}
+        datasets.Dataset.from_dict(rows).to_parquet("whole.parquet")
+        datasets.Dataset.from_dict({"a": rows["a"], "b": rows["b"]}).to_parquet("bare.parquet")
+        columns: Any
+        for columns in (["a", "b", "label"], {"a": "x", "b": "y", "label": "labels"}):
+            data = {"kind": "huggingface", "path": "*.parquet", "columns": columns}
+            config = config_from_values({"data": data})
+            task = as_task(torch.nn.functional.mse_loss)
+            batches = []
+            for name in ("whole", "bare"):
+                found = find_inputs([f"{name}.parquet"], config)
+                assert list(found) == [f"{name}.parquet:1", f"{name}.parquet:2"]
+                batches.append(batch_of(list(found.values()), config, task))
+            for batch in batches:
+                inputs = batch.values() if isinstance(batch, dict) else batch
+                assert [part.tolist() for part in inputs] == [rows["a"], rows["b"]]
+
+    def test_a_dataset_from_python_is_read_without_its_targets(self) -> None:
+        config, task = config_from_values({}), as_task(torch.nn.functional.mse_loss)
+        images = torch.arange(6.0).reshape(3, 2)
+        for data in (images, torch.utils.data.TensorDataset(images, images)):
+            found = inputs_in_memory(data, config)
+            assert torch.equal(batch_of(list(found.values()), config, task), images)
 
 
 def test_predictions_of_others_are_left_alone(tmp_path: Path) -> None:

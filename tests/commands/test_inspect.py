@@ -40,6 +40,22 @@ def test_a_sound_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert stated.endswith("verified   every file is as it was written\n")
 
 
+def test_a_run_that_failed_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    write(checkpoints, 100, 200)
+    start = {"kind": "start", "step": 0}
+    failed = {"kind": "end", "step": 200, "error": "callback Bad 1: boom"}
+    for events, line in (
+        ([start, failed], "run        failed after step 200: callback Bad 1: boom\n"),
+        ([start, failed, {"kind": "resume", "step": 100}], ""),
+    ):
+        (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, events)))
+        code, stated = inspect(capsys, tmp_path)
+        assert code == 0
+        assert ("failed" in stated) == bool(line)
+        assert stated.endswith(line)
+
+
 def reseal(checkpoint: SavedCheckpoint, **change: Any) -> None:
     """Write another manifest, with its hash."""
     own = {name: value for name, value in checkpoint.manifest.items() if name != "sha256"}

@@ -297,3 +297,27 @@ def test_a_precision_of_ones_own_is_refused_in_words() -> None:
         "precision.target = mine:Precision: this section takes no code of your own; use dtype: one of "
         in str(caught.value)
     )
+
+
+def test_paths_begin_at_the_home_folder_wherever_a_config_names_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = config_from_values(
+        {
+            "run": {"output_dir": "~/runs"},
+            "checkpoint": {"init_weights": "~/w.pt", "resume": "~"},
+            "data": {"kind": "huggingface", "path": "~/rows/*.jsonl", "eval_path": "~/e.jsonl"},
+            "training": {"lora": {"target_modules": "all-linear", "init_adapter": "~/a"}},
+            "zero": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "~/nvme"}},
+        }
+    )
+    values = config.to_dict()
+    assert str(config.run.folder) == "/home/me/runs/run"
+    assert "~" not in json.dumps(values)
+    assert values["data"]["path"] == "/home/me/rows/*.jsonl"
+    for kind in ("labelled_text", "conversations"):
+        text = config_from_values({"data": {"kind": kind, "path": "~/t", "tokenizer": "~/tok"}})
+        assert text.to_dict()["data"]["tokenizer"] == "/home/me/tok"
+    images = config_from_values({"data": {"kind": "image_folder", "root": "~/images"}})
+    assert images.to_dict()["data"]["root"] == "/home/me/images"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from framework.report.figures import best, headline, means, state, summary, time_split
+from framework.report.page import page
 from framework.report.records import Series, read_run
 from tests.report.made_runs import EVENTS, PARTS, point, points, write_run
 
@@ -63,7 +64,7 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
                 {"kind": "end", "step": 45, "is_finished": False},
             ],
         },
-        "ended by an error after 40 of 100 steps": {"lines": short, "events": None, "change": fail},
+        "failed after 40 of 100 steps": {"lines": short, "events": None, "change": fail},
         "reached 40 of 100 steps; it trains, or was ended from outside": {
             "lines": short,
             "events": EVENTS[:1],
@@ -76,6 +77,36 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     }
     for number, (text, options) in enumerate(cases.items()):
         assert state(read_run(write_run(tmp_path / str(number), **options))) == text
+
+
+def test_an_error_wins_over_the_number_of_steps(tmp_path: Path) -> None:
+    """The last evaluation and the last save come after the last step."""
+    end = {"kind": "end", "step": 100, "is_finished": True}
+    failed = {"kind": "end", "step": 100, "error": "step 100: callback Bad 1: boom"}
+    for number, events in enumerate(([EVENTS[0], failed], [EVENTS[0], end, failed])):
+        run = read_run(write_run(tmp_path / str(number), events=events))
+        found = summary(run)
+        assert found["state"] == "failed after 100 of 100 steps"
+        assert (found["outcome"], found["error"]) == ("failed", failed["error"])
+        page_text = page([run])
+        assert page_text.index("Failed after 100 of 100") < page_text.index("compute-bound")
+    resumed = [EVENTS[0], failed, {"kind": "resume", "step": 80}, end]
+    run = read_run(write_run(tmp_path / "resumed", events=resumed))
+    assert (state(run), summary(run)["error"]) == ("finished after 100 steps", None)
+
+
+def test_an_error_of_an_earlier_start_is_not_of_this_one(tmp_path: Path) -> None:
+    failed = {"kind": "end", "step": 20, "error": "connection lost"}
+    events = [EVENTS[0], failed, {"kind": "resume", "step": 20}]
+
+    def fail(folder: Path) -> None:
+        line = "2026-11-25 08:02:15,159 ERROR dsf-trainer: error: connection lost\n"
+        (folder / "logs/rank0.log").write_text(line)
+
+    lines = points(range(5, 41, 5))
+    run = read_run(write_run(tmp_path / "run", lines=lines, events=events, change=fail))
+    assert state(run).startswith("reached 40 of 100 steps")
+    assert summary(run)["outcome"] == "open"
 
 
 def test_headline_and_summary_agree(tmp_path: Path) -> None:

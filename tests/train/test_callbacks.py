@@ -54,9 +54,7 @@ def train(
         train_data=Numbers(),
         eval_data=EVAL_DATA,
         monitors=[monitor],
-        save=lambda step, metrics: saved.append(step),
-        callbacks=called,
-        **more,
+        **({"save": lambda step, metrics: saved.append(step), "callbacks": called} | more),
     )
     outcome: Outcome = trainer.fit()
     return outcome, engine.events, saved, points, rates
@@ -156,6 +154,52 @@ def test_a_callback_that_fails_ends_the_run_by_name() -> None:
         train(Recorder(), Breaks())
     assert failed.value.is_of_one_rank
     assert str(failed.value).endswith("[callback-failed]")
+
+
+class Fails:
+    """A callback that fails at a step."""
+
+    def __init__(self, event: str, at: int) -> None:
+        self._at = at
+        setattr(self, f"on_{event}", self._fail)
+
+    def _fail(self, state: State) -> None:
+        if state.step == self._at:
+            raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("event", "step"), [("step", 4), ("log", 4), ("step", 6), ("log", 6), ("evaluation", 6)]
+)
+def test_what_is_due_is_saved_before_a_callback_ends_the_run(event: str, step: int) -> None:
+    saved: list[int] = []
+    with pytest.raises(TrainingError, match=rf"step {step}: callback Fails 0: on_{event}"):
+        train(Fails(event, step), save=lambda step, metrics: saved.append(step))
+    assert saved == [4, 6][: step // 3]
+
+
+def test_a_callback_that_fails_elsewhere_ends_all_ranks_after_the_save() -> None:
+    saved: list[int] = []
+    failure = TrainingError("step 4: callback of rank 1 [callback-failed]")
+    others = iter([Requests(), Requests(), Requests(), Requests(failure=failure)])
+    with pytest.raises(TrainingError, match="callback of rank 1"):
+        train(
+            Recorder(),
+            gather=lambda own: [own, next(others)],
+            save=lambda step, metrics: saved.append(step),
+        )
+    assert saved == [4]
+
+
+def test_an_evaluation_that_was_asked_for_and_fails_is_saved_as_well() -> None:
+    saved: list[int] = []
+    with pytest.raises(TrainingError, match="callback Fails 1: on_evaluation"):
+        train(
+            Recorder(step_4=State.evaluate),
+            Fails("evaluation", 4),
+            save=lambda step, metrics: saved.append(step),
+        )
+    assert saved == [4]
 
 
 LOSSES = {3: 1.0, 6: 0.9, 9: 0.95, 12: 0.91, 15: 0.99, 18: 0.8}

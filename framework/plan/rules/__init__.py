@@ -12,6 +12,7 @@ from types import ModuleType
 
 from framework.config.base import Target
 from framework.config.optimizer import has_groups
+from framework.config.paths import unexpanded_paths
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
@@ -32,11 +33,19 @@ def apply_rules(config: RunConfig, cluster: Cluster) -> list[Problem]:
 
 def all_rules() -> Sequence[Rule]:
     """Return the rules of all themes."""
-    from framework.plan.rules import inert_keys, metrics_and_ema, parallel, passthrough, weights
+    from framework.plan.rules import (
+        inert_keys,
+        metrics_and_ema,
+        parallel,
+        passthrough,
+        paths,
+        weights,
+    )
 
     rules: list[Rule] = []
     for module in (
         devices,
+        paths,
         metrics_and_ema,
         model,
         weights,
@@ -55,6 +64,10 @@ def _concerning(config: RunConfig) -> Iterator[ModuleType]:
     `all_rules`.
     """
     yield devices
+    if any(unexpanded_paths(config)):
+        from framework.plan.rules import paths
+
+        yield paths
     if _names_metrics(config):
         from framework.plan.rules import metrics_and_ema
 

@@ -19,6 +19,8 @@ from framework.plan.rules.base import Found, rule
 from framework.system.metric_names import AREAS, BY_NAME
 
 _BEST: Final = "checkpoint.keep_best"
+# Last words of the names of metrics that grow while a model improves.
+_MORE_IS_BETTER: Final = ("accuracy", "f1", "precision", "recall", "auc", "bleu")
 # With a larger share of the first weights, the average shows how the run began rather than how it
 # went.
 _LARGEST_REST: Final = 0.5
@@ -87,19 +89,18 @@ def _rest_of_first_weights(ema: EMA, updates: int) -> Iterator[Problem]:
 
 @rule()
 def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
-    """Find a metric that is never measured: it keeps no checkpoint, which would be seen only when
-    the best one is gone.
+    """Find a metric that is never measured: it keeps no checkpoint and stops no run, which would be
+    seen only when the best one is gone, or at the first evaluation.
     """
+    for key, metric in config.watched_metrics():
+        if metric.startswith("eval/"):
+            yield from _measured_by_task(config, key, metric)
+        else:
+            yield from _measured_in_training(config, key, metric)
     checkpoint = config.checkpoint
-    metric = checkpoint.keep_best
-    if metric is None:
-        return
-    if not metric.startswith("eval/"):
-        yield from _measured_in_training(config, metric)
-        return
     evaluation = config.evaluation
-    yield from _measured_by_task(config, metric)
-    if evaluation.is_often:
+    metric = checkpoint.keep_best or ""
+    if not metric.startswith("eval/") or evaluation.is_often:
         return
     fix = "set evaluation.every_epochs: 1"
     if not evaluation.at_end:
@@ -109,7 +110,7 @@ def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
         yield Problem("metric-measured-once", reason, fix, _BEST, metric, severity="warning")
 
 
-def _measured_in_training(config: RunConfig, metric: str) -> Iterator[Problem]:
+def _measured_in_training(config: RunConfig, key: str, metric: str) -> Iterator[Problem]:
     """Find a metric that neither training nor the machine has."""
     if metric in BY_NAME:
         return
@@ -118,10 +119,10 @@ def _measured_in_training(config: RunConfig, metric: str) -> Iterator[Problem]:
     if metric.partition("/")[0] in AREAS:
         severity = "warning"
     known = [*BY_NAME, *_evaluated(config)]
-    yield _unknown(metric, known, "no run measures it", severity)
+    yield _unknown(key, metric, known, "no run measures it", severity)
 
 
-def _measured_by_task(config: RunConfig, metric: str) -> Iterator[Problem]:
+def _measured_by_task(config: RunConfig, key: str, metric: str) -> Iterator[Problem]:
     """Find a metric of evaluation that the task does not measure."""
     names = _evaluated(config)
     # The user's own evaluation sets may have names (`setup/components.py`).
@@ -129,17 +130,28 @@ def _measured_by_task(config: RunConfig, metric: str) -> Iterator[Problem]:
     is_of_a_set = is_own_data and f"eval/{metric.rpartition('/')[2]}" in names
     if names and metric not in names and not is_of_a_set:
         kind = getattr(config.task, "kind", "")
-        yield _unknown(metric, names, f"the {kind} task measures {', '.join(names)}", "error")
+        reason = f"the {kind} task measures {', '.join(names)}"
+        yield _unknown(key, metric, names, reason, "error")
 
 
 @rule("largest-is-best", "warning")
 def best_has_a_direction(config: RunConfig, cluster: Cluster) -> Found:
-    """Find a loss with the default direction of `best_is`, which keeps the largest value."""
+    """Find metrics with the default direction of `best_is` where the other one is meant: a loss of
+    `keep_best`, a score of a callback.
+    """
     checkpoint = config.checkpoint
     is_default = checkpoint.best_is == "max" and "best_is" not in checkpoint.model_fields_set
     if is_default and (checkpoint.keep_best or "").endswith(("loss", "perplexity", "error")):
         reason = "checkpoint.best_is is max, so the checkpoint with the largest value is kept"
         yield _BEST, reason, "set checkpoint.best_is: min"
+    for number, callback in enumerate(config.callbacks):
+        if not isinstance(callback, EarlyStopping) or "best_is" in callback.model_fields_set:
+            continue
+        if callback.metric.endswith(_MORE_IS_BETTER):
+            reason = "best_is is min, so the smallest value counts as the best"
+            fix = "set best_is: max beside it"
+            key = f"callbacks.{number}.metric"
+            yield Problem("smallest-is-best", reason, fix, key, callback.metric, severity="warning")
 
 
 def _evaluated(config: RunConfig) -> list[str]:
@@ -147,13 +159,15 @@ def _evaluated(config: RunConfig) -> list[str]:
     return [f"eval/{name}" for name in getattr(config.task, "metrics", ())]
 
 
-def _unknown(metric: str, known: Sequence[str], reason: str, severity: Severity) -> Problem:
+def _unknown(
+    key: str, metric: str, known: Sequence[str], reason: str, severity: Severity
+) -> Problem:
     """Return the problem of a metric that is not known, with the nearest known one as the fix."""
     meant = _nearest_metric(metric, known)
     fix = f"write one of {', '.join(known)}"
     if meant is not None:
         fix = f"did you mean {meant}?"
-    return Problem("unknown-metric", reason, fix, _BEST, metric, severity=severity)
+    return Problem("unknown-metric", reason, fix, key, metric, severity=severity)
 
 
 def _nearest_metric(metric: str, known: Sequence[str]) -> str | None:

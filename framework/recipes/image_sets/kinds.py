@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from framework.config.base import PositiveCount
 from framework.config.data import DataKind, ImageShape
+from framework.config.paths import PathText
 
 
 class _Images(DataKind):
@@ -39,7 +40,7 @@ class FashionMNIST(_Images):
 
     builds: ClassVar[str] = "framework.recipes.image_sets.torchvision_sets:fashion_mnist"
     kind: Literal["fashion_mnist"] = "fashion_mnist"
-    root: str = "data"
+    root: PathText = "data"
     """Folder that holds (or will hold) torchvision's ``FashionMNIST/raw``."""
     download: bool = False
     """Fetch the files when they are not there."""
@@ -60,7 +61,7 @@ class CIFAR10(_Images):
 
     builds: ClassVar[str] = "framework.recipes.image_sets.torchvision_sets:cifar10"
     kind: Literal["cifar10"] = "cifar10"
-    root: str = "data"
+    root: PathText = "data"
     """Folder that holds (or will hold) torchvision's ``cifar-10-batches-py``."""
     download: bool = False
     """Fetch the files when they are not there."""
@@ -82,7 +83,7 @@ class ImageFolder(_Images):
     builds: ClassVar[str] = "framework.recipes.image_sets.image_folder:build"
     looks_at_files: ClassVar[str] = "framework.recipes.image_sets.files:look_at_folders"
     kind: Literal["image_folder"] = "image_folder"
-    root: str
+    root: PathText
     """Folder with the sub-folders named by `train_dir` and `eval_dir`."""
     train_dir: str = "train"
     """Sub-folder of the training images."""

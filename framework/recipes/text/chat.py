@@ -203,16 +203,19 @@ class Answers:
         """Return the token numbers of each chat up to the beginning of the answer; a text that is
         no JSON list of messages is the user's only message.
         """
-        chats = [[{"role": "user", "content": text.decode()}] for text in texts]
-        for number, text in enumerate(texts):
+        chats = []
+        for text in texts:
+            messages = [{"role": "user", "content": text.decode()}]
             with suppress(ValueError, LookupError, TypeError):
-                messages = json.loads(text)
-                if messages[0]["role"]:
-                    chats[number] = messages
-        prompts = self._tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-        return [np.array(ids, np.uint32) for ids in prompts["input_ids"]]
+                listed = json.loads(text)
+                if listed[0]["role"]:
+                    messages = listed
+            chats.append(np.array(self.prompt_of(messages), np.uint32))
+        return chats
+
+    def prompt_of(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
+        """Return the token numbers of a chat up to the beginning of the answer."""
+        return _ids_of(self._tokenizer, messages, tools, add_generation_prompt=True)
 
     def decode(self, numbers: Sequence[int]) -> str:
         """Return the text, without special tokens."""

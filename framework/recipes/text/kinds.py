@@ -10,13 +10,14 @@ from pydantic import Field
 
 from framework.config.base import CountFromEight, PositiveCount
 from framework.config.data import BYTE_VOCAB_SIZE, DataKind, Dataset
+from framework.config.paths import OptionalPath
 
 
 class _Text(DataKind):
     """Text as numbered tokens, from a folder that ``prepare`` made."""
 
     looks_at_files: ClassVar[str] = "framework.recipes.text.files:look_at_tokens"
-    path: str | None = None
+    path: OptionalPath = None
     """Folder made by ``python -m framework prepare``; left out: the sources of Python's own
     standard library, byte by byte (vocabulary 261), some megabytes that need no download and differ
     between Python versions.
@@ -66,12 +67,12 @@ class TextPairs(_Text):
 class _Labelled(Dataset):
     """Text by the line, that becomes tokens when the run starts."""
 
-    path: str | None = None
-    eval_path: str | None = None
+    path: OptionalPath = None
+    eval_path: OptionalPath = None
     """File of the evaluation; left out: every so many of `path`."""
     eval_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """Share of `path` that is for evaluation, where there is no `eval_path`."""
-    tokenizer: str | None = None
+    tokenizer: OptionalPath = None
     """Folder of a tokenizer of transformers, or that `prepare` made; left out: bytes (vocabulary
     261).
     """
@@ -90,7 +91,7 @@ class Conversations(_Labelled):
 
     builds: ClassVar[str] = "framework.recipes.text.conversations:build"
     kind: Literal["conversations"] = "conversations"
-    path: str | None = None
+    path: OptionalPath = None
     """JSON lines of ``messages`` ({role, content}), of ``prompt`` and ``completion``, or of
     ShareGPT's ``conversations``; left out: questions that the documentation of Python's own library
     answers.
@@ -116,7 +117,7 @@ class LabelledText(_Labelled):
 
     builds: ClassVar[str] = "framework.recipes.text.labelled_text:build"
     kind: Literal["labelled_text"] = "labelled_text"
-    path: str | None = None
+    path: OptionalPath = None
     """Rows of ``.jsonl`` or ``.csv``; left out: sentences of the documentation of Python's own
     library, of which the module is to be guessed (8 classes).
     """

@@ -60,7 +60,7 @@ def dealt(
         rows: Iterable[tuple[Any, Row]] = ()
         try:
             if path:
-                rows = _read(Path(path).expanduser())
+                rows = read_rows(Path(path).expanduser())
             elif is_training:
                 rows = enumerate(own())
             for place, row in rows:
@@ -75,7 +75,7 @@ def dealt(
     return training, evaluation
 
 
-def _read(file: Path) -> Iterator[tuple[str, Row]]:
+def read_rows(file: Path) -> Iterator[tuple[str, Row]]:
     """Yield the rows of a file with their places, ``file:line``; empty lines and ``null`` are left
     out.
 

@@ -1064,10 +1064,48 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "metric-measured-once",
         ),
         ({"checkpoint": {"keep_best": "eval/accuracy"}}, "cuda", None),
+        *(
+            (
+                {
+                    "callbacks": [{"kind": kind, "metric": "eval/acc"}],
+                    "evaluation": {"every_epochs": 1},
+                    "scheduler": {"kind": "constant"},
+                },
+                "cuda",
+                "unknown-metric",
+            )
+            for kind in ("early_stopping", "reduce_on_plateau")
+        ),
+        (
+            {
+                "callbacks": [{"kind": "early_stopping", "metric": "train/loss"}],
+                "evaluation": {"every_epochs": 1},
+            },
+            "cuda",
+            None,
+        ),
     ],
     "best_has_a_direction": [
         ({"checkpoint": {"keep_best": "eval/loss"}}, "cuda", "largest-is-best"),
         ({"checkpoint": {"keep_best": "eval/loss", "best_is": "min"}}, "cuda", None),
+        *(
+            (
+                {
+                    "callbacks": [{"kind": "early_stopping", "metric": "eval/accuracy"} | more],
+                    "evaluation": {"every_epochs": 1},
+                },
+                "cuda",
+                kind,
+            )
+            for more, kind in (({}, "smallest-is-best"), ({"best_is": "max"}, None))
+        ),
+    ],
+    "paths_are_complete": [
+        ({"run": {"output_dir": "${HOME}/runs"}}, "cuda", "path-not-complete"),
+        ({"checkpoint": {"resume": "$SCRATCH/x"}}, "cuda", "path-not-complete"),
+        ({"run": {"output_dir": "~no-such-user/runs"}}, "cuda", "path-not-complete"),
+        ({"run": {"output_dir": "~/runs"}, "checkpoint": {"resume": "~/x"}}, "cuda", None),
+        ({"run": {"output_dir": "runs$"}}, "cuda", None),
     ],
     "profile_steps": [
         ({"profile": {"steps": "12-10"}}, "cuda", "profile-range"),
