@@ -115,7 +115,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         case(
             folder,
             "chats",
-            **text() | {"data": {"kind": "conversations", "sequence_length": 24}},
+            **text({"max_positions": 256})
+            | {"data": {"kind": "conversations", "sequence_length": 256}},
         ),
     ]
     train = [{"sentence": f"text {number}", "class": number % 2} for number in range(200)]
