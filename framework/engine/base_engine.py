@@ -108,9 +108,7 @@ class BaseEngine:
         sums_in_graph = uses_deepcompile(plan.config)
         self._flat_step: FlatStep | None = None
         if not sums_in_graph:
-            self._flat_step = _shorten_step(
-                engine, stages=stages, coalesces=coalesces(plan.config, plan.layout)
-            )
+            self._flat_step = _shorten_step(engine, coalesces=coalesces(plan.config, plan.layout))
         self.written: WrittenWeights | PlainWeights = PlainWeights(engine.module)
         if half is not None or plan.config.zero.stage > 0:
             from framework.engine.written_weights import WrittenWeights
@@ -122,7 +120,7 @@ class BaseEngine:
 
             self._average = WeightAverage(engine, plan.config, before=self.written.carry)
         self._files = use_atomic_files(engine)
-        self.kept_norm = keep_norm(engine, stages=stages)
+        self.kept_norm = keep_norm(engine)
         self.phases = phases_of(engine)
         self.stragglers = stragglers_of(plan, torch.distributed.get_world_size())
         self.bad_steps: StepWatch | None = None
@@ -374,14 +372,11 @@ class BaseEngine:
         return halves
 
 
-def _shorten_step(
-    engine: deepspeed.DeepSpeedEngine, *, stages: Any, coalesces: bool
-) -> FlatStep | None:
+def _shorten_step(engine: deepspeed.DeepSpeedEngine, *, coalesces: bool) -> FlatStep | None:
     """Have the engine step in fewer passes over the gradients than DeepSpeed does. Return that step
     at stages 1 and 2.
 
-    `stages` is the process group of a pipeline's stages; `coalesces`: gradients of stage 2 wait for
-    the last micro-batch of a step.
+    `coalesces`: gradients of stage 2 wait for the last micro-batch of a step.
     """
     stage = engine.zero_optimization_stage()
     if stage in (1, 2):
@@ -398,7 +393,7 @@ def _shorten_step(
     if stage == 0 and (engine.fp16_enabled() or engine.bfloat16_enabled()):
         from framework.engine.half_step import shorten_half_step
 
-        shorten_half_step(engine, stages=stages)
+        shorten_half_step(engine)
     return None
 
 

@@ -88,11 +88,9 @@ class HalfStep:
         return numbers + places
 
 
-def shorten_half_step(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> None:
+def shorten_half_step(engine: deepspeed.DeepSpeedEngine) -> None:
     """Have an optimizer of half precision without ZeRO step in fewer passes, unless it is
     DeepSpeed's Lamb, which steps gradients in half precision, or steps experts.
-
-    `stages` is the process group of a pipeline's stages.
     """
     optimizer = engine.optimizer
     if engine.has_moe_layers:
@@ -102,5 +100,5 @@ def shorten_half_step(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) 
         # DeepSpeed's step also leaves out one with a norm that is not finite.
         optimizer.overflow_checker.has_overflow = lambda weights: False
     elif isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.fused_lamb_legacy:
-        kept_norm = norm_over_ranks(engine, stages=stages)
+        kept_norm = norm_over_ranks(engine)
         optimizer.step = HalfStep(optimizer, kept_norm, refuses_infinite=refuses_infinite)

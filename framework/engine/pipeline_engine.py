@@ -19,6 +19,10 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import (
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+)
 
 from framework.checkpoint.state.shard_map import plain_name
 from framework.checkpoint.state.weight_names import Names, names_of
@@ -43,9 +47,9 @@ from framework.tasks.task import Task
 # memory.
 _EVAL_CHUNK = 4
 
-Adapt = Callable[[torch.nn.Module, str, Any], torch.nn.Module]
-"""Changes a layer's module after it was built: (module, name of the layer, process group of the
-ranks that run the same stage).
+Adapt = Callable[[torch.nn.Module, str, PipelineParallelGrid], torch.nn.Module]
+"""Changes a layer's module after it was built: (module, name of the layer, DeepSpeed's process
+groups of data-parallel ranks, stages and tensor parts).
 """
 
 
@@ -63,6 +67,7 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         loss_fn: Callable[..., torch.Tensor],
         dynamic_shape: bool,
         keeps_products: bool,
+        tensor_size: int = 1,
     ) -> None:
         self._bounds = list(bounds)
         self._seed = seed
@@ -70,9 +75,16 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         self._layers = tuple(layers)
         self._around = around
         self.holds_modes = False
+        num_stages = len(bounds) - 1
+        topology = None
+        if tensor_size > 1:  # the order of ranks is that of `plan.layout.Layout`
+            num_ranks = torch.distributed.get_world_size()
+            num_replicas = num_ranks // (num_stages * tensor_size)
+            topology = PipeModelDataParallelTopology(num_stages, tensor_size, num_replicas)
         super().__init__(
             layers=self._specs(layers),
-            num_stages=len(bounds) - 1,
+            num_stages=num_stages,
+            topology=topology,
             # DeepSpeed's own function would make batch norms count every batch twice.
             activation_checkpoint_func=partial(
                 recompute, modules=self.modules, keeps_products=keeps_products
@@ -106,7 +118,7 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
     def _make(self, layer: Layer, number: int) -> torch.nn.Module:
         """Build a layer. DeepSpeed calls this when the process groups exist."""
         module = layer.make(number, seed=self._seed)
-        return self._adapt(module, layer.name, self._grid.get_data_parallel_group())
+        return self._adapt(module, layer.name, self._grid)
 
     def train(self, mode: bool = True) -> StagesModule:
         """Set the mode, by the `train()` of each layer and of the model that was taken apart.
@@ -187,7 +199,8 @@ def build_pipeline(
     task: Task,
     make_optimizer: MakeOptimizer | None = None,
     make_schedule: MakeSchedule | None = None,
-    adapt: Adapt = lambda module, name, data_parallel_group: module,
+    adapt: Adapt = lambda module, name, grid: module,
+    built: Callable[[], object] = lambda: None,
     varying_shapes: bool = False,
 ) -> PipelineEngine:
     """Build this rank's stage and wrap it with `deepspeed.initialize`. Collective.
@@ -203,6 +216,7 @@ def build_pipeline(
         make_optimizer: makes the user's optimizer; None if the JSON names one.
         make_schedule: makes the user's schedule.
         adapt: changes each layer after it was built.
+        built: called when all ranks have built their layers; it may be collective.
         varying_shapes: whether batches may differ in more than their number of samples; the stages
             then send each other the shape of everything they send.
     """
@@ -218,7 +232,9 @@ def build_pipeline(
             loss_fn=loss,
             dynamic_shape=varying_shapes,
             keeps_products=plan.config.training.keeps_products,
+            tensor_size=plan.layout.tensor_size,
         )
+    built()
     engine = initialize(
         plan,
         module,
@@ -228,6 +244,10 @@ def build_pipeline(
         names=module.plain_names(),
         layers=[layer.name for layer in layers],
     )
+    # Each tensor rank sends its own whole copy of an activation. DeepSpeed would send parts of it,
+    # and join them by the shape of the first micro-batch.
+    engine.is_pipe_partitioned = False
+    engine.is_grad_partitioned = False
     if engine.is_last_stage():  # where the loss is
         scale_fp16_loss(engine)
         loss.of_step = StepLoss(
@@ -353,6 +373,16 @@ class PipelineEngine(BaseEngine):
 
             self._sharing = sequence_group(plan.layout, self._batches.positions).shared
         self._mixtures = _attach_losses(engine)
+        if plan.layout.tensor_size > 1:
+            from framework.engine.tensor_check import GradientCheck
+
+            self.tensor_check = GradientCheck(
+                engine,
+                engine.module.plain_names(),
+                group=engine.grid.get_slice_parallel_group(),
+                every=plan.config.training.log_every,
+                is_own_plan=plan.config.parallel.tensor_plan is None,
+            )
         if self.bad_steps is not None and engine.is_last_stage():
             # The watch takes the mean over all ranks, of which those of one stage have a loss:
             # the sum over micro-batches.
@@ -366,6 +396,8 @@ class PipelineEngine(BaseEngine):
         self.trained_weights.refuse_changed_flags()
         self.phases.begin()
         lr = self.lr()
+        if self.tensor_check is not None:
+            self.tensor_check.begin(self.engine.global_steps + 1)
         with explaining_overflow(self.engine), self._explaining(), self._sharing():
             take = partial(self._next_halves, micro_batches)
             if self._loss.of_step is not None:
@@ -380,6 +412,8 @@ class PipelineEngine(BaseEngine):
                 self.engine.module.holds_modes = False
         # DeepSpeed has averaged it over micro-batches and pipelines, and sent it to every stage.
         loss = loss.detach().clone()
+        if self.tensor_check is not None:
+            self.tensor_check.end()
         self.phases.end()
         reported = [(routing.balance, routing.dropped) for routing in routings]
         further = partial(self._routing_metrics, reported)

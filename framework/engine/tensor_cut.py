@@ -1,5 +1,5 @@
 """Divides the weights of a model over the ranks of a tensor group, after it was built whole and
-before DeepSpeed wraps it.
+before DeepSpeed wraps it; of a stage of a pipeline layer by layer, each after it was built whole.
 
 Every rank builds the same weights as one process and keeps its part of them: the first weights do
 not depend on `parallel.tensor`. A parameter that was cut has the attribute `split`
@@ -9,7 +9,8 @@ not depend on `parallel.tensor`. A parameter that was cut has the attribute `spl
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import torch
@@ -19,7 +20,7 @@ from framework.checkpoint.state.tensor_split import Split
 from framework.config.training import TensorSplit
 from framework.errors import ConfigError, counted
 from framework.models.initialized import TokenEmbedding
-from framework.models.layers import LayeredModel
+from framework.models.layers import LayeredModel, register_module
 from framework.models.split import (
     ColumnLinear,
     RowLinear,
@@ -50,19 +51,91 @@ _LEAST_WORTH: Final = 0.1
 Plan = Mapping[str, TensorSplit]
 
 
-class TensorCut:
-    """Cuts one model. For a `task` that computes its loss from divided logits, they stay
-    divided.
+@dataclass(frozen=True)
+class KnownPlan:
+    """What is known of a model as a whole before it is cut.
+
+    Attributes:
+        model: name of its class.
+        entries: its plan.
+        is_own: whether the plan came with the model, and is not of the config.
+        is_shipped: whether nothing but nn.Dropout is known to draw random numbers in it.
+        heads: names of the embeddings that are its output layer as well.
     """
 
-    def __init__(self, group: Any, config_plan: Plan | None, task: Task) -> None:
-        """Prepare to cut for a tensor group, by the plan of the config or else the model's own."""
+    model: str
+    entries: Plan
+    is_own: bool
+    is_shipped: bool
+    heads: frozenset[str]
+
+
+def known_plan(model: Any, config_plan: Plan | None, *, size: int) -> KnownPlan:
+    """Return the plan of the config, or else the model's own, for tensor groups of `size` ranks.
+
+    Raises:
+        ConfigError: kind ``tensor-plan`` without a plan; kind ``tensor-not-divisible``.
+    """
+    name = type(model).__name__
+    plan = config_plan or _own_plan(model, size=size)
+    if not plan:
+        reason = f"{name} has no plan of its own for parallel.tensor"
+        fix = 'name its layers, such as {"blocks.*.up": column, "blocks.*.down": row}'
+        raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
+    heads: set[str] = set()
+    if isinstance(model, LayeredModel):
+        heads.update(model.place_of(layer) for layer in model.recipes if layer.call is not None)
+    return KnownPlan(
+        name, plan, config_plan is None, hasattr(type(model), "tensor_plan"), frozenset(heads)
+    )
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a plan divides, of a model or of the layers of one rank.
+
+    Attributes:
+        matched: patterns of the plan that match a name.
+        num: elements of all matrices.
+        num_divided: elements of those that are divided.
+        names: names of those that are divided.
+    """
+
+    matched: frozenset[str]
+    num: int
+    num_divided: int
+    names: tuple[str, ...]
+
+
+class TensorCut:
+    """Cuts one model, or the layers of a stage. For a `task` that computes its loss from divided
+    logits, they stay divided.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        config_plan: Plan | None,
+        task: Task,
+        *,
+        known: KnownPlan | None = None,
+    ) -> None:
+        """Prepare to cut for a tensor group, by the plan of the config or else the model's own;
+        layers of a stage by the `known` plan of their model.
+        """
         self.part = TensorPart(group)
         self._config_plan = config_plan
+        self._known = known
+        self._is_stage = known is not None
+        if known is not None:
+            # Layers are looked at one by one.
+            self.part.may_draw = not known.is_shipped
         self._task = task
         self._keeps_logits = type(task) in (CausalLM, MaskedLM)  # a subclass may read them
         self._columns: list[tuple[str, ColumnLinear]] = []  # column layers before their row layer
         self._cut: set[int] = set()  # ids of modules
+        self._layers: dict[str, nn.Module] = {}  # of a stage, each in a module of its own
+        self._shares: dict[str, _Share] = {}
 
     def after(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         """Return a function that builds a model and cuts it."""
@@ -76,17 +149,66 @@ class TensorCut:
                 matches nothing, a column layer has no row layer, a layer cannot be divided as the
                 plan names, or the model's own plan divides next to nothing.
         """
-        plan = self._plan_of(model)
-        is_shipped = hasattr(type(model), "tensor_plan")
-        # Of shipped models it is known that nothing but nn.Dropout draws random numbers.
-        self.part.may_draw = not is_shipped or _has_dropout(model)
+        known = known_plan(model, self._config_plan, size=self.part.size)
+        self._known = known
+        self.part.may_draw = not known.is_shipped or _has_dropout(model)
+        self._check_share(self._cut_parts(model))
+        return model
+
+    def layer(self, name: str, module: nn.Module) -> nn.Module:
+        """Cut a layer of a stage, which has this name in the model, in place.
+
+        Raises:
+            ConfigError: as of a whole model, but for what `check_stages` looks at.
+        """
+        if any(module is known.get_submodule(other) for other, known in self._layers.items()):
+            return module  # one module in two places
+        whole = nn.Module()
+        register_module(whole, name, module)  # its parts have the names of the model
+        self.part.may_draw = self.part.may_draw or _has_dropout(module)
+        self._layers[name] = whole
+        self._shares[name] = self._cut_parts(whole)
+        return module
+
+    def check_stages(self) -> None:
+        """Look at what is known when all stages have cut their layers. Collective.
+
+        Raises:
+            ConfigError: kind ``tensor-plan``: a pattern of the config's plan matches nothing in any
+                stage, a layer that stays whole shares a weight with a divided one, or the model's
+                own plan divides next to nothing.
+        """
+        from framework.engine.distributed import gather
+
+        for whole in self._layers.values():
+            self._refuse_other_users(dict(whole.named_modules()))
+        by_layer: dict[str, _Share] = {}
+        for shares in gather(self._shares):  # of tied layers every stage has one
+            by_layer |= shares
+        matched = frozenset().union(*(share.matched for share in by_layer.values()))
+        names: list[str] = []
+        for share in by_layer.values():
+            names += share.names
+        self._refuse_idle(matched)
+        self._check_share(
+            _Share(
+                matched,
+                sum(share.num for share in by_layer.values()),
+                sum(share.num_divided for share in by_layer.values()),
+                tuple(names),
+            )
+        )
+
+    def _cut_parts(self, model: nn.Module) -> _Share:
+        """Cut the modules and weights of a model, or of one layer of it, that the plan names."""
+        assert self._known is not None
         self._columns.clear()
         modules = dict(model.named_modules())
         weights = dict(model.named_parameters())
-        sizes = {weight: weight.numel() for weight in weights.values() if weight.ndim > 1}
-        entries = _entries_by_name(
-            plan, [*modules, *weights], may_be_idle=self._config_plan is None
-        )
+        sizes = {name: weight.numel() for name, weight in weights.items() if weight.ndim > 1}
+        matched, entries = _entries_by_name(self._known.entries, [*modules, *weights])
+        if not self._is_stage:
+            self._refuse_idle(matched)
         for name, module in modules.items():
             if name in entries:
                 self._cut_module(model, name, module, entries[name])
@@ -95,23 +217,25 @@ class TensorCut:
             if name in entries:
                 self._cut_weight(model, name, weight, entries[name].split)
         if self._columns:
-            self._refuse(
-                self._columns[0][0],
-                "no row layer follows this column layer",
-                "name the row layer as well",
-            )
+            reason = "no row layer follows this column layer"
+            fix = "name the row layer as well"
+            if self._is_stage:
+                reason += " within one layer of the pipeline"
+                fix = "name the row layer as well, and let both be in one module of layers()"
+            self._refuse(self._columns[0][0], reason, fix)
         self._share_inputs(modules, entries)
         self._refuse_other_users(modules)
-        self._check_share(model, sizes)
-        return model
+        divided = [name for name in sizes if "split" in vars(weights[name])]
+        num_divided = sum(sizes[name] for name in divided)
+        return _Share(matched, sum(sizes.values()), num_divided, tuple(divided))
 
-    def _plan_of(self, model: nn.Module) -> Plan:
-        plan = self._config_plan or _own_plan(model, size=self.part.size)
-        if not plan:
-            reason = f"{type(model).__name__} has no plan of its own for parallel.tensor"
-            fix = 'name its layers, such as {"blocks.*.up": column, "blocks.*.down": row}'
-            raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
-        return plan
+    def _refuse_idle(self, matched: frozenset[str]) -> None:
+        """Refuse a plan of the config of which a pattern matches nothing."""
+        for pattern, entry in (self._config_plan or {}).items():
+            if pattern not in matched:
+                reason = "nothing in the model has such a name"
+                fix = "write names as named_modules() has them, * for a part"
+                raise ConfigError.of("tensor-plan", reason, fix, f"{_KEY}.{pattern}", entry.split)
 
     def _share_inputs(
         self, modules: Mapping[str, nn.Module], entries: Mapping[str, TensorSplit]
@@ -132,28 +256,23 @@ class TensorCut:
                 elif isinstance(module, RowLinear) and sums_together:
                     module.sums = False
 
-    def _check_share(self, model: nn.Module, sizes: Mapping[nn.Parameter, int]) -> None:
+    def _check_share(self, share: _Share) -> None:
         """Warn of a plan that leaves most numbers whole, and refuse a plan of the model's own that
         saves next to nothing.
-
-        `sizes` has the numbers of elements of the model's matrices before the cut.
         """
-        divided = sum(size for weight, size in sizes.items() if "split" in vars(weight))
-        share = divided / max(1, sum(sizes.values()))
-        if share >= _LEAST_DIVIDED:
+        assert self._known is not None
+        part = share.num_divided / max(1, share.num)
+        if part >= _LEAST_DIVIDED:
             return
-        names = []
-        for name, weight in model.named_parameters():
-            if "split" in vars(weight) and weight.ndim > 1:
-                names.append(name)
+        names = share.names
         example = names[0] if names else "none"
         reason = (
-            f"the plan of {type(model).__name__} divides {share:.1%} of the numbers in its "
+            f"the plan of {self._known.model} divides {part:.1%} of the numbers in its "
             f"matrices ({counted(len(names), 'weight')}, such as {example}): every rank holds and "
             "computes all others"
         )
         fix = f"write a plan that names its layers as {_KEY}, or set parallel.tensor: 1"
-        if share < _LEAST_WORTH and self._config_plan is None:
+        if part < _LEAST_WORTH and self._known.is_own:
             raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
         warn(f"{_KEY}: {reason}; {fix} [tensor-plan]", is_of_all_ranks=True)
 
@@ -275,7 +394,8 @@ class TensorCut:
         part = VocabularyPart(self.part, self._widths(size), joins=not self._keeps_logits)
         if isinstance(module, TokenEmbedding):
             module.vocabulary = part
-            if self._keeps_logits and _is_head(model, name):
+            assert self._known is not None
+            if self._keeps_logits and name in self._known.heads:
                 self._hand_to_task(size)
         else:
             self._divide_look_up(name, module, part)
@@ -375,13 +495,6 @@ def _has_dropout(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
 
 
-def _is_head(model: nn.Module, name: str) -> bool:
-    """Check whether a layered model uses an embedding as its output layer as well."""
-    if not isinstance(model, LayeredModel):
-        return False
-    return any(layer.call is not None and model.place_of(layer) == name for layer in model.recipes)
-
-
 def _innermost_parent(names: Sequence[str]) -> str:
     """Return the name of the innermost module that holds all of these modules."""
     parents = [name.split(".")[:-1] for name in names]
@@ -391,13 +504,15 @@ def _innermost_parent(names: Sequence[str]) -> str:
     return ".".join(common)
 
 
-def _own_plan(model: nn.Module, *, size: int) -> Plan:
+def _own_plan(model: Any, *, size: int) -> Plan:
     """Return the plan of a model's own: of a shipped model, or of the model of transformers that it
     is or holds; empty without one.
     """
     shipped = getattr(type(model), "tensor_plan", None)
     if shipped is not None:
         return {name: TensorSplit(split=split) for name, split in shipped.items()}
+    if not isinstance(model, nn.Module):
+        return {}
     for name, module in model.named_modules():
         splits = getattr(module, "_tp_plan", None)
         if splits:
@@ -436,19 +551,17 @@ def _refuse_heads(config: Any, size: int) -> None:
 
 
 def _entries_by_name(
-    plan: Plan, names: Iterable[str], *, may_be_idle: bool
-) -> dict[str, TensorSplit]:
-    """Return the plan's entry by name of a module or weight; the last pattern that matches counts.
-    A pattern that matches nothing is refused unless `may_be_idle`.
+    plan: Plan, names: Sequence[str]
+) -> tuple[frozenset[str], dict[str, TensorSplit]]:
+    """Return the patterns of a plan that match a name of a module or weight, and the plan's entry
+    by name; the last pattern that matches counts.
     """
     entries: dict[str, TensorSplit] = {}
-    names = list(names)
+    matched: set[str] = set()
     for pattern, entry in plan.items():
         regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
         matches = [name for name in names if name and regex.fullmatch(name)]
-        if not matches and not may_be_idle:
-            reason = "nothing in the model has such a name"
-            fix = "write names as named_modules() has them, * for a part"
-            raise ConfigError.of("tensor-plan", reason, fix, f"{_KEY}.{pattern}", entry.split)
+        if matches:
+            matched.add(pattern)
         entries |= dict.fromkeys(matches, entry)
-    return entries
+    return frozenset(matched), entries

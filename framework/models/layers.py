@@ -256,7 +256,7 @@ class LayeredModel(nn.Module):
         seed = torch.initial_seed()
         for number, layer in enumerate(self.recipes):
             if self.place_of(layer) == layer.name:
-                _register(self, layer.name, layer.make(number, seed=seed))
+                register_module(self, layer.name, layer.make(number, seed=seed))
 
     def train(self, mode: bool = True) -> LayeredModel:
         """Set the mode of all layers."""
@@ -519,7 +519,7 @@ def refuse_bad_ties(layers: Sequence[Layer]) -> None:
             )
 
 
-def _register(parent: nn.Module, name: str, module: nn.Module) -> None:
+def register_module(parent: nn.Module, name: str, module: nn.Module) -> None:
     """Add a module under a dotted name, with empty modules for the parts that are not there yet."""
     *path, last = name.split(".")
     for part in path:

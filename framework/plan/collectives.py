@@ -54,21 +54,23 @@ class Collectives:
         hops = hosts if hosts > 1 else 0
         return (ranks - hosts) * _LINK_SECONDS + hops * self._hop
 
-    def send(self, size: float, ranks: int, tensor: int) -> float:
+    def send(self, size: float, ranks: int, tensor: int, *, in_parts: bool = True) -> float:
         """Return the seconds of a transfer to the next pipeline stage, which lies `ranks` groups of
         `tensor` ranks away.
 
-        Tensor-parallel ranks send a part each, and gather them (DeepSpeed's `pipe_partitioned`, on
-        by default).
+        With `in_parts` tensor-parallel ranks send a part each, and gather them (DeepSpeed's
+        `pipe_partitioned`, and Megatron-LM); otherwise each sends all of it.
         """
         inside, hosts = self._placed(2, ranks * tensor)
         hop = 0.0
         if hosts > 1:
             hop = self._hop
         gathered = 0.0
-        if tensor > 1:
+        num_parts = 1
+        if in_parts and tensor > 1:
             gathered = self.scatter(size, tensor, 1)
-        sent = size / tensor / self._ring_bandwidth(inside, hosts)
+            num_parts = tensor
+        sent = size / num_parts / self._ring_bandwidth(inside, hosts)
         return self._start + hop + sent + gathered
 
     def _placed(self, ranks: int, stride: int) -> tuple[int, int]:

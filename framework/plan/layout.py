@@ -11,6 +11,7 @@ from framework.config.training import Batch
 from framework.errors import Problem, counted
 
 DEFAULT_MICRO_SIZE: Final = 32
+_MOST_STAGES: Final = 4  # that are written out
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,24 @@ class Layout:
     def tensor_rank(self, rank: int) -> int:
         """Return the number of the part of every split weight that a rank holds."""
         return rank % self.tensor_size
+
+    def places(self) -> str:
+        """Describe which ranks run each stage, and which of them share tensors; empty where a model
+        is not divided both ways.
+        """
+        if self.pipe_size == 1 or self.tensor_size == 1:
+            return ""
+        ranks = self.world_size // self.pipe_size
+        stages = []
+        for stage in range(self.pipe_size):
+            stages.append(f"stage {stage} on {stage * ranks} to {(stage + 1) * ranks - 1}")
+        if len(stages) > _MOST_STAGES:
+            stages[_MOST_STAGES - 1 : -1] = ["..."]
+        size = self.tensor_size
+        groups = f"0 to {size - 1}, {size} to {2 * size - 1}"
+        if self.world_size > 2 * size:
+            groups += ", ..."
+        return f"{', '.join(stages)}; tensor groups side by side: {groups}"
 
     def __str__(self) -> str:
         text = (

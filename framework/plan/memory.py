@@ -220,7 +220,10 @@ def _memory(
 def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
     """Estimate the memory of a rank of each pipeline stage; raises as `estimate` does."""
     config = plan.config
-    bounds = _known_bounds(config, work)
+    # A run cuts before it divides: by the numbers of whole layers.
+    whole = work if plan.layout.tensor_size == 1 else work_of(plan)
+    assert whole is not None  # or there were no work of a rank
+    bounds = _known_bounds(config, whole)
     *layers, loss = work.layers()
     memories = []
     for number, (start, stop) in enumerate(pairwise(bounds)):

@@ -56,6 +56,7 @@ class Parallelism:
             handles blocks.
         joins_gradients: stages 1 and 2: the optimizer steps on a joined fp32 copy.
         interleaving: parts of the model on each pipeline stage.
+        sends_parts: each tensor rank sends a part of what crosses to the next stage.
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
         is_offloaded: the optimizer runs on the host.
         weights_offloaded: weights of stage 3 lie on the host.
@@ -87,6 +88,7 @@ class Parallelism:
     by_weight: bool = True
     joins_gradients: bool = False
     interleaving: int = 1
+    sends_parts: bool = True
     block_sums: tuple[int, int] = (2, 4)
     is_offloaded: bool = False
     weights_offloaded: bool = False
@@ -116,6 +118,7 @@ class Parallelism:
             pipe=layout.pipe_size,
             tensor=layout.tensor_size,
             sequence=layout.sequence_size,
+            sends_parts=False,
             block_sums=(2, 2),
             expert=layout.expert_size,
             zero_stage=stage,

@@ -433,6 +433,9 @@ def rows(plan: Plan) -> dict[str, str]:
         "precision": _precision(plan.config),
         "ZeRO": _zero(plan),
     }
+    places = plan.layout.places()
+    if places:
+        planned["ranks"] = places
     packed = describe_packed_rows(plan)
     if packed:
         planned["rows"] = packed

@@ -217,7 +217,9 @@ class _Step:
         if self.by.pipe > 1:
             output_bytes = parts[max(repeated, default=0)].output_bytes
             size = self.samples * output_bytes / self.by.sequence
-            sends = self.by.interleaving * self.collectives.send(size, self.ranks, self.by.tensor)
+            sends = self.by.interleaving * self.collectives.send(
+                size, self.ranks, self.by.tensor, in_parts=self.by.sends_parts
+            )
             forward_total["pipeline sends"] = sends
             backward_total["pipeline sends"] = sends
         return forward_total, backward_total

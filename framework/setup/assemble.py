@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from framework.engine.pipeline_engine import PipelineEngine
     from framework.engine.profile import Profiler
     from framework.engine.rank_groups import RankGroups
+    from framework.engine.tensor_cut import TensorCut
     from framework.setup.pipeline_stages import CutModel
 
 # Logged losses in a row that may be infinite in fp16, where their steps are skipped: the dynamic
@@ -104,9 +105,11 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
     parts = prepared.parts
     weights = prepared.weights
     assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
+    tensor_cut: TensorCut | None = None
 
-    def adapt(module: torch.nn.Module, layer: str, data_parallel_group: Any) -> torch.nn.Module:
-        """Change a layer as `prepare_model` changes a whole model."""
+    def adapt(module: torch.nn.Module, layer: str, grid: Any) -> torch.nn.Module:
+        """Change a layer as `prepare_model` changes a whole model, and leave this rank's part."""
+        nonlocal tensor_cut
         if weights is not None:
             put_layer_weights(module, weights, layer=layer)
         for name, parameter in module.named_parameters():
@@ -115,9 +118,25 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
         refuse_unsupported(module, plan.config, prefix=f"{layer}.")
         refuse_sparse_gradients(module, plan.config, prefix=f"{layer}.")
         store_in_rows(module)
+        if cut.tensor_plan is not None:
+            if tensor_cut is None:
+                from framework.engine.tensor_cut import TensorCut
+
+                tensor_cut = TensorCut(
+                    grid.get_slice_parallel_group(),
+                    plan.config.parallel.tensor_plan,
+                    parts.task,
+                    known=cut.tensor_plan,
+                )
+            tensor_cut.layer(layer, module)
         if not plan.config.training.sync_batch_norm:
             return module
-        return with_sync_batch_norm(module, process_group=data_parallel_group)
+        return with_sync_batch_norm(module, process_group=grid.get_data_parallel_group())
+
+    def built() -> None:
+        """Look at all layers together, when every rank has its own."""
+        if tensor_cut is not None:
+            tensor_cut.check_stages()
 
     stage = build_pipeline(
         plan,
@@ -128,6 +147,7 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
         make_optimizer=parts.make_optimizer,
         make_schedule=parts.make_schedule,
         adapt=adapt,
+        built=built,
         around=cut.around,
         varying_shapes=varying_shapes,
     )

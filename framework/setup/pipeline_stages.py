@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -43,6 +43,9 @@ from framework.setup.user_code import Objects, summary
 from framework.system.json_lines import decode, encode
 from framework.tasks.task import Task
 
+if TYPE_CHECKING:
+    from framework.engine.tensor_cut import KnownPlan
+
 # Problems with the parts that no machine can solve: the run cannot work. All others may mean that
 # this machine lacks a file or a package.
 _WRONG_ANYWHERE: Final = frozenset(
@@ -68,6 +71,7 @@ class CutModel:
         surveyed: weights and outputs of each layer.
         frozen: names of the weights that are not trained.
         around: what the model does beside running its layers.
+        tensor_plan: how the ranks of a tensor group divide its weights; None without such groups.
     """
 
     layers: tuple[Layer, ...]
@@ -76,6 +80,7 @@ class CutModel:
     surveyed: tuple[Surveyed, ...]
     frozen: frozenset[str]
     around: AroundLayers
+    tensor_plan: KnownPlan | None = None
 
 
 def cut_model(plan: Plan, parts: Parts) -> CutModel:
@@ -111,7 +116,13 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     if lists_layers(model) and config.model.is_own_code:
         refuse_untrue_layers(model, inputs, seed=config.run.seed)
     table = _cut(_facts(surveyed), surveyed, plan)
-    return CutModel(layers, table, inputs, surveyed, frozen, _around(model))
+    tensor_plan: KnownPlan | None = None
+    if config.parallel.tensor > 1:
+        from framework.engine.tensor_cut import known_plan
+
+        size = config.parallel.tensor
+        tensor_plan = known_plan(model, config.parallel.tensor_plan, size=size)
+    return CutModel(layers, table, inputs, surveyed, frozen, _around(model), tensor_plan)
 
 
 def _refuse_own_forward(task: Task) -> None:

@@ -24,6 +24,7 @@ from tests.engine import (
     test_sequence,
     test_step_loss,
     test_tensor,
+    test_tensor_pipe,
 )
 from tests.places import ROOT
 
@@ -120,6 +121,11 @@ def proven() -> Iterator[Run]:
     for stage, sections in test_tensor.PAIRS.values():
         case = test_tensor.Case("gpt", stage)
         yield Run(2, test_tensor.values(case, nowhere, nowhere, micro_size=8, **sections))
+    for ranks, groups in (
+        (4, [*test_tensor_pipe.FOUR_RANKS, *test_tensor_pipe.RARE_FOUR]),
+        (8, [*test_tensor_pipe.EIGHT_RANKS, *test_tensor_pipe.RARE_EIGHT]),
+    ):
+        yield from (Run(ranks, test_tensor_pipe.values(one, nowhere, nowhere)) for one in groups)
     of_four = (
         test_sequence.FOUR_RANKS
         | test_sequence.RARE_FOUR

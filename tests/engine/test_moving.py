@@ -51,6 +51,7 @@ class Layout:
 PLAIN = [Layout(ranks, stage) for ranks in (1, 2, 4) for stage in (0, 1, 2, 3)]
 PIPED = [Layout(2, 0, 2), Layout(2, 1, 2), Layout(4, 1, 2), Layout(4, 0, 2)]
 DIVIDED = [Layout(2, 0, tensor=2), Layout(2, 3, tensor=2), Layout(4, 2, tensor=4)]
+DIVIDED_STAGES = [Layout(4, 1, 2, tensor=2)]
 # Half precision, and optimizer state in host memory.
 HALF = [
     Layout(2, 0, dtype="bf16"),
@@ -68,7 +69,7 @@ HALF = [
 MEETS_HALF = [Layout(1, 2), Layout(2, 0), Layout(2, 3), Layout(2, 1, 2), *HALF]
 # Moved into one another: other weights have other state.
 MUON = [Layout(2, 2, more="muon"), Layout(2, 3, more="muon"), Layout(1, 0, more="muon")]
-LAYOUTS = [*PLAIN, *PIPED, *DIVIDED, *HALF, *MUON]
+LAYOUTS = [*PLAIN, *PIPED, *DIVIDED, *DIVIDED_STAGES, *HALF, *MUON]
 # With --exhaustive: four processes are dear, and each of these divides its state as another one
 # does.
 RARE_LAYOUTS = [Layout(4, 0), Layout(4, 1), Layout(4, 2), Layout(4, 0, 2)]
@@ -236,6 +237,7 @@ GOES_ON = [
     (Layout(4, 1, 2), Layout(1, 1)),
     (Layout(2, 3, tensor=2), Layout(1, 0)),
     (Layout(2, 0, 2), Layout(2, 3, tensor=2)),
+    (Layout(4, 1, 2, tensor=2), Layout(2, 0, 2)),
 ]
 # With --exhaustive: both ends of each are met above, with others.
 RARE = [

@@ -109,6 +109,18 @@ def test_plans_that_cannot_be_are_refused(found: dict[str, Any], name: str, word
     assert found["refused"][name].endswith(f"[{kind}]")
 
 
+def test_layers_of_a_stage_are_cut_as_those_of_a_whole_model(found: dict[str, Any]) -> None:
+    by_layer = found["by layer"]
+    assert by_layer["gpt"]
+    assert by_layer["bert"]
+    assert by_layer["gpt vocabulary"] == by_layer["bert vocabulary"] == [18, 19]
+    assert by_layer["outputs"]
+    assert by_layer["within"] == "cut"
+    assert "0: no row layer follows this column layer within one layer" in by_layer["apart"]
+    assert "parallel.tensor_plan.3" in by_layer["idle"]
+    assert "nothing in the model has such a name" in by_layer["idle"]
+
+
 def test_a_plan_that_leaves_most_numbers_whole_is_mentioned(found: dict[str, Any]) -> None:
     assert [line.partition(" of the numbers")[0] for line in found["small"]] == [
         "parallel.tensor_plan: the plan of Headed divides 11.1%",

@@ -29,7 +29,7 @@ from framework.checkpoint.state.weight_names import names_of
 from framework.config.groups import stepped_by_muon
 from framework.config.load import config_from_values
 from framework.config.optimizer import Muon
-from framework.engine.distributed import process_group
+from framework.engine.distributed import gather, process_group
 from framework.setup.assemble import assemble_engine
 from framework.setup.prepare_run import prepare
 from tests.jobs.half_on_cpu import allow_fp16
@@ -114,15 +114,16 @@ def whole_state(engine: Any, keys: dict[str, tuple[str, ...]]) -> dict[str, torc
             copy, state = stage0[tensor] if stage0 else (tensor, optimizer.state[tensor])
             own[f"{name} fp32"] = copy.detach().clone()
             own |= {f"{name} {key}": state[key].clone() for key in keys[name]}
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, own)
+    everyone = gather(own)
     whole = {name: value for part in everyone for name, value in part.items()}
-    for name, split in splits_of(names).items():  # without a pipeline, so that every rank has them
-        size = engine.engine.mp_world_size
+    splits = {name: split for part in gather(splits_of(names)) for name, split in part.items()}
+    size = engine._layout.tensor_size
+    for name, split in splits.items():
         for key in [
             f"{name} {what}" for what in ("model", "fp32", *KEYS) if f"{name} {what}" in whole
         ]:
-            whole[key] = split.whole([part[key] for part in everyone[:size]])
+            # ranks of a group stand side by side; a stage has its own weights
+            whole[key] = split.whole([part[key] for part in everyone if key in part][:size])
     return whole
 
 

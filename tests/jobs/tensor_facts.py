@@ -20,9 +20,10 @@ from torch.nn.functional import cross_entropy
 from framework.config.training import TensorSplit
 from framework.engine import tensor_cut
 from framework.engine.distributed import gather, process_group
-from framework.engine.tensor_cut import TensorCut
+from framework.engine.tensor_cut import TensorCut, known_plan
 from framework.errors import ConfigError
 from framework.models import sequence
+from framework.models.layers import as_layers
 from framework.models.split import TensorPart, VocabularyPart
 from framework.recipes.language_models import bert, gpt
 from framework.tasks.causal_lm import CausalLM
@@ -254,6 +255,51 @@ def refusals() -> dict[str, str]:
     return found
 
 
+def cut_by_layer(model: nn.Module, task: Task, plan: dict[str, str] | None = None) -> None:
+    """Cut a model as a stage that has all of its layers."""
+    given = None if plan is None else {name: TensorSplit(split=word) for name, word in plan.items()}  # type: ignore[arg-type]
+    known = known_plan(model, given, size=2)
+    cutting = TensorCut(None, given, task, known=known)
+    for layer in as_layers(model):
+        cutting.layer(layer.name, layer.build())
+    cutting.check_stages()
+
+
+def layer_by_layer() -> dict[str, Any]:
+    """A stage's layers have the parts that the whole model has, and compute the same."""
+    found: dict[str, Any] = {}
+    for name, make, task in (("gpt", make_gpt, CausalLM()), ("bert", make_bert, MaskedLM())):
+        model, other = make(2), cut(make(2), task)
+        staged_task = type(task)()
+        cut_by_layer(model, staged_task)
+        pairs = zip(model.named_parameters(), other.named_parameters(), strict=True)
+        found[name] = all(
+            torch.equal(one, two) and vars(one) == vars(two) for (_, one), (_, two) in pairs
+        )
+        assert staged_task.vocabulary is not None
+        found[f"{name} vocabulary"] = staged_task.vocabulary.widths
+    model = make_gpt()
+    cut_by_layer(model, CausalLM())
+    found["outputs"] = torch.equal(model(_TOKENS), cut(make_gpt(), CausalLM())(_TOKENS))
+    for name, plan in (
+        ("apart", {"0": "column", "1": "row"}),
+        ("idle", {"0": "column_gathered", "3": "column_gathered"}),
+        ("within", {"0.0": "column", "0.1": "row"}),
+    ):
+        pair = (nn.Linear(4, 6), nn.Linear(6, 4))
+        layers = nn.Sequential(*pair) if name != "within" else nn.Sequential(Two(*pair))
+        try:
+            cut_by_layer(layers, Mean(), plan)
+            found[name] = "cut"
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+class Two(nn.Sequential):
+    """One layer of a pipeline with two linear ones in it."""
+
+
 def warnings_of_small_plans() -> list[str]:
     """What is printed of plans that leave most numbers whole, and of none that does not."""
     lines, warn = list[str](), tensor_cut.warn
@@ -281,6 +327,7 @@ def main() -> None:
             "draws": dropouts(),
             "summed weight": summed_weight(),
             "refused": refusals(),
+            "by layer": layer_by_layer(),
             "small": warnings_of_small_plans(),
         }
         if all(other == found for other in gather(found)) and torch.distributed.get_rank() == 0:

@@ -195,3 +195,43 @@ class Coloured(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.cat([images] * 3, dim=1)
+
+
+def staged_llama() -> nn.Module:
+    """Llama of transformers as a list of layers, each of which knows its positions itself."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    class Block(LlamaDecoderLayer):  # type: ignore[misc]
+        def forward(self, hidden: Tensor) -> Tensor:
+            places = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+            turns = self.rotary(hidden, position_ids=places)
+            output: Tensor = super().forward(hidden, position_embeddings=turns)
+            return output
+
+    class StagedLlama(LlamaForCausalLM):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for block in self.model.layers:
+                block.__class__ = Block
+                block.rotary = LlamaRotaryEmbedding(config)
+            del self.model.rotary_emb
+
+        def layers(self) -> list[tuple[str, nn.Module]]:
+            pairs = [("model.embed_tokens", self.model.embed_tokens)]
+            pairs += [(f"model.layers.{n}", block) for n, block in enumerate(self.model.layers)]
+            return [*pairs, ("model.norm", self.model.norm), ("lm_head", self.lm_head)]
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            value = tokens
+            for _, module in self.layers():
+                value = module(value)
+            return value
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return StagedLlama(LlamaConfig(vocab_size=261, num_key_value_heads=2, **sizes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -143,3 +144,16 @@ def test_a_layout_in_words() -> None:
     assert (
         str(Layout(4, 4, 64, 8, 2)) == "64 samples per step = 8 x 2 accumulation x 4 data-parallel"
     )
+
+
+def test_a_model_that_is_divided_both_ways_has_its_ranks_written_out() -> None:
+    layout = Layout(8, 2, global_size=8, micro_size=1, accumulation_steps=4, pipe_size=2)
+    assert layout.places() == ""
+    divided = replace(layout, tensor_size=2)
+    assert divided.places() == (
+        "stage 0 on 0 to 3, stage 1 on 4 to 7; tensor groups side by side: 0 to 1, 2 to 3, ..."
+    )
+    assert [divided.stage_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [divided.tensor_rank(rank) for rank in range(8)] == [0, 1] * 4
+    many = replace(layout, world_size=24, pipe_size=6, tensor_size=2)
+    assert many.places().startswith("stage 0 on 0 to 3, stage 1 on 4 to 7, stage 2 on 8 to 11, ...")

@@ -23,7 +23,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, NotEstimatedError, estimate, stage_memories
 from framework.plan.optimizer_state import OptimizerState
 from framework.plan.plan import make_plan
-from framework.plan.work import LayerWork, named_work, weights_alone
+from framework.plan.work import LayerWork, weights_alone, work_of_rank
 from tests.commands.children import answer_here
 from tests.launched import ROOT, run_ranks
 
@@ -341,6 +341,10 @@ def shared_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         )
     for stage, kind, dtype in product((1, 3), kinds, ("fp32", "bf16")):
         yield f"own-tensor-4-z{stage}-{kind}-{dtype}", *of(stage, kind, dtype, tensor=2)
+    for stage, kind, dtype in ((0, "gpt", "fp32"), (1, "llama", "bf16"), (1, "bert", "fp32")):
+        sections, batch = of(stage, kind, dtype, tensor=2, pipe=2)
+        sections["batch"] = {"micro_size": 8, "accumulation_steps": 4}
+        yield f"own-tensor-4-pipe-z{stage}-{kind}-{dtype}", sections, batch
     for stage, dtype in ((1, "fp32"), (3, "bf16")):
         yield (
             f"own-tensor-4-sequence-z{stage}-{dtype}",
@@ -465,7 +469,7 @@ def measured(
                 else (number + number // 4 + 4) % 16
             )
             == 0
-            or name.startswith(("own-length", "states-", "z2-zenflow"))
+            or name.startswith(("own-length", "states-", "z2-zenflow", "own-tensor-4-pipe-z1"))
         ]
     listed = [{"config": CASES[name][0], "batch": CASES[name][1]} for name in names]
     (folder / "cases.json").write_text(json.dumps(listed), encoding="utf-8")
@@ -501,7 +505,7 @@ def wrong_files(name: str, ranks: int, staged: int, on_disk: int) -> Iterator[st
     """
     values = CASES[name][0] | {"checkpoint": {"mode": "async"}}
     plan = make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu"))
-    work = find_own_work(plan) or named_work(plan.config, plan.layout.micro_size, device="cpu")
+    work = find_own_work(plan) or work_of_rank(plan)
     memory = estimate(plan, work=work or weights_alone(plan.config.model))
     every = [memory] if plan.layout.pipe_size == 1 or work is None else stage_memories(plan, work)
     most = max(each.host["checkpoint on its way to disk"] for each in every)
@@ -516,9 +520,9 @@ def expected(name: str, ranks: int, saved: int) -> list[int]:
     within a step.
     """
     values = CASES[name][0]
-    if name.startswith("pipe-"):
+    if "pipe-" in name:
         plan = make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu"))
-        work = named_work(plan.config, plan.layout.micro_size, device="cpu")
+        work = work_of_rank(plan)
         assert work is not None
         stages = stage_memories(plan, work)
         most = max(memory.total(memory.peak) for memory in stages)

@@ -17,6 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 
 from framework.engine.gradient_norm import norm_of
 
@@ -94,26 +95,25 @@ def _numbers_of_gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter.grad._values()
 
 
-def norm_over_ranks(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptNorm:
-    """Return a measurement of the whole model's norm, where stages of a pipeline (the process group
-    `stages`) or tensor parts have weights of their own.
+def norm_over_ranks(engine: deepspeed.DeepSpeedEngine) -> KeptNorm:
+    """Return a measurement of the whole model's norm, where stages of a pipeline or tensor parts
+    have weights of their own.
     """
-    if stages is None and engine.mpu is not None:
-        group = engine.mpu.get_model_parallel_group()
-        counts_whole = torch.distributed.get_rank(group) == 0
-        return KeptNorm(engine, group=group, counts_whole=counts_whole)
-    return KeptNorm(engine, group=stages)
+    if engine.mpu is None:
+        return KeptNorm(engine)
+    # stages and tensor parts of the same samples
+    group = engine.mpu.get_model_parallel_group()
+    counts_whole = bwc_tensor_model_parallel_rank(engine.mpu) == 0
+    return KeptNorm(engine, group=group, counts_whole=counts_whole)
 
 
-def keep_norm(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptNorm | None:
+def keep_norm(engine: deepspeed.DeepSpeedEngine) -> KeptNorm | None:
     """Put a `KeptNorm` in place of the engine's clipping and `zero_grad` if DeepSpeed would drop
     the norm. Return it, or None if DeepSpeed's optimizer keeps the norm.
-
-    `stages` is the process group of a pipeline's stages.
     """
     if engine.zero_optimization_stage() != 0 or engine.fp16_enabled() or engine.bfloat16_enabled():
         return None
-    kept = norm_over_ranks(engine, stages=stages)
+    kept = norm_over_ranks(engine)
     engine.clip_fp32_gradients = kept
     engine.zero_grad = kept.forget_gradients
     return kept

@@ -306,7 +306,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (
             divided(parallel={"tensor": 2, "pipe": 2}, batch={"accumulation_steps": 8}),
             "cuda",
-            "not-with-tensor",
+            None,
         ),
         (divided(**offload(3, **NVME) | LION), "cuda", "not-with-tensor"),
         (divided(zero={"stage": 3, "offload_param": NVME}), "cuda", "not-with-tensor"),
