@@ -47,11 +47,12 @@ class Case:
     dtype: str = "fp32"
     training: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, Any] = field(default_factory=dict)
     steps: int = FEW_STEPS
 
     @property
     def name(self) -> str:
-        further = "".join(f"-{name}" for name in (*self.training, *self.zero))
+        further = "".join(f"-{name}" for name in (*self.training, *self.zero, *self.parallel))
         return f"{self.model}-z{self.stage}-{self.kind}-{self.dtype}{further}"
 
 
@@ -66,7 +67,11 @@ FOUR_RANKS = [
     Case("gpt", 1, tolerance=0.05, dtype="bf16"),
     Case("gpt", 1, tolerance=0.02, dtype="fp16"),
 ]
-EIGHT_RANKS = [Case("gpt", 0), Case("gpt", 1, "adamw", steps=NUM_STEPS)]
+EIGHT_RANKS = [
+    Case("gpt", 0),
+    Case("gpt", 1, "adamw", steps=NUM_STEPS),
+    Case("gpt", 1, parallel={"sequence": 2}),
+]
 # With --exhaustive: what differs from others in one thing that a third one holds.
 _HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 RARE_FOUR = [
@@ -95,7 +100,7 @@ def values(case: Case, folder: Path, text: Path, **more: dict[str, Any]) -> dict
     made: dict[str, Any] = {
         "run": {"name": case.name, "output_dir": str(folder)},
         "batch": {"global_size": 16, "micro_size": 2},
-        "parallel": {"pipe": 2, "tensor": 2},
+        "parallel": {"pipe": 2, "tensor": 2, **case.parallel},
         "precision": {"dtype": case.dtype},
         "zero": {"stage": case.stage, **case.zero},
         "optimizer": OPTIMIZERS[case.kind],
@@ -163,7 +168,7 @@ def plain(case: Case, text: Path) -> tuple[list[float], list[float], dict[str, f
     key = f"{case.model}-{case.kind}-{'ema' in case.training}"
     if key not in _plain:
         norms: list[float] = []
-        config = values(replace(case, stage=0, dtype="fp32", zero={}), Path(), text)
+        config = values(replace(case, stage=0, dtype="fp32", zero={}, parallel={}), Path(), text)
         losses, metrics, model = plain_run(config, micro_size=2, num_steps=NUM_STEPS, norms=norms)
         _plain[key] = losses, norms, metrics, model
     return _plain[key]  # type: ignore[no-any-return]
