@@ -136,6 +136,7 @@ class TensorCut:
         self._cut: set[int] = set()  # ids of modules
         self._layers: dict[str, nn.Module] = {}  # of a stage, each in a module of its own
         self._shares: dict[str, _Share] = {}
+        self._refused: list[ConfigError] = []
 
     def after(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         """Return a function that builds a model and cuts it."""
@@ -155,33 +156,39 @@ class TensorCut:
         self._check_share(self._cut_parts(model))
         return model
 
-    def layer(self, name: str, module: nn.Module) -> nn.Module:
-        """Cut a layer of a stage, which has this name in the model, in place.
-
-        Raises:
-            ConfigError: as of a whole model, but for what `check_stages` looks at.
+    def layer(self, name: str, module: nn.Module) -> None:
+        """Cut a layer of a stage, which has this name in the model, in place. What is wrong with it
+        is kept for `check_stages`: the ranks of other stages do not see it.
         """
-        if any(module is known.get_submodule(other) for other, known in self._layers.items()):
-            return module  # one module in two places
+        if any(module is whole.get_submodule(other) for other, whole in self._layers.items()):
+            return  # one module in two places
         whole = nn.Module()
         register_module(whole, name, module)  # its parts have the names of the model
         self.part.may_draw = self.part.may_draw or _has_dropout(module)
         self._layers[name] = whole
-        self._shares[name] = self._cut_parts(whole)
-        return module
+        try:
+            self._shares[name] = self._cut_parts(whole)
+        except ConfigError as error:
+            self._refused.append(error)
 
     def check_stages(self) -> None:
         """Look at what is known when all stages have cut their layers. Collective.
 
         Raises:
-            ConfigError: kind ``tensor-plan``: a pattern of the config's plan matches nothing in any
-                stage, a layer that stays whole shares a weight with a divided one, or the model's
-                own plan divides next to nothing.
+            ConfigError: on all ranks, as of a whole model: a pattern of the config's plan matches
+                nothing in any stage, a layer cannot be divided so, or the model's own plan divides
+                next to nothing.
         """
         from framework.engine.distributed import gather
 
-        for whole in self._layers.values():
-            self._refuse_other_users(dict(whole.named_modules()))
+        try:
+            for whole in self._layers.values():
+                self._refuse_other_users(dict(whole.named_modules()))
+        except ConfigError as error:
+            self._refused.append(error)
+        for refused in gather(self._refused):
+            if refused:
+                raise refused[0]
         by_layer: dict[str, _Share] = {}
         for shares in gather(self._shares):  # of tied layers every stage has one
             by_layer |= shares
