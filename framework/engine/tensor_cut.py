@@ -8,7 +8,6 @@ not depend on `parallel.tensor`. A parameter that was cut has the attribute `spl
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -18,9 +17,16 @@ from torch import nn
 
 from framework.checkpoint.state.tensor_split import Split
 from framework.config.training import TensorSplit
+from framework.engine.tensor_plans import (
+    PLAN_KEY,
+    KnownPlan,
+    Plan,
+    entries_by_name,
+    known_plan,
+)
 from framework.errors import ConfigError, counted
 from framework.models.initialized import TokenEmbedding
-from framework.models.layers import LayeredModel, register_module
+from framework.models.layers import register_module
 from framework.models.split import (
     ColumnLinear,
     RowLinear,
@@ -34,60 +40,10 @@ from framework.tasks.causal_lm import CausalLM
 from framework.tasks.masked_lm import MaskedLM
 from framework.tasks.task import Task
 
-# Names of splits in transformers' `tp_plan` -> here.
-_TRANSFORMERS_SPLITS: Final = {
-    "colwise": "column",
-    "rowwise": "row",
-    "colwise_gather_output": "column_gathered",
-    "colwise_rep": "column_gathered",
-    "embedding_rowwise": "vocabulary",
-    "replicated_with_grad_allreduce": "summed",
-}
-_KEY: Final = "parallel.tensor_plan"
 # Shares of the numbers in matrices: below the first one a warning, and below the second one a
 # refusal if the plan is the model's own.
 _LEAST_DIVIDED: Final = 0.5
 _LEAST_WORTH: Final = 0.1
-Plan = Mapping[str, TensorSplit]
-
-
-@dataclass(frozen=True)
-class KnownPlan:
-    """What is known of a model as a whole before it is cut.
-
-    Attributes:
-        model: name of its class.
-        entries: its plan.
-        is_own: whether the plan came with the model, and is not of the config.
-        is_shipped: whether nothing but nn.Dropout is known to draw random numbers in it.
-        heads: names of the embeddings that are its output layer as well.
-    """
-
-    model: str
-    entries: Plan
-    is_own: bool
-    is_shipped: bool
-    heads: frozenset[str]
-
-
-def known_plan(model: Any, config_plan: Plan | None, *, size: int) -> KnownPlan:
-    """Return the plan of the config, or else the model's own, for tensor groups of `size` ranks.
-
-    Raises:
-        ConfigError: kind ``tensor-plan`` without a plan; kind ``tensor-not-divisible``.
-    """
-    name = type(model).__name__
-    plan = config_plan or _own_plan(model, size=size)
-    if not plan:
-        reason = f"{name} has no plan of its own for parallel.tensor"
-        fix = 'name its layers, such as {"blocks.*.up": column, "blocks.*.down": row}'
-        raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
-    heads: set[str] = set()
-    if isinstance(model, LayeredModel):
-        heads.update(model.place_of(layer) for layer in model.recipes if layer.call is not None)
-    return KnownPlan(
-        name, plan, config_plan is None, hasattr(type(model), "tensor_plan"), frozenset(heads)
-    )
 
 
 @dataclass(frozen=True)
@@ -213,7 +169,7 @@ class TensorCut:
         modules = dict(model.named_modules())
         weights = dict(model.named_parameters())
         sizes = {name: weight.numel() for name, weight in weights.items() if weight.ndim > 1}
-        matched, entries = _entries_by_name(self._known.entries, [*modules, *weights])
+        matched, entries = entries_by_name(self._known.entries, [*modules, *weights])
         if not self._is_stage:
             self._refuse_idle(matched)
         for name, module in modules.items():
@@ -242,7 +198,9 @@ class TensorCut:
             if pattern not in matched:
                 reason = "nothing in the model has such a name"
                 fix = "write names as named_modules() has them, * for a part"
-                raise ConfigError.of("tensor-plan", reason, fix, f"{_KEY}.{pattern}", entry.split)
+                raise ConfigError.of(
+                    "tensor-plan", reason, fix, f"{PLAN_KEY}.{pattern}", entry.split
+                )
 
     def _share_inputs(
         self, modules: Mapping[str, nn.Module], entries: Mapping[str, TensorSplit]
@@ -278,10 +236,10 @@ class TensorCut:
             f"matrices ({counted(len(names), 'weight')}, such as {example}): every rank holds and "
             "computes all others"
         )
-        fix = f"write a plan that names its layers as {_KEY}, or set parallel.tensor: 1"
+        fix = f"write a plan that names its layers as {PLAN_KEY}, or set parallel.tensor: 1"
         if part < _LEAST_WORTH and self._known.is_own:
-            raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
-        warn(f"{_KEY}: {reason}; {fix} [tensor-plan]", is_of_all_ranks=True)
+            raise ConfigError.of("tensor-plan", reason, fix, PLAN_KEY, None)
+        warn(f"{PLAN_KEY}: {reason}; {fix} [tensor-plan]", is_of_all_ranks=True)
 
     def _cut_weight(self, model: nn.Module, name: str, weight: nn.Parameter, kind: str) -> None:
         """Cut a weight that the plan names by itself, such as the bias of the output layer."""
@@ -483,7 +441,7 @@ class TensorCut:
                     self._refuse(name, reason, "divide both: an embedding as vocabulary")
 
     def _refuse(self, name: str, reason: str, fix: str) -> NoReturn:
-        raise ConfigError.of("tensor-plan", f"{name}: {reason}", fix, _KEY, name)
+        raise ConfigError.of("tensor-plan", f"{name}: {reason}", fix, PLAN_KEY, name)
 
 
 class _LookUps:
@@ -509,66 +467,3 @@ def _innermost_parent(names: Sequence[str]) -> str:
     while common and not all(parts[: len(common)] == common for parts in parents):
         common.pop()
     return ".".join(common)
-
-
-def _own_plan(model: Any, *, size: int) -> Plan:
-    """Return the plan of a model's own: of a shipped model, or of the model of transformers that it
-    is or holds; empty without one.
-    """
-    shipped = getattr(type(model), "tensor_plan", None)
-    if shipped is not None:
-        return {name: TensorSplit(split=split) for name, split in shipped.items()}
-    if not isinstance(model, nn.Module):
-        return {}
-    for name, module in model.named_modules():
-        splits = getattr(module, "_tp_plan", None)
-        if splits:
-            return _transformers_plan(module, splits, prefix=f"{name}." if name else "", size=size)
-    return {}
-
-
-def _transformers_plan(
-    module: nn.Module, splits: Mapping[str, str], *, prefix: str, size: int
-) -> Plan:
-    """Return the plan that a model of transformers has, with names that begin with a prefix."""
-    unknown = sorted(set(splits.values()) - _TRANSFORMERS_SPLITS.keys())
-    if unknown:
-        reason = (
-            f"the plan of {type(module).__name__} splits layers as {unknown[0]}, which is not "
-            "done here"
-        )
-        fix = "set parallel.tensor: 1, or write a plan"
-        raise ConfigError.of("tensor-plan", reason, fix, _KEY, None)
-    _refuse_heads(getattr(module, "config", None), size)
-    plan: dict[str, TensorSplit] = {}
-    for key, split in splits.items():
-        entry = TensorSplit.model_validate({"split": _TRANSFORMERS_SPLITS[split]})
-        plan[f"{prefix}{key}"] = entry
-    return plan
-
-
-def _refuse_heads(config: Any, size: int) -> None:
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        count = getattr(config, key, None)
-        if isinstance(count, int) and count % size:
-            reason = f"ranks cannot share the model's {count} {key} evenly"
-            raise ConfigError.of(
-                "tensor-not-divisible", reason, "set another size", "parallel.tensor", size
-            )
-
-
-def _entries_by_name(
-    plan: Plan, names: Sequence[str]
-) -> tuple[frozenset[str], dict[str, TensorSplit]]:
-    """Return the patterns of a plan that match a name of a module or weight, and the plan's entry
-    by name; the last pattern that matches counts.
-    """
-    entries: dict[str, TensorSplit] = {}
-    matched: set[str] = set()
-    for pattern, entry in plan.items():
-        regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
-        matches = [name for name in names if name and regex.fullmatch(name)]
-        if matches:
-            matched.add(pattern)
-        entries |= dict.fromkeys(matches, entry)
-    return frozenset(matched), entries

@@ -44,7 +44,7 @@ from framework.system.json_lines import decode, encode
 from framework.tasks.task import Task
 
 if TYPE_CHECKING:
-    from framework.engine.tensor_cut import KnownPlan
+    from framework.engine.tensor_plans import KnownPlan
 
 # Problems with the parts that no machine can solve: the run cannot work. All others may mean that
 # this machine lacks a file or a package.
@@ -118,7 +118,7 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     table = _cut(_facts(surveyed), surveyed, plan)
     tensor_plan: KnownPlan | None = None
     if config.parallel.tensor > 1:
-        from framework.engine.tensor_cut import known_plan
+        from framework.engine.tensor_plans import known_plan
 
         size = config.parallel.tensor
         tensor_plan = known_plan(model, config.parallel.tensor_plan, size=size)

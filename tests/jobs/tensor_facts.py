@@ -20,7 +20,8 @@ from torch.nn.functional import cross_entropy
 from framework.config.training import TensorSplit
 from framework.engine import tensor_cut
 from framework.engine.distributed import gather, process_group
-from framework.engine.tensor_cut import TensorCut, known_plan
+from framework.engine.tensor_cut import TensorCut
+from framework.engine.tensor_plans import known_plan
 from framework.errors import ConfigError
 from framework.models import sequence
 from framework.models.layers import as_layers
