@@ -355,6 +355,7 @@ FOUR.append(Case(3, TOP1, SGD, steps=2, ranks=4, expert=2))
 FOUR.append(Case(2, TOP1, SGD, steps=2, ranks=4, expert=2, tensor=2))
 FOUR.append(Case(3, TOP2, ADAMW, ranks=4, expert=2, tensor=2))
 FOUR.append(Case(1, TOP2, SGD, ranks=4, tensor=2, sequence=2, num_steps=NUM_STEPS))
+FOUR.append(Case(1, TOP2, SGD, steps=2, ranks=4, tensor=2, pipe=2))
 
 
 @pytest.fixture(scope="module")
