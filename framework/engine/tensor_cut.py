@@ -193,7 +193,7 @@ class TensorCut:
         return _Share(matched, sum(sizes.values()), num_divided, tuple(divided))
 
     def _refuse_idle(self, matched: frozenset[str]) -> None:
-        """Refuse a plan of the config of which a pattern matches nothing."""
+        """Refuse a pattern of the config's plan that matches nothing."""
         for pattern, entry in (self._config_plan or {}).items():
             if pattern not in matched:
                 reason = "nothing in the model has such a name"

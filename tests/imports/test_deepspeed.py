@@ -72,7 +72,11 @@ def test_shipped_renderings_come_back(path: Path) -> None:
     # What DeepSpeed's JSON leaves open: how many stages, and which optimizer is handed to it.
     left_open: dict[str, Any] = {}
     if "pipeline" in values:
-        left_open["parallel"] = {"pipe": 2}
+        samples_at_once = (
+            values["train_micro_batch_size_per_gpu"] * values["gradient_accumulation_steps"]
+        )
+        replicas = values["train_batch_size"] // samples_at_once
+        left_open["parallel"] = {"pipe": ON_8.devices_per_host // replicas}
     if "optimizer" not in values:
         left_open["optimizer"] = {"kind": "muon"}
     assert rendered(import_deepspeed(values) | left_open) == values

@@ -417,6 +417,7 @@ def test_a_plan_names_its_distribution() -> None:
         recomputed=1.0,
         bucket=10**7,
         joins_gradients=True,
+        sends_parts=False,
         block_sums=(2, 2),
         is_offloaded=True,
     )
