@@ -8,7 +8,7 @@ looking inside.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -210,13 +210,16 @@ class Engine(Protocol):
         """
         ...
 
-    def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
+    def load(
+        self, checkpoint: SavedCheckpoint, *, moved: bool, changed: Sequence[str] = ()
+    ) -> Mapping[str, Any]:
         """Put back what `save` wrote and return its `state`. Collective.
 
         Args:
             checkpoint: finished, its bytes verified.
             moved: it was written by other ranks, at another ZeRO stage, pipeline or precision than
                 this engine's.
+            changed: dotted keys of the config that it has otherwise, and that stay as they are.
         """
         ...
 

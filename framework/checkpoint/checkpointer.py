@@ -22,6 +22,7 @@ from typing import Any, Final, Literal
 from framework.checkpoint.manifest import (
     FORMAT,
     SavedCheckpoint,
+    best_of,
     newest_first,
     read_checkpoint,
     seal,
@@ -399,18 +400,7 @@ class Retention:
 
     def best_of(self, checkpoints: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
         """Return the checkpoint with the best value, the newest of equals; None if none has one."""
-        sign = 1 if self.best_is == "max" else -1
-        best = None
-        best_rank = None
-        for checkpoint in checkpoints:
-            value = checkpoint.manifest.get("metrics", {}).get(self.best)
-            if not isinstance(value, (int, float)) or math.isnan(value):
-                continue
-            rank = (sign * value, checkpoint.step)
-            if best_rank is None or rank > best_rank:
-                best = checkpoint
-                best_rank = rank
-        return best
+        return best_of(checkpoints, self.best, best_is=self.best_is)
 
     def describe_absence(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> str:
         """Describe, at the first save of a run, that `best` was not measured at its step; otherwise

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -122,6 +122,26 @@ def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
         OSError: the folder is there and does not answer.
     """
     return list(newest_first(folder))[::-1]
+
+
+def best_of(
+    checkpoints: Iterable[SavedCheckpoint], metric: str | None, *, best_is: str
+) -> SavedCheckpoint | None:
+    """Return the checkpoint with the best value of a metric at its own step, the last of equals;
+    None if none has a value. `best_is` is ``max`` or ``min``.
+    """
+    sign = 1 if best_is == "max" else -1
+    best = None
+    best_rank = None
+    for checkpoint in checkpoints:
+        value = checkpoint.manifest.get("metrics", {}).get(metric)
+        if not isinstance(value, (int, float)) or math.isnan(value):
+            continue
+        rank = (sign * value, checkpoint.step)
+        if best_rank is None or rank > best_rank:
+            best = checkpoint
+            best_rank = rank
+    return best
 
 
 def newest_first(folder: Path) -> Iterator[SavedCheckpoint]:

@@ -36,6 +36,8 @@ and after the change of name share the format.
 CHECKPOINTS: Final = "checkpoints"
 MANIFEST: Final = "manifest.json"
 LATEST: Final = "latest"
+BEST: Final = "best"
+"""Name that stands for the checkpoint with the best value of `checkpoint.keep_best`."""
 SAVING: Final = ".saving"
 LEAVING: Final = ".leaving-"
 TAG: Final = re.compile(r"global_step(?P<step>[0-9]{1,18})\Z")

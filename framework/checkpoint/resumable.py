@@ -9,12 +9,15 @@ would be lost without a word.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from framework.checkpoint.manifest import SavedCheckpoint, zenflow_of
 from framework.config.run_config import RunConfig
+from framework.config.training import CHANGEABLE
 from framework.errors import MISSING, ConfigError, Problem, show_value
 
 Rule = Literal["applied", "refused", "irrelevant"]
@@ -118,6 +121,8 @@ def check_resumable(
     problem = _other_steps(checkpoint, global_size)
     if problem is None:
         problem = _other_data(checkpoint, steps_per_epoch, data)
+        if problem is not None and _is_allowed("data", config):
+            problem = _other_stream(checkpoint, data, problem)
     if problem is not None:
         problems.append(problem)
     problems += _rounded_states(checkpoint, config)
@@ -169,9 +174,59 @@ def _other_data(
             key="checkpoint.resume",
             value=str(checkpoint.path),
             reason=f"{difference}, so its place in the data means other samples",
-            fix="restore the data, or start afresh under another run.name",
+            fix=(
+                "restore the data, or go on at the same step of this with "
+                "checkpoint.allow_changed: [data]"
+            ),
         )
     return None
+
+
+def _other_stream(
+    checkpoint: SavedCheckpoint, data: Mapping[str, Any], problem: Problem
+) -> Problem | None:
+    """Return the problem of other data that the run allows; None unless one of both is a stream,
+    in which a step has no place by its number.
+    """
+    if not (checkpoint.manifest.get("lanes") or data.get("lanes")):
+        return None
+    reason = f"{problem.reason}, and a stream has a place only in itself"
+    return replace(problem, reason=reason, fix=f"restore the data, or {_WEIGHTS_ALONE}")
+
+
+def _is_allowed(key: str, config: Mapping[str, Any]) -> bool:
+    """Check whether a key, or a section that it is in, is in ``checkpoint.allow_changed``."""
+    allowed = (config.get("checkpoint") or {}).get("allow_changed") or ()
+    return any(key == name or key.startswith(f"{name}.") for name in allowed)
+
+
+def changed_keys(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> list[str]:
+    """List the keys in ``checkpoint.allow_changed`` that a checkpoint has otherwise and that are
+    refused elsewhere: their saved values must not come back with its state.
+    """
+    if not checkpoint.verified:
+        return []
+    before = _flat(_with_defaults(checkpoint.manifest["config"]))
+    now = _flat(config)
+    changed = []
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) == now.get(key) or rule_of(key) != "refused":
+            continue
+        if _is_allowed(key, config):
+            changed.append(key)
+    return changed
+
+
+def describe_allowed(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> list[str]:
+    """Describe what `changed_keys` lists, as ``key: before -> now``."""
+    if not checkpoint.verified:
+        return []
+    before = _flat(_with_defaults(checkpoint.manifest["config"]))
+    now = _flat(config)
+    lines = []
+    for key in changed_keys(checkpoint, config=config):
+        lines.append(f"{key}: {show_value(before.get(key))} -> {show_value(now.get(key))}")
+    return lines
 
 
 def _states_of(config: Mapping[str, Any]) -> str:
@@ -215,6 +270,8 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
             continue
         if (key, before.get(key)) == _OLD_PARTIAL:
             continue
+        if _is_allowed(key, config):
+            continue
         is_of_both = key in before and key in now
         if key.startswith(_OF_ONE_KIND) and not is_of_both:
             continue
@@ -227,8 +284,19 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
             key=key,
             value=now.get(key, MISSING),
             reason=f"the checkpoint {checkpoint.path} was trained {how}",
-            fix="restore it, or start afresh under another run.name",
+            fix=_fix_of(key),
         )
+
+
+def _fix_of(key: str) -> str:
+    """Return what to do about a key that a checkpoint has otherwise."""
+    section = key.partition(".")[0]
+    if section in ("scheduler", "data", "task"):
+        key = section
+    if re.match(CHANGEABLE, key):
+        door = f"checkpoint.allow_changed: [{key}], which keeps the moments"
+        return f"restore it, or go on with {door}"
+    return f"restore it, or start afresh under another run.name ({_WEIGHTS_ALONE})"
 
 
 def _is_kernel_of_torch(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -272,7 +340,8 @@ def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) 
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) == now.get(key) or key.startswith(_EMA):
             continue
-        if rule_of(key) == "applied" or _is_kernel_of_torch(key, before, now):
+        is_applied = rule_of(key) == "applied" or _is_allowed(key, config)
+        if is_applied or _is_kernel_of_torch(key, before, now):
             changes.append(f"{key}: {show_value(before.get(key))} -> {show_value(now.get(key))}")
     change_of_average = _change_of_average(
         saved.get("training", {}).get("ema"),

@@ -13,11 +13,13 @@ from typing import Any, Final
 
 from framework.checkpoint.manifest import (
     SavedCheckpoint,
+    best_of,
     diagnose,
     list_checkpoints,
     read_checkpoint,
 )
 from framework.checkpoint.names import (
+    BEST,
     CHECKPOINTS,
     LATEST,
     REPLACED,
@@ -76,7 +78,7 @@ def find_sound_checkpoint(
             faults = _unreadable(run_checkpoints, known=candidates, key=_RESUME)
         else:
             candidates, faults = _checkpoints_at(
-                resume, key=_RESUME, allow_unverified=allow_unverified
+                named_best(resume, key=_RESUME), key=_RESUME, allow_unverified=allow_unverified
             )
     if resume != "auto":
         if not candidates:
@@ -168,12 +170,73 @@ class ResumeLookup:
         return {}
 
 
+def at_step(path: str, step: str | None, *, key: str) -> str:
+    """Return the path of the checkpoint of a step, or of ``best``, within a run folder; for no step
+    the path as it is.
+
+    Raises:
+        ConfigError: kind ``checkpoint-not-found``: the run has no checkpoint of this step.
+    """
+    if not step:
+        return path
+    if step == BEST:
+        return str(Path(path, BEST))
+    steps = []
+    with explaining_storage_errors(key, path):
+        for holder in holders(Path(path)):
+            for found, folder in named_folders(holder):
+                if found == int(step):
+                    return str(folder)
+                steps.append(f"{found}")
+    if not steps:
+        return path  # its absence is explained there
+    reason = f"there is no checkpoint of step {step}"
+    fix = f"there are {', '.join(steps)}, and {BEST}"
+    raise ConfigError.of("checkpoint-not-found", reason, fix, key, path)
+
+
+def named_best(path: str, *, key: str) -> str:
+    """Return a path, or for ``.../best`` the path of the best checkpoint of that run or
+    ``checkpoints`` folder, by the metric that its newest checkpoint was kept by.
+
+    Raises:
+        ConfigError: kind ``best-not-known``: the run has no such metric, or no checkpoint in which
+            it was measured.
+        StorageError: storage does not answer.
+    """
+    place = Path(path)
+    if place.name != BEST or os.path.lexists(place):
+        return path
+    with explaining_storage_errors(key, path):
+        for holder in holders(place.parent):
+            checkpoints = list_checkpoints(holder)
+            if checkpoints:
+                return str(_best_among(checkpoints, path, key=key).path)
+    return str(place.parent)  # its absence is explained there
+
+
+def _best_among(checkpoints: Sequence[SavedCheckpoint], path: str, *, key: str) -> SavedCheckpoint:
+    section = checkpoints[-1].manifest["config"].get("checkpoint", {})
+    metric = section.get("keep_best")
+    best = best_of(checkpoints, metric, best_is=section.get("best_is", "max"))
+    if metric is not None and best is not None:
+        return best
+    steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
+    if metric is None:
+        reason = "the run was not given a metric for the best (checkpoint.keep_best)"
+    else:
+        reason = f"no checkpoint has a value of {metric}"
+    fix = f"name a step: there are {steps}"
+    raise ConfigError.of("best-not-known", reason, fix, key, path)
+
+
 def newest_at(path: str, *, key: str, allow_unverified: bool = False) -> SavedCheckpoint | None:
     """Return the checkpoint at a path, or the newest one of the folder at a path, without a look at
     its files. None if there is no finished one; `absence_at` explains it.
 
     Args:
-        path: of a checkpoint, of a run folder, or of its ``checkpoints``.
+        path: of a checkpoint, of a run folder, or of its ``checkpoints``; ``.../best`` in one of
+            these is the best one.
         key: the config key or option that the path is the value of.
         allow_unverified: it may have no manifest.
 
@@ -181,6 +244,7 @@ def newest_at(path: str, *, key: str, allow_unverified: bool = False) -> SavedCh
         ConfigError: it has no manifest, which is not allowed; kind ``checkpoint-unverified``.
         StorageError: the manifest of the newest checkpoint is damaged, or storage does not answer.
     """
+    path = named_best(path, key=key)
     with explaining_storage_errors(key, path):
         checkpoints, faults = _checkpoints_at(path, key=key, allow_unverified=allow_unverified)
     if not checkpoints:

@@ -35,7 +35,7 @@ from framework.setup.assemble import assemble_engine, make_eval_loaders
 from framework.setup.prepare_run import prepare
 from framework.setup.start_point import agreed_weights, measure_cut
 from framework.setup.trained import find_source, module_of, saved_config
-from framework.system.arguments import CommandParser
+from framework.system.arguments import CommandParser, add_step
 from framework.system.launcher_rank import take_rank
 
 
@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     code. Collective.
     """
     arguments = _parse(words)
-    checkpoint = find_source(arguments.checkpoint)
+    checkpoint = find_source(arguments.checkpoint, step=arguments.step)
     take_rank(os.environ)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config, source = config_to_evaluate(checkpoint, arguments.settings, num_ranks=num_ranks)
@@ -136,6 +136,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="CHECKPOINT",
         help="run folder (its newest checkpoint) or .../global_step<N>",
     )
+    add_step(parser)
     option(
         "settings",
         nargs="*",

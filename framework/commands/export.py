@@ -42,7 +42,7 @@ from framework.errors import EXIT_OK, ConfigError, StorageError, printable
 from framework.setup.adapters import write_adapter
 from framework.setup.trained import find_source, module_of, saved_config
 from framework.setup.user_code import call_factory
-from framework.system.arguments import CommandParser
+from framework.system.arguments import CommandParser, add_step
 from framework.system.files import sync_folder
 from framework.system.stopping import ending_in_good_order
 
@@ -91,6 +91,7 @@ def export(
     source: str,
     out: Path,
     *,
+    step: str | None = None,
     weights: str = "trained",
     dtype: str = "fp32",
     shard_bytes: int = 5 * 10**9,
@@ -106,6 +107,7 @@ def export(
 
     Args:
         source: a checkpoint, or a run folder: its newest checkpoint.
+        step: of the run folder: a number, or ``best``.
         weights: trained, or ema for their moving average.
         dtype: fp32, bf16 or fp16, of every floating-point tensor.
         shard_bytes: largest size of a file.
@@ -126,7 +128,7 @@ def export(
     _clear_left_over(out)
     _refuse_taken(out, force=force)
     hf = hf or file_format == "hf"
-    checkpoint = find_source(source, allow_unverified=allow_unverified)
+    checkpoint = find_source(source, step=step, allow_unverified=allow_unverified)
     _refuse_inside(out, checkpoint.path)
     merged = MergedWeights(checkpoint, average=weights == "ema")
     if adapter:
@@ -381,6 +383,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         help="a .../global_step<N> folder, or a run folder: its newest one",
     )
     option("out", metavar="OUT", help="folder to be made")
+    add_step(parser)
     as_trained = "as trained, or their moving average, training.ema (trained)"
     option("--weights", choices=("trained", "ema"), default="trained", help=as_trained)
     option("--dtype", choices=tuple(_DTYPES), default="fp32", help="type of the numbers (fp32)")

@@ -32,7 +32,7 @@ from framework.recipes.language_models.kinds import GPT
 from framework.recipes.text.chat import Answers, open_tokenizer
 from framework.recipes.text.kinds import Conversations, Text, TextPairs
 from framework.setup.trained import find_source, module_to_ask, saved_config
-from framework.system.arguments import CommandParser, whole
+from framework.system.arguments import CommandParser, add_step, whole
 from framework.system.output import visible
 
 _NO_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"
@@ -46,7 +46,9 @@ def main(words: Sequence[str]) -> int:
         StorageError: the checkpoint is damaged.
     """
     arguments = _parse(words)
-    checkpoint = find_gpt(arguments.checkpoint, allow_unverified=arguments.allow_unverified)
+    checkpoint = find_gpt(
+        arguments.checkpoint, step=arguments.step, allow_unverified=arguments.allow_unverified
+    )
     config = _config_of(checkpoint, arguments.config)
     assert isinstance(config.model, GPT)
     tokenizer = tokenizer_of(config, checkpoint, option=arguments.tokenizer)
@@ -264,13 +266,15 @@ def as_text(
     yield decode(all_tokens[start:])[len(decode(all_tokens[start:shown])) :]
 
 
-def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
+def find_gpt(
+    path: str, *, step: str | None = None, allow_unverified: bool = False
+) -> SavedCheckpoint:
     """Find the checkpoint of a GPT that a path names; other models have no text to go on with.
 
     Raises:
         ConfigError: kind ``checkpoint-not-found``, ``checkpoint-unverified`` or ``not-a-gpt``.
     """
-    checkpoint = find_source(path, allow_unverified=allow_unverified)
+    checkpoint = find_source(path, step=step, allow_unverified=allow_unverified)
     if checkpoint.verified:
         _refuse_other_models(checkpoint.manifest["config"]["model"], file=str(checkpoint.path))
     return checkpoint
@@ -397,6 +401,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="CHECKPOINT",
         help="run folder (its newest checkpoint) or .../global_step<N>",
     )
+    add_step(parser)
     several = (
         "what to go on from, or of conversations what to answer, given several times for as "
         "many samples; left out: "

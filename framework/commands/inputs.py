@@ -181,7 +181,7 @@ def _samples_in(file: Path, config: RunConfig, *, lines: bool) -> dict[str, Any]
 
 def _is_plain_text(file: Path, data: Any) -> bool:
     """Check whether a file holds prompts by the line without being asked: the run has read windows
-    of text, of which no file holds rows, and its name is not that of rows.
+    of text, which no file holds as rows, and its name is of no file of rows.
     """
     if isinstance(data, LabelledText | Conversations):
         return False

@@ -36,7 +36,7 @@ from framework.checkpoint.names import (
     replaced_folders,
     size_of,
 )
-from framework.checkpoint.resume_point import refused_unverified
+from framework.checkpoint.resume_point import at_step, named_best, refused_unverified
 from framework.commands.torch_child import NoAnswerError, run_child
 from framework.errors import (
     EXIT_OK,
@@ -47,7 +47,7 @@ from framework.errors import (
     printable,
     show_value,
 )
-from framework.system.arguments import CommandParser, parse_command
+from framework.system.arguments import CommandParser, add_step, parse_command
 from framework.train.best import best_in
 from framework.train.events import failure_in
 
@@ -100,7 +100,7 @@ def main(words: Sequence[str]) -> int:
     """Print what a checkpoint is, or all of a run; returns the exit code, see `run_inspect`."""
     arguments = parse_command("inspect", _add_arguments, words)
     return run_inspect(
-        arguments.path,
+        named_best(at_step(arguments.path, arguments.step, key="inspect"), key="inspect"),
         as_json=arguments.json,
         verify=not arguments.no_verify,
         allow_unverified=arguments.allow_unverified,
@@ -110,6 +110,7 @@ def main(words: Sequence[str]) -> int:
 def _add_arguments(inspect: CommandParser) -> None:
     place = "a folder global_step<N>, or a run: all of its checkpoints"
     inspect.add_argument("path", metavar="CHECKPOINT|RUN", help=place)
+    add_step(inspect)
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     inspect.add_argument(
         "--no-verify",
@@ -180,7 +181,7 @@ def _make_report(path: Path, *, verify: bool, allow_unverified: bool) -> _Report
 
 
 def _failure_of_run(path: Path) -> Iterator[str]:
-    """Yield a line if the path is a run whose last start failed."""
+    """Yield a line if the path is a run and its last start failed."""
     failure = failure_in(path / "events.jsonl")
     if failure:
         yield f"{'run':<11}{failure}"

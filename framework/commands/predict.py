@@ -42,8 +42,8 @@ from framework.recipes.text.chat import Answers, open_tokenizer
 from framework.recipes.text.kinds import LabelledText
 from framework.recipes.text.labelled_text import inputs_of
 from framework.setup.components import load_task
-from framework.setup.trained import find_source, module_to_ask, saved_config
-from framework.system.arguments import CommandParser, whole
+from framework.setup.trained import find_source, module_to_ask, saved_config, step_name
+from framework.system.arguments import CommandParser, add_step, whole
 from framework.system.files import open_own
 from framework.tasks.task import Task, as_task
 
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
     Collective.
     """
     arguments = _parse(words)
-    checkpoint = find_source(arguments.checkpoint)
+    checkpoint = find_source(arguments.checkpoint, step=arguments.step)
     out = Path(arguments.out)
     size = arguments.batch_size
     config = saved_config(checkpoint, "model", "task", trust=arguments.trust)
@@ -317,6 +317,7 @@ def predict(
     *,
     model: Any = None,
     task: Any = None,
+    step: int | Literal["best"] | None = None,
     weights: Literal["trained", "ema"] = "trained",
     trust: bool = False,
     batch_size: int = 32,
@@ -336,6 +337,7 @@ def predict(
             samples in memory: rows as such files hold them, texts, or a dataset as `fit` takes it.
         model: as `fit` takes it; left out: the model that the checkpoint's own config names.
         task: as `fit` takes it; left out: that of the checkpoint's config.
+        step: of the run: a number, or ``best``; left out: the newest.
         weights: as trained, or their moving average (``training.ema``).
         trust: call code that the checkpoint names as a target.
         batch_size: samples per forward pass.
@@ -346,7 +348,7 @@ def predict(
         ConfigError: the checkpoint, the model or the data cannot be used.
         StorageError: the checkpoint is damaged.
     """
-    checkpoint = find_source(str(source), key="predict")
+    checkpoint = find_source(str(source), step=step_name(step), key="predict")
     sections = [name for name, given in (("model", model), ("task", task)) if given is None]
     trusted = str(checkpoint.path) if trust else None
     config = saved_config(checkpoint, *sections, trust=trusted, key="predict")
@@ -393,6 +395,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="CHECKPOINT",
         help="run folder (its newest checkpoint) or .../global_step<N>",
     )
+    add_step(parser)
     about = "files as data.path of the run names them; images or folders of them; .csv, .npz"
     option("inputs", nargs="+", metavar="INPUT", help=about)
     option("--lines", action="store_true", help="every line of INPUT is a text as it stands")

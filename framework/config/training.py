@@ -448,6 +448,22 @@ class Evaluation(_Often):
     """What is measured: the weights as trained, or their moving average (needs `training.ema`)."""
 
 
+# Numbers of an optimizer that its moments do not depend on, and sections that leave no state.
+CHANGEABLE: Final = (
+    r"^(optimizer\.(lr|adam_lr|weight_decay|betas|eps|momentum"
+    r"|args\.(lr|weight_decay|betas|eps|momentum))"
+    r"|scheduler(\..+)?|data(\..+)?|task(\..+)?|training\.(clip_grad_norm|max_steps|max_epochs))$"
+)
+WORDS_OF_PATTERNS[CHANGEABLE] = (
+    "not a key that a resumed run can change",
+    lambda text: (
+        "name optimizer.lr, another number of the optimizer, scheduler, training.clip_grad_norm, "
+        "data or task; for others start from the weights, checkpoint.init_weights"
+    ),
+)
+ChangeableKey = Annotated[str, StringConstraints(pattern=CHANGEABLE)]
+
+
 class Checkpoint(_Often):
     """When the state of the run is saved, how much is kept, and where it starts from."""
 
@@ -486,6 +502,11 @@ class Checkpoint(_Often):
     """``never``: start afresh; ``auto``: from the newest checkpoint in the run folder, afresh if
     there is none; otherwise the path of a checkpoint (``.../global_step<N>``) or of a run folder,
     which must exist.
+    """
+    allow_changed: list[ChangeableKey] = []
+    """Keys that a resumed run may set otherwise than its checkpoint, and go on with all moments:
+    ``optimizer.lr`` and other numbers of the optimizer, ``scheduler``, ``training.clip_grad_norm``,
+    ``data``, ``task``.
     """
     allow_unverified: bool = False
     """Let `resume` and `init_weights` name a checkpoint that DeepSpeed wrote by itself: it has no

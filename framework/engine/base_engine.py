@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -207,7 +207,9 @@ class BaseEngine:
                 open_file=open_file,
             )
 
-    def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
+    def load(
+        self, checkpoint: SavedCheckpoint, *, moved: bool, changed: Sequence[str] = ()
+    ) -> Mapping[str, Any]:
         from framework.engine.checkpoint_load import load_bytes, move_in
 
         names = self._names()
@@ -216,7 +218,9 @@ class BaseEngine:
             if partly:
                 names = {tensor: name for tensor, name in names.items() if not is_frozen(tensor)}
             with self.written.unguarded():
-                state = move_in(self.engine, checkpoint, names=names, layout=self._layout)
+                state = move_in(
+                    self.engine, checkpoint, names=names, layout=self._layout, changed=changed
+                )
         else:
             with self.written.unguarded():
                 restores = {}
@@ -228,6 +232,7 @@ class BaseEngine:
                     checkpoint.tag,
                     partly=partly,
                     restores=restores,
+                    changed=changed,
                 )
         if self._average is None:
             from framework.engine.ema import forget_average

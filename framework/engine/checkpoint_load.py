@@ -4,8 +4,8 @@ files of another layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ def load_bytes(
     *,
     partly: bool = False,
     restores: Mapping[str, Callable[[Any], None]] | None = None,
+    changed: Sequence[str] = (),
 ) -> Mapping[str, Any]:
     """Put back weights, optimizer, schedule and this rank's random state, and return the run's
     state. Collective.
@@ -55,11 +56,16 @@ def load_bytes(
         tag: name of the folder in it.
         partly: frozen weights are not in the files.
         restores: key of what parts of the engine saved (`save_bytes`, `further`) -> puts it back.
+        changed: dotted keys of the config that stay as the engine was built.
 
     Raises:
         StorageError: the files are missing or damaged.
     """
-    with explaining(partial(_failed_load, folder / tag)), _reporting_restored_options(engine):
+    with (
+        explaining(partial(_failed_load, folder / tag)),
+        _reporting_restored_options(engine, changed),
+        _keeping(engine, changed),
+    ):
         _refuse_lacking(engine, folder, tag, partly=partly)
         load = _put_partly if partly else None
         with keeping_moments(engine):
@@ -136,10 +142,23 @@ def _not_loaded(place: Path, reason: str) -> StorageError:
     )
 
 
+def _keeping(
+    engine: deepspeed.DeepSpeedEngine, changed: Sequence[str]
+) -> AbstractContextManager[None]:
+    """Return a context of a load in which changed settings stay as they are."""
+    if not changed:
+        return nullcontext()
+    from framework.engine.changed_settings import keeping_changed
+
+    return keeping_changed(engine, changed)
+
+
 @contextmanager
-def _reporting_restored_options(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
+def _reporting_restored_options(
+    engine: deepspeed.DeepSpeedEngine, changed: Sequence[str]
+) -> Iterator[None]:
     """Warn of options of the optimizer that the checkpoint's replace: its groups are put back
-    whole.
+    whole; unless some are `changed`, as the run allows.
 
     The keys of the config are compared before (`framework.checkpoint.resumable`). Options with
     which a user's function builds an optimizer are in no config.
@@ -149,15 +168,17 @@ def _reporting_restored_options(engine: deepspeed.DeepSpeedEngine) -> Iterator[N
     kernels = kernels_of(base)
     yield
     keep_kernels(base, kernels)
-    changed: dict[str, None] = {}
+    if changed:
+        return
+    replaced: dict[str, None] = {}
     for built_options, kept_options in zip(built, _options(engine), strict=False):
         for name, value in built_options.items():
             if name in kept_options and kept_options[name] != value:
                 kept = show_value(kept_options[name])
-                changed[f"{name}: {kept} is kept, {show_value(value)} was given"] = None
-    if changed:
+                replaced[f"{name}: {kept} is kept, {show_value(value)} was given"] = None
+    if replaced:
         warn(
-            f"the optimizer goes on with what the checkpoint holds ({'; '.join(changed)}); start "
+            f"the optimizer goes on with what the checkpoint holds ({'; '.join(replaced)}); start "
             "another run with checkpoint.init_weights to change it [optimizer-options-kept]",
             is_of_all_ranks=True,
         )
@@ -183,7 +204,12 @@ def _options(engine: deepspeed.DeepSpeedEngine) -> list[dict[str, Any]]:
 
 
 def move_in(
-    engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names, layout: Layout
+    engine: deepspeed.DeepSpeedEngine,
+    checkpoint: SavedCheckpoint,
+    *,
+    names: Names,
+    layout: Layout,
+    changed: Sequence[str] = (),
 ) -> Mapping[str, Any]:
     """Fill an engine from a checkpoint of another layout: other ranks, another ZeRO stage, other
     pipeline stages or tensor ranks. Return the run's state. Collective.
@@ -196,19 +222,26 @@ def move_in(
         checkpoint: finished, its bytes verified.
         names: plain names of the engine's parameters and buffers.
         layout: layout of the engine's run.
+        changed: dotted keys of the config that stay as the engine was built.
 
     Raises:
         StorageError: the files lack something that the model needs.
     """
     try:
-        return _move_in(engine, checkpoint, names=names, layout=layout)
+        with _keeping(engine, changed):
+            return _move_in(engine, checkpoint, names=names, layout=layout, changed=changed)
     except StorageError as error:
         error.is_of_one_rank = claims_error_report(str(error))
         raise
 
 
 def _move_in(
-    engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names, layout: Layout
+    engine: deepspeed.DeepSpeedEngine,
+    checkpoint: SavedCheckpoint,
+    *,
+    names: Names,
+    layout: Layout,
+    changed: Sequence[str],
 ) -> Mapping[str, Any]:
     splits = splits_of(names)
     division = Division()
@@ -216,7 +249,7 @@ def _move_in(
         division = Division(splits, layout.tensor_rank(rank()), layout.tensor_size)
     stored = StoredState(checkpoint, division=division)
     _refuse_other_model(engine, stored, names)
-    _fill_optimizer_and_weights(engine, checkpoint, stored, names)
+    _fill_optimizer_and_weights(engine, checkpoint, stored, names, changed)
     common = stored.common
     for counter in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, counter, common[counter])
@@ -243,6 +276,7 @@ def _fill_optimizer_and_weights(
     checkpoint: SavedCheckpoint,
     stored: StoredState,
     names: Names,
+    changed: Sequence[str],
 ) -> None:
     views = OptimizerViews(engine, names)
     if not checkpoint.verified:
@@ -252,7 +286,7 @@ def _fill_optimizer_and_weights(
             view.values.copy_(stored.read(view.name, view.key, view.start, view.values.numel()))
         views.set_steps(stored.step_of)
         if checkpoint.verified:
-            with _reporting_restored_options(engine):
+            with _reporting_restored_options(engine, changed):
                 views.set_groups(stored.group_of)
         views.set_loss_scale(stored.loss_scale)
         filled = views.spread_weights()

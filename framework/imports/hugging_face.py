@@ -245,6 +245,9 @@ def _take_best_checkpoint(arguments: ForeignArguments) -> None:
         is_greater_better = not metric.endswith("loss")
     best_is = "max" if is_greater_better else "min"
     arguments.put("checkpoint.best_is", best_is, "greater_is_better")
+    if loads_best:
+        reason = "the model stays the last; every command takes --step best, and framework.load too"
+        arguments.omit("load_best_model_at_end", "true", reason)
 
 
 def _take_sampling(arguments: ForeignArguments) -> None:

@@ -184,6 +184,18 @@ def state(run: RunRecords) -> str:
     return f"reached {reached}; it trains, or was ended from outside"
 
 
+def changes(run: RunRecords) -> list[dict[str, Any]]:
+    """Return the settings that starts of the run had otherwise than their checkpoints
+    (`checkpoint.allow_changed`), with the steps that they began at.
+    """
+    found = []
+    for event in run.happened("changed"):
+        lines = event.get("changes")
+        if isinstance(lines, list):
+            found.append({"step": event.get("step"), "changes": [str(line) for line in lines]})
+    return found
+
+
 def seconds(run: RunRecords) -> float:
     """Return the time from the first event, or the begin of the first logged interval, to the last
     record; 0 if no step was taken.
@@ -322,6 +334,7 @@ def summary(run: RunRecords) -> dict[str, Any]:
         "mean": mean,
         "time_split_ms": time_split(mean),
         "goodput": goodput_values,
+        "changes": changes(run),
         "warnings": run.warnings,
         "notes": run.notes,
     }

@@ -13,6 +13,7 @@ from framework.report.chart import Chart, text
 from framework.report.chart_style import STYLE
 from framework.report.figures import (
     best,
+    changes,
     error_of,
     eval_metrics,
     headline,
@@ -187,6 +188,8 @@ def _verdicts(runs: Sequence[RunRecords]) -> str:
         verdict = verdict_of(run)
         name = f"{text(run.name)}: " if len(runs) > 1 else ""
         notes = list(run.notes)
+        for change in changes(run):
+            notes.append(f"changed after step {change['step']}: {'; '.join(change['changes'])}")
         if run.last_error and run.last_error != error_of(run):
             notes.append(f"last error: {run.last_error}")
         about = f"{text(_sentence(state(run)))}{text(_where(run))}"

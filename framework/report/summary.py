@@ -265,6 +265,7 @@ def print_end(
     if goodput:
         rows.append(("goodput", goodput))
     rows.append(("run folder", str(result.folder)))
+    rows += _best_checkpoint(result)
     if report is not None:
         rows.append(("report", str(report)))
     if plan.config.monitors.tensorboard:
@@ -284,6 +285,19 @@ def _losses(result: RunResult) -> list[tuple[str, str]]:
     if "train/loss" in result.metrics:
         rows.append(("final train/loss", f"{result.metrics['train/loss']:.4f}"))
     return rows
+
+
+def _best_checkpoint(result: RunResult) -> Iterator[tuple[str, str]]:
+    """Yield where the best checkpoint is, and the command that exports it."""
+    if result.best is None:
+        return
+    checkpoint = result.folder / CHECKPOINTS / tag_of(result.best.step)
+    if not checkpoint.is_dir():
+        yield "best checkpoint", "none was saved at that step"
+        return
+    yield "best checkpoint", str(checkpoint)
+    folder = shlex.quote(str(result.folder))
+    yield "to export it", f"python -m framework export {folder} OUT --step best"
 
 
 def _phases(metrics: Mapping[str, float], step: float) -> list[str]:

@@ -159,6 +159,9 @@ class OpenRun:
             """Add the monitors of rank 0; return the counts that all ranks need."""
             since = time.monotonic() - self.began
             events.append(Events(folder.events, from_step=start_step, seconds=since))
+            changes = self._changes()
+            if changes:
+                events[0]("changed", start_step, changes=changes)
             monitors.extend(
                 make_monitors(
                     plan.config,
@@ -176,6 +179,17 @@ class OpenRun:
 
         facts = from_rank0(on_rank0(add_monitors))
         return monitors, events[0] if events else None, facts
+
+    def _changes(self) -> list[str]:
+        """Describe what a resumed run has otherwise than its checkpoint, by
+        `checkpoint.allow_changed`.
+        """
+        config = self.prepared.plan.config
+        if self.start is None or not config.checkpoint.allow_changed:
+            return []
+        from framework.checkpoint.resumable import describe_allowed
+
+        return describe_allowed(self.start, config=config.to_dict())
 
     def train_data(self, *, for_engine: bool = False) -> TrainData:
         """Return this rank's loader of the training data, in the order that the run began with;

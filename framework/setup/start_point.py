@@ -416,7 +416,11 @@ def load_start(
 
             refuse_adapter_of_other_base(description["config"], description["base"])
         return 0
-    from framework.checkpoint.resumable import describe_resharding, needs_resharding
+    from framework.checkpoint.resumable import (
+        changed_keys,
+        describe_resharding,
+        needs_resharding,
+    )
 
     if "base" in description:
         from framework.engine.weights import refuse_other_base
@@ -429,6 +433,10 @@ def load_start(
             f"resume: {start.path} was written in another layout ({change}) and is moved into "
             "this one"
         )
-    state = engine.load(start, moved=moved)
+    changed = changed_keys(start, config=description["config"])
+    if changed:
+        state = engine.load(start, moved=moved, changed=changed)
+    else:
+        state = engine.load(start, moved=moved)
     kept.restore(state)
     return int(state["step"])

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.resume_point import UNVERIFIED, absence_at, newest_at
+from framework.checkpoint.resume_point import UNVERIFIED, absence_at, at_step, newest_at
 from framework.checkpoint.state.reader import MergedWeights
 from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
@@ -30,6 +30,7 @@ def load(
     source: str | Path,
     model: Any = None,
     *,
+    step: int | Literal["best"] | None = None,
     weights: Literal["trained", "ema"] = "trained",
     trust: bool = False,
 ) -> torch.nn.Module:
@@ -40,6 +41,8 @@ def load(
     Args:
         source: a run folder (its newest checkpoint) or ``.../global_step<N>``, of any layout.
         model: as `fit` takes it; left out: the model that the checkpoint's own config names.
+        step: of the run: a number, or ``best``, by the metric of `checkpoint.keep_best`; left out:
+            the newest.
         weights: as trained, or their moving average (``training.ema``).
         trust: call code that the checkpoint names as ``model.target``; the built-in kinds need no
             trust.
@@ -49,7 +52,7 @@ def load(
             weights than the checkpoint.
         StorageError: the checkpoint is damaged.
     """
-    checkpoint = find_source(str(source), key="load")
+    checkpoint = find_source(str(source), step=step_name(step), key="load")
     config = RunConfig()
     if model is None or checkpoint.has_adapters:
         sections = ("model",) if model is None else ()
@@ -57,6 +60,13 @@ def load(
         config = saved_config(checkpoint, *sections, trust=trusted, otherwise="hand over model=...")
     average = {"trained": False, "ema": True}[weights]
     return module_of(checkpoint, config, model, average=average)
+
+
+def step_name(step: int | str | None) -> str | None:
+    """Return a step as `find_source` takes it."""
+    if step is None:
+        return None
+    return str(step)
 
 
 def module_of(
@@ -87,21 +97,25 @@ def module_to_ask(
 
     Experts have room for all tokens: the answer for one must not depend on the tokens beside it.
     """
-    model = module_of(checkpoint, config, model, average=average)
-    for module in model.modules():
+    asked = module_of(checkpoint, config, model, average=average)
+    for module in asked.modules():
         if isinstance(module, MixtureOfExperts):
             module.shape = module.shape.model_copy(update={"eval_capacity_factor": None})
     if torch.cuda.is_available():
-        return model.cuda(int(os.environ.get("LOCAL_RANK", "0")))
-    return model
+        return asked.cuda(int(os.environ.get("LOCAL_RANK", "0")))
+    return asked
 
 
-def find_source(path: str, *, allow_unverified: bool = False, key: str = KEY) -> SavedCheckpoint:
-    """Return the checkpoint at a path, or the newest one of the run there.
+def find_source(
+    path: str, *, step: str | None = None, allow_unverified: bool = False, key: str = KEY
+) -> SavedCheckpoint:
+    """Return the checkpoint at a path, or of the run there: the newest one, or that of a step or
+    ``best``.
 
     Raises:
         ConfigError: kind ``checkpoint-not-found`` or ``checkpoint-unverified``.
     """
+    path = at_step(path, step, key=key)
     checkpoint = newest_at(path, key=key, allow_unverified=allow_unverified)
     if checkpoint is None:
         reason = absence_at(path, key=key)

@@ -54,6 +54,22 @@ def add_option(
     target.add_argument(*spellings, **kwargs)
 
 
+def add_step(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands that take a checkpoint of a run."""
+    parser.add_argument(
+        "--step",
+        type=_step,
+        metavar="N|best",
+        help="of the run: a step, or best by checkpoint.keep_best; left out: the newest",
+    )
+
+
+def _step(text: str) -> str:
+    if text == "best" or re.fullmatch("[0-9]{1,18}", text):
+        return text
+    raise argparse.ArgumentTypeError(f"'{text}' is no step; write a number, or best")
+
+
 def parse_command(
     name: str,
     add_arguments: Callable[[CommandParser], None],

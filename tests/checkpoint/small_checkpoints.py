@@ -31,6 +31,7 @@ def make_checkpointer(
     keep_last: int = 100,
     is_main: bool = True,
     last_step: int | None = None,
+    config: Mapping[str, Any] = CONFIG,
 ) -> Checkpointer:
     folder.parent.mkdir(parents=True, exist_ok=True)  # the run's, which no save makes
     return Checkpointer(
@@ -42,7 +43,7 @@ def make_checkpointer(
             gather=lambda value: [value],
             last_step=last_step,
             position=lambda step: {"epoch": step // 4},
-            description={"layout": LAYOUT, "config": CONFIG, "steps_per_epoch": 4},
+            description={"layout": LAYOUT, "config": config, "steps_per_epoch": 4},
         ),
     )
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.checkpoint.resumable import check_resumable
+from framework.checkpoint.resumable import changed_keys, check_resumable, describe_changes
 from framework.errors import ConfigError, StorageError
 from tests.checkpoint.small_checkpoints import full, saved
 
@@ -84,6 +84,42 @@ class TestResumable:
         assert any(text.startswith(expected) for text in found), found
         assert all(text.endswith("[resume-config-differs]") for text in found)
 
+    @pytest.mark.parametrize(
+        ("sections", "allowed", "left"),
+        [
+            ({"optimizer": {"kind": "adamw", "lr": 0.5, "eps": 1e-6}}, ["optimizer.lr"], "eps"),
+            ({"scheduler": {"kind": "cosine"}}, ["scheduler"], ""),
+            ({"data": {"kind": "digits", "shuffle": False}}, ["data"], ""),
+            ({"data": {"kind": "digits", "shuffle": False}}, ["data.shuffle"], ""),
+            ({"training": {"clip_grad_norm": 0.5}}, ["training.clip_grad_norm"], ""),
+            ({"run": {"seed": 7}}, ["optimizer.lr", "scheduler", "data", "task"], "run.seed"),
+        ],
+    )
+    def test_what_is_allowed_may_change(
+        self, sections: dict[str, Any], allowed: list[str], left: str
+    ) -> None:
+        now = full(**sections, checkpoint={"allow_changed": allowed})
+        found = differences(full(), now)
+        assert bool(found) == bool(left)
+        assert all(left in text for text in found)
+        listed = changed_keys(saved(full()), config=now)
+        assert all(key.startswith(tuple(allowed)) for key in listed)
+        shown = describe_changes(saved(full()), config=now)
+        assert len([line for line in shown if "allow_changed" not in line]) == len(listed)
+
+    def test_the_refusal_names_the_door(self) -> None:
+        door = "go on with checkpoint.allow_changed: [{}], which keeps the moments"
+        for sections, key in (
+            ({"optimizer": {"kind": "adamw", "lr": 0.5}}, "optimizer.lr"),
+            ({"scheduler": {"kind": "cosine"}}, "scheduler"),
+        ):
+            for text in differences(full(), full(**sections)):
+                assert door.format(key) in text
+        (seed,) = differences(full(), full(run={"seed": 7}))
+        assert "start afresh" in seed
+        with pytest.raises(ConfigError, match="not a key that a resumed run can change"):
+            full(checkpoint={"allow_changed": ["optimizer.kind"]})
+
     def test_a_key_that_is_gone_has_no_value(self) -> None:
         (text,) = differences(full(deepspeed={"prescale_gradients": True}), full())
         assert text.startswith(
@@ -137,6 +173,13 @@ class TestResumable:
             check_resumable(saved(full()), config=full(), global_size=8, steps_per_epoch=5, data={})
         assert [problem.kind for problem in caught.value.problems] == ["resume-data-differs"]
         assert "its epochs had 4 steps and now they have 5" in str(caught.value)
+
+    def test_other_data_is_allowed_unless_it_is_a_stream(self) -> None:
+        now = full(checkpoint={"allow_changed": ["data"]})
+        options: dict[str, Any] = {"config": now, "global_size": 8, "steps_per_epoch": 5}
+        check_resumable(saved(full()), **options, data={"num_train_samples": 40})
+        with pytest.raises(ConfigError, match="a stream has a place only in itself"):
+            check_resumable(saved(full(), lanes=4), **options, data={"lanes": 4})
 
     def test_other_steps_are_refused_together_with_what_else_differs(self) -> None:
         with pytest.raises(ConfigError) as caught:

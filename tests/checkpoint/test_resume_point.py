@@ -4,14 +4,57 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from framework.checkpoint.manifest import seal
-from framework.checkpoint.resume_point import absence_at, newest_at, set_aside_later
+from framework.checkpoint.resume_point import absence_at, at_step, newest_at, set_aside_later
 from framework.errors import ConfigError, StorageError
-from tests.checkpoint.small_checkpoints import find, names, steps, write
+from tests.checkpoint.small_checkpoints import find, full, make_checkpointer, names, steps, write
+
+
+class TestBest:
+    """`.../best`, and steps by number."""
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "run/checkpoints"
+        keeps = {"checkpoint": {"keep_best": "eval/loss", "best_is": "min"}}
+        checkpointer = make_checkpointer(folder, config=full(**keeps))
+        for step, loss in ((10, 0.5), (20, 0.2), (30, 0.2), (40, 0.9)):
+            checkpointer.save(step, {"eval/loss": loss})
+        checkpointer.save(50)
+        return tmp_path / "run"
+
+    def test_the_best_has_a_name_wherever_a_checkpoint_has_one(self, run: Path) -> None:
+        for path in (run / "best", run / "checkpoints/best"):
+            found = newest_at(str(path), key="load")
+            assert found is not None
+            assert found.step == 30
+            assert find(str(path), run / "checkpoints") == 30
+        assert newest_at(at_step(str(run), "best", key="x"), key="x") == found
+        assert at_step(str(run), "20", key="x") == str(run / "checkpoints/global_step20")
+        assert at_step(str(run), None, key="x") == str(run)
+        with pytest.raises(ConfigError, match=r"there are 10, 20, 30, 40, 50, and best"):
+            at_step(str(run), "25", key="x")
+
+    def test_a_folder_of_that_name_is_itself(self, run: Path) -> None:
+        named = run.rename(run.with_name("best"))
+        found = newest_at(str(named), key="load")
+        assert found is not None
+        assert found.step == 50
+
+    def test_what_is_not_known_is_explained(self, run: Path, tmp_path: Path) -> None:
+        write(tmp_path / "plain", 10)
+        with pytest.raises(ConfigError, match=r"keep_best\); name a step.*\[best-not-known\]"):
+            newest_at(str(tmp_path / "plain/best"), key="load")
+        for step in (10, 20, 30, 40):
+            shutil.rmtree(run / f"checkpoints/global_step{step}")
+        with pytest.raises(ConfigError, match=r"no checkpoint has a value of eval/loss"):
+            newest_at(str(run / "best"), key="load")
+        assert newest_at(str(tmp_path / "nowhere/best"), key="load") is None
 
 
 class TestFinding:

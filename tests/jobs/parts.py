@@ -205,6 +205,17 @@ def partly_in_evaluation() -> torch.nn.Sequential:
     return torch.nn.Sequential(StaysInEvaluation(), Shift())
 
 
+class HalvesRate:
+    """Halves the learning rate after a step."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def on_step(self, state: Any) -> None:
+        if state.step == self._at:
+            state.scale_lr(0.5)
+
+
 class CountsGraphs:
     """Writes at the end of a run what torch has compiled in it, to ``<folder>/graphs.json`` of its
     run; with `cache`, torch.compile begins without kernels of earlier runs.

@@ -160,9 +160,19 @@ def test_the_end_shows_results_and_place(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-def test_the_best_so_far_is_reported_with_its_step(capsys: pytest.CaptureFixture[str]) -> None:
-    print_end(result(best=Best("eval/accuracy", 0.99, 77)), plan(), environment=HERE)
-    assert "  best eval/accuracy   0.9900 at step 77\n" in capsys.readouterr().out
+def test_the_best_so_far_is_reported_with_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = result(best=Best("eval/accuracy", 0.99, 77), folder=tmp_path)
+    print_end(best, plan(), environment=HERE)
+    shown = capsys.readouterr().out
+    assert "  best eval/accuracy   0.9900 at step 77\n" in shown
+    assert "best checkpoint      none was saved at that step\n" in shown
+    (tmp_path / "checkpoints/global_step77").mkdir(parents=True)
+    print_end(best, plan(), environment=HERE)
+    shown = capsys.readouterr().out
+    assert f"best checkpoint      {tmp_path}/checkpoints/global_step77\n" in shown
+    assert f"python -m framework export {tmp_path} OUT --step best\n" in shown
 
 
 DOOR = {"DSF_DOOR": "./launch.sh", "PATH": ""}
