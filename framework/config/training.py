@@ -819,7 +819,9 @@ class Parallel(Section):
     and the models of transformers bring their own.
     """
     sequence: PositiveCount = 1
-    """Ranks that share every sequence, each with a part of its positions (Ulysses)."""
+    """Ranks that share every sequence, each with a part of its positions (Ulysses, with a ring
+    where they are more than heads).
+    """
     expert: PositiveCount = 1
     """Ranks of different samples that share the experts of a mixture, each with as many whole ones
     (`model.moe`).

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -177,8 +178,10 @@ def attention_shape(plan: Plan, model: nn.Module) -> AttentionShape | None:
     for name in ("num_kv_heads", "num_key_value_heads"):
         kv_heads = getattr(described, name, None) or kv_heads
     head_size = getattr(described, "head_dim", None) or described.hidden_size // heads
-    # Ranks that share sequences have all positions of their share of the heads, too.
-    ranks = config.parallel.tensor * config.parallel.sequence
+    # Ranks that share sequences have all positions of their share of the heads, or a chunk of them.
+    own_heads = max(heads // config.parallel.tensor, 1)
+    team = gcd(own_heads, config.parallel.sequence)
+    ranks = config.parallel.tensor * team
     is_causal = not isinstance(config.task, MaskedLM) and not getattr(
         described, "num_classes", None
     )
@@ -186,7 +189,7 @@ def attention_shape(plan: Plan, model: nn.Module) -> AttentionShape | None:
         batch=plan.layout.micro_size,
         heads=max(heads // ranks, 1),
         kv_heads=max(kv_heads // ranks, 1),
-        length=length,
+        length=length // (config.parallel.sequence // team),
         head_size=head_size,
         is_causal=is_causal,
         is_masked=not is_causal,

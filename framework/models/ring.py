@@ -159,6 +159,7 @@ def _window_mask(
     return (places[:, None] - others < window)[None, None]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks meet in it
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -228,7 +229,7 @@ class _RingAttention(torch.autograd.Function):
                         scale=scale,
                     )
                     states.append(state)
-                    _add(mixed[rows, :, queries], sums[rows, :, queries], made, made_sums)
+                    add_chunk(mixed[rows, :, queries], sums[rows, :, queries], made, made_sums)
                 if step + 1 < ring.size:
                     held.receive()
         mixed = mixed.to(query.dtype)
@@ -291,7 +292,7 @@ class _RingAttention(torch.autograd.Function):
         )
 
 
-def _add(mixed: Tensor, sums: Tensor, made: Tensor, made_sums: Tensor) -> None:
+def add_chunk(mixed: Tensor, sums: Tensor, made: Tensor, made_sums: Tensor) -> None:
     """Add what attention made of further keys, in place.
 
     Args:

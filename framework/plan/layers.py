@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from math import ceil, prod
+from math import ceil, gcd, prod
 from typing import Any, Final
 
 from framework.config.base import ModelKind
@@ -53,24 +53,38 @@ class RankShare:
         split = True if self.tensor > 1 else None
         return tape.logits(value, self.of(count), split=split)
 
-    def heads(self, tape: Tape, value: Value, head_size: int) -> Value:
-        """Map (batch, own positions, size) to (batch, own heads, all positions, head size)."""
+    def team(self, num_heads: int) -> int:
+        """Return how many ranks of a sequence group share the heads of attention; `num_heads` of
+        queries that a rank of a tensor group has.
+        """
+        return gcd(num_heads, self.sequence)
+
+    def ring(self, num_heads: int) -> int:
+        """Return how many teams keys and values go around; 1: a team has all positions."""
+        return self.sequence // self.team(num_heads)
+
+    def heads(self, tape: Tape, value: Value, head_size: int, num_queries: int) -> Value:
+        """Map (batch, own positions, size) to (batch, own heads, positions of the team, head
+        size). `num_queries`: heads of queries that a rank of a tensor group has.
+        """
         batch, length, size = value.shape
         num_heads = size // head_size
         heads = value.view(batch, num_heads, length, head_size)
-        own_heads = max(num_heads // self.sequence, 1)
-        return self._exchanged(tape, heads, (batch, own_heads, length * self.sequence))
+        team = self.team(num_queries)
+        own_heads = max(num_heads // team, 1)
+        return self._exchanged(tape, heads, (batch, own_heads, length * team), team)
 
     def rows(self, tape: Tape, heads: Value, size: int) -> Value:
-        """Map `heads` back to (batch, own positions, size)."""
-        batch, num_heads, length, _ = heads.shape
-        positions = length // self.sequence
-        back = self._exchanged(tape, heads, (batch, num_heads * self.sequence, positions))
+        """Map `heads` of queries back to (batch, own positions, size)."""
+        batch, num_heads, length, head_size = heads.shape
+        team = size // head_size // num_heads
+        positions = length // team
+        back = self._exchanged(tape, heads, (batch, num_heads * team, positions), team)
         return back.view(batch, positions, size)
 
-    def _exchanged(self, tape: Tape, value: Value, shape: tuple[int, ...]) -> Value:
-        """Exchange a value in the sequence group, to a shape with the same last dimension."""
-        if self.sequence == 1:
+    def _exchanged(self, tape: Tape, value: Value, shape: tuple[int, ...], team: int) -> Value:
+        """Exchange a value in a team, to a shape with the same last dimension."""
+        if team == 1:
             return value
         return tape.run(value, shape=(*shape, value.shape[-1]))
 

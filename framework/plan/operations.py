@@ -636,12 +636,16 @@ class Tape:
         mask: Value | None = None,
         is_causal: bool = False,
         texts: float = 0,
+        ring: int = 1,
     ) -> Value:
         """Map queries (batch, heads, sequence, head size), and fewer heads of keys and values, to
         the shape of the queries.
 
-        `texts`: number of texts of equal length in each row; no text sees another; 0: one.
+        `texts`: number of texts of equal length in each row; no text sees another; 0: one. `ring`:
+        number of ranks with such a chunk of the sequence each, around which keys and values go.
         """
+        if ring > 1:
+            return self._ring_attention(query, key, value, mask, is_causal=is_causal, ring=ring)
         # Without dropout it is fused on CPUs, too.
         if self.device == "cuda" or not dropout:
             mixed = self._fused_attention(
@@ -674,6 +678,51 @@ class Tape:
         if mask is not None:
             saves.append(Value(mask.shape, query.width, has_gradient=False))
         made = self.run(query, key, value, shape=query.shape, saves=saves, flops=flops)
+        self.note_product(made, sums)
+        return self.save_output(made)
+
+    def _ring_attention(
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        mask: Value | None,
+        *,
+        is_causal: bool,
+        ring: int,
+    ) -> Value:
+        """Apply attention around a ring of ranks, chunk by chunk (`models/ring.py`): keys and
+        values are sent and received in one tensor each, results are added in fp32, and gradients
+        of keys and values travel in fp32.
+        """
+        batch, heads, length, _ = query.shape
+        flops = ring * _attention_flops(query)
+        if is_causal:
+            self.masked_flops += masked(flops, length * ring)
+        travelling = (prod(key.shape) + prod(value.shape),)
+        wide = self.run(query, shape=query.shape, width=_FP32, has_gradient=False)
+        sent = self.run(key, value, shape=travelling, has_gradient=False)
+        coming = self.run(sent, shape=travelling)
+        repeats = query.shape[1] // key.shape[1]
+        repeated = key.num_bytes + value.num_bytes if repeats > 1 else 0
+        # Gradients of queries; of keys and values those that are here, that are sent and that come;
+        # and of one chunk those of all three, from keys and values that are repeated for queries.
+        in_fp32 = _FP32 * (prod(query.shape) + 3 * travelling[0])
+        of_chunk = query.num_bytes + 2 * repeats * repeated + sent.num_bytes * (repeats == 1)
+        sums = Value((batch, heads, length), _FP32, has_gradient=False)
+        saves = [query, key, value, sums]
+        if mask is not None:
+            saves.append(Value(mask.shape, 1, has_gradient=False))
+        made = self.run(
+            query,
+            key,
+            value,
+            shape=query.shape,
+            saves=saves,
+            flops=flops,
+            temporary=in_fp32 + of_chunk + 2 * sent.num_bytes,
+            holds=[wide, sent, coming],
+        )
         self.note_product(made, sums)
         return self.save_output(made)
 

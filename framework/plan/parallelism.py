@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from framework.config.optimizer import SGD, Adafactor, Adagrad, Lion, Muon, OptimizerSection
 from framework.config.precision import (
@@ -18,7 +18,7 @@ from framework.config.precision import (
 from framework.config.run_config import RunConfig
 from framework.plan.compiling import compile_choice
 from framework.plan.flat_sums import coalesces, may_sum_flat, waits
-from framework.plan.plan import Plan
+from framework.plan.plan import Plan, ring_size
 from framework.plan.rules.devices import sums_of
 
 
@@ -31,6 +31,8 @@ class Parallelism:
         pipe: pipeline stages.
         tensor: ranks that share every matrix product.
         sequence: ranks that share every sample's tokens.
+        ring: teams of them around which keys and values go, where they are more than heads.
+        key_share: heads of keys for each head of queries.
         expert: ranks that share the experts.
         zero_stage: 0 to 3.
         accumulation: micro-batches of a rank, or of a pipeline, per optimizer step.
@@ -67,6 +69,8 @@ class Parallelism:
     pipe: int = 1
     tensor: int = 1
     sequence: int = 1
+    ring: int = 1
+    key_share: float = 1.0
     expert: int = 1
     zero_stage: int = 0
     accumulation: int = 1
@@ -118,6 +122,8 @@ class Parallelism:
             pipe=layout.pipe_size,
             tensor=layout.tensor_size,
             sequence=layout.sequence_size,
+            ring=ring_size(plan),
+            key_share=_key_share(config.model),
             sends_parts=False,
             block_sums=(2, 2),
             expert=layout.expert_size,
@@ -143,6 +149,15 @@ class Parallelism:
             weights_offloaded=stage == 3 and zero.offload_param.device != "none",
             muon=config.optimizer if isinstance(config.optimizer, Muon) else None,
         )
+
+
+def _key_share(model: Any) -> float:
+    """Return the heads of keys for each head of queries; 1 where they are not known."""
+    num_heads = getattr(model, "num_heads", None)
+    num_kv_heads = getattr(model, "num_kv_heads", None)
+    if not num_heads or not num_kv_heads:
+        return 1.0
+    return float(num_kv_heads / num_heads)
 
 
 def _gradient_bytes(plan: Plan, *, is_half: bool) -> int:

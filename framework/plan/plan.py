@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from math import ceil, prod
+from math import ceil, gcd, prod
 from types import SimpleNamespace
 from typing import Any, Final, cast
 
@@ -439,6 +439,10 @@ def rows(plan: Plan) -> dict[str, str]:
     packed = describe_packed_rows(plan)
     if packed:
         planned["rows"] = packed
+    ring = ring_size(plan)
+    if ring > 1:
+        teams = f"teams of {counted(plan.layout.sequence_size // ring, 'rank')} share heads"
+        planned["attention"] = f"around a ring: {teams}, keys and values go around {ring} teams"
     tile = loss_tile(plan.config, plan.layout.micro_size)
     if tile:
         planned["loss"] = f"tile by tile, the logits of {counted(tile, 'position')} at once"
@@ -469,6 +473,17 @@ def describe_packed_rows(plan: Plan) -> str:
     if plan.texts_per_row > 1:
         texts = f"{plan.texts_per_row:.1f} texts of equal length each"
     return f"packed, planned as {texts}"
+
+
+def ring_size(plan: Plan) -> int:
+    """Return around how many teams keys and values go, where the ranks that share sequences are
+    more than the heads of attention; 1 where they are not, and where the heads are not known.
+    """
+    size = plan.layout.sequence_size
+    num_heads = getattr(plan.config.model, "num_heads", None)
+    if not num_heads:
+        return 1
+    return size // gcd(num_heads // plan.layout.tensor_size, size)
 
 
 def _zero(plan: Plan) -> str:

@@ -130,8 +130,12 @@ def _changed_sizes(request: Request, sizes: Mapping[str, int]) -> Iterator[dict[
     """Yield parallel sizes with one of them changed, and the others that are free at 1."""
     config = request.config
     plain = {key: 1 if key in request.free else size for key, size in sizes.items()}
-    within_host = _sizes_within_host(config, request.cluster.devices_per_host)
-    choices = {PIPE: _pipes(config, request.cluster), TENSOR: within_host, SEQUENCE: within_host}
+    devices = request.cluster.devices_per_host
+    choices = {
+        PIPE: _pipes(config, request.cluster),
+        TENSOR: _sizes_within_host(config, devices),
+        SEQUENCE: _parts_of_sequences(config, devices),
+    }
     for key, key_sizes in choices.items():
         if key in request.free:
             yield from (plain | {key: size} for size in key_sizes)
@@ -142,6 +146,20 @@ def _sizes_within_host(config: RunConfig, devices: int) -> list[int]:
     heads = int(getattr(config.model, "num_kv_heads", 0) or getattr(config.model, "num_heads", 1))
     return [
         size for size in powers_of_two(devices) if size > 1 and not (devices % size or heads % size)
+    ]
+
+
+def _parts_of_sequences(config: RunConfig, devices: int) -> list[int]:
+    """List the powers of two that divide the devices of a host and the positions of sequences: where
+    they are more than heads, a ring has the rest.
+    """
+    length = getattr(config.data, "sequence_length", None)
+    if not isinstance(length, int) or not hasattr(config.model, "num_heads"):
+        return _sizes_within_host(config, devices)
+    return [
+        size
+        for size in powers_of_two(devices)
+        if size > 1 and not (devices % size or length % size)
     ]
 
 

@@ -284,26 +284,48 @@ class _Step:
         if not part.flops:
             return 0.0
         weights = self.weights(part)
-        total_flops = part.flops - part.masked_flops
-        weight_flops: float = total_flops
-        if self.work.num_tokens is not None:
-            weight_flops = min(2 * self.work.num_tokens * weights, total_flops)
-        if not weights:
-            weight_flops = 0.0
         plateau = rates.plateau
-        attention = rates.attention
-        capability = self.machine.device.capability
-        if capability is not None and capability >= (9, 0):
+        if self.is_hopper:
             plateau = rates.plateau_hopper
-            attention = rates.attention_hopper
         fastest = self.fastest
         if self.is_rounded(part):
             fastest = self.fastest_rounded
         saturation = sqrt(fastest / 1e15 * by.tensor / max(weights, 1))
         reached = plateau / (1 + rates.width * saturation)
-        seconds = weight_flops / reached / fastest
-        seconds += (total_flops - weight_flops) / attention / self.fastest
-        return self.samples * seconds / by.tensor / by.sequence
+        seconds = self.weight_flops(part) / reached / fastest
+        return self.samples * seconds / by.tensor / by.sequence + self.scores(part)
+
+    def weight_flops(self, part: LayerWork) -> float:
+        """Return the operations of a part's products with its weights."""
+        weights = self.weights(part)
+        flops: float = part.flops - part.masked_flops
+        if not weights:
+            return 0.0
+        if self.work.num_tokens is not None:
+            flops = min(2 * self.work.num_tokens * weights, flops)
+        return flops
+
+    def scores(self, part: LayerWork) -> float:
+        """Return the seconds of a part's products without a weight, forward.
+
+        Around a ring of r teams the last one sees all chunks where attention is causal, and the
+        others wait for it: r chunks, of (r + 1) / 2 that a team computes in the mean.
+        """
+        by = self.by
+        attention = self.rates.attention
+        if self.is_hopper:
+            attention = self.rates.attention_hopper
+        flops = part.flops - part.masked_flops - self.weight_flops(part)
+        seconds = self.samples * flops / attention / self.fastest / by.tensor / by.sequence
+        if part.masked_flops > 0:
+            seconds *= 2 * by.ring / (by.ring + 1)
+        return seconds
+
+    @property
+    def is_hopper(self) -> bool:
+        """Check whether the device is of the generation whose rates were measured apart."""
+        capability = self.machine.device.capability
+        return capability is not None and capability >= (9, 0)
 
     def is_rounded(self, part: LayerWork) -> bool:
         """Check whether the linear layers of a part compute in fp8: those of blocks do."""
@@ -379,13 +401,34 @@ class _Step:
             seconds = self.collectives.all_reduce(output, by.tensor, 1)
         yield "tensor parallel", by.block_sums, seconds
         seconds = 0.0
-        if by.sequence > 1:
-            seconds = self.collectives.scatter(output, by.sequence, by.tensor)
+        team = by.sequence // by.ring
+        if team > 1:
+            seconds = self.collectives.scatter(output, team, by.tensor)
         yield "sequence parallel", (4, 4), seconds
+        yield from self.ring(part, output, team)
         seconds = 0.0
         if by.expert > 1:
             seconds = self.collectives.scatter(output, by.expert, by.tensor * by.sequence)
         yield "expert parallel", (2, 2), seconds
+
+    def ring(
+        self, part: LayerWork, output: float, team: int
+    ) -> Iterator[tuple[str, tuple[int, int], float]]:
+        """Yield the transfers of a ring of teams as `exchanges` does: keys and values, and
+        backward the gradients of both as well, in fp32.
+
+        Transfers run beside the scores of a chunk, and take what those leave over.
+        """
+        by = self.by
+        if by.ring == 1:
+            return
+        keys = 2 * output * by.key_share
+        of_chunk = self.scores(part) / by.ring
+        sent = self.collectives.send(keys, team * by.tensor, 1)
+        yield "ring of keys", (by.ring - 1, by.ring - 1), max(sent - of_chunk, 0.0)
+        in_fp32 = 4 / by.weight_bytes * keys
+        sent = self.collectives.send(in_fp32, team * by.tensor, 1)
+        yield "ring of gradients", (0, by.ring), max(sent - 2 * of_chunk, 0.0)
 
     # What a step has beside its passes.
 

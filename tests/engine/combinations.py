@@ -132,6 +132,7 @@ def proven() -> Iterator[Run]:
         | test_sequence.DIVIDED
         | test_sequence.RARE_DIVIDED
         | test_sequence.PIPED
+        | test_sequence.RING
     )
     for ranks, cases in ((2, test_sequence.TWO_RANKS | test_sequence.RARE), (4, of_four)):
         yield from (

@@ -51,6 +51,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": TEXT | {"model": {"kind": "gpt", **_SMALL}},
     "gqa": TEXT
     | {"model": {"kind": "gpt", **_SMALL, **_LLAMA, "hidden_size": 48, "tie_embeddings": False}},
+    # As many heads of keys as ranks of a tensor group: those that share sequences get the same ones.
+    "grouped": TEXT
+    | {"model": {"kind": "gpt", **_SMALL, **_LLAMA, "num_heads": 4, "num_kv_heads": 2}},
+    # Fewer heads than four ranks.
+    "few": TEXT | {"model": {"kind": "gpt", **_SMALL, "num_heads": 2}},
+    "one": TEXT | {"model": {"kind": "gpt", **_SMALL, "num_heads": 1}},
+    "few-bert": {
+        "model": {"kind": "bert", "vocab_size": 261, **_SMALL, "num_heads": 1},
+        "data": {"kind": "text_pairs", "sequence_length": 32},
+        "task": {"kind": "masked_lm"},
+    },
+    "few-llama": RAGGED
+    | {
+        "model": {
+            "target": "tests.jobs.sequence_parts:tiny_llama",
+            "args": {"num_attention_heads": 2, "num_key_value_heads": 1},
+        }
+    },
     "bert": {
         "model": {"kind": "bert", "vocab_size": 261, **_SMALL},
         "data": {"kind": "text_pairs", "sequence_length": 32},
@@ -113,9 +131,22 @@ DIVIDED: Cases = {
         f"{model}-split-z{stage}": (model, stage, SGD) for model, stage in (("bert", 1), ("gpt", 2))
     },
     "gpt-split-tiled": ("gpt", 3, ADAMW),
+    "grouped-split-z1": ("grouped", 1, SGD),
+    "few-split-z0": ("few", 0, SGD),
 }
-# Two stages of a pipeline by two that share sequences.
-PIPED: Cases = {"gpt-piped-z0": ("gpt", 0, SGD), "bert-piped-z1": ("bert", 1, ADAMW)}
+# Four ranks share sequences, and are more than heads: a ring of two teams, or of four ranks.
+RING: Cases = {
+    "few-ring-z2": ("few", 2, SGD),
+    "few-ring-adamw": ("few", 0, ADAMW),
+    "few-bert-ring-z1": ("few-bert", 1, SGD),
+    "few-llama-ring-z3": ("few-llama", 3, SGD),
+}
+# Two stages of a pipeline by two that share sequences, one of them around a ring.
+PIPED: Cases = {
+    "gpt-piped-z0": ("gpt", 0, SGD),
+    "bert-piped-z1": ("bert", 1, ADAMW),
+    "one-piped-z1": ("one", 1, SGD),
+}
 # With --exhaustive: four processes are dear, and of each of these another one above holds the model
 # and the stage.
 RARE_FOUR: Cases = {
@@ -159,6 +190,8 @@ def values(
         sections = {"parallel": {"tensor": 2}} | sections
     if "piped" in name:
         sections = {"parallel": {"sequence": 2, "pipe": 2}} | sections
+    if "ring" in name:
+        sections = {"parallel": {"sequence": 4}} | sections
     if "tiled" in name:  # seven positions of sixteen: the last tile of a sequence is shorter
         sections = {"training": {"loss_tile": 7}} | sections
     base = {
@@ -260,7 +293,7 @@ def moved(name: str, folder: Path, text: Path, **sections: Any) -> Any:
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive: bool) -> Path:
     folder = tmp_path_factory.mktemp("sequence-2x2")
-    listed = FOUR_RANKS | DIVIDED | PIPED | (RARE_FOUR | RARE_DIVIDED if exhaustive else {})
+    listed = FOUR_RANKS | DIVIDED | PIPED | RING | (RARE_FOUR | RARE_DIVIDED if exhaustive else {})
     cases = [values(name, case, folder, text) for name, case in listed.items()]
     for sections in (
         {},
@@ -268,12 +301,14 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive:
         {"checkpoint": {"at_end": True, "resume": "auto"}},
     ):
         end = "broken" if sections else "whole"
-        cases.append(
-            values(f"split-{end}", DIVIDED["gpt-split-z2"], folder, text, **DROPPED | sections)
-        )
-        cases.append(
-            values(f"piped-{end}", PIPED["gpt-piped-z0"], folder, text, **DROPPED | sections)
-        )
+        for way, case in (
+            ("split", DIVIDED["gpt-split-z2"]),
+            ("piped", PIPED["gpt-piped-z0"]),
+            ("ring", RING["few-ring-z2"]),
+        ):
+            shape = DROPPED["model"] | MODELS[case[0]]["model"] | {"dropout": 0.2}
+            given = DROPPED | sections | {"model": shape}
+            cases.append(values(f"{way}-{end}", case, folder, text, **given))
     train_cases(cases, num_ranks=4, folder=folder)
     return folder
 
@@ -334,10 +369,15 @@ def test_stages_that_share_sequences_equal_plain_pytorch(
     hold(four_ranks, name, PIPED[name], text, global_size=8)
 
 
-@pytest.mark.parametrize("name", ["split", "piped"])
-def test_a_resumed_run_of_both_is_the_unbroken_one(four_ranks: Path, name: str) -> None:
+@pytest.mark.parametrize("name", RING)
+def test_rings_equal_plain_pytorch(four_ranks: Path, text: Path, name: str) -> None:
+    hold(four_ranks, name, RING[name], text, global_size=8)
+
+
+@pytest.mark.parametrize("way", ["split", "piped", "ring"])
+def test_a_resumed_run_of_both_is_the_unbroken_one(four_ranks: Path, way: str) -> None:
     whole, broken = (
-        series(four_ranks / f"{name}-{end}", "train/loss") for end in ("whole", "broken")
+        series(four_ranks / f"{way}-{end}", "train/loss") for end in ("whole", "broken")
     )
     assert whole == broken
     assert len(whole) == RESUMED

@@ -21,8 +21,9 @@ def tiny_llama(**shape: Any) -> nn.Module:
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
+        "num_key_value_heads": 2,
     }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=261, num_key_value_heads=2, **sizes | shape))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=261, **sizes | shape))
 
 
 def window_llama() -> nn.Module:

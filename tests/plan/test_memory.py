@@ -350,6 +350,14 @@ def shared_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
             f"own-tensor-4-sequence-z{stage}-{dtype}",
             *of(stage, "gpt", dtype, tensor=2, sequence=2),
         )
+    for kind, heads, dtype in (("llama", 2, "fp32"), ("gpt", 1, "bf16"), ("bert", 2, "bf16")):
+        values, batch = of(2, kind, dtype, sequence=4)
+        model = values["model"] | {"num_heads": heads, "dropout": 0.0}
+        if kind == "llama":
+            model["num_kv_heads"] = 1
+        values = values | {"model": model, "batch": {"micro_size": 64, "accumulation_steps": 1}}
+        larger = [[dtype_of_input, [64, *sizes[1:]]] for dtype_of_input, sizes in batch]
+        yield f"own-ring-4-{kind}-{dtype}", values, larger
 
 
 def length_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
@@ -440,7 +448,7 @@ CASES = {
 # On one rank and on four the states and sums that depend on ranks; the knobs, models and
 # activations on two.
 ON_RANKS: dict[int, list[str]] = {
-    2: [name for name in CASES if not name.startswith("own-tensor-4")]
+    2: [name for name in CASES if not name.startswith(("own-tensor-4", "own-ring-4"))]
 } | {
     ranks: [
         name
@@ -449,7 +457,7 @@ ON_RANKS: dict[int, list[str]] = {
     ]
     for ranks in (1, 4)
 }
-ON_RANKS[4] += [name for name in CASES if name.startswith("own-tensor-4")]
+ON_RANKS[4] += [name for name in CASES if name.startswith(("own-tensor-4", "own-ring-4"))]
 
 
 @pytest.fixture(scope="module", params=ON_RANKS, ids=lambda ranks: f"{ranks}-ranks")
@@ -469,7 +477,7 @@ def measured(
                 else (number + number // 4 + 4) % 16
             )
             == 0
-            or name.startswith(("own-length", "states-", "z2-zenflow", "own-tensor-4-pipe-z1"))
+            or name.startswith(("own-length", "own-ring-4", "states-", "z2-zenflow", "own-tensor-4-pipe-z1"))
         ]
     listed = [{"config": CASES[name][0], "batch": CASES[name][1]} for name in names]
     (folder / "cases.json").write_text(json.dumps(listed), encoding="utf-8")

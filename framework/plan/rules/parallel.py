@@ -9,7 +9,7 @@ from typing import Any, Final
 from framework.config.base import ModelKind
 from framework.config.model import LanguageModel, ModelSection
 from framework.config.run_config import RunConfig
-from framework.config.training import Batch, Parallel
+from framework.config.training import Batch
 from framework.errors import Problem
 from framework.plan.balance import stage_problems
 from framework.plan.cluster import Cluster
@@ -90,8 +90,8 @@ def _further_groups(config: RunConfig, beside: str, kind: str) -> Iterator[Probl
 
 @rule("sequence-not-shared")
 def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
-    """Find sequences that ranks cannot share: they have a part of the heads in attention, and equal
-    parts of the positions elsewhere.
+    """Find sequences that ranks cannot share: of models that read none, and of lengths that have no
+    equal parts.
     """
     model = config.model
     key = "parallel.sequence"
@@ -102,31 +102,10 @@ def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
         yield key, f"{model.kind} reads no sequences", f"set {key}: 1"
         return
     length = getattr(config.data, "sequence_length", None)
-    yield from _uneven_sequences(model, length, config.parallel)
-
-
-def _uneven_sequences(model: LanguageModel, length: Any, parallel: Parallel) -> Found:
-    """Find heads, or else positions, that the ranks of a sequence cannot share evenly."""
-    size = parallel.sequence
-    heads = model.num_heads // parallel.tensor  # of a rank's tensor group
-    if heads % size:
-        reason = f"the {heads} heads of attention cannot be shared evenly"
-        yield "parallel.sequence", reason, _ways_to_share(heads, parallel)
-    elif isinstance(length, int) and length % size:
+    if isinstance(length, int) and length % size:
         near = max(1, length // size) * size
-        yield (
-            "parallel.sequence",
-            f"sequences of {length} positions cannot be shared evenly",
-            f"set data.sequence_length: {near}",
-        )
-
-
-def _ways_to_share(heads: int, parallel: Parallel) -> str:
-    """Return the fix of heads that the ranks of a sequence cannot share."""
-    size = parallel.sequence
-    shared = nearest_divisor(heads, near=size) if heads else 1
-    multiple = size * parallel.tensor
-    return f"set parallel.sequence: {shared} or model.num_heads to a multiple of {multiple}"
+        reason = f"sequences of {length} positions cannot be shared evenly"
+        yield key, reason, f"set data.sequence_length: {near}"
 
 
 @rule("no-block-of-experts")

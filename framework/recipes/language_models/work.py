@@ -89,7 +89,7 @@ def _gpt_block(
 
     def heads(name: str, outputs: int) -> Value:
         projected = linear(normed, outputs, f"attention.{name}", split=True)
-        return share.heads(tape, projected, head_size)
+        return share.heads(tape, projected, head_size, rank_size // head_size)
 
     query = heads("query", rank_size)
     key = heads("key", kv_size)
@@ -98,7 +98,13 @@ def _gpt_block(
         turns = tape.turns(hidden, head_size, differ=share.texts > 0)
         query, key = tape.rotate(turns, query, key)
     mixed = tape.attention(
-        query, key, value, dropout=model.dropout, is_causal=True, texts=share.texts
+        query,
+        key,
+        value,
+        dropout=model.dropout,
+        is_causal=True,
+        texts=share.texts,
+        ring=share.ring(rank_size // head_size),
     )
     rows = share.rows(tape, mixed, rank_size)
     output = linear(rows, size, "attention.output", split=False)
@@ -229,18 +235,21 @@ def bert(model: BERT, share: RankShare) -> Layers:
 def _bert_block(model: BERT, share: RankShare, tape: Tape, hidden: Value) -> Value:
     size = model.hidden_size
     rank_size = share.of(size)
+    head_size = size // model.num_heads
+    num_heads = rank_size // head_size
     batch, length, _ = hidden.shape
     projected_from = tape.shared_input(hidden, *_PROJECTIONS)
 
     def heads(name: str) -> Value:
         projected = tape.linear(projected_from, rank_size, f"attention.{name}", split=True)
-        return share.heads(tape, projected, size // model.num_heads)
+        return share.heads(tape, projected, head_size, num_heads)
 
     query = heads("query")
     key = heads("key")
     value = heads("value")
     mask = Value((batch, 1, 1, length * share.sequence), 1, has_gradient=False)
-    mixed = tape.attention(query, key, value, dropout=model.dropout, mask=mask)
+    ring = share.ring(num_heads)
+    mixed = tape.attention(query, key, value, dropout=model.dropout, mask=mask, ring=ring)
     rows = share.rows(tape, mixed, rank_size)
     output = tape.dropout(tape.linear(rows, size, "attention.output", split=False), model.dropout)
     hidden = tape.layer_norm(tape.add(hidden, output), "attention_norm")
