@@ -47,7 +47,7 @@ class PackedRows(NamedTuple):
             of all tokens: (texts + 1,) int32, on the device of the places.
         host_starts: the same in the host's memory.
         longest: tokens of the longest text.
-        whole_places: of all tokens; `places` are those of this rank where ranks share sequences.
+        whole_places: of all tokens; `places` are this rank's alone where ranks share sequences.
     """
 
     places: Tensor
@@ -81,7 +81,7 @@ def packed_rows(places: Tensor, *, length: int | None = None) -> PackedRows:
     """Return the texts of a batch by the places of its tokens, (batch, sequence), which begin at 0
     with each text; a row that begins with the rest of a text begins one.
 
-    Where ranks share sequences the places are those of whole rows, and `length` is the number of
+    Where ranks share sequences the places are given of whole rows, and `length` is the number of
     positions that this rank sees of them; ValueError if the two do not fit.
 
     Where `note_texts` has not seen the batch on the host, and the places lie on a device, they are

@@ -1,11 +1,11 @@
 """Attention around a ring of ranks, each with a chunk of the positions (Liu et al. 2023, "Ring
 Attention with Blockwise Transformers").
 
-Every rank has the queries of its chunk. Keys and values go from rank to rank until each has seen
-those of all chunks; what attention makes of one chunk is added to what it made of those before by
-the logarithms of both softmaxes' sums, as in flash attention. Backward, keys and values go around
-once more, and their gradients with them, each of which comes home with all parts. Nothing is
-approximated: only the order of sums differs from attention on one rank.
+Every rank has the queries of its chunk. Keys and values go from rank to rank until each rank has
+seen all chunks; what attention makes of one chunk is added to what it made of earlier ones by the
+logarithms of both softmaxes' sums, as in flash attention. Backward, keys and values go around once
+more, and their gradients with them, until each comes home with all parts. Nothing is approximated:
+only the order of sums differs from attention on one rank.
 """
 
 from __future__ import annotations
@@ -288,7 +288,10 @@ class _RingAttention(torch.autograd.Function):
             query_gradient.to(query.dtype),
             key_gradient.to(key.dtype),
             value_gradient.to(value.dtype),
-            *(4 * [None]),
+            None,
+            None,
+            None,
+            None,
         )
 
 
@@ -344,8 +347,8 @@ class _Travelling:
         self._requests: list[Any] = []
 
     def send(self) -> None:
-        """Begin to send the parts to the rank behind, and to receive those of the rank before.
-        Collective.
+        """Begin to send the parts to the rank behind, and to receive what the rank before
+        sends. Collective.
         """
         ring = self._ring
         self._sent = torch.cat([part.flatten() for part in self.parts])
@@ -359,7 +362,7 @@ class _Travelling:
         )
 
     def receive(self) -> None:
-        """Wait for what `send` began: `parts` are those of the rank before."""
+        """Wait for what `send` began: `parts` came from the rank before."""
         assert self._coming is not None
         for request in self._requests:
             request.wait()

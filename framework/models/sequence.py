@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # ranks that are no more than heads need none of it
 
 _KEY: Final = "parallel.sequence"
 # Queries, keys and values (batch, heads, positions, size) -> what attention makes of them; and the
-# same of those of a chunk of the positions, with the ring that has the others.
+# same at a chunk of the positions, with the ring that has the other chunks.
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 MixInRing = Callable[[Tensor, Tensor, Tensor, "Ring"], Tensor]
 
@@ -161,7 +161,7 @@ def is_shared() -> bool:
 
 
 def num_parts() -> int:
-    """Return the number of parts of the positions, of which the models of this process see one."""
+    """Return the number of parts of the positions; the models of this process see one of them."""
     if _shared is None:
         return 1
     return _shared.size
@@ -309,7 +309,7 @@ def _attend_in_ring(
     scale: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute `attend` of a team's positions over those of all teams.
+    """Compute `attend` of a team's positions over the positions of all teams.
 
     Raises:
         ConfigError: kind ``sequence-not-shared``, for a mask of numbers, and options of torch's

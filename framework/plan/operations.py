@@ -705,10 +705,12 @@ class Tape:
         coming = self.run(sent, shape=travelling)
         repeats = query.shape[1] // key.shape[1]
         repeated = key.num_bytes + value.num_bytes if repeats > 1 else 0
-        # Gradients of queries; of keys and values those that are here, that are sent and that come;
-        # and of one chunk those of all three, from keys and values that are repeated for queries.
+        # Gradients of queries; of keys and values the one that is here, that is sent and that comes;
+        # and what one chunk makes of all three, from keys and values that are repeated for queries.
         in_fp32 = _FP32 * (prod(query.shape) + 3 * travelling[0])
-        of_chunk = query.num_bytes + 2 * repeats * repeated + sent.num_bytes * (repeats == 1)
+        of_chunk = query.num_bytes + 2 * repeats * repeated
+        if repeats == 1:
+            of_chunk += sent.num_bytes
         sums = Value((batch, heads, length), _FP32, has_gradient=False)
         saves = [query, key, value, sums]
         if mask is not None:

@@ -150,8 +150,8 @@ def _sizes_within_host(config: RunConfig, devices: int) -> list[int]:
 
 
 def _parts_of_sequences(config: RunConfig, devices: int) -> list[int]:
-    """List the powers of two that divide the devices of a host and the positions of sequences: where
-    they are more than heads, a ring has the rest.
+    """List the powers of two that divide the devices of a host and the positions of sequences;
+    where they are more than heads, a ring has the rest.
     """
     length = getattr(config.data, "sequence_length", None)
     if not isinstance(length, int) or not hasattr(config.model, "num_heads"):

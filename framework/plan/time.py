@@ -323,7 +323,7 @@ class _Step:
 
     @property
     def is_hopper(self) -> bool:
-        """Check whether the device is of the generation whose rates were measured apart."""
+        """Check whether the device's generation has rates that were measured apart."""
         capability = self.machine.device.capability
         return capability is not None and capability >= (9, 0)
 
