@@ -122,8 +122,8 @@ def _texts_of(places: Tensor) -> tuple[Tensor, int]:
 
 
 def texts_mask(places: Tensor, *, window: int | None = None) -> Tensor:
-    """Build the mask (batch, 1, sequence, sequence) of the positions that each position sees: those
-    of its own text, itself and before it, and at most the last `window` of them.
+    """Build the mask (batch, 1, sequence, sequence) of the positions that each position sees: in
+    its own text, itself and before it, and at most the last `window` of them.
     """
     begins = places == 0
     texts = begins.cumsum(1)  # number of each position's text in its row
