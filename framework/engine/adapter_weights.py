@@ -16,14 +16,15 @@ from framework.checkpoint.adapter_files import KEY, noted_base, other_shapes
 from framework.checkpoint.state.weight_files import shapes_of
 from framework.config.groups import is_inside_saved, peft_name
 from framework.config.training import LoRA, Quantization
-from framework.engine.weights import gives, needed_shapes
+from framework.engine.weights import gives, load_part, needed_shapes
 from framework.errors import ConfigError, counted
 from framework.models.quantized import QuantizedLinear, quantizable
+from framework.models.split import part_of
 
 
 def put_adapter(model: nn.Module, weights: Mapping[str, torch.Tensor], lora: LoRA) -> None:
     """Load the adapters of one of peft's files, and what it holds whole, into a model that has
-    adapters; partitioned by ZeRO-3 or not. Collective.
+    adapters; partitioned by ZeRO-3 or not, and shared by a tensor group or not. Collective.
 
     Raises:
         ConfigError: kind ``adapter-differs``: names or shapes differ; nothing was changed.
@@ -38,6 +39,8 @@ def put_adapter(model: nn.Module, weights: Mapping[str, torch.Tensor], lora: LoR
     problems = list(other_shapes(expected, held, lora))
     if problems:
         raise ConfigError(problems)
+    part = part_of(model)
+    tensor_group = None if part is None else part.group
     for name in (name for name in held if name in trained):
         tensor = trained[name]
         is_spread = hasattr(tensor, "ds_id")
@@ -46,7 +49,7 @@ def put_adapter(model: nn.Module, weights: Mapping[str, torch.Tensor], lora: LoR
             torch.no_grad(),
         ):
             if gives(tensor):
-                tensor.copy_(weights[name])
+                load_part(tensor, weights[name], tensor_group)
 
 
 def _trained(model: nn.Module, lora: LoRA) -> Iterator[tuple[str, torch.Tensor]]:

@@ -245,7 +245,10 @@ class BaseEngine:
         """Describe for a checkpoint's manifest which weights it holds and how tensor ranks share
         them. Collective.
         """
-        rank_splits = splits_of(self._names())
+        names = self._names()
+        if self._leaves_out_frozen:
+            names = {tensor: name for tensor, name in names.items() if tensor.requires_grad}
+        rank_splits = splits_of(names)
         all_splits = [rank_splits]
         if self._layout.tensor_size > 1 and self._layout.pipe_size > 1:
             all_splits = gather(rank_splits)  # each stage has its own weights

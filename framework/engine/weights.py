@@ -138,7 +138,7 @@ def put_weights(
             for name, tensor in _own_tensors(module):
                 full_name = f"{module_name}.{name}".lstrip(".")
                 if gives(tensor) and full_name in shapes:
-                    _load(tensor, weights[full_name], tensor_group)
+                    load_part(tensor, weights[full_name], tensor_group)
 
 
 def needed_shapes(
@@ -171,7 +171,7 @@ def _expected_shapes(
     return expected
 
 
-def _load(tensor: torch.Tensor, weight: torch.Tensor, tensor_group: Any) -> None:
+def load_part(tensor: torch.Tensor, weight: torch.Tensor, tensor_group: Any) -> None:
     """Copy a whole weight, or this rank's part if a tensor group divides it, into a tensor."""
     split = split_of(tensor)
     if split:
@@ -193,7 +193,7 @@ def describe_base(model: torch.nn.Module, source: str | None) -> dict[str, Any]:
     """Identify the frozen weights under adapters, for manifests: by their `source`, None for drawn
     weights, and their fingerprint. Collective.
     """
-    from framework.models.adapters import fingerprint
+    from framework.engine.fingerprint import fingerprint
 
     def gathered(weights: list[torch.nn.Parameter]) -> Any:
         spread = [weight for weight in weights if hasattr(weight, "ds_id")]

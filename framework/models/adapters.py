@@ -7,10 +7,8 @@ config/groups.py returns a weight's name in the plain model.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -19,7 +17,6 @@ from torch import nn
 from framework.config.groups import (
     ALL_LINEAR,
     LORA,
-    base_name,
     is_named,
     is_saved,
     tied_problem,
@@ -30,13 +27,7 @@ from framework.errors import ConfigError
 from framework.models.layers import LayeredModel
 from framework.system.log import without_warnings_of
 
-_CHUNK: Final = 1 << 22
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd numbers that mix well (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators"),
-# as int64.
-_PLACE: Final = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
 def is_adapter(name: str) -> bool:
@@ -169,43 +160,6 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, plain)
     return model
-
-
-def fingerprint(
-    model: nn.Module, gathered: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
-) -> str:
-    """Return a SHA-256 over names, shapes, types and numbers of all frozen weights.
-
-    It is the same at every ZeRO stage. `gathered` is a context in which partitioned weights are
-    whole; it is entered module by module. A weight's numbers enter the hash as `_checksum`, on the
-    weight's device: a hash of the bytes would take a second for each GB.
-    """
-    lines: list[str] = []
-    for module_name, module in model.named_modules():
-        frozen = {
-            name: parameter
-            for name, parameter in module.named_parameters(recurse=False)
-            if not parameter.requires_grad
-        }
-        with gathered(list(frozen.values())):
-            for name, parameter in frozen.items():
-                full_name = f"{module_name}.{name}" if module_name else name
-                shape = tuple(parameter.shape)
-                checksum = _checksum(parameter.detach())
-                lines.append(f"{base_name(full_name)} {shape} {parameter.dtype} {checksum}")
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    """Sum up the numbers' bits in 64 bits, each mixed with the number's place."""
-    flat = tensor.contiguous().reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        bits = flat[start : start + _CHUNK].view(_BITS[flat.element_size()]).to(torch.int64)
-        mixed = bits + torch.arange(start, start + len(bits), device=bits.device) * _PLACE
-        mixed = (mixed ^ (mixed >> 30)) * _MIX
-        total += (mixed ^ (mixed >> 27)).sum()
-    return int(total)
 
 
 def put_trained(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -9,7 +9,8 @@ input, which is copied once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -127,12 +128,38 @@ class TensorPart:
         Its seed is one draw from the common stream, alike on all ranks. Nothing happens without
         `draws` or `may_draw`, and if it has begun already.
         """
-        if not draws or not self.may_draw or self._common is not None:
+        if draws and self.may_draw and self._common is None:
+            self._leave_common()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let this rank draw random numbers of its own within the block."""
+        if self._common is not None:
+            yield
             return
+        self._leave_common()
+        try:
+            yield
+        finally:
+            self.end()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let all ranks draw the same random numbers within the block, also after `begin`."""
+        if self._common is None:
+            yield
+            return
+        own = _generator_states()
+        _put_generator_states(self._common)
+        try:
+            yield
+        finally:
+            self._common = _generator_states()
+            _put_generator_states(own)
+
+    def _leave_common(self) -> None:
         seed = int(torch.randint(2**31, ()))
-        self._common = [torch.get_rng_state()]
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._common.append(torch.cuda.get_rng_state())
+        self._common = _generator_states()
         torch.manual_seed(seed * self.size + self.rank)
 
     def end(self, *_: Any) -> None:
@@ -143,10 +170,22 @@ class TensorPart:
         """
         self._copied = None
         if self._common is not None:
-            torch.set_rng_state(self._common[0])
-            for state in self._common[1:]:
-                torch.cuda.set_rng_state(state)
+            _put_generator_states(self._common)
             self._common = None
+
+
+def _generator_states() -> list[Tensor]:
+    """Return the states of the generators that layers draw from, the CPU's first."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _put_generator_states(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
 
 
 class SumsTogether(nn.Module):
@@ -221,6 +260,14 @@ class RowLinear(nn.Linear):
         if self.bias is None:
             return None
         return self.bias - self.bias.detach() * (1 - 1 / self.part.size)
+
+
+def part_of(model: nn.Module) -> TensorPart | None:
+    """Return this rank's place in the tensor group that divides a model; None: none does."""
+    for module in model.modules():
+        if isinstance(module, ColumnLinear | RowLinear):
+            return module.part
+    return None
 
 
 class VocabularyPart:

@@ -16,9 +16,10 @@ def flops_per_step(
     that is their rate.
 
     Model operations: matrix products, convolutions and attention in the forward pass, and twice as
-    many in the backward pass (Chowdhery et al. 2022, PaLM, appendix B); what is computed again is
-    not counted; a multiplication with an addition is two. Utilisation is their share of the
-    device's peak; with what is computed again it is the utilisation of the hardware.
+    many in the backward pass (Chowdhery et al. 2022, PaLM, appendix B), less the gradients of
+    frozen weights; what is computed again is not counted; a multiplication with an addition is two.
+    Utilisation is their share of the device's peak; with what is computed again it is the
+    utilisation of the hardware.
 
     Args:
         plan: of the run.
@@ -32,12 +33,13 @@ def flops_per_step(
     if work is None or not work.flops:
         return {}
     by = Parallelism.from_plan(plan)
-    forward = work.flops * by.accumulation * by.data / by.num_devices
-    amounts = {"throughput/tflops": 3 * forward / 1e12}
+    passes = by.accumulation * by.data / by.num_devices
+    trained = work.trained_flops * passes
+    amounts = {"throughput/tflops": trained / 1e12}
     peak = peaks.get(by.dtype)
     if peak:
-        amounts["throughput/mfu"] = 3 * forward / peak
+        amounts["throughput/mfu"] = trained / peak
         if by.products_again:  # the loss belongs to no layer, and is kept
             again = by.products_again * (1 - work.parts[-1].flops / work.flops)
-            amounts["throughput/hfu"] = (3 + again) * forward / peak
+            amounts["throughput/hfu"] = (trained + again * work.flops * passes) / peak
     return amounts

@@ -118,6 +118,8 @@ class Tape:
         flops: operations of its matrix products and convolutions.
         masked_flops: the part of `flops` that fused kernels of causal attention leave out.
         moved_bytes: bytes that all its other operations read and write.
+        frozen_flops: operations that the backward pass leaves out, of twice `flops`: gradients of
+            weights that are not trained, and of inputs that nothing trained comes before.
         again_flops: the part of `flops` that runs again in the backward pass in any case.
         again_bytes: bytes that other operations move in the backward pass for it.
         products: matrix products and convolutions of the part.
@@ -142,6 +144,7 @@ class Tape:
     flops: int = 0
     masked_flops: int = 0
     moved_bytes: int = 0
+    frozen_flops: int = 0
     again_flops: int = 0
     again_bytes: int = 0
     products: int = 0
@@ -156,6 +159,7 @@ class Tape:
         self.flops = 0
         self.masked_flops = 0
         self.moved_bytes = 0
+        self.frozen_flops = 0
         self.again_flops = 0
         self.again_bytes = 0
         self.products = 0
@@ -340,8 +344,13 @@ class Tape:
             self.weights.setdefault(full_name, weight_shape)
         return any(self.is_trained(full_name) for full_name in shapes)
 
-    def embedding(self, tokens: Value, count: int, size: int, name: str = "") -> Value:
-        """Map tokens (...) to (..., size); `count`: rows of the weight."""
+    def embedding(
+        self, tokens: Value, count: int, size: int, name: str = "", *, whole: int = 0
+    ) -> Value:
+        """Map tokens (...) to (..., size).
+
+        `count`: rows of the weight; `whole`: of all ranks of a tensor group, which an adapter has.
+        """
         flows = self.own((count, size), name)
         shape = tokens.with_more(size)
         made = self.run(
@@ -350,7 +359,7 @@ class Tape:
         lora = self._adapts(name, is_linear=False)
         if lora is None:
             return made
-        self.weights[self.place(name, "lora_embedding_A.default")] = (lora.r, count)
+        self.weights[self.place(name, "lora_embedding_A.default")] = (lora.r, whole or count)
         self.weights[self.place(name, "lora_embedding_B.default")] = (size, lora.r)
         if lora.use_dora:
             self._magnitude(name, (size,))
@@ -503,11 +512,14 @@ class Tape:
             rounded_bytes = first * inputs + second * numbers
             reads.append(Value((rounded_bytes,), 1, has_gradient=False))
             temporary = first * prod(shape) + second * max(inputs, numbers)
+        product_flops = 2 * prod(shape) * prod(weight[1:])
+        if not is_trained:
+            self.frozen_flops += (1 if cast_value.has_gradient else 2) * product_flops
         made = self.run(
             *reads,
             shape=shape,
             saves=saves,
-            flops=2 * prod(shape) * prod(weight[1:]),
+            flops=product_flops,
             temporary=temporary,
             has_gradient=flows or cast_value.has_gradient,
             is_split=split,
@@ -678,6 +690,8 @@ class Tape:
         if mask is not None:
             saves.append(Value(mask.shape, query.width, has_gradient=False))
         made = self.run(query, key, value, shape=query.shape, saves=saves, flops=flops)
+        if not made.has_gradient:
+            self.frozen_flops += 2 * flops
         self.note_product(made, sums)
         return self.save_output(made)
 
@@ -749,6 +763,8 @@ class Tape:
             flops=product_flops,
             holds=[*wide, queries, keys],
         )
+        if not mixed.has_gradient:
+            self.frozen_flops += 4 * product_flops
         return self.run(self.cast(mixed, query.width), shape=query.shape)
 
     def cross_entropy(self, logits: Value, targets: Value) -> Value:
@@ -783,6 +799,7 @@ class Tape:
         new = {name: shape for name, shape in self.weights.items() if name not in known}
         trained = sum(prod(shape) for name, shape in new.items() if self.is_trained(name))
         flops = inner.flops * rows // tile
+        self.frozen_flops += inner.frozen_flops * rows // tile
         self.again_flops += flops
         # Of the sum over tiles: it is read and written, and a tile's gradient is read.
         sums = ceil(rows / tile) * trained * (2 * _FP32 + value.width)
@@ -864,6 +881,8 @@ class Tape:
             filled = (outputs + -outputs % HALF_ROWS, inputs)
         value = self.cast(value, self.product_width)
         flops = rows * prod(weight)  # half of the logits' operations: two operations record it
+        if not is_trained:
+            self.frozen_flops += 2 * flops
         input_gradient = Value((rows, inputs), value.width)
         weight_gradient = Value(filled, _FP32)
         before = self.moved_bytes

@@ -176,7 +176,7 @@ class _Step:
         num_tokens = None
         if self.work.num_tokens is not None:
             num_tokens = round(self.work.num_tokens * self.samples * micro_batches)
-        flops = 3 * self.samples * sum(part.flops * part.count for part in self.work.parts)
+        flops = self.samples * self.work.trained_flops
         return StepTime(
             seconds={name: value for name, value in seconds.items() if value},
             num_samples=by.micro_size * micro_batches,
@@ -268,11 +268,17 @@ class _Step:
         yield middle_stage
 
     def weights(self, part: LayerWork) -> float:
-        """Return the elements of weights in a part's matrix products, shared ones included."""
+        """Return the elements of weights in a part's matrix products: shared ones and frozen ones
+        included.
+        """
         trained = part.num_params + part.shared_params
-        if trained or not self.work.frozen or not self.work.num_tokens:
+        frozen = self.work.frozen
+        if not frozen or not self.work.num_tokens:
             return trained
-        return part.flops / 2 / self.work.num_tokens  # `num_params` has no frozen ones
+        sizes = [prod(frozen[name]) for name in self.work.names_of(part) if name in frozen]
+        if sizes:
+            return trained + sum(sizes)
+        return trained or part.flops / 2 / self.work.num_tokens
 
     def products(self, part: LayerWork) -> float:
         """Return the seconds of a part's matrix products, forward.
@@ -368,12 +374,15 @@ class _Step:
         round_forward, round_backward = self.roundings(part)
         forward = {"compute": product, "memory-bound operations": moved, "launch": launch}
         forward["rounding to fp8"] = round_forward
-        # Each product has two in the backward pass; of other operations as much is moved as
-        # forward.
+        # Each product has two in the backward pass, less those for frozen weights; of other
+        # operations as much is moved as forward.
+        further = (part.again_flops - part.frozen_flops) / max(part.flops, 1)
+        products_back = (2 + products_again + further) * product
+        frozen_back = 2 - part.frozen_flops / max(part.flops, 1)
         backward = {
-            "compute": (2 + products_again + part.again_flops / max(part.flops, 1)) * product,
+            "compute": products_back,
             "memory-bound operations": (1 + again) * moved + self.moved_for_tiles(part),
-            "launch": max(least - 2 * product - moved, 0.0) + again * launch,
+            "launch": max(least - frozen_back * product - moved, 0.0) + again * launch,
             "rounding to fp8": round_backward + again * round_forward,
         }
         if not is_loss and part.count > 1:

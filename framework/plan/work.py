@@ -56,6 +56,8 @@ class LayerWork:
         shares: name of that part.
         may_start_stage: whether a pipeline may be cut before it.
         masked_flops: the part of `flops` that fused kernels of causal attention leave out.
+        frozen_flops: operations that its backward pass leaves out, of twice `flops`, as weights are
+            not trained.
         is_product: whether it is one product with one weight: the weight's gradient is made while
             its output's is there.
         product_bytes: bytes of the outputs of its products, which selective recomputation keeps.
@@ -83,6 +85,7 @@ class LayerWork:
     shares: str = ""
     may_start_stage: bool = True
     masked_flops: int = 0
+    frozen_flops: int = 0
     is_product: bool = False
     product_bytes: int = 0
     selective_bytes: int = 0
@@ -127,6 +130,13 @@ class ModelWork:
     def flops(self) -> int:
         """Floating-point operations of a forward pass."""
         return sum(part.flops * part.count for part in self.parts)
+
+    @property
+    def trained_flops(self) -> int:
+        """Floating-point operations of a forward and a backward pass: each product has two in the
+        backward pass, less those for weights that are not trained.
+        """
+        return sum((3 * part.flops - part.frozen_flops) * part.count for part in self.parts)
 
     def of_samples(self, count: int) -> ModelWork:
         """Return the work on a micro-batch of another number of samples.
@@ -532,6 +542,7 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
         shares=shares,
         may_start_stage=not isinstance(value, tuple),
         masked_flops=tape.masked_flops,
+        frozen_flops=tape.frozen_flops,
         is_product=tape.products == 1,
         product_bytes=tape.product_bytes,
         selective_bytes=tape.forward_bytes(ends, keeps=False, keeps_products=True),

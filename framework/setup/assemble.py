@@ -177,7 +177,7 @@ def _whole_model(
         put_weights(model, weights, source=source, tensor_group=tensor_group)
         weights.let_go()
     if config.training.lora is not None:
-        model = _with_adapters(model, prepared, config.training.lora)
+        model = _with_adapters(model, prepared, config.training.lora, groups)
     if _packs_rows_of_others(plan):
         from framework.models.packed_transformers import attend_in_packed_rows
 
@@ -221,8 +221,12 @@ def _built_share(
     return build_model(build, ds_config=prepared.ds_config, draws_in_pieces=is_ours, groups=groups)
 
 
-def _with_adapters(model: torch.nn.Module, prepared: Prepared, lora: LoRA) -> torch.nn.Module:
-    """Put adapters into a model that has its first weights, partitioned at stage 3. Collective."""
+def _with_adapters(
+    model: torch.nn.Module, prepared: Prepared, lora: LoRA, groups: RankGroups | None
+) -> torch.nn.Module:
+    """Put adapters into a model that has its first weights, partitioned at stage 3; into one that a
+    tensor group shares, this rank's part of them. Collective.
+    """
     from framework.engine.adapter_weights import (
         gathering_in_peft,
         put_adapter,
@@ -235,7 +239,12 @@ def _with_adapters(model: torch.nn.Module, prepared: Prepared, lora: LoRA) -> to
     is_stage3 = config.zero.stage == 3
     reads_weights = is_stage3 and lora.use_dora
     with gathering_in_peft() if reads_weights else nullcontext():
-        model = add_adapters(model, lora, seed=config.run.seed)
+        if groups is None:
+            model = add_adapters(model, lora, seed=config.run.seed)
+        else:
+            from framework.engine.tensor_adapters import add_divided_adapters
+
+            model = add_divided_adapters(model, lora, seed=config.run.seed)
     if prepared.adapter is not None:
         put_adapter(model, prepared.adapter, lora)
         prepared.adapter.let_go()
@@ -244,12 +253,12 @@ def _with_adapters(model: torch.nn.Module, prepared: Prepared, lora: LoRA) -> to
             model,
             lora.quantization,
             dtype=HALF.get(config.precision.dtype, torch.float32),
-            spread=lambda module: is_stage3 and partition(module, prepared.ds_config),
+            spread=lambda module: is_stage3 and partition(module, prepared.ds_config, groups),
         )
         if rank() == 0:
             print_line(f"training.lora.quantization: {done}")
     if is_stage3:
-        model = partition(model, prepared.ds_config)
+        model = partition(model, prepared.ds_config, groups)
     if reads_weights:
         register_read_weights(model)
     return model

@@ -24,6 +24,7 @@ from tests.engine import (
     test_sequence,
     test_step_loss,
     test_tensor,
+    test_tensor_adapters,
     test_tensor_pipe,
 )
 from tests.places import ROOT
@@ -150,6 +151,7 @@ def proven() -> Iterator[Run]:
         yield Run(mixed.ranks, mixed.config(nowhere))
     yield from (Run(2, test_experts.varied(name, nowhere)) for name in test_experts.VARIANTS)
     yield from (Run(2, one) for one in test_lora.held_cases(nowhere))
+    yield from (Run(ranks, one) for ranks, one in test_tensor_adapters.held_cases(nowhere))
 
 
 def ways_of(values: Values) -> frozenset[str]:

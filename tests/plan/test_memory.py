@@ -345,6 +345,16 @@ def shared_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         sections, batch = of(stage, kind, dtype, tensor=2, pipe=2)
         sections["batch"] = {"micro_size": 8, "accumulation_steps": 4}
         yield f"own-tensor-4-pipe-z{stage}-{kind}-{dtype}", sections, batch
+    adapters = {
+        "target_modules": ["query", "value", "output", "down"],
+        "r": 16,
+        "lora_dropout": 0.1,
+    }
+    ends = {"target_modules": ["embed", "head", "up"], "r": 16, "modules_to_save": ["norm"]}
+    for stage, kind, dtype, lora in ((2, "gpt", "bf16", adapters), (3, "llama", "fp32", ends)):
+        values, batch = of(stage, kind, dtype, tensor=2)
+        values["training"] = {"max_steps": 9, "lora": lora}
+        yield f"lora-tensor-z{stage}-{kind}", values, batch
     for stage, dtype in ((1, "fp32"), (3, "bf16")):
         yield (
             f"own-tensor-4-sequence-z{stage}-{dtype}",
@@ -477,9 +487,7 @@ def measured(
                 else (number + number // 4 + 4) % 16
             )
             == 0
-            or name.startswith(
-                ("own-length", "own-ring-4", "states-", "z2-zenflow", "own-tensor-4-pipe-z1")
-            )
+            or name.startswith(("own-length", "own-ring-4", "states-", "z2-zenflow", "own-tensor-4-pipe-z1", "lora-tensor"))
         ]
     listed = [{"config": CASES[name][0], "batch": CASES[name][1]} for name in names]
     (folder / "cases.json").write_text(json.dumps(listed), encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from framework.config.load import config_from_values
@@ -292,3 +293,36 @@ def test_logits_with_filled_rows_keep_a_copy_of_the_weight(
     copy = 2 * 320 * SMALL["hidden_size"]
     assert head.saved_bytes == kept + is_filled * copy
     assert head.moved_bytes == is_filled * 2 * copy
+
+
+_LORA = {"target_modules": ["query", "value", "down"], "r": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        ("gpt", {}),
+        ("gpt", {"lora": _LORA}),
+        ("llama", {"lora": _LORA | {"modules_to_save": ["mlp_norm"]}}),
+        ("gpt", {"freeze": ["embed.*", "positions.*", r"blocks\.[01]\..*"]}),
+        ("mixtral", {"lora": {"target_modules": ["query", "value"], "r": 4}}),
+    ],
+)
+def test_frozen_weights_have_no_gradients_to_compute(name: str, training: dict[str, Any]) -> None:
+    """Operations of both passes, as torch counts them."""
+    config = config_of(name, "fp32", **training)
+    model, task, inputs, targets = built(config)
+    if config.training.lora is not None:
+        pytest.importorskip("peft", reason="peft comes with the lora extra")
+        from framework.models.adapters import add_adapters
+
+        model = add_adapters(model, config.training.lora, seed=0)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss = task.loss(task.forward(model, inputs), targets)
+        first = loss[0] if isinstance(loss, tuple) else loss
+        first.total.backward()
+    work = named_work(config, MICRO, device="cpu")
+    assert work is not None
+    assert work.trained_flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+    if training:
+        assert work.trained_flops < 2.8 * work.flops

@@ -46,7 +46,8 @@ def gpt(model: GPT, share: RankShare) -> Layers:
         return tape.dropout(value, model.dropout)
 
     def embed(tape: Tape, tokens: Value) -> Value:
-        return tape.embedding(tokens, share.of(model.vocab_size), model.hidden_size)
+        size = model.vocab_size
+        return tape.embedding(tokens, share.of(size), model.hidden_size, whole=size)
 
     def head(tape: Tape, value: Value) -> Value:
         if model.tie_embeddings:
@@ -147,8 +148,11 @@ def _mixture(model: GPT, share: RankShare, moe: MoE, tape: Tape, normed: Value) 
     rows = experts * moe.capacity(tokens)
     flat = normed.view(tokens, size)
     exact = tape.cast(flat, 4)
-    flows = tape.own((experts, size), "mlp.router") or normed.has_gradient
+    is_trained = tape.own((experts, size), "mlp.router")
+    flows = is_trained or normed.has_gradient
     work = 2 * tokens * experts * size
+    if not is_trained:
+        tape.frozen_flops += (1 if normed.has_gradient else 2) * work
     logits = tape.run(exact, shape=(tokens, experts), saves=[exact], flops=work, has_gradient=flows)
     tape.note_product(logits)
     chosen = Value((moe.top_k, choices), 8, has_gradient=False)
@@ -166,6 +170,7 @@ def _mixture(model: GPT, share: RankShare, moe: MoE, tape: Tape, normed: Value) 
             tape.own(shape, f"mlp.experts.{number}.{name}", has_bias=model.bias)
     tape.count = experts
     before = tape.flops
+    frozen_before = tape.frozen_flops
     made = _perceptron(model, share, tape, expert_rows.view(rows, size), "mlp.experts.0")
     tape.count = 1
     # Operations on rows without a token are not counted, but take time: `flops - masked_flops`, by
@@ -173,6 +178,7 @@ def _mixture(model: GPT, share: RankShare, moe: MoE, tape: Tape, normed: Value) 
     idle = (tape.flops - before) * (rows - choices) // rows
     tape.flops -= idle
     tape.masked_flops -= idle
+    tape.frozen_flops -= (tape.frozen_flops - frozen_before) * (rows - choices) // rows
     made = tape.run(tape.run(made, shape=made.shape), shape=(rows + 1, size))
     mixed = tape.multiply(tape.run(made, shape=(choices, size)), tape.cast(weights, made.width))
     if moe.top_k > 1:

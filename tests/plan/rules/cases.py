@@ -735,6 +735,29 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ),
         (MIXED | {"training": {"lora": {"target_modules": ["query"]}}}, "cuda", "not-with-lora"),
         (
+            GPT | {"training": {"lora": {"target_modules": ["query"]}}, "parallel": {"tensor": 2}},
+            "cuda",
+            None,
+        ),
+        (
+            GPT
+            | {
+                "training": {"lora": {"target_modules": ["query"], "quantization": "int8"}},
+                "parallel": {"tensor": 2},
+            },
+            "cuda",
+            "not-with-lora",
+        ),
+        (
+            GPT
+            | {
+                "training": {"lora": {"target_modules": ["query"], "use_dora": True}},
+                "parallel": {"tensor": 2},
+            },
+            "cuda",
+            "not-with-lora",
+        ),
+        (
             GPT | {"training": {"lora": {"target_modules": ["query"]}}, "zero": {"stage": 3}},
             "cuda",
             None,

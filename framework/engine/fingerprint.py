@@ -1,0 +1,94 @@
+"""A fingerprint of the frozen weights under adapters, which checkpoints do not hold."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from torch import nn
+
+from framework.checkpoint.state.tensor_split import Split, split_of
+from framework.config.groups import base_name
+from framework.models.split import TensorPart, part_of
+
+_CHUNK: Final = 1 << 22
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Odd numbers that mix well (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators"),
+# as int64.
+_PLACE: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
+
+
+def fingerprint(
+    model: nn.Module, gathered: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
+) -> str:
+    """Return a SHA-256 over names, shapes, types and numbers of all frozen weights. Collective
+    where a tensor group divides them.
+
+    It is the same at every ZeRO stage, and for every size of tensor groups. `gathered` is a context
+    in which partitioned weights are whole; it is entered module by module. A weight's numbers enter
+    the hash as `_checksum`, on the weight's device: a hash of the bytes would take a second for
+    each GB.
+    """
+    lines: list[str] = []
+    part = part_of(model)
+    for module_name, module in model.named_modules():
+        frozen = {
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=False)
+            if not parameter.requires_grad
+        }
+        with gathered(list(frozen.values())):
+            for name, parameter in frozen.items():
+                full_name = f"{module_name}.{name}" if module_name else name
+                split = split_of(parameter)
+                shape = tuple(parameter.shape)
+                if split is None or part is None:
+                    checksum = int(_checksum(parameter.detach()))
+                else:
+                    shape = tuple(split.whole_shape(shape))
+                    checksum = _checksum_of_parts(parameter.detach(), split, part)
+                lines.append(f"{base_name(full_name)} {shape} {parameter.dtype} {checksum}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _checksum(
+    tensor: torch.Tensor, place_of: Callable[[torch.Tensor], torch.Tensor] = lambda number: number
+) -> torch.Tensor:
+    """Sum up the numbers' bits in 64 bits, each mixed with the number's place: `place_of` its
+    number in the tensor, both int64.
+    """
+    flat = tensor.contiguous().reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        bits = flat[start : start + _CHUNK].view(_BITS[flat.element_size()]).to(torch.int64)
+        numbers = torch.arange(start, start + len(bits), device=bits.device)
+        mixed = bits + place_of(numbers) * _PLACE
+        mixed = (mixed ^ (mixed >> 30)) * _MIX
+        total += (mixed ^ (mixed >> 27)).sum()
+    return total
+
+
+def _checksum_of_parts(tensor: torch.Tensor, split: Split, part: TensorPart) -> int:
+    """Return the `_checksum` of a whole weight, of which this rank has a part. Collective."""
+    whole = split.whole_shape(tensor.shape)
+    row = whole[split.dim :].numel()
+    inner = whole[split.dim + 1 :].numel()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    done = 0
+    for begin, end in split.bounds(part.rank, part.size):
+        width = (end - begin) * inner
+
+        def place_of(
+            number: torch.Tensor, width: int = width, first: int = begin * inner
+        ) -> torch.Tensor:
+            return number // width * row + first + number % width
+
+        total += _checksum(tensor.narrow(split.dim, done, end - begin), place_of)
+        done += end - begin
+    torch.distributed.all_reduce(total, group=part.group)
+    return int(total)

@@ -1,0 +1,267 @@
+"""Adapters of a model that a tensor group shares: fp32 steps against plain PyTorch with peft in one
+process, resumed to the bit, moved to other sizes of the group, and exported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import framework
+from framework.commands.export import export
+from framework.config.load import config_from_values
+from framework.data.order import epoch_order
+from framework.setup.user_code import call_factory
+from tests.engine import test_lora
+from tests.engine.saved_runs import write_tokens
+from tests.launched import fewer, rarely, series, train_cases
+
+pytestmark = pytest.mark.slow
+peft = pytest.importorskip("peft", reason="peft comes with the lora extra")
+
+NUM_STEPS = fewer(5, of=20)
+BATCH, CLIP = test_lora.BATCH, test_lora.CLIP
+# An untied output layer, so that it and the embedding can be adapted.
+_UNTIED = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "tie_embeddings": False}
+ROWS_AND_COLUMNS = {
+    "target_modules": ["query", "value", "output", "up", "down"],
+    "modules_to_save": ["norm"],
+}
+ENDS = {"target_modules": ["embed", "head", "key", "down"], "use_rslora": True}
+THEIR_ENDS = {"target_modules": r".*\.(q_proj|o_proj|down_proj|embed_tokens)|lm_head"}
+THEIR_HEAD = {
+    "target_modules": r".*\.(k|v|o|up|down)_proj",
+    "modules_to_save": ["embed_tokens", "lm_head"],
+}
+
+# Runs that go on -> from which one.
+ROUTES = {
+    "dropped-again": "dropped",
+    "spread-again": "spread",
+    "out-of-a-group": "spread",
+    "into-a-group": "undivided",
+}
+BEGUN = (0, 3)
+
+
+class Case(NamedTuple):
+    """A run: model, ZeRO stage, adapters, optimizer and what else is changed."""
+
+    model: str
+    stage: int
+    lora: dict[str, Any]
+    optimizer: str = "sgd"
+    sections: dict[str, dict[str, Any]] = {}
+    within: float = 1e-5
+
+
+CASES = {
+    "gpt-z0": Case("gpt", 0, ROWS_AND_COLUMNS),
+    "gpt-z1-accumulated": Case(
+        "gpt", 1, ROWS_AND_COLUMNS, "adamw", {"batch": {"accumulation_steps": 2}}, 1e-4
+    ),
+    "gpt-z2": Case("gpt", 2, ROWS_AND_COLUMNS, sections={"training": {"recompute_every": 1}}),
+    "gpt-z3": Case("gpt", 3, ROWS_AND_COLUMNS, sections={"batch": {"accumulation_steps": 2}}),
+    "ends-z0": Case("untied", 0, ENDS),
+    "ends-z3": Case("untied", 3, ENDS, "adamw", within=1e-4),
+    "theirs-z1": Case("llama", 1, THEIR_ENDS),
+    "theirs-z3": Case("llama", 3, THEIR_HEAD),
+}
+RARE = {
+    "gpt-z1": Case("gpt", 1, ROWS_AND_COLUMNS),
+    "theirs-z0": Case("llama", 0, THEIR_HEAD, "adamw", within=1e-4),
+    "theirs-z2": Case("llama", 2, THEIR_ENDS),
+}
+FOUR = {
+    "gpt-z3-of-four": CASES["gpt-z3"],
+    "theirs-z1-of-four": Case(
+        "llama", 1, THEIR_ENDS, "adamw", {"batch": {"accumulation_steps": 2}}, 1e-4
+    ),
+}
+
+
+def values(name: str, case: Case, folder: Path, *, tensor: int = 2) -> dict[str, Any]:
+    """The run of a case."""
+    model = "llama" if case.model == "llama" else "gpt"
+    made = test_lora.config(folder, model, case.optimizer, case.stage)
+    if case.model == "untied":
+        made["model"] = made["model"] | _UNTIED
+    made["run"]["name"] = name
+    made["parallel"] = {"tensor": tensor}
+    made["checkpoint"] = {"at_end": True}
+    made["training"] |= {
+        "max_steps": NUM_STEPS,
+        "lora": {**case.lora, "r": 4, "lora_alpha": 8},
+    }
+    made["training"].pop("ema", None)
+    return made | {key: {**made.get(key, {}), **section} for key, section in case.sections.items()}
+
+
+def kept(folder: Path, name: str, *, tensor: int = 2, stage: int = 3) -> dict[str, Any]:
+    """A run of four steps with checkpoints and a moving average. One that is named after another
+    run, as `ROUTES` has them, goes on from its middle.
+    """
+    lora = ROWS_AND_COLUMNS | {"lora_dropout": 0.2 if "dropped" in name else 0.0}
+    made = values(name, Case("gpt", stage, lora, "adamw"), folder, tensor=tensor)
+    made["model"] = made["model"] | {"dropout": 0.1 if "dropped" in name else 0.0}
+    made["training"] |= {"max_steps": 4, "ema": {"decay": 0.9}}
+    made["checkpoint"] = {"every_steps": 2}
+    if name in ROUTES:
+        source = folder / ROUTES[name] / "checkpoints" / "global_step2"
+        made["checkpoint"]["resume"] = str(source)
+    return made
+
+
+def begun(folder: Path, stage: int) -> dict[str, Any]:
+    """A run that starts from adapters that peft wrote."""
+    made = values(f"begun-z{stage}", Case("gpt", stage, ROWS_AND_COLUMNS), folder)
+    made["training"]["lora"]["init_adapter"] = str(folder / "start")
+    return made
+
+
+def held_cases(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Numbers of ranks and configs of the runs that are held against plain PyTorch."""
+    return [
+        *((2, values(name, case, folder)) for name, case in (CASES | RARE).items()),
+        *((4, values(name, case, folder)) for name, case in FOUR.items()),
+    ]
+
+
+def plain(values: dict[str, Any]) -> tuple[list[float], list[float], nn.Module]:
+    """Losses, gradient norms and the trained model of PyTorch and peft in one process."""
+    samples = call_factory(config_from_values(values).data.factory(), key="data").train
+    model, trained = test_lora.adapted(values)
+    section = dict(values["optimizer"])
+    make: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[section.pop("kind")]
+    optimizer = make(trained, **section)
+    order = epoch_order(len(samples), seed=0, epoch=0, shuffle=True)
+    losses: list[float] = []
+    norms: list[float] = []
+    for step in range(NUM_STEPS):
+        batch = [samples[int(index)] for index in order[step * BATCH : (step + 1) * BATCH]]
+        tokens, targets = (
+            torch.stack([torch.as_tensor(sample[part]) for sample in batch]) for part in (0, 1)
+        )
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(trained, CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    assert min(norms) > CLIP, "clipping must be at work, or it is not compared"
+    assert losses[0] - losses[-1] > 0.01, "something must be learnt"
+    return losses, norms, model
+
+
+@pytest.fixture(scope="module")
+def two_ranks(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two-ranks")
+    write_tokens(folder)
+    cases = CASES | (RARE if exhaustive else {})
+    runs = [values(name, case, folder) for name, case in cases.items()]
+    runs += [
+        kept(folder, "dropped", stage=2),
+        kept(folder, "dropped-again", stage=2),
+        kept(folder, "spread"),
+        kept(folder, "spread-again"),
+        kept(folder, "undivided", tensor=1, stage=1),
+        kept(folder, "out-of-a-group", tensor=1, stage=1),
+        kept(folder, "into-a-group"),
+    ]
+    start = begun(folder, 0)
+    drawn = {
+        name: value for name, value in start["training"]["lora"].items() if name != "init_adapter"
+    }
+    start["training"]["lora"] = drawn
+    test_lora.write_with_peft(folder, start)
+    runs += [begun(folder, stage) for stage in BEGUN]
+    train_cases(runs, num_ranks=2, folder=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four-ranks")
+    write_tokens(folder)
+    train_cases(
+        [values(name, case, folder) for name, case in FOUR.items()], num_ranks=4, folder=folder
+    )
+    return folder
+
+
+def hold(run: Path, values: dict[str, Any], within: float, *, is_begun: bool = False) -> None:
+    losses, norms, model = plain(values)
+    found = list(series(run, "train/loss").values())
+    print(f"{run.name}: {max(abs(a - b) for a, b in zip(found, losses, strict=True)):.1e}")
+    assert found == pytest.approx(losses, abs=within)
+    found_norms = list(series(run, "train/grad_norm").values())
+    assert found_norms == pytest.approx(norms, rel=100 * within)
+    if is_begun:  # peft names weights otherwise in a model of its own
+        return
+    held = test_lora.weights(run, NUM_STEPS)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    assert set(held) == set(trained)
+    for name, weight in trained.items():
+        torch.testing.assert_close(
+            held[name], weight.detach(), atol=10 * within, rtol=0.0, check_dtype=False
+        )
+
+
+@pytest.mark.parametrize("name", [*CASES, *rarely(RARE)])
+def test_a_group_trains_adapters_like_peft_in_one_process(two_ranks: Path, name: str) -> None:
+    case = (CASES | RARE)[name]
+    hold(two_ranks / name, values(name, case, two_ranks), case.within)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_two_groups_train_adapters_like_peft_in_one_process(four_ranks: Path, name: str) -> None:
+    hold(four_ranks / name, values(name, FOUR[name], four_ranks), FOUR[name].within)
+
+
+@pytest.mark.parametrize("stage", BEGUN)
+def test_a_group_goes_on_from_adapters_that_peft_wrote(two_ranks: Path, stage: int) -> None:
+    hold(two_ranks / f"begun-z{stage}", begun(two_ranks, stage), 1e-5, is_begun=True)
+
+
+@pytest.mark.parametrize("name", ["dropped", "spread"])
+def test_a_resumed_group_is_the_unbroken_one_to_the_bit(two_ranks: Path, name: str) -> None:
+    for average in (False, True):
+        whole = test_lora.weights(two_ranks / name, 4, average=average)
+        again = test_lora.weights(two_ranks / f"{name}-again", 4, average=average)
+        assert [*whole] == [*again]
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
+        before = test_lora.weights(two_ranks / name, 2, average=average)
+        assert not any(torch.equal(whole[name], before[name]) for name in whole)
+
+
+@pytest.mark.parametrize("name", ["out-of-a-group", "into-a-group"])
+def test_a_run_moves_between_sizes_of_the_group(two_ranks: Path, name: str) -> None:
+    moved = test_lora.weights(two_ranks / name, 4)
+    whole = test_lora.weights(two_ranks / ROUTES[name], 4)
+    assert bool(moved.checkpoint.manifest.get("tensor")) == (name == "into-a-group")
+    assert set(moved) == set(whole)
+    for weight in whole:
+        torch.testing.assert_close(moved[weight], whole[weight], atol=1e-4, rtol=0.0)
+    base = whole.checkpoint.manifest["base"]
+    assert moved.checkpoint.manifest["base"] == base, "frozen weights are the same, however divided"
+
+
+@pytest.mark.parametrize("name", ["gpt-z0", "ends-z3", "theirs-z3"])
+def test_exports_are_those_of_one_process(two_ranks: Path, tmp_path: Path, name: str) -> None:
+    config = values(name, CASES[name], two_ranks)
+    _, _, model = plain(config)
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    within = 100 * CASES[name].within
+    export(str(two_ranks / name), tmp_path / "adapter", adapter=True)
+    loaded = peft.PeftModel.from_pretrained(test_lora.build(config), str(tmp_path / "adapter"))
+    merged = framework.load(two_ranks / name, trust=True)
+    with torch.no_grad():
+        expected = model.eval()(tokens)
+        assert float((loaded.eval()(tokens) - expected).abs().max()) < within
+        assert float((merged.eval()(tokens) - expected).abs().max()) < within
+        base = test_lora.build(config).eval()(tokens)
+        assert float((base - expected).abs().max()) > 10 * within
