@@ -531,3 +531,15 @@ def test_neither_operations_nor_peaks_are_guessed() -> None:
     plan = plan_of(batch={"global_size": 8})
     assert flops_per_step(plan, None, DEVICE.flops_per_second) == {}
     assert set(flops_per_step(plan, WORK, {})) == {"throughput/tflops"}
+
+
+def test_a_step_of_adapters_takes_less_than_one_of_all_weights() -> None:
+    """Products with frozen weights have the rate of their size, and one product backward, not two."""
+    model = {"model": {"kind": "gpt", "size": "gpt2-xl"}}
+    lora = {"max_steps": 1, "lora": {"target_modules": ["query", "value"]}}
+    whole, _ = planned(1, **model)
+    adapted, _ = planned(1, training=lora, **model)
+    share = adapted.seconds["compute"] / whole.seconds["compute"]
+    assert 0.6 < share < 0.75
+    assert adapted.model_flops / whole.model_flops == pytest.approx(share, rel=0.05)
+    assert adapted.total < whole.total
