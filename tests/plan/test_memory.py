@@ -350,7 +350,7 @@ def shared_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         "r": 16,
         "lora_dropout": 0.1,
     }
-    ends = {"target_modules": ["embed", "head", "up"], "r": 16, "modules_to_save": ["norm"]}
+    ends = {"target_modules": ["embed", "up"], "r": 16, "modules_to_save": ["norm", "head"]}
     for stage, kind, dtype, lora in ((2, "gpt", "bf16", adapters), (3, "llama", "fp32", ends)):
         values, batch = of(stage, kind, dtype, tensor=2)
         values["training"] = {"max_steps": 9, "lora": lora}
