@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -119,14 +120,19 @@ def declaring_experts(model: torch.nn.Module) -> Iterator[None]:
     own only. Afterwards an engine sees none again, and its optimizer has them in groups of their
     own. It saves the experts of all ranks in one state, and loads its own from it.
     """
-    if not _divided_mixtures(model):
+    mixtures = _divided_mixtures(model)
+    if not mixtures:
         yield
         return
+    # Under adapters none are trained, and DeepSpeed would miss their parameter groups. It sends
+    # experts to the ranks that hold the same ones by their marks alone.
+    experts = chain.from_iterable(mixture.experts.parameters() for mixture in mixtures.values())
+    are_trained = any(weight.requires_grad for weight in experts)
     send = deepspeed.DeepSpeedEngine._broadcast_model
     built: list[deepspeed.DeepSpeedEngine] = []
 
     def send_all(engine: deepspeed.DeepSpeedEngine) -> None:
-        engine.has_moe_layers = True
+        engine.has_moe_layers = are_trained
         built.append(engine)
         send(engine)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 
 from framework.checkpoint.state.tensor_split import Split, split_of
 from framework.config.groups import base_name
+from framework.engine.distributed import gather
+from framework.models.experts import MixtureOfExperts
 from framework.models.split import TensorPart, part_of
 
 _CHUNK: Final = 1 << 22
@@ -32,7 +35,7 @@ def fingerprint(
     It is the same at every ZeRO stage, and for every size of tensor groups. `gathered` is a context
     in which partitioned weights are whole; it is entered module by module. A weight's numbers enter
     the hash as `_checksum`, on the weight's device: a hash of the bytes would take a second for
-    each GB.
+    each GB. Experts on other ranks count as they are there.
     """
     lines: list[str] = []
     part = part_of(model)
@@ -53,6 +56,8 @@ def fingerprint(
                     shape = tuple(split.whole_shape(shape))
                     checksum = _checksum_of_parts(parameter.detach(), split, part)
                 lines.append(f"{base_name(full_name)} {shape} {parameter.dtype} {checksum}")
+    if any(isinstance(module, MixtureOfExperts) and module.group for module in model.modules()):
+        lines = list(set(chain.from_iterable(gather(lines))))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 

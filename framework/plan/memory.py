@@ -190,7 +190,8 @@ def _without_other_experts(work: ModelWork, plan: Plan) -> ModelWork:
         return int(number) < num_experts
 
     weights = {name: shape for name, shape in work.weights.items() if is_on_rank(name)}
-    return replace(work, weights=weights)
+    frozen = {name: shape for name, shape in work.frozen.items() if is_on_rank(name)}
+    return replace(work, weights=weights, frozen=frozen)
 
 
 def _memory(

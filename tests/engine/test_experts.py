@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ OWN = {
 }
 SGD = {"kind": "sgd", "lr": 0.3, "momentum": 0.9}
 ADAMW = {"kind": "adamw", "lr": 3e-3, "weight_decay": 0.1}
+# Adapters of attention, and of experts too, where no ranks share them.
+ADAPTED = {"target_modules": ["query", "value", "output"], "r": 4, "lora_alpha": 64}
+ADAPTED_EXPERTS = ADAPTED | {
+    "target_modules": ["query", "up", "down"],
+    "modules_to_save": ["norm", "router"],
+}
+ADAPTED_MIXTRAL = ADAPTED | {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["gate"]}
+HAS_PEFT = find_spec("peft") is not None  # it comes with the lora extra
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class Case:
     sequence: int = 1
     tensor: int = 1
     pipe: int = 1
+    lora: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -72,7 +82,8 @@ class Case:
             size = getattr(self, name)
             place += f"-{name[0]}{size}" if size > 1 else ""
         place += "-mixtral" if self.moe is MIXTRAL else ""
-        return f"{place}-top{top}-{self.optimizer['kind']}-{self.steps}-{self.recompute}{'-ema' * self.average}"
+        end = "-lora" if self.lora else ""
+        return f"{place}-top{top}-{self.optimizer['kind']}-{self.steps}-{self.recompute}{'-ema' * self.average}{end}"
 
     @property
     def model(self) -> dict[str, Any]:
@@ -103,6 +114,7 @@ class Case:
                 "clip_grad_norm": 0.5,
                 "recompute_every": self.recompute,
                 **({"ema": {"decay": 0.8}} if self.average else {}),
+                **({"lora": self.lora} if self.lora else {}),
             },
             "checkpoint": {"at_end": self.average},
             "evaluation": {"at_end": False},
@@ -135,6 +147,14 @@ TWO = [
     Case(0, TOP1, SGD, steps=4, pipe=2, num_steps=NUM_STEPS),
     Case(1, TOP2, ADAMW, steps=2, recompute=1, pipe=2),
 ]
+if HAS_PEFT:
+    TWO += [
+        Case(0, TOP1, SGD, steps=2, lora=ADAPTED_EXPERTS),
+        Case(3, TOP2, ADAMW, average=True, lora=ADAPTED_EXPERTS),
+        Case(3, MIXTRAL, SGD, lora=ADAPTED_MIXTRAL),
+        Case(1, TOP1, SGD, steps=2, expert=2, average=True, lora=ADAPTED),
+        Case(2, TOP2, ADAMW, recompute=1, expert=2, lora=ADAPTED | {"modules_to_save": ["router"]}),
+    ]
 # With --exhaustive: the other stages.
 RARE = [
     *(Case(stage, TOP1, SGD, steps=2) for stage in (1, 2)),
@@ -239,6 +259,19 @@ def in_parts(mixture: MixtureOfExperts, number: int) -> None:
     mixture.forward = forward  # type: ignore[method-assign]
 
 
+def with_adapters(model: nn.Module, lora: dict[str, Any]) -> None:
+    """Put adapters into a model by peft's own function, as a run draws them."""
+    import peft
+
+    options = dict(lora)
+    endings = tuple(options.pop("modules_to_save", ()))
+    saved = [module for name, module in model.named_modules() if name.endswith(endings or ("?",))]
+    torch.manual_seed(1)
+    peft.inject_adapter_in_model(peft.LoraConfig(**options), model)
+    for module in saved:
+        module.requires_grad_(True)
+
+
 def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
     """What every step reports: the dozen lines that anyone would write; and the moving average."""
     torch.manual_seed(0)
@@ -249,6 +282,9 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
     for module in model.modules():
         if isinstance(module, MixtureOfExperts) and case.sequence > 1:
             in_parts(module, case.sequence)
+    if case.lora is not None:
+        with_adapters(model, case.lora)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
         "adamw": torch.optim.AdamW,
@@ -256,7 +292,7 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
         "muon": lambda _, lr: MuonWithAdam.for_blocks(model, lr=lr, adam_lr=3e-4),
     }
     options = {name: value for name, value in case.optimizer.items() if name != "kind"}
-    optimizer = kinds[case.optimizer["kind"]](model.parameters(), **options)
+    optimizer = kinds[case.optimizer["kind"]](trained, **options)
     found, average = [], Average(model, 0.8)
     for batches in micro_batches(case):
         optimizer.zero_grad()

@@ -232,6 +232,16 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
             of(model=mixed, zero=zero(stage), steps=steps, **section),
             tokens,
         )
+    yield (
+        "lora-experts",
+        of(
+            model=mixed,
+            zero=zero(2),
+            parallel={"expert": 2},
+            training={"max_steps": 9, "lora": {"target_modules": ["query", "value"]}},
+        ),
+        tokens,
+    )
     bert = {
         "kind": "bert",
         "hidden_size": 256,
@@ -487,7 +497,7 @@ def measured(
                 else (number + number // 4 + 4) % 16
             )
             == 0
-            or name.startswith(("own-length", "own-ring-4", "states-", "z2-zenflow", "own-tensor-4-pipe-z1", "lora-tensor"))
+            or name.startswith(("own-length", "own-ring-4", "states-", "z2-zenflow", "own-tensor-4-pipe-z1", "lora-"))
         ]
     listed = [{"config": CASES[name][0], "batch": CASES[name][1]} for name in names]
     (folder / "cases.json").write_text(json.dumps(listed), encoding="utf-8")

@@ -17,6 +17,7 @@ from framework.config.training import FrozenSteps, always_frozen
 from framework.errors import ConfigError, Problem
 from framework.plan.balance import pattern_problem
 from framework.plan.cluster import Cluster
+from framework.plan.rank_memory import EXPERTS
 from framework.plan.rules.base import Found, rule
 from framework.plan.work import ModelWork, model_work
 
@@ -153,6 +154,19 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
     if not problems and pattern != ALL_LINEAR:
         named = [module for module in modules if is_named(module, pattern)]
         yield from _not_adaptable(named, work, pattern)
+    if config.parallel.expert > 1:
+        yield from _of_divided_experts(work, pattern)
+
+
+def _of_divided_experts(work: ModelWork, pattern: str | Sequence[str]) -> Iterator[Problem]:
+    """Find experts that are trained with adapters, or whole, while ranks share them."""
+    names = [name for name in work.weights if EXPERTS in name]
+    if not names:
+        return
+    module = names[0].partition(LORA)[0].removesuffix(".weight")
+    reason = f"{module} is an expert's, and of experts on other ranks no adapters would be drawn"
+    fix = "leave experts out of target_modules and modules_to_save, or set parallel.expert: 1"
+    yield Problem("expert-with-other", reason, fix, _ADAPTED, pattern)
 
 
 def _bad_targets(pattern: str | Sequence[str]) -> list[Problem]:

@@ -710,6 +710,26 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "lora-not-adaptable",
         ),
         (GPT | {"training": {"lora": {"target_modules": ["embed"]}}}, "cuda", "lora-tied"),
+        (
+            MIXED
+            | {
+                "training": {"lora": {"target_modules": ["query"]}},
+                "parallel": {"expert": 2},
+                "zero": {"stage": 1},
+            },
+            "cuda",
+            None,
+        ),
+        (
+            MIXED
+            | {
+                "training": {"lora": {"target_modules": ["query", "up"]}},
+                "parallel": {"expert": 2},
+                "zero": {"stage": 1},
+            },
+            "cuda",
+            "expert-with-other",
+        ),
     ],
     "not_with_lora": [
         (
@@ -733,7 +753,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "cuda",
             "not-with-lora",
         ),
-        (MIXED | {"training": {"lora": {"target_modules": ["query"]}}}, "cuda", "not-with-lora"),
+        (MIXED | {"training": {"lora": {"target_modules": ["query"]}}}, "cuda", None),
         (
             GPT | {"training": {"lora": {"target_modules": ["query"]}}, "parallel": {"tensor": 2}},
             "cuda",
