@@ -48,12 +48,9 @@ OWN = {
 }
 SGD = {"kind": "sgd", "lr": 0.3, "momentum": 0.9}
 ADAMW = {"kind": "adamw", "lr": 3e-3, "weight_decay": 0.1}
-# Adapters of attention, and of experts too, where no ranks share them.
+# Adapters of attention; beside them experts are frozen, or trained whole.
 ADAPTED = {"target_modules": ["query", "value", "output"], "r": 4, "lora_alpha": 64}
-ADAPTED_EXPERTS = ADAPTED | {
-    "target_modules": ["query", "up", "down"],
-    "modules_to_save": ["norm", "router"],
-}
+ADAPTED_AND_WHOLE = ADAPTED | {"modules_to_save": ["norm", "router", "experts"]}
 ADAPTED_MIXTRAL = ADAPTED | {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["gate"]}
 HAS_PEFT = find_spec("peft") is not None  # it comes with the lora extra
 
@@ -149,11 +146,12 @@ TWO = [
 ]
 if HAS_PEFT:
     TWO += [
-        Case(0, TOP1, SGD, steps=2, lora=ADAPTED_EXPERTS),
-        Case(3, TOP2, ADAMW, average=True, lora=ADAPTED_EXPERTS),
+        Case(0, TOP1, SGD, steps=2, lora=ADAPTED),
+        Case(3, TOP2, ADAMW, average=True, lora=ADAPTED_AND_WHOLE),
         Case(3, MIXTRAL, SGD, lora=ADAPTED_MIXTRAL),
         Case(1, TOP1, SGD, steps=2, expert=2, average=True, lora=ADAPTED),
-        Case(2, TOP2, ADAMW, recompute=1, expert=2, lora=ADAPTED | {"modules_to_save": ["router"]}),
+        Case(3, TOP1, SGD, steps=2, expert=2, lora=ADAPTED),
+        Case(2, TOP2, ADAMW, recompute=1, expert=2, lora=ADAPTED_AND_WHOLE),
     ]
 # With --exhaustive: the other stages.
 RARE = [

@@ -10,7 +10,14 @@ from itertools import chain
 from typing import Any, Final
 
 from framework.config.freezing import patterns_of, refuse_bad_freeze, scheduled
-from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, unmatched_modules
+from framework.config.groups import (
+    ALL_LINEAR,
+    LORA,
+    is_adapted,
+    is_named,
+    tied_problem,
+    unmatched_modules,
+)
 from framework.config.optimizer import Adagrad, optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.config.training import FrozenSteps, always_frozen
@@ -151,22 +158,14 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
     modules = _modules_of(chain(work.weights, work.frozen))
     problems = unmatched_modules(lora, modules)
     yield from problems
-    if not problems and pattern != ALL_LINEAR:
+    experts = [module for module in modules if EXPERTS in module and is_adapted(module, lora)]
+    if experts:
+        reason = f"{experts[0]} is an expert's, and its adapter was not held against one process"
+        fix = "name other modules, or train experts whole: training.lora.modules_to_save"
+        yield Problem("lora-not-adaptable", reason, fix, _ADAPTED, pattern)
+    elif not problems and pattern != ALL_LINEAR:
         named = [module for module in modules if is_named(module, pattern)]
         yield from _not_adaptable(named, work, pattern)
-    if config.parallel.expert > 1:
-        yield from _of_divided_experts(work, pattern)
-
-
-def _of_divided_experts(work: ModelWork, pattern: str | Sequence[str]) -> Iterator[Problem]:
-    """Find experts that are trained with adapters, or whole, while ranks share them."""
-    names = [name for name in work.weights if EXPERTS in name]
-    if not names:
-        return
-    module = names[0].partition(LORA)[0].removesuffix(".weight")
-    reason = f"{module} is an expert's, and of experts on other ranks no adapters would be drawn"
-    fix = "leave experts out of target_modules and modules_to_save, or set parallel.expert: 1"
-    yield Problem("expert-with-other", reason, fix, _ADAPTED, pattern)
 
 
 def _bad_targets(pattern: str | Sequence[str]) -> list[Problem]:

@@ -728,7 +728,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
                 "zero": {"stage": 1},
             },
             "cuda",
-            "expert-with-other",
+            "lora-not-adaptable",
         ),
     ],
     "not_with_lora": [
