@@ -148,6 +148,8 @@ if HAS_PEFT:
     TWO += [
         Case(0, TOP1, SGD, steps=2, lora=ADAPTED),
         Case(3, TOP2, ADAMW, average=True, lora=ADAPTED_AND_WHOLE),
+        Case(1, TOP2, ADAMW, lora=ADAPTED),
+        Case(2, TOP1, SGD, steps=2, lora=ADAPTED),
         Case(3, MIXTRAL, SGD, lora=ADAPTED_MIXTRAL),
         Case(1, TOP1, SGD, steps=2, expert=2, average=True, lora=ADAPTED),
         Case(3, TOP1, SGD, steps=2, expert=2, lora=ADAPTED),
