@@ -353,7 +353,8 @@ def model_work(
         The work; None for a model of the user's own, and for images of unknown size.
     """
     sections = _Sections(f"{model!r} {lora!r}", model, lora)
-    is_stage3 = zero_stage == 3
+    # Layers of a tensor group call torch's own product, also at stage 3.
+    is_stage3 = zero_stage == 3 and share.tensor == 1
     return _work(
         sections,
         micro_size,

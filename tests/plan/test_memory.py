@@ -365,10 +365,6 @@ def shared_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         values, batch = of(stage, kind, dtype, tensor=2)
         values["training"] = {"max_steps": 9, "lora": lora}
         yield f"lora-tensor-z{stage}-{kind}", values, batch
-    values, batch = of(2, "gpt", "bf16", tensor=2)
-    adapters = {"target_modules": ["query", "value", "output", "down"], "lora_dropout": 0.1}
-    values["training"] = {"max_steps": 9, "lora": adapters}
-    yield "lora-tensor", values, batch
     for stage, dtype in ((1, "fp32"), (3, "bf16")):
         yield (
             f"own-tensor-4-sequence-z{stage}-{dtype}",
