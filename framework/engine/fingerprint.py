@@ -79,7 +79,7 @@ def _checksum(
 
 
 def _checksum_of_parts(tensor: torch.Tensor, split: Split, part: TensorPart) -> int:
-    """Return the `_checksum` of a whole weight, of which this rank has a part. Collective."""
+    """Return the `_checksum` of a whole weight by the ranks' parts. Collective."""
     whole = split.whole_shape(tensor.shape)
     row = whole[split.dim :].numel()
     inner = whole[split.dim + 1 :].numel()

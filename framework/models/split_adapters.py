@@ -69,7 +69,7 @@ class DropoutTogether(nn.Dropout):
 
 
 class DropoutApart(nn.Dropout):
-    """Dropout of the inputs of a row layer's adapter, of which each rank has others."""
+    """Dropout of the inputs of a row layer's adapter: each rank has others."""
 
     part: TensorPart
 
