@@ -497,7 +497,16 @@ def measured(
                 else (number + number // 4 + 4) % 16
             )
             == 0
-            or name.startswith(("own-length", "own-ring-4", "states-", "z2-zenflow", "own-tensor-4-pipe-z1", "lora-"))
+            or name.startswith(
+                (
+                    "own-length",
+                    "own-ring-4",
+                    "states-",
+                    "z2-zenflow",
+                    "own-tensor-4-pipe-z1",
+                    "lora-",
+                )
+            )
         ]
     listed = [{"config": CASES[name][0], "batch": CASES[name][1]} for name in names]
     (folder / "cases.json").write_text(json.dumps(listed), encoding="utf-8")
