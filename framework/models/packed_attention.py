@@ -189,9 +189,10 @@ def _mix_in_ring(
 
     starts = rows.host_starts.tolist()
     pieces = text_pieces(ring, query.shape[2], starts, window=options.window, device=query.device)
-    return ring_attention(
+    mixed: Tensor = ring_attention(
         query, key, value, ring, pieces, dropout=options.dropout, scale=options.scale
     )
+    return mixed
 
 
 def why_no_kernel(query: Tensor, value: Tensor) -> str:

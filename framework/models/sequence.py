@@ -325,7 +325,8 @@ def _attend_in_ring(
         fix = f"set {_KEY} to a divisor of the model's heads"
         raise ConfigError.of("sequence-not-shared", reason, fix, _KEY, ring.size)
     pieces = seen_pieces(ring, query.shape[2], mask, is_causal=is_causal)
-    return ring_attention(query, key, value, ring, pieces, dropout=dropout_p, scale=scale)
+    mixed: Tensor = ring_attention(query, key, value, ring, pieces, dropout=dropout_p, scale=scale)
+    return mixed
 
 
 def share_attention(model: nn.Module) -> None:

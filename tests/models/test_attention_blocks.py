@@ -16,11 +16,14 @@ from framework.models.attention_blocks import block_backward, block_forward
 HOW: dict[str, Any] = {"is_causal": False, "dropout": 0.0, "scale": 0.4}
 
 
-def inputs() -> list[Tensor]:
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
     """Five queries, and seven keys and values, of two heads."""
     generator = torch.Generator().manual_seed(2)
     shapes = ((2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    query, key, value = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
+    )
+    return query, key, value
 
 
 def half_seen() -> Tensor:
@@ -34,12 +37,12 @@ def half_seen() -> Tensor:
 def both(monkeypatch: pytest.MonkeyPatch, mask: Tensor | None, how: dict[str, Any]) -> Any:
     """Return the results of torch's kernel and of the steps, with what the backward pass makes."""
     made = []
-    given = inputs()
+    query, key, value = inputs()
     gradient = torch.ones(2, 2, 5, 8, dtype=torch.float64)
     for _ in range(2):
-        mixed, sums, state = block_forward(*given, mask, **how)
+        mixed, sums, state = block_forward(query, key, value, mask, **how)
         safe = sums.masked_fill(sums == -torch.inf, 0.0)
-        backward = block_backward(gradient, *given, mixed, safe, mask, state, **how)
+        backward = block_backward(gradient, query, key, value, mixed, safe, mask, state, **how)
         made.append((mixed, sums, *backward))
         monkeypatch.setattr(attention_blocks, "_kernel_of", lambda *_: "")
     return made
@@ -59,28 +62,30 @@ def test_the_kernel_is_the_steps(monkeypatch: pytest.MonkeyPatch, is_masked: boo
 
 def test_a_triangle_is_what_a_mask_of_it_sees() -> None:
     query, key, value = inputs()
-    given = (query, key[:, :, :5], value[:, :, :5])
+    key = key[:, :, :5]
+    value = value[:, :, :5]
     triangle = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
     for one, other in zip(
-        block_forward(*given, None, **HOW | {"is_causal": True})[:2],
-        block_forward(*given, triangle, **HOW)[:2],
+        block_forward(query, key, value, None, **HOW | {"is_causal": True})[:2],
+        block_forward(query, key, value, triangle, **HOW)[:2],
         strict=True,
     ):
         torch.testing.assert_close(one, other)
 
 
 def test_gradients_are_those_of_the_weights_that_dropout_left() -> None:
-    given = [tensor.requires_grad_() for tensor in inputs()]
-    query, key, value = given
+    query, key, value = given = inputs()
+    for tensor in given:
+        tensor.requires_grad_()
     how = HOW | {"dropout": 0.3}
     with torch.no_grad():
-        mixed, sums, kept = block_forward(*given, None, **how)
+        mixed, sums, kept = block_forward(query, key, value, None, **how)
     assert 0.5 < kept[0].double().mean() < 0.9
     weights = (query @ key.transpose(-2, -1) * 0.4).softmax(-1)
     expected = (weights * kept[0] / 0.7) @ value
     torch.testing.assert_close(mixed, expected)
     gradient = torch.randn_like(mixed)
-    found = block_backward(gradient, *given, mixed, sums, None, kept, **how)
+    found = block_backward(gradient, query, key, value, mixed, sums, None, kept, **how)
     for one, other in zip(found, torch.autograd.grad(expected, given, gradient), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -88,10 +93,10 @@ def test_gradients_are_those_of_the_weights_that_dropout_left() -> None:
 def test_the_kernel_of_gpus_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the shapes of torch's own operators; tests/gpu has the numbers."""
     monkeypatch.setattr(attention_blocks, "_kernel_of", lambda *_: "cuda")
-    given = [tensor.to("meta", torch.bfloat16) for tensor in inputs()]
-    mixed, sums, state = block_forward(*given, None, **HOW)
+    query, key, value = given = [tensor.to("meta", torch.bfloat16) for tensor in inputs()]
+    mixed, sums, state = block_forward(query, key, value, None, **HOW)
     assert (mixed.shape, sums.shape, sums.dtype) == ((2, 2, 5, 8), (2, 2, 5), torch.float32)
-    made = block_backward(mixed, *given, mixed, sums, None, state, **HOW)
+    made = block_backward(mixed, query, key, value, mixed, sums, None, state, **HOW)
     assert [tensor.shape for tensor in made] == [tensor.shape for tensor in given]
 
 

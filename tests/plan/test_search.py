@@ -38,9 +38,12 @@ from framework.plan.search_space import (
     OFFLOAD,
     PIPE,
     RECOMPUTE,
+    SEQUENCE,
     SIZES,
     STAGE,
+    TENSOR,
     Request,
+    all_strategies,
 )
 from framework.plan.work import work_of
 from tests.places import ROOT
@@ -441,3 +444,13 @@ def test_where_nothing_else_fits_memory_for_length_is_tried() -> None:
     settings = found.ranked[0].choice
     assert settings["training.offload_activations"]
     assert settings["training.mlp_tile"] == 4096
+
+
+def test_more_ranks_than_heads_share_sequences() -> None:
+    """A ring has what heads do not divide; parts of a sequence are equal."""
+    model = {"kind": "gpt", "num_heads": 2, "hidden_size": 32}
+    values = {"model": model, "data": {"kind": "text", "sequence_length": 52}}
+    run = config_from_values(values | {"task": {"kind": "causal_lm"}})
+    tried = list(all_strategies(Request(run, Cluster(devices_per_host=8))))
+    assert {settings[TENSOR] for settings in tried} == {1, 2}
+    assert {settings[SEQUENCE] for settings in tried} == {1, 2, 4}

@@ -234,6 +234,24 @@ def test_sequence_and_expert_parallelism_exchange_values() -> None:
     )
 
 
+def test_a_ring_sends_keys_and_their_gradients_beside_its_scores() -> None:
+    found = seconds(sequence=4, ring=2, key_share=0.5)
+    start = 8.4e-6
+    output = 0.5e6  # bytes of a rank
+    assert found["sequence parallel"] == pytest.approx(
+        8 * 8 * (start + 3.4e-6 + 0.5 * output / 1e11)
+    )
+    assert found["ring of keys"] == pytest.approx(8 * 2 * (start + output / 1e11))
+    # gradients in fp32, of keys in bf16
+    assert found["ring of gradients"] == pytest.approx(8 * 2 * (start + 2 * output / 1e11))
+    # 1e11 of its operations are scores, and as many are masked: the last rank sees both chunks
+    scores = replace(BLOCK, flops=BLOCK.flops + 2 * 10**11, masked_flops=10**11)
+    work = replace(WORK, parts=(scores, HEAD, LOSS))
+    hidden = step_time(work, Parallelism(sequence=4, ring=2), MACHINE, IDEAL).seconds
+    assert "ring of keys" not in hidden
+    assert hidden["compute"] - found["compute"] == pytest.approx(8 * 3 * 1e11 / 4 * 4 / 3 / 1e14)
+
+
 def test_an_offloaded_optimizer_runs_at_the_hosts_speed() -> None:
     found = seconds(data=8, zero_stage=1, is_offloaded=True)
     share = PARAMS / 8
