@@ -17,7 +17,7 @@ layers (runtime/engine.py `_partition_autoep_zero3_experts`; stage3.py
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -143,6 +143,12 @@ def declaring_experts(model: torch.nn.Module) -> Iterator[None]:
         deepspeed.DeepSpeedEngine._broadcast_model = send
     for engine in built:
         engine.has_moe_layers = False
+        if isinstance(engine, deepspeed.PipelineEngine):
+            module = engine.module
+            module.save_state_dict = partial(_save_layers, engine, module.save_state_dict)
+            for mixture in _divided_mixtures(module).values():
+                mixture.register_load_state_dict_pre_hook(_leave_others_out)
+            continue
         engine.module_state_dict = partial(_whole_state, engine)
         load = engine.load_module_state_dict
         engine.load_module_state_dict = partial(_load_rank_state, engine, load)
@@ -200,6 +206,46 @@ def _gathered_experts(
     for position, part in enumerate(parts):
         experts[shift_expert(name, position * mixture.num_own)] = part.cpu()
     return experts
+
+
+def _save_layers(
+    engine: deepspeed.PipelineEngine, save: Callable[..., None], *places: Any, **options: Any
+) -> None:
+    """Stand in for `PipelineModule.save_state_dict`, which one data-parallel rank of a stage calls
+    for its layers: give it the experts of all ranks, in host memory. Collective.
+    """
+    writer = torch.distributed.get_global_rank(engine.grid.get_data_parallel_group(), 0)
+    hooks = []
+    for mixture in _divided_mixtures(engine.module).values():
+        if _writer_of(mixture) != writer:
+            continue
+        experts: dict[str, torch.Tensor] = {}
+        for name, tensor in mixture.experts.state_dict().items():
+            experts |= _gathered_experts(f".experts.{name}", tensor, mixture)
+        hooks.append(mixture.register_state_dict_post_hook(partial(_put_experts, experts)))
+    try:
+        save(*places, **options)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _put_experts(
+    experts: Mapping[str, torch.Tensor], mixture: Any, state: Any, prefix: str, _: Any
+) -> None:
+    """Put the experts of all ranks into a mixture's state, as a hook of it. Their names begin
+    with a dot.
+    """
+    for name, tensor in experts.items():
+        state[f"{prefix}{name[1:]}"] = tensor
+
+
+def _leave_others_out(mixture: Any, state: Any, prefix: str, *_: Any) -> None:
+    """Remove the experts of other ranks from a state that a mixture loads, as a hook of it."""
+    elsewhere = is_elsewhere(mixture)
+    for name in list(state):
+        if name.startswith(prefix) and elsewhere(f".{name.removeprefix(prefix)}"):
+            del state[name]
 
 
 def _load_rank_state(

@@ -302,6 +302,13 @@ def _refuse_other_groups(num_groups: int, plan: Plan) -> None:
         "over all stages"
     )
     fix = "leave zero.offload_optimizer out, or choose parallel.stages so that each has blocks"
+    if plan.layout.expert_size > 1:
+        reason = (
+            f"the stages have from {min(nums)} to {max(nums)} groups of weights, of which experts "
+            "that ranks share have their own, and DeepSpeed adds up a norm for each group over all "
+            "stages"
+        )
+        fix = "set model.moe.every or parallel.stages so that each has experts"
     kind = getattr(plan.config.optimizer, "kind", None)
     raise ConfigError.of("stage-with-one-group", reason, fix, "optimizer.kind", kind)
 

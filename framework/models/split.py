@@ -254,8 +254,8 @@ class RowLinear(nn.Linear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def _bias_to_sum(self) -> Tensor | None:
-        """Return a value whose sum over the ranks is the bias; its gradient is that of the whole
-        bias on every rank.
+        """Return a part of the bias: the ranks' parts add up to it, and each rank has the gradient
+        of the whole bias.
         """
         if self.bias is None:
             return None

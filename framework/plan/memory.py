@@ -242,7 +242,10 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
             recompute_every=config.training.recompute_every,
             keeps_products=config.training.keeps_products,
         )
-        memory = _memory(plan, _of_layers(work, stage_layers), passes, pipeline)
+        stage_work = _of_layers(work, stage_layers)
+        rank_work = _without_other_experts(stage_work, plan)
+        num_elsewhere = stage_work.num_params - rank_work.num_params
+        memory = _memory(plan, rank_work, passes, pipeline, num_elsewhere)
         memories.append(replace(memory, stage=number))
     return memories
 

@@ -483,8 +483,11 @@ class RankMemory:
 
     @cached_property
     def held(self) -> list[int]:
-        """Elements of each weight, trained or frozen."""
-        return self.sizes + self.frozen
+        """Elements of each weight, trained or frozen, without experts that no other rank has: their
+        share is the weight.
+        """
+        shared = [group for group in self.groups if group.num_ranks > 1 or self.ranks == 1]
+        return [size for group in shared for size in group.sizes] + self.frozen
 
     def persistent(self) -> dict[str, int]:
         """Return the bytes of small weights, which stay whole at stage 3."""

@@ -417,7 +417,8 @@ class _Step:
         yield from self.ring(part, output, team)
         seconds = 0.0
         if by.expert > 1:
-            seconds = self.collectives.scatter(output, by.expert, by.tensor * by.sequence)
+            # Ranks with other positions are neighbours too.
+            seconds = self.collectives.scatter(output, by.expert, by.tensor)
         yield "expert parallel", (2, 2), seconds
 
     def ring(

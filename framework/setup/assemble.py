@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -138,19 +138,25 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
         if tensor_cut is not None:
             tensor_cut.check_stages()
 
-    stage = build_pipeline(
-        plan,
-        ds_config=prepared.ds_config,
-        layers=cut.layers,
-        bounds=cut.table.bounds,
-        task=parts.task,
-        make_optimizer=parts.make_optimizer,
-        make_schedule=parts.make_schedule,
-        adapt=adapt,
-        built=built,
-        around=cut.around,
-        varying_shapes=varying_shapes,
-    )
+    dividing: AbstractContextManager[None] = nullcontext()
+    if plan.layout.expert_size > 1:
+        from framework.engine.expert_parallel import building_experts
+
+        dividing = building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1)
+    with dividing:
+        stage = build_pipeline(
+            plan,
+            ds_config=prepared.ds_config,
+            layers=cut.layers,
+            bounds=cut.table.bounds,
+            task=parts.task,
+            make_optimizer=parts.make_optimizer,
+            make_schedule=parts.make_schedule,
+            adapt=adapt,
+            built=built,
+            around=cut.around,
+            varying_shapes=varying_shapes,
+        )
     if weights is not None:
         weights.let_go()  # `Prepared` would hold them to the end of the run
     return stage

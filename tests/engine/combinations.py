@@ -147,7 +147,8 @@ def proven() -> Iterator[Run]:
                 name, test_sequence.TWO_RANKS[case_name], nowhere, nowhere, **sections
             ),
         )
-    for mixed in (*test_experts.TWO, *test_experts.RARE, *test_experts.FOUR):
+    mixtures = test_experts
+    for mixed in (*mixtures.TWO, *mixtures.RARE, *mixtures.FOUR, *mixtures.RARE_FOUR):
         yield Run(mixed.ranks, mixed.config(nowhere))
     yield from (Run(2, test_experts.varied(name, nowhere)) for name in test_experts.VARIANTS)
     yield from (Run(2, one) for one in test_lora.held_cases(nowhere))

@@ -164,7 +164,7 @@ RARE = [
     Case(1, TOP2, ADAMW, recompute=1, expert=2),
     *(Case(stage, TOP1, SGD, steps=2, sequence=2) for stage in (1, 2)),
     *(Case(stage, TOP2, SGD, steps=2, tensor=2) for stage in (1, 2)),
-    Case(1, TOP2, ADAMW, sequence=2, expert=2),
+    *(Case(stage, TOP2, ADAMW, sequence=2, expert=2) for stage in (1, 3)),
 ]
 # What changes how a step is computed -> of which run, and by how much it may change losses.
 _TOGETHER, _APART = Case(2, TOP2, ADAMW), Case(2, TOP2, ADAMW, recompute=1, expert=2)
@@ -392,10 +392,16 @@ FOUR.append(Case(2, TOP1, SGD, steps=2, ranks=4, expert=2, tensor=2))
 FOUR.append(Case(3, TOP2, ADAMW, ranks=4, expert=2, tensor=2))
 FOUR.append(Case(1, TOP2, SGD, ranks=4, tensor=2, sequence=2, num_steps=NUM_STEPS))
 FOUR.append(Case(1, TOP2, SGD, steps=2, ranks=4, tensor=2, pipe=2))
+FOUR.append(Case(1, TOP1, SGD, steps=2, ranks=4, expert=2, pipe=2))
+FOUR.append(Case(2, TOP1, ADAMW, ranks=4, expert=2, tensor=2, sequence=2))
+RARE_FOUR = [
+    Case(1, TOP2, SGD, ranks=4, expert=2, tensor=2),
+    Case(1, {**TOP2, "every": 1}, ADAMW, ranks=4, expert=2, pipe=2),
+]
 
 
 @pytest.fixture(scope="module")
-def on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def on_four(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts-4")
     saves = saved(
         "fewer",
@@ -403,17 +409,28 @@ def on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {**UNBALANCED, "parallel": {"expert": 4}, "zero": {"stage": 2}},
         max_steps=STOP,
     )
-    train_cases([*(case.config(folder) for case in FOUR), saves], num_ranks=4, folder=folder)
+    held = [*FOUR, *(RARE_FOUR if exhaustive else ())]
+    staged = [
+        saved(name, folder, STAGED, max_steps=steps)
+        for name, steps in (("same-whole", END), ("same", STOP), ("same", END), ("moved", STOP))
+    ]
+    configs = [*(case.config(folder) for case in held), saves, *staged]
+    train_cases(configs, num_ranks=4, folder=folder)
     return folder
 
 
-@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*FOUR, *rarely(RARE_FOUR)], ids=lambda case: case.name)
 def test_groups_of_experts_train_as_plain_pytorch(case: Case, on_four: Path) -> None:
     hold(case, on_four)
 
 
 # Nothing of its loss depends on how a batch is divided.
 UNBALANCED = {"model": {**PROMPTED_GPT, "moe": {**TOP2, "balance_loss": 0.0}}}
+STAGED: dict[str, Any] = {
+    "model": {**PROMPTED_GPT, "moe": {**TOP2, "balance_loss": 0.0, "every": 1}},
+    "parallel": {"expert": 2, "pipe": 2},
+    "zero": {"stage": 1},
+}
 # Layout before the stop -> after it.
 EXPERTS_2, EXPERTS_1 = {"parallel": {"expert": 2}, "zero": {"stage": 1}}, {"zero": {"stage": 1}}
 SPREAD = {**EXPERTS_2, "zero": {"stage": 3}}
@@ -523,6 +540,15 @@ def test_weights_of_a_checkpoint_are_those_of_all_experts(moved: Path) -> None:
 def test_experts_of_four_ranks_go_on_on_two(on_four: Path) -> None:
     cases = [saved("fewer", on_four, UNBALANCED | EXPERTS_2, max_steps=END)]
     cases.append(saved("whole", on_four, UNBALANCED | EXPERTS_1, max_steps=END))
+    cases.append(saved("moved", on_four, {**STAGED, **EXPERTS_2}, max_steps=END))
     train_cases(cases, num_ranks=2, folder=on_four)
-    whole, broken = (series(on_four / name, "train/loss") for name in ("whole", "fewer"))
-    assert broken == pytest.approx(whole, abs=2e-5)
+    for name, of in (("fewer", "whole"), ("moved", "same-whole")):
+        whole, broken = (series(on_four / run, "train/loss") for run in (of, name))
+        assert broken == pytest.approx(whole, abs=2e-5), name
+
+
+def test_experts_in_stages_go_on_to_the_bit(on_four: Path) -> None:
+    for name in ("train/loss", "train/grad_norm", "eval/loss"):
+        whole, broken = (series(on_four / run, name) for run in ("same-whole", "same"))
+        assert whole == broken
+        assert whole

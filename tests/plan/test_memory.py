@@ -451,6 +451,28 @@ def fp8_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
             yield f"{name.replace('own', 'own-fp8')}", values | {"precision": rounded}, tokens
 
 
+def expert_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
+    """Mixtures of experts that ranks share in other ways than at ZeRO 1 and 2."""
+    tokens = [["int64", [8, 64]]] * 2
+    moe = {"num_experts": 4, "top_k": 2, "every": 1}
+    for stage, parallel in (
+        (3, {"expert": 2}),
+        (1, {"tensor": 2}),
+        (2, {"sequence": 2, "expert": 2}),
+    ):
+        values = {
+            "model": GPT | {"vocab_size": 2000, "moe": moe},
+            "data": {"kind": "text", "sequence_length": 64},
+            "task": {"kind": "causal_lm"},
+            "batch": {"micro_size": 8, "accumulation_steps": 1},
+            "training": {"max_steps": 9},
+            "zero": {"stage": stage, "reduce_bucket_size": 500_000},
+            "precision": {"dtype": "bf16"},
+            "parallel": parallel,
+        }
+        yield f"own-experts-z{stage}-by-{'-and-'.join(parallel)}", values, tokens
+
+
 CASES = {
     name: (config, batch)
     for name, config, batch in (
@@ -461,6 +483,7 @@ CASES = {
         *states_cases(),
         *fp8_cases(),
         *zenflow_cases(),
+        *expert_cases(),
     )
 }
 
@@ -505,6 +528,7 @@ def measured(
                     "z2-zenflow",
                     "own-tensor-4-pipe-z1",
                     "lora-",
+                    "own-experts",
                 )
             )
         ]

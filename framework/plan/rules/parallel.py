@@ -134,7 +134,7 @@ def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
     sizes = config.parallel.sizes()
     # Ranks that share sequences have other tokens, and may share experts.
     ranks = cluster.world_size * sizes["sequence_size"] // prod(sizes.values())
-    if not moe or config.parallel.pipe > 1:  # which is refused
+    if not moe:
         return
     for count, what in ((moe.num_experts, "experts"), (ranks, "data-parallel ranks")):
         if count % size:

@@ -183,18 +183,6 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (BERT | {"parallel": {"sequence": 2}}, "cpu", None),
         ({"model": TARGET, "task": TARGET, "parallel": {"sequence": 2}}, "cpu", None),
     ],
-    "not_with_experts": [
-        (
-            piped(**MIXED) | {"parallel": {"pipe": 2, "expert": 2}, "zero": {"stage": 1}},
-            "cuda",
-            "not-with-experts",
-        ),
-        (piped(**MIXED), "cuda", None),
-        (MIXED | {"parallel": {"tensor": 2}}, "cuda", None),
-        (MIXED | {"parallel": {"sequence": 2}}, "cuda", None),
-        (piped(**GPT), "cuda", None),
-        (MIXED, "cuda", None),
-    ],
     "blocks_have_experts": [
         (
             GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 2, "every": 5}}},
@@ -221,6 +209,12 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "expert_with_other": [
         (with_experts() | {"optimizer": TARGET}, "cuda", "expert-with-other"),
+        (
+            piped(**MIXED)
+            | {"parallel": {"pipe": 2, "expert": 2, "tensor": 2}, "zero": {"stage": 1}},
+            "cuda",
+            "expert-with-other",
+        ),
         *(
             (with_experts() | {"zero": {"stage": 1, **zero}}, "cuda", "expert-with-other")
             for zero in REDUCED
