@@ -355,12 +355,18 @@ class TensorCut:
         if size < self.part.size or has_options:
             reason = "an embedding with max_norm, sparse or scale_grad_by_freq stays whole"
             self._refuse(name, reason, "leave it out")
+        assert self._known is not None
+        is_head = name in self._known.heads
+        if is_head and not isinstance(module, TokenEmbedding):
+            if self._known.is_own:
+                return  # stays whole
+            reason = "a later layer uses its weight as the output layer, and would have a part"
+            self._refuse(name, reason, "leave it out")
         self._divide(name, module.weight, Split(0, (size,)))
         part = VocabularyPart(self.part, self._widths(size), joins=not self._keeps_logits)
         if isinstance(module, TokenEmbedding):
             module.vocabulary = part
-            assert self._known is not None
-            if self._keeps_logits and name in self._known.heads:
+            if self._keeps_logits and is_head:
                 self._hand_to_task(size)
         else:
             self._divide_look_up(name, module, part)

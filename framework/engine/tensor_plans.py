@@ -13,7 +13,7 @@ from torch import nn
 
 from framework.config.training import TensorSplit
 from framework.errors import ConfigError
-from framework.models.layers import LayeredModel
+from framework.models.layers import Layer, LayeredModel
 
 Plan = Mapping[str, TensorSplit]
 PLAN_KEY: Final = "parallel.tensor_plan"
@@ -47,8 +47,11 @@ class KnownPlan:
     heads: frozenset[str]
 
 
-def known_plan(model: Any, config_plan: Plan | None, *, size: int) -> KnownPlan:
-    """Return the plan of the config, or else the model's own, for tensor groups of `size` ranks.
+def known_plan(
+    model: Any, config_plan: Plan | None, *, size: int, layers: Sequence[Layer] = ()
+) -> KnownPlan:
+    """Return the plan of the config, or else the model's own, for tensor groups of `size` ranks;
+    `layers` are the model's, where stages run them.
 
     Raises:
         ConfigError: kind ``tensor-plan`` without a plan; kind ``tensor-not-divisible``.
@@ -59,9 +62,13 @@ def known_plan(model: Any, config_plan: Plan | None, *, size: int) -> KnownPlan:
         reason = f"{name} has no plan of its own for parallel.tensor"
         fix = 'name its layers, such as {"blocks.*.up": column, "blocks.*.down": row}'
         raise ConfigError.of("tensor-plan", reason, fix, PLAN_KEY, None)
-    heads: set[str] = set()
     if isinstance(model, LayeredModel):
-        heads.update(model.place_of(layer) for layer in model.recipes if layer.call is not None)
+        layers = model.recipes
+    heads: set[str] = set()
+    first_of_tie: dict[str, str] = {}
+    for layer in layers:
+        if layer.tied and first_of_tie.setdefault(layer.tied, layer.name) != layer.name:
+            heads.add(first_of_tie[layer.tied])
     return KnownPlan(
         name, plan, config_plan is None, hasattr(type(model), "tensor_plan"), frozenset(heads)
     )

@@ -121,7 +121,8 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
         from framework.engine.tensor_plans import known_plan
 
         size = config.parallel.tensor
-        tensor_plan = known_plan(model, config.parallel.tensor_plan, size=size)
+        entries = config.parallel.tensor_plan
+        tensor_plan = known_plan(model, entries, size=size, layers=layers)
     return CutModel(layers, table, inputs, surveyed, frozen, _around(model), tensor_plan)
 
 

@@ -129,8 +129,17 @@ def classifier(root: Path, name: str) -> dict[str, Any]:
     }
 
 
+# On four ranks: stages that tensor groups divide.
+DIVIDED_STAGES = "ours-packed-pipe-tensor"
+_SECTIONS: dict[str, Any] = {
+    "parallel": {"pipe": 2, "tensor": 2},
+    "batch": {"micro_size": 1},
+    "zero": {"stage": 1},
+}
+
+
 def config(root: Path, name: str) -> dict[str, Any]:
-    packed, is_ours, sections = RUNS[name]
+    packed, is_ours, sections = RUNS.get(name, (True, True, _SECTIONS))
     place = {"pretrained_model_name_or_path": str(root / "base")}
     theirs = {
         "model": {"target": "transformers:AutoModelForCausalLM.from_pretrained", "args": place}
@@ -273,6 +282,13 @@ def test_losses_are_those_of_plain_pytorch_with_transformers(name: str, runs: Pa
     packed, _, sections = RUNS[name]
     expected = plain(runs, packed=packed, lora="lora" in sections.get("training", {}))
     assert [*series(runs / name, "train/loss").values()] == pytest.approx(expected, abs=1e-5)
+
+
+def test_divided_stages_keep_texts_of_a_row_apart(runs: Path) -> None:
+    train_cases([config(runs, DIVIDED_STAGES)], num_ranks=4, folder=runs)
+    expected = plain(runs, packed=True, lora=False)
+    found = [*series(runs / DIVIDED_STAGES, "train/loss").values()]
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_model_that_mixes_packed_conversations_is_refused(runs: Path) -> None:

@@ -101,6 +101,7 @@ def test_dropout_differs_where_ranks_do(found: dict[str, Any]) -> None:
             "head",
             "the plan of Headed divides 1.5% of the numbers in its matrices (1 weight, such as head.weight)",
         ),
+        ("own head", "words: a later layer uses its weight as the output layer"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(found: dict[str, Any], name: str, words: str) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from framework.engine.tensor_cut import TensorCut
 from framework.engine.tensor_plans import known_plan
 from framework.errors import ConfigError
 from framework.models import sequence
-from framework.models.layers import as_layers
+from framework.models.layers import Layer, LayeredModel, as_layers
 from framework.models.split import TensorPart, VocabularyPart
 from framework.recipes.language_models import bert, gpt
 from framework.tasks.causal_lm import CausalLM
@@ -217,6 +218,13 @@ def summed_weight() -> float:
     return abs(gradients[1] - gradients[0])
 
 
+def own_head() -> nn.Module:
+    """Return layers of which the last one computes with the weight of the first one itself."""
+    words = partial(nn.Embedding, 8, 4)
+    head = Layer("head", words, tied="words", call=lambda module, value: value @ module.weight.T)
+    return LayeredModel([Layer("words", words, tied="words"), head])
+
+
 def refusals() -> dict[str, str]:
     """What a plan cannot be."""
     tried: dict[str, tuple[Callable[[], nn.Module], dict[str, str] | None]] = {
@@ -245,6 +253,7 @@ def refusals() -> dict[str, str]:
         "tied": (lambda: tensor_parts.llama(tie=True), {"model.lm_head": "column_gathered"}),
         "by hand": (lambda: nn.Sequential(tensor_parts.ScaledByHand(8, 4)), {"0": "vocabulary"}),
         "head": (lambda: tensor_parts.Headed(num_layers=8), None),
+        "own head": (own_head, {"words": "vocabulary"}),
     }
     found = {}
     for name, (make, plan) in tried.items():

@@ -782,6 +782,15 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "not-with-lora",
         ),
         (
+            divided(
+                training={"lora": {"target_modules": ["query"]}},
+                parallel={"pipe": 2, "tensor": 2},
+                batch={"accumulation_steps": 64},
+            ),
+            "cuda",
+            "not-with-lora",
+        ),
+        (
             GPT | {"training": {"lora": {"target_modules": ["query"]}, "freeze": ["embed.*"]}},
             "cuda",
             "not-with-lora",
