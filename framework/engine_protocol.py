@@ -178,6 +178,15 @@ class Engine(Protocol):
         """Multiply the learning rate of every parameter group until the schedule sets it again."""
         ...
 
+    @property
+    def can_try_evaluation(self) -> bool:
+        """Whether evaluation can be tried before the first step."""
+        ...
+
+    def trying_evaluation(self) -> AbstractContextManager[None]:
+        """Return a context in which evaluation changes nothing that training reads."""
+        ...
+
     def evaluate(
         self,
         batches: Iterable[tuple[Any, bool]],

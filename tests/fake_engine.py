@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ class RecordingEngine:
             raise RuntimeError("CUDA out of memory")
         self.events.append(f"train {self.step}")
         return RecordedStep(self.step, self)
+
+    can_try_evaluation = False
+
+    def trying_evaluation(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def evaluate(
         self,

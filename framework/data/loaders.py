@@ -311,6 +311,8 @@ class EvalLoader:
         fork of a large rank is slow. `claims` is as of `Reading`.
         """
         self._claims = claims
+        self._dataset = dataset
+        self._pin_memory = pin_memory
         num_samples = min(len(dataset), max_samples or len(dataset))
         self._batches = rank_batches(
             num_samples, batch_size=batch_size, rank=rank, world_size=world_size
@@ -331,6 +333,20 @@ class EvalLoader:
     def __len__(self) -> int:
         """Return the number of batches, the same on every rank."""
         return len(self._batches)
+
+    def first(self) -> list[tuple[Any, bool]]:
+        """Read the first batch alone, in this process, as every pass does."""
+        indices, counts = self._batches[0]
+        loader = _loader(
+            SeededBatches(self._dataset),
+            [list(indices)],
+            dataset=self._dataset,
+            seed=_EVALUATION_SEED,
+            worker_seed=_WORKER_SEED,
+            fetching={"num_workers": 0, "pin_memory": self._pin_memory},
+        )
+        with explaining_data(self._claims):
+            return [(batch, counts) for batch in loader]
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
         """Yield the batches of one pass. The global random state is left as it was; the draws of

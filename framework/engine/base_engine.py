@@ -106,6 +106,7 @@ class BaseEngine:
             self._zenflow = ZenFlowSteps(engine, names())
         # DeepCompile sums gradients within its graph, into buffers of its own.
         sums_in_graph = uses_deepcompile(plan.config)
+        self._sums_in_graph = sums_in_graph
         self._flat_step: FlatStep | None = None
         if not sums_in_graph:
             self._flat_step = _shorten_step(engine, coalesces=coalesces(plan.config, plan.layout))
@@ -169,6 +170,18 @@ class BaseEngine:
     def ahead(self, micro_batches: Iterator[Any], *, num_steps: int) -> Iterator[Any]:
         """Return the micro-batches as they are: only `PlainEngine` begins to copy the next ones."""
         return micro_batches
+
+    @property
+    def can_try_evaluation(self) -> bool:
+        """Whether evaluation can be tried before training: not with DeepCompile, which makes graphs
+        of whatever runs first.
+        """
+        return not self._sums_in_graph
+
+    def trying_evaluation(self) -> AbstractContextManager[None]:
+        from framework.engine.evaluation_trial import trying_evaluation
+
+        return trying_evaluation(self)
 
     def pass_over(self, micro_batches: Iterator[Any]) -> PassedStep:
         assert self.bad_steps is not None

@@ -7,7 +7,7 @@ errors are found while no other process waits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -270,6 +270,23 @@ def refuse_unmeasured(config: RunConfig, splits: Splits) -> None:
         if metric.startswith("eval/") and not _is_given(metric, known, areas):
             reason = "no evaluation set gives it"
             fix = f"write one of {', '.join(known or areas)}"
+            problems.append(Problem("unknown-metric", reason, fix, key, metric))
+    if problems:
+        raise ConfigError(problems)
+
+
+def refuse_not_measured(config: RunConfig, names: Collection[str]) -> None:
+    """Refuse metrics that the run follows and that an evaluation has not given.
+
+    Raises:
+        ConfigError: kind ``unknown-metric``.
+    """
+    known = sorted(name for name in names if name.startswith("eval/"))
+    problems = []
+    for key, metric in config.watched_metrics():
+        if metric.startswith("eval/") and metric not in names:
+            reason = "the evaluation does not give it"
+            fix = f"write one of {', '.join(known)}"
             problems.append(Problem("unknown-metric", reason, fix, key, metric))
     if problems:
         raise ConfigError(problems)

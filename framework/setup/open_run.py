@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from framework.checkpoint.manifest import SavedCheckpoint
@@ -24,7 +25,7 @@ from framework.setup.assemble import (
     make_schedule,
     watch_samples,
 )
-from framework.setup.components import make_train_loader
+from framework.setup.components import make_train_loader, refuse_not_measured
 from framework.setup.prepare_run import Prepared, order_of
 from framework.setup.start_point import on_rank0
 from framework.system.log import print_line
@@ -254,6 +255,7 @@ def build_trainer(run: OpenRun) -> Trainer:
             enter=run.stop.enter,
             record=record_nothing if events is None else events,
             show_weights=watch_samples(engine, plan, monitors, run.folder),
+            measured=partial(refuse_not_measured, plan.config),
             callbacks=run.callbacks or None,
             profile=make_profiler(engine, plan, run.folder, start_step=run.start_step),
             bad_steps=policy,

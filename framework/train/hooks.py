@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -19,6 +19,10 @@ Save = Callable[[int, Mapping[str, float]], object]
 
 def _go_on(step: int) -> Decision:
     return GO_ON
+
+
+def _accept(names: Collection[str]) -> None:
+    """Accept any names of metrics."""
 
 
 def _no_phase(phase: str) -> str:
@@ -42,6 +46,8 @@ class Hooks:
         enter: called with each phase of the run as it begins; returns the phase before it.
         record: records an event by kind and step (`train.events.Events`).
         show_weights: shows the weights of a step; collective, its time is not the steps'.
+        measured: called with the names of the first evaluation's metrics; refuses those that the
+            run follows and that are not among them.
         callbacks: called at the events of the run.
         profile: profiles some steps.
         bad_steps: policy for steps with bad numbers; None: a loss that is not finite ends the run.
@@ -53,6 +59,7 @@ class Hooks:
     enter: Callable[[str], str] = _no_phase
     record: Callable[..., object] = record_nothing
     show_weights: Callable[[int], object] | None = None
+    measured: Callable[[Collection[str]], object] = _accept
     callbacks: Callbacks | None = None
     profile: StepProfile | None = None
     bad_steps: BadStepPolicy | None = None

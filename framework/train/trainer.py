@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
@@ -39,6 +40,15 @@ from framework.train.throughput import SkippedSteps, SpikeScore, Stopwatch
 
 # Time of callbacks and the like; less is not recorded as an event.
 _ASIDE_SECONDS: Final = 0.1
+
+
+def _first_of(batches: Iterable[tuple[Any, bool]]) -> Iterable[tuple[Any, bool]]:
+    """Return the first batch of an evaluation set alone, which is read when it is needed."""
+    first = getattr(batches, "first", None)
+    if first is None:
+        return islice(batches, 1)
+    found: Iterable[tuple[Any, bool]] = first()
+    return found
 
 
 class TrainData(Protocol):
@@ -175,6 +185,8 @@ class Trainer:
             micro_batches = self._engine.ahead(self._micro_batches(stream), num_steps=num_steps)
             if self._start.evaluates_first and self._eval_data and self._due(schedule.evaluate):
                 self._evaluate()
+            else:
+                self._try_evaluation()
             self._call_aside("on_start")
             if hooks.callbacks is not None:
                 if hooks.callbacks.hears("on_gradients"):
@@ -534,6 +546,27 @@ class Trainer:
             self._hooks.record(
                 "evaluate", self._outcome.step, seconds=self._stopwatch.excluded_seconds
             )
+
+    def _try_evaluation(self) -> None:
+        """Evaluate the first batch of every set and forget it, so that an error in evaluation, or
+        a metric that is followed and not measured, ends the run now and not after hours.
+        """
+        schedule = self._schedule
+        is_due = schedule.evaluate.at_end or schedule.evaluate.every_steps
+        if not (self._eval_data and is_due and self._engine.can_try_evaluation):
+            return
+        if self._outcome.step >= schedule.total_steps or self._is_stopping():
+            return
+        firsts = {name: _first_of(batches) for name, batches in self._eval_data.items()}
+        with self._in_phase(EVALUATING), self._engine.trying_evaluation():
+            try:
+                metrics = evaluate_sets(self._engine, firsts)
+            except (ArithmeticError, ValueError) as error:
+                # Sums over one batch may be 0 where those over all are not.
+                if isinstance(error, ArithmeticError) or str(error) == "math domain error":
+                    return
+                raise
+        self._hooks.measured(metrics)
 
     def _is_stopping(self) -> bool:
         """Ask `Hooks.stop`, and return whether the run stops here (`Outcome.stopped`). What is due

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from framework.data.order import epoch_order
 from framework.data.splits import Splits
+from framework.errors import TrainingError
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.classification import Classification
 from framework.tasks.task import Ratio
@@ -214,6 +217,33 @@ class HalvesRate:
     def on_step(self, state: Any) -> None:
         if state.step == self._at:
             state.scale_lr(0.5)
+
+
+class TriesEvaluation:
+    """Switches the trial of evaluation before the first step, for the runs of this process."""
+
+    def __init__(self, *, tries: bool) -> None:
+        from framework.engine.base_engine import BaseEngine
+
+        BaseEngine.can_try_evaluation = tries  # type: ignore[assignment,method-assign]
+
+    def on_end(self, state: Any) -> None:
+        """A callback has some method."""
+
+
+class DrawsInMeasure(Classification):
+    """Draws a number of every generator wherever it measures."""
+
+    def measure(self, outputs: Any, targets: Any) -> Any:
+        torch.rand(3)
+        np.random.rand(3)
+        random.random()
+        return super().measure(outputs, targets)
+
+
+class FailsInMeasure(Classification):
+    def measure(self, outputs: Any, targets: Any) -> Any:
+        raise TrainingError("no such output")
 
 
 class CountsGraphs:
