@@ -173,8 +173,8 @@ class BaseEngine:
 
     @property
     def can_try_evaluation(self) -> bool:
-        """Whether evaluation can be tried before training: not with DeepCompile, which makes graphs
-        of whatever runs first.
+        """Whether evaluation can be tried before training: not with DeepCompile, which makes its
+        graphs of what runs first.
         """
         return not self._sums_in_graph
 

@@ -1,4 +1,4 @@
-"""A trial of evaluation before the first step: nothing that training reads is another afterwards."""
+"""A trial of evaluation before the first step: nothing that training reads differs afterwards."""
 
 from __future__ import annotations
 
