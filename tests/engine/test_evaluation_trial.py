@@ -83,4 +83,6 @@ def test_what_is_wrong_ends_the_run_before_the_first_step(
     runs: Path, case: str, reported: str
 ) -> None:
     assert reported in (runs / f"{case}.error").read_text(encoding="utf-8")
-    assert series(runs / case, "train/loss") == {}
+    events = (runs / case / "events.jsonl").read_text(encoding="utf-8")
+    assert "first_step" not in events
+    assert '"error"' in events
