@@ -557,8 +557,8 @@ class Trainer:
             return
         if self._outcome.step >= schedule.total_steps or self._is_stopping():
             return
-        firsts = {name: _first_of(batches) for name, batches in self._eval_data.items()}
         with self._in_phase(EVALUATING), self._engine.trying_evaluation():
+            firsts = {name: _first_of(batches) for name, batches in self._eval_data.items()}
             try:
                 metrics = evaluate_sets(self._engine, firsts)
             except (ArithmeticError, ValueError) as error:
