@@ -56,6 +56,8 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
     "dsf.optimizers": {
         "adamw": "framework.config.optimizer:AdamW",
         "adam": "framework.config.optimizer:Adam",
+        "adamw_8bit": "framework.config.optimizer:AdamW8bit",
+        "schedule_free": "framework.config.optimizer:ScheduleFree",
         "sgd": "framework.config.optimizer:SGD",
         "adagrad": "framework.config.optimizer:Adagrad",
         "lion": "framework.config.optimizer:Lion",

@@ -430,10 +430,11 @@ def _are_split_otherwise(checkpoint: SavedCheckpoint, description: Mapping[str, 
 
 def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> None:
     """Refuse to move state out of, or into, the files of DeepSpeed's NVMe swapper, which only
-    DeepSpeed reads and writes, and state of ZenFlow, which chooses columns within a rank's share.
+    DeepSpeed reads and writes, and state that is made within a rank's share: columns that ZenFlow
+    chooses, and moments of 8 bits.
 
     Raises:
-        ConfigError: kind ``resume-nvme-moved`` or ``resume-zenflow-moved``.
+        ConfigError: kind ``resume-nvme-moved``, ``resume-zenflow-moved`` or ``resume-8bit-moved``.
     """
     if not needs_resharding(checkpoint, description=description):
         return
@@ -446,6 +447,16 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
             value=str(checkpoint.path),
             reason="ZenFlow chooses columns within each rank's share, and keeps moments of those: "
             f"its state goes on in the very same layout only: {differences}",
+            fix=f"{restore} as they were, or {_WEIGHTS_ALONE}",
+        )
+    optimizer = checkpoint.manifest["config"].get("optimizer") or {}
+    if optimizer.get("kind") == "adamw_8bit":
+        raise ConfigError.of(
+            kind="resume-8bit-moved",
+            key="checkpoint.resume",
+            value=str(checkpoint.path),
+            reason="moments of 8 bits have a scale for each block of a rank's share: they go on "
+            f"in the very same layout only: {differences}",
             fix=f"{restore} as they were, or {_WEIGHTS_ALONE}",
         )
     for manifest, holder, fix in (

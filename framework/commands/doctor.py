@@ -1,7 +1,8 @@
 """``doctor [CONFIG] [key=value ...]``: is this machine, or are these hosts, fit to train? Exit code
 0: yes; 78: no.
 
-It starts nothing, changes nothing, and imports no torch; only ``--bench`` runs a small job.
+It starts nothing, changes nothing, and imports no torch; only ``--bench`` and ``--nvme`` run a
+small job.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from framework.commands.drive_check import drive_check
 from framework.doctor.node.findings import Check, Report
 from framework.doctor.node.machine import examine
 from framework.doctor.node.requirements import Requirements
@@ -52,8 +54,12 @@ def doctor(argv: Sequence[str]) -> int:
     except ConfigError as error:  # the hostfile: it is not known which hosts to check
         report = Report(before=[Check("hostfile", "cannot be used", error.problems)])
         requirements = None
+    if arguments.nvme:
+        if options.hosts:
+            raise UsageError("doctor: --nvme measures a drive of this machine; leave out the hosts")
+        report = replace(report, measured=[drive_check(arguments.nvme)])
     if arguments.bench and requirements is not None and report.is_fine:
-        report = replace(report, measured=bench(options, requirements))
+        report = replace(report, measured=[*report.measured, *bench(options, requirements)])
     text = _text_of(report, as_json=arguments.json)
     # Not print: the exit code is the report's, also if the reader of stdout has left.
     write(sys.stdout, f"{text}\n")
@@ -154,5 +160,7 @@ def _parser() -> CommandParser:
     parser.set_defaults(num_gpus_flag="--num_gpus")
     bench = "measure all-reduce and storage with a small job, up to three minutes"
     parser.add_argument("--bench", action="store_true", help=bench)
+    nvme = "measure a folder on a drive as DeepSpeed uses it, and print its best section aio"
+    parser.add_argument("--nvme", metavar="FOLDER", help=nvme)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     return parser

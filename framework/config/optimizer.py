@@ -109,6 +109,41 @@ class Adam(AdamW):
     weight_decay: NonNegative = 0.0
 
 
+# Numbers of a moment in 8 bits that have one scale, and numbers that are stepped at once.
+MOMENT_BLOCK: Final = 256
+NUMBERS_AT_ONCE: Final = 1 << 22
+
+
+class AdamW8bit(BuiltInOptimizer):
+    """AdamW with moments in 8 bits (Dettmers et al. 2022), in blocks of 256 numbers, as
+    bitsandbytes and torchao define it: a quarter of AdamW's state.
+    """
+
+    kind: Literal["adamw_8bit"] = "adamw_8bit"
+    weight_decay: NonNegative = 0.01
+    betas: _Betas = [0.9, 0.999]
+    """Decay of the running means of the gradient and of its square."""
+    eps: Positive = 1e-8
+    """Added to the root of the second mean."""
+
+
+class ScheduleFree(BuiltInOptimizer):
+    """Schedule-free AdamW (Defazio et al. 2024): an average of the weights takes the place of a
+    falling rate, and is what is measured and exported. `scheduler.kind: constant` is its warm-up.
+    """
+
+    kind: Literal["schedule_free"] = "schedule_free"
+    weight_decay: NonNegative = 0.0
+    betas: Annotated[
+        list[Annotated[float, Field(gt=0.0, lt=1.0)]], Field(min_length=2, max_length=2)
+    ] = [0.9, 0.999]
+    """Share of the average in the weights that are trained; decay of the running mean of the
+    gradient's square.
+    """
+    eps: Positive = 1e-8
+    """Added to the root of that mean."""
+
+
 class SGD(BuiltInOptimizer):
     """Stochastic gradient descent with momentum."""
 
@@ -130,8 +165,8 @@ class Adagrad(BuiltInOptimizer):
 
 
 class Lion(BuiltInOptimizer):
-    """Lion (Chen et al. 2023) by DeepSpeed's fused kernel. On the device it needs a GPU; with CPU
-    offload it runs on the host.
+    """Lion (Chen et al. 2023) by DeepSpeed's fused kernel on NVIDIA GPUs, by its host kernel with
+    CPU offload, and in torch's operations elsewhere.
     """
 
     kind: Literal["lion"] = "lion"

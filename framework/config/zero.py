@@ -45,8 +45,8 @@ class OptimizerToCPU(Section):
     pin_memory: bool = True
     """Page-locked host memory: faster copies, but the memory cannot be swapped."""
     ratio: Fraction = 1.0
-    """Share of the weights that the host updates (Twin-Flow). Below 1 is refused: DeepSpeed steps
-    the other part without the schedule of the learning rate, and saves no state of it.
+    """Share of the weights that the host updates (Twin-Flow, stage 3); the state of the others
+    stays on the device. Weights are counted in sub-groups, see `zero.sub_group_size`.
     """
     zenflow: ZenFlow | None = None
     """Step what matters most at every micro-batch (stages 1 and 2); the micro-batches of a step,
@@ -150,6 +150,12 @@ class Zero(Section):
         if isinstance(self.offload_optimizer, OptimizerToCPU):
             return self.offload_optimizer.zenflow
         return None
+
+    @property
+    def is_stepped_in_parts(self) -> bool:
+        """Whether a part of the optimizer's state stays on the device (Twin-Flow)."""
+        place = self.offload_optimizer
+        return isinstance(place, OptimizerToCPU) and place.ratio < 1
 
     @property
     def sums_overlap(self) -> bool:

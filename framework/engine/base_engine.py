@@ -15,6 +15,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.checkpoint_engine import use_atomic_files
 from framework.checkpoint.state.tensor_split import splits_of, whole_shape
 from framework.checkpoint.state.weight_names import Names
+from framework.config.optimizer import ScheduleFree
 from framework.engine.checkpoint_bytes import save_bytes
 from framework.engine.collective_timeout import collective_timeout
 from framework.engine.distributed import device, gather
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from framework.engine.flat_sums import FlatSums
     from framework.engine.freezing import StepwiseFreezing
     from framework.engine.full_weights import FullWeights
+    from framework.engine.schedule_free import AveragedWeights
     from framework.engine.tensor_check import GradientCheck
     from framework.engine.written_weights import WrittenWeights
     from framework.engine.zenflow import ZenFlowSteps
@@ -115,11 +117,16 @@ class BaseEngine:
             from framework.engine.written_weights import WrittenWeights
 
             self.written = WrittenWeights(engine, names, log_every=training.log_every)
-        self._average: WeightAverage | None = None
+        self._average: WeightAverage | AveragedWeights | None = None
         if training.ema is not None:
             from framework.engine.ema import WeightAverage
 
             self._average = WeightAverage(engine, plan.config, before=self.written.carry)
+        elif isinstance(plan.config.optimizer, ScheduleFree):
+            from framework.engine.schedule_free import AveragedWeights
+
+            beta = plan.config.optimizer.betas[0]
+            self._average = AveragedWeights(engine, beta=beta, before=self.written.carry)
         self._files = use_atomic_files(engine)
         self.kept_norm = keep_norm(engine)
         self.phases = phases_of(engine)

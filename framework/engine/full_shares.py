@@ -166,7 +166,9 @@ class RankShares:
         known = [
             name
             for name, tensor in state.items()
-            if type(tensor) in (Tensor, Parameter) and tensor.numel() == piece.stepped.numel()
+            if type(tensor) in (Tensor, Parameter)
+            and tensor.is_floating_point()
+            and tensor.numel() == piece.stepped.numel()
         ]
         if key not in known:
             if known:

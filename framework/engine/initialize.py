@@ -20,6 +20,7 @@ from framework.engine.workarounds.idle_measurements import leave_out_measurement
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, explaining
 from framework.plan.plan import Plan
+from framework.plan.render import is_made_here
 
 if TYPE_CHECKING:
     from framework.engine.rank_groups import RankGroups
@@ -69,6 +70,10 @@ def initialize(
         binding = binding_columns()
     section = plan.config.optimizer
     freeze = plan.config.training.freeze
+    if make_optimizer is None and is_made_here(plan):
+        from framework.engine.own_optimizers import own_optimizer
+
+        make_optimizer = own_optimizer(plan)
     parameters: list[Any] = [weight for weight in named.values() if weight.requires_grad]
     if has_groups(section) or freeze:
         from framework.engine.parameter_groups import parameter_groups
@@ -119,6 +124,10 @@ def initialize(
         from framework.engine.expert_parallel import count_all_parts
 
         count_all_parts(engine)
+    if plan.config.zero.is_stepped_in_parts:
+        from framework.engine.twin_flow import join_parts
+
+        join_parts(engine)
     leave_out_measurements(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine

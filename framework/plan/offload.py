@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from math import ceil
 from typing import Any, Final
 
@@ -47,6 +47,7 @@ class Shares:
         touched: elements of the complete weights that have a part in the fullest rank's share; 0
             at stages 0 and 3.
         columns: elements of ZenFlow's columns.
+        kept: elements of the first parts that are stepped on the device (Twin-Flow).
         frozen: sizes of all frozen weights.
         saves_frozen: whether frozen weights are in checkpoints.
         shared: trained elements that another pipeline stage writes into checkpoints.
@@ -70,6 +71,7 @@ class Shares:
     weights: Sequence[int]
     touched: int
     columns: int
+    kept: int
     frozen: Sequence[int]
     saves_frozen: bool
     shared: int
@@ -152,7 +154,7 @@ class Shares:
         pinned memory.
         """
         swapped = self._swapped
-        kept = sum(self.parts) - sum(swapped)
+        kept = sum(self.parts) - sum(swapped) - self.kept
         components[name_of_copies(self.copy_width)] = self.copy_width * kept
         components["gradients"] = self.copy_width * kept
         components["optimizer state"] = int(self.state_bytes * kept)
@@ -160,7 +162,9 @@ class Shares:
         if self.stage == 3:
             components["gradient buffer"] = self.sum_width * sum(self.parts)
             tensors = [components["gradient buffer"]]
-            tensors += [self.copy_width * part for part in self.parts if part not in swapped]
+            ends = zip(self.parts, accumulate(self.parts), strict=True)
+            on_host = [part for part, end in ends if end > self.kept]
+            tensors += [self.copy_width * part for part in on_host if part not in swapped]
         else:
             components["copies of weights"] = self.width * (kept + max(self.weights))
             # gradients in half precision are summed where they are stepped from

@@ -9,19 +9,25 @@ from typing import Final
 from framework.config.base import Factory, Object
 from framework.config.groups import stepped_by_muon
 from framework.config.optimizer import (
+    MOMENT_BLOCK,
+    NUMBERS_AT_ONCE,
     SGD,
     Adafactor,
     Adagrad,
     AdamW,
+    AdamW8bit,
     Lamb,
     Lion,
     Muon,
     OptimizerSection,
+    ScheduleFree,
 )
 from framework.plan.operations import Shape
 from framework.plan.optimizer_state import OptimizerState
 
 _FP32: Final = 4
+# of AdamW in 8 bits, for each number that it steps at once: a squared gradient, two moments, codes
+_BYTES_AT_ONCE: Final = 20
 
 
 def state_of(optimizer: OptimizerSection, shapes: Mapping[str, Shape]) -> OptimizerState | None:
@@ -51,6 +57,8 @@ def _numbers_per_element(optimizer: OptimizerSection, shapes: Mapping[str, Shape
         return _mean_numbers(optimizer, shapes)
     if isinstance(optimizer, Adagrad | Lion):
         return 1
+    if isinstance(optimizer, AdamW8bit):
+        return 2 * (1 + _FP32 / MOMENT_BLOCK) / _FP32
     return 2
 
 
@@ -89,9 +97,11 @@ def step_bytes_per_element(optimizer: OptimizerSection, *, is_on_cpu: bool) -> i
         return 0
     decayed = 0
     # Adam, which derives from AdamW, adds the decay to gradients: one more copy
-    has_decoupled_decay = type(optimizer) in (AdamW, Adafactor)
+    has_decoupled_decay = type(optimizer) in (AdamW, Adafactor, Lion, ScheduleFree)
     if not has_decoupled_decay and optimizer.weight_decay:  # type: ignore[union-attr]
         decayed = _FP32
+    if isinstance(optimizer, AdamW8bit):
+        return 0  # see `bytes_of_blocks`
     if isinstance(optimizer, SGD):
         return decayed
     if is_on_cpu and isinstance(optimizer, AdamW):
@@ -103,7 +113,14 @@ def _is_fused(optimizer: object, *, is_on_cpu: bool) -> bool:
     if isinstance(optimizer, AdamW):
         is_fused = optimizer.is_fused(is_on_cuda=not is_on_cpu)
         return is_fused or optimizer.implementation == "deepspeed"
-    return isinstance(optimizer, Lion | Lamb)
+    return isinstance(optimizer, Lamb) or (isinstance(optimizer, Lion) and not is_on_cpu)
+
+
+def bytes_of_blocks(size: int) -> int:
+    """Return the bytes that a step of AdamW in 8 bits takes beside its state, where the largest
+    tensor that it steps has this size: it steps so many numbers at once.
+    """
+    return _BYTES_AT_ONCE * min(size, NUMBERS_AT_ONCE)
 
 
 def muon_copies(muon: Muon, weights: Mapping[str, Shape], *, is_cpu: bool) -> int:

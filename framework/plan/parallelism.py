@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from framework.config.optimizer import SGD, Adafactor, Adagrad, Lion, Muon, OptimizerSection
+from framework.config.optimizer import (
+    SGD,
+    Adafactor,
+    Adagrad,
+    AdamW8bit,
+    Lion,
+    Muon,
+    OptimizerSection,
+)
 from framework.config.precision import (
     BF16,
     FP16,
@@ -61,6 +69,7 @@ class Parallelism:
         sends_parts: each tensor rank sends a part of what crosses to the next stage.
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
         is_offloaded: the optimizer runs on the host.
+        host_share: share of the weights that it steps there.
         weights_offloaded: weights of stage 3 lie on the host.
         muon: the section of the optimizer if it is Muon.
     """
@@ -95,6 +104,7 @@ class Parallelism:
     sends_parts: bool = True
     block_sums: tuple[int, int] = (2, 4)
     is_offloaded: bool = False
+    host_share: float = 1.0
     weights_offloaded: bool = False
     muon: Muon | None = None
 
@@ -146,6 +156,7 @@ class Parallelism:
             persistent=zero.stage3_param_persistence_threshold,
             joins_gradients=stage in (1, 2),
             is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
+            host_share=getattr(zero.offload_optimizer, "ratio", 1.0),
             weights_offloaded=stage == 3 and zero.offload_param.device != "none",
             muon=config.optimizer if isinstance(config.optimizer, Muon) else None,
         )
@@ -174,6 +185,8 @@ def _state_bytes(config: RunConfig, *, has_copies: bool) -> int:
     """
     widths = state_widths(config.precision)
     moment_bytes = widths.moment * _num_moments(config.optimizer)
+    if isinstance(config.optimizer, AdamW8bit):
+        moment_bytes = 2
     if has_copies:
         return moment_bytes + widths.weight
     return moment_bytes

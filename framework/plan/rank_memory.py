@@ -16,14 +16,24 @@ from math import ceil, prod
 from typing import Final
 
 from framework.config.groups import base_name, group_values, in_order, quantized_bytes
-from framework.config.optimizer import Adagrad, Lamb, Muon, has_groups
+from framework.config.optimizer import (
+    Adagrad,
+    AdamW8bit,
+    Lamb,
+    Lion,
+    Muon,
+    ScheduleFree,
+    has_groups,
+)
 from framework.config.precision import BF16, FP16, state_widths
 from framework.config.run_config import RunConfig
+from framework.config.zero import OptimizerToCPU
 from framework.plan.activations import Moment, Passes
 from framework.plan.flat_sums import may_sum_flat, most_in_message, waits
 from framework.plan.offload import Shares, name_of_copies
 from framework.plan.operations import Shape
 from framework.plan.optimizer_memory import (
+    bytes_of_blocks,
     muon_copies,
     muon_share_copies,
     state_of,
@@ -182,6 +192,12 @@ class RankMemory:
         """Bytes of the optimizer's state for an element, on average."""
         state = state_of(self.config.optimizer, self.work.weights)
         assert state is not None  # `estimate` has refused such an optimizer
+        if isinstance(self.config.optimizer, AdamW8bit):
+            return state.bytes_per_element
+        if isinstance(self.config.optimizer, Lion) and self.is_offloaded:
+            # DeepSpeed's host kernel is given a mean of squares as well, which it leaves at zero
+            # (ops/lion/cpu_lion.py `step`)
+            return 2.0 * self.moment_width
         return state.bytes_per_element * self.moment_width / _FP32
 
     # Elements of weights, and the rank's share of them.
@@ -337,9 +353,25 @@ class RankMemory:
         weights too.
         """
         components = {"weights": self.width * self.num_on_device() + self.work.buffer_bytes}
-        if self.has_copies and not self.is_offloaded:
-            components[name_of_copies(self.copy_width)] = self.copy_width * self.share
+        num_copied = self.num_kept if self.is_offloaded else self.share
+        if self.has_copies and num_copied:
+            components[name_of_copies(self.copy_width)] = self.copy_width * num_copied
         return components
+
+    @cached_property
+    def num_kept(self) -> int:
+        """Elements that are stepped on the device beside an optimizer on the host (Twin-Flow): the
+        first sub-groups (stage3.py `subgroup_to_device`). On processors none.
+        """
+        return sum(self.kept_parts)
+
+    @property
+    def kept_parts(self) -> list[int]:
+        """Sizes of the sub-groups of `num_kept`."""
+        place = self.zero.offload_optimizer
+        if not isinstance(place, OptimizerToCPU) or self.is_cpu:
+            return []
+        return self.parts[: int((1 - place.ratio) * len(self.parts))]
 
     def num_on_device(self) -> int:
         """Return the elements of weights, frozen ones included, that stay on the device."""
@@ -364,7 +396,7 @@ class RankMemory:
     def optimizer_state(self) -> dict[str, int]:
         """Return the bytes of the optimizer's state and of the moving average of weights."""
         if self.is_offloaded:
-            return self.zenflow_state()
+            return self.zenflow_state() | self.kept_state()
         state = int(self.state_width * self.share)
         # Adagrad makes its state where it is built, for the weights before ZeRO replaced them.
         if isinstance(self.config.optimizer, Adagrad) and self.stage in (1, 2):
@@ -379,6 +411,16 @@ class RankMemory:
         if zenflow is None or zenflow.offload:
             return {}
         return {"moments of columns": 2 * self.width * self.num_chosen}
+
+    def kept_state(self) -> dict[str, int]:
+        """Return the bytes of Twin-Flow's part on the device: state, and the gradients that it is
+        stepped by, which stay from step to step.
+        """
+        return {
+            "optimizer state": int(self.state_width * self.num_kept),
+            "weight average": self.average_width * self.num_kept,
+            "gradients of the part": self.copy_width * self.num_kept,
+        }
 
     @cached_property
     def num_chosen(self) -> int:
@@ -458,6 +500,7 @@ class RankMemory:
             weights=self.sizes,
             touched=self.touched if self.stage in (1, 2) else 0,
             columns=self.num_chosen,
+            kept=self.num_kept,
             frozen=self.frozen,
             saves_frozen=self.config.training.lora is None,
             shared=0 if self.pipeline is None else self.pipeline.shared,
@@ -814,6 +857,8 @@ class RankMemory:
                 parts=self.divided_parts,
                 is_cpu=self.is_cpu or self.is_offloaded,
             )
+        if isinstance(optimizer, AdamW8bit):
+            return bytes_of_blocks(self.largest_part)
         return self.step_bytes_per_element * self.largest_part
 
     def step(self, states: Bytes) -> Bytes:
@@ -825,6 +870,9 @@ class RankMemory:
             # gradients of the columns, and their values until the host's step is over
             waiting += 2 * self.width * self.num_chosen
             components = {**states, "gradients": waiting} if waiting else dict(states)
+            if self.num_kept:
+                # of torch's Adam, which steps one part after the other
+                components["optimizer copies"] = _FP32 * max(self.kept_parts)
             if not self.step_bytes_per_element:  # it is fullest when it begins
                 components |= self.persistent()
             return components
@@ -836,7 +884,9 @@ class RankMemory:
         optimizer = self.config.optimizer
         if isinstance(optimizer, Muon):
             copies = muon_copies(optimizer, self.work.weights, is_cpu=self.is_cpu)
-        elif self.is_cpu:
+        elif isinstance(optimizer, AdamW8bit):
+            copies = bytes_of_blocks(self.largest_part)
+        elif self.is_cpu or isinstance(optimizer, ScheduleFree):
             copies = self.step_bytes_per_element * self.largest_part
         else:
             copies = self.step_bytes_per_element * self.total

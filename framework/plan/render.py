@@ -15,10 +15,13 @@ from framework.config.deepspeed_words import OUTSIDE_OF_PRECISION, SCHEDULES, SH
 from framework.config.optimizer import (
     GROUP_KEYS,
     AdamW,
+    AdamW8bit,
     BuiltInOptimizer,
     DeepSpeedSchedule,
+    Lion,
     Muon,
     OneCycle,
+    ScheduleFree,
     optimizer_lr,
 )
 from framework.config.precision import BF16, FP16, FP32, Autocast
@@ -172,7 +175,7 @@ def _stage3(zero: Zero) -> Json:
 def _optimizer(plan: Plan) -> Json:
     optimizer = plan.config.optimizer
     offloaded = plan.config.zero.offload_optimizer.device != "none"
-    if isinstance(optimizer, Muon) or not isinstance(optimizer, BuiltInOptimizer):
+    if is_made_here(plan) or not isinstance(optimizer, BuiltInOptimizer):
         # Built by us and handed to deepspeed.initialize; the two flags only let ZeRO accept it.
         return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": not offloaded}
     params: Json = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
@@ -190,6 +193,15 @@ def _optimizer(plan: Plan) -> Json:
         "optimizer": {"type": name, "params": params},
         "zero_allow_untested_optimizer": not isinstance(optimizer, AdamW),
     }
+
+
+def is_made_here(plan: Plan) -> bool:
+    """Check whether the framework makes the named optimizer, and hands it to DeepSpeed."""
+    optimizer = plan.config.optimizer
+    if isinstance(optimizer, Lion):
+        is_on_host = plan.config.zero.offload_optimizer.device != "none"
+        return not is_on_host and plan.cluster.device != "cuda"
+    return isinstance(optimizer, Muon | AdamW8bit | ScheduleFree)
 
 
 def _adam(optimizer: AdamW, *, is_fused: bool) -> Json:

@@ -534,7 +534,7 @@ class _Step:
         if by.is_offloaded:
             gradients = by.gradient_bytes * self.share / link
             exposed = max(gradients - self.rates.overlap * backward, 0.0)
-            seconds += weights + by.accumulation * exposed
+            seconds += by.host_share * weights + by.accumulation * exposed
         if by.weights_offloaded:
             seconds += by.accumulation * self.gathers * weights
         return seconds
@@ -550,7 +550,11 @@ class _Step:
         if by.is_offloaded:
             host = device.host_memory_bytes_per_second
             host = needed(host, "memory bandwidth of the host", device)
-            return moved * self.machine.devices_per_host / host / self.rates.memory
+            host /= self.machine.devices_per_host
+            seconds = by.host_share * moved / host / self.rates.memory
+            if by.host_share < 1:  # one part after the other
+                seconds += (1 - by.host_share) * moved / self.bandwidth
+            return seconds
         if by.joins_gradients:
             moved += self.share * self.rates.joined_bytes
         return moved / self.bandwidth

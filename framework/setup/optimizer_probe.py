@@ -319,8 +319,8 @@ class _Stepped:
                 "and save the wrong ones"
             )
             fix = (
-                "take an optimizer without them, such as adamw with scheduler: {kind: wsd, ...} "
-                "or ema"
+                "take optimizer.kind: schedule_free, or an optimizer without them, such as adamw "
+                "with scheduler: {kind: wsd, ...} or ema"
             )
             raise ConfigError.of("optimizer-needs-modes", reason, fix, key, value)
         for group in optimizer.param_groups:

@@ -100,7 +100,7 @@ def refuse_unreadable_state(optimizer: torch.optim.Optimizer, *, key: str, value
                 f"its state of a weight holds {name}, {type_name(kept)}, which no checkpoint "
                 "could give back"
             )
-            fix = "take adamw, with precision.states: bf16 for half the bytes"
+            fix = "take optimizer.kind: adamw_8bit, or adamw with precision.states: bf16"
             raise ConfigError.of("optimizer-group-object", reason, fix, key, value)
 
 

@@ -30,7 +30,8 @@ SECTIONS: Final = ", ".join(
 )
 NO_KIND: Final = "the section does not say which kind it is; add"
 OPTIMIZERS: Final = (
-    "adamw, adam, sgd, adagrad, lion, lamb, adafactor, muon, or target: package.module:name"
+    "adamw, adam, adamw_8bit, schedule_free, sgd, adagrad, lion, lamb, adafactor, muon, or target: "
+    "package.module:name"
 )
 MODELS: Final = (
     "lenet, small_resnet18, resnet18, resnet50, mlp, gpt, bert, or target: package.module:name"

@@ -44,6 +44,46 @@ class MuonWithAdam:
             one.step()
 
 
+class ScheduleFree:
+    """Schedule-free AdamW as the paper writes it (Defazio et al. 2024, algorithm 1): x, y and z are
+    three tensors, and the sum of squared rates is counted.
+    """
+
+    def __init__(self, model: nn.Module, *, lr: float, decay: float, warmup_steps: int) -> None:
+        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self._lr, self._decay, self._warmup_steps = lr, decay, warmup_steps
+        self._ahead = [weight.detach().clone() for weight in self._weights]
+        self._averages = [weight.detach().clone() for weight in self._weights]
+        self._squares = [torch.zeros_like(weight) for weight in self._weights]
+        self._steps, self._sum = 0, 0.0
+
+    def zero_grad(self) -> None:
+        for weight in self._weights:
+            weight.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take a step of z at y, move x towards z, and put y between them."""
+        self._steps += 1
+        rate = self._lr * min(1.0, self._steps / max(self._warmup_steps, 1))
+        self._sum += rate**2
+        share = rate**2 / self._sum
+        rows = zip(self._weights, self._ahead, self._averages, self._squares, strict=True)
+        for weight, ahead, average, square in rows:
+            assert weight.grad is not None
+            square.copy_(0.999 * square + 0.001 * weight.grad**2)
+            root = (square / (1 - 0.999**self._steps)).sqrt() + 1e-8
+            ahead -= rate * (weight.grad / root + self._decay * weight)
+            average.copy_((1 - share) * average + share * ahead)
+            weight.copy_(0.1 * ahead + 0.9 * average)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Let the model compute with x."""
+        for weight, average in zip(self._weights, self._averages, strict=True):
+            weight.copy_(average)
+
+
 class Average:
     """Moving average of a model's trained weights since it was made."""
 

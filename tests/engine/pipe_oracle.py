@@ -5,7 +5,7 @@ layer list, no Trainer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from framework.data.order import epoch_order
 from framework.data.splits import as_splits
 from framework.setup.user_code import call_factory, load_target
 from framework.tasks.task import as_task
-from tests.engine.oracle import Average, MuonWithAdam
+from tests.engine.oracle import Average, MuonWithAdam, ScheduleFree
+from tests.gpu.oracles import lion
 from tests.tasks.value import value_of_step
 
 _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
@@ -28,6 +29,7 @@ _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters, section: torch.optim.AdamW(
         parameters, section.lr, section.betas, weight_decay=section.weight_decay
     ),
+    "lion": lambda parameters, section: lion(parameters[0]["params"], lr=section.lr),
     "sgd": lambda parameters, section: torch.optim.SGD(
         parameters, section.lr, momentum=section.momentum
     ),
@@ -43,12 +45,13 @@ def plain_run(
     ranks: int = 1,
     norms: list[float] | None = None,
     dtype: torch.dtype = torch.float32,
+    rates: Sequence[float] = (),
 ) -> tuple[list[float], dict[str, float], nn.Module]:
     """Losses of all steps, metrics over the evaluation data, and the trained model.
 
     `together`: as many data-parallel ranks whose micro-batches batch norm sees as one. `ranks`: as
     many that see their own, and of which the first one's running statistics are those of the model.
-    `norms` gets those of the gradients. `dtype`: of the weights, and all that is kept of them.
+    `norms` gets those of the gradients. `dtype`: of the weights, and all that is kept of them. `rates`: of each step.
     """
     config = config_from_values(values)
     splits = as_splits(call_factory(config.data.factory(), key="data"))
@@ -61,11 +64,14 @@ def plain_run(
         parameter.requires_grad_(
             not any(re.fullmatch(pattern, name) for pattern in config.training.freeze)
         )
-    optimizer, losses = _optimizer(model, config.optimizer), list[float]()
+    optimizer, losses = _optimizer(model, config.optimizer, config.scheduler), list[float]()
     average = Average(model, config.training.ema.decay) if config.training.ema else None
     for step in range(num_steps):
         micro_batches = _micro_batches(config, splits.train, step, micro_size, together)
         optimizer.zero_grad()
+        if rates:
+            for group in optimizer.param_groups:  # type: ignore[union-attr]
+                group["lr"] = rates[step]
         results = []
         for number, batch in enumerate(micro_batches):
             _keep_statistics(model, changing=number < len(micro_batches) // ranks)
@@ -80,6 +86,8 @@ def plain_run(
         if norms is not None:
             norms.append(norm.item())
         losses.append(loss.item())
+    if isinstance(optimizer, ScheduleFree):
+        optimizer.end()
     if average is not None and config.evaluation.weights == "ema":
         model.load_state_dict(average.weights, strict=False)
     return losses, _evaluate(model, task, splits.evaluation), model
@@ -92,7 +100,16 @@ def _keep_statistics(model: nn.Module, *, changing: bool) -> None:
             module.momentum = 0.1 if changing else 0.0
 
 
-def _optimizer(model: nn.Module, section: Any) -> torch.optim.Optimizer | MuonWithAdam:
+def _optimizer(
+    model: nn.Module, section: Any, schedule: Any
+) -> torch.optim.Optimizer | MuonWithAdam | ScheduleFree:
+    if getattr(section, "kind", "") == "schedule_free":
+        return ScheduleFree(
+            model,
+            lr=section.lr,
+            decay=section.weight_decay,
+            warmup_steps=schedule.warmup_steps,
+        )
     if isinstance(section, Muon):
         return MuonWithAdam.for_blocks(model, lr=section.lr, adam_lr=section.adam_lr)
     if isinstance(section, Target):

@@ -425,6 +425,10 @@ def states_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
             ),
             TOKENS,
         )
+    for kind, stage in (("adamw_8bit", 2), ("schedule_free", 3), ("lion", 1)):
+        zero = {"stage": stage, "reduce_bucket_size": 600_000}
+        optimizer = {"kind": kind, "weight_decay": 0.1}
+        yield f"states-{kind}", config_of(zero=zero, optimizer=optimizer), TOKENS
     averaged = {"max_steps": 10, "ema": {"decay": 0.9}}
     zero = {"stage": 2, "reduce_bucket_size": 600_000}
     yield "states-ema", config_of(zero=zero, precision=in_bf16, training=averaged), TOKENS
@@ -641,6 +645,30 @@ def test_states_are_those_of_the_paper(stage: int, start: float, between: float)
     assert memory.num_params == WEIGHTS
     assert memory.total("start") == pytest.approx(start * WEIGHTS, rel=1e-5)
     assert memory.total("between") == pytest.approx(between * WEIGHTS, rel=1e-5)
+
+
+def test_twin_flow_keeps_the_first_sub_groups_on_the_device() -> None:
+    """Each weight of it has 4 bytes in fp32, 8 of moments and 4 of its gradient there, and not on
+    the host.
+    """
+    memories = []
+    for ratio in (1.0, 0.6):
+        offload = {"device": "cpu", "pin_memory": False, "ratio": ratio}
+        zero = {"stage": 3, "sub_group_size": 10_000_000, "offload_optimizer": offload}
+        values = config_of(
+            model={"kind": "gpt", "size": "gpt2"},
+            zero=zero,
+            precision={"dtype": "bf16"},
+            optimizer={"kind": "adamw", "implementation": "deepspeed"},
+        )
+        memories.append(estimated(values, ranks=2, device="cuda"))
+    whole, parts = memories
+    state = parts.moments["between"]["optimizer state"]
+    kept = state // 8
+    # the embedding is a sub-group of its own, larger than the others
+    assert 0.4 * whole.num_params / 2 < kept < 0.5 * whole.num_params / 2
+    assert parts.total("between") - whole.total("between") == 16 * kept
+    assert sum(whole.host.values()) - sum(parts.host.values()) == 16 * kept
 
 
 def published(name: str) -> dict[str, dict[str, Any]]:

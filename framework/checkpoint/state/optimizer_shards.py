@@ -19,6 +19,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
+from framework.checkpoint.state.schedule_free import AHEAD_KEY
 from framework.checkpoint.state.weight_names import Names, stepped_groups
 
 FP32: Final = "fp32"
@@ -33,6 +34,8 @@ _KEYS: Final[Mapping[str, set[str]]] = {
     "DeepSpeedCPUAdam": _ADAM,
     "Adagrad": {"sum"},
     "DeepSpeedCPUAdagrad": {"exp_avg_sq"},
+    "ScheduleFreeAdamW": {"exp_avg_sq", AHEAD_KEY},
+    "Lion": {"exp_avg"},
     "FusedLion": {"exp_avg"},
     "DeepSpeedCPULion": {"exp_avg"},
 }

@@ -9,6 +9,7 @@ weight. Nothing is unpickled but tensors and plain values.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import MODEL_FILE, STATE_KEY, model_file_of
 from framework.checkpoint.state.deepspeed_format import describe_raw, warn_of
 from framework.checkpoint.state.optimizer_shards import EMA_KEY, FP32
+from framework.checkpoint.state.schedule_free import AHEAD_KEY, averaged, beta_of
 from framework.checkpoint.state.shard_map import (
     CheckpointFiles,
     ShardPiece,
@@ -278,7 +280,8 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         Args:
             checkpoint: the checkpoint.
             average: read the moving average of every weight that was trained; others, and buffers,
-                have none and are read as they are.
+                have none and are read as they are. Of schedule-free AdamW the averaged weights are
+                read in any case.
             damage: the result of a comparison that has been done; None: every byte is read here.
 
         Raises:
@@ -290,6 +293,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         self.checkpoint = checkpoint
         self._path = checkpoint.path
         self._average = average
+        self._beta = beta_of(checkpoint.manifest)
         if average:
             _refuse_without_average(checkpoint)
         if damage is None:
@@ -307,8 +311,10 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         self.stored: Mapping[str, Stored] = shard_map.stored
         self.ties: Mapping[str, str] = shard_map.ties
         self.lacking: Sequence[str] = shard_map.lacking
-        if average and all(self._average_of(stored) is stored for stored in self.stored.values()):
-            raise self._not_read("nothing in its files is a moving average")
+        if average:
+            sources = [self._state_of(stored, EMA_KEY) for stored in self.stored.values()]
+            if all(map(operator.is_, sources, self.stored.values())):
+                raise self._not_read("nothing in its files is a moving average")
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Join a weight. Raises StorageError, kind ``weights-not-read``, if a file holds something
@@ -318,27 +324,34 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         try:
             source = stored
             if self._average:
-                source = self._average_of(stored)
-            return self._files.joined(source.pieces(), stored.shape, stored.dtype)
+                source = self._state_of(stored, EMA_KEY)
+            weight = self._files.joined(source.pieces(), stored.shape, stored.dtype)
+            if self._beta is None:
+                return weight
+            ahead = self._state_of(stored, AHEAD_KEY)
+            if ahead is stored:  # it was never stepped
+                return weight
+            values = self._files.joined(ahead.pieces(), stored.shape, stored.dtype)
+            return averaged(weight, values.to(weight.dtype), beta=self._beta)
         except Exception as error:
             raise self._not_read(in_one_line(error)) from error
 
-    def _average_of(self, stored: Stored) -> Stored:
-        """Return where the average lies, which is laid out as the weight is; a weight without
-        gradients has none and is returned itself.
+    def _state_of(self, stored: Stored, key: str) -> Stored:
+        """Return where the optimizer's state `key` of a weight lies, which is laid out as the
+        weight is; a weight without gradients has none and is returned itself.
         """
         if stored.parts:
-            parts = tuple(map(self._average_of, stored.parts))
+            parts = tuple(self._state_of(part, key) for part in stored.parts)
             if parts == stored.parts:
                 return stored
             return replace(stored, parts=parts)
         path = stored.first_state
-        if path is None or stored.state is None or EMA_KEY not in self._files.value(path):
+        if path is None or stored.state is None or key not in self._files.value(path):
             return stored
         files = stored.files
         if stored.state_file:
             files = (stored.state_file,)
-        return replace(stored, files=files, keys=(*stored.state, EMA_KEY))
+        return replace(stored, files=files, keys=(*stored.state, key))
 
     def refuse_lacking(self) -> None:
         """Refuse a checkpoint without the numbers of some weight: it would make another model.

@@ -9,6 +9,8 @@ from framework.plan.cluster import Device
 LAMB = {"optimizer": {"kind": "lamb"}}
 LION = {"optimizer": {"kind": "lion"}}
 MUON = {"optimizer": {"kind": "muon"}}
+EIGHT_BIT = {"optimizer": {"kind": "adamw_8bit", "betas": [0.9, 0.95]}}
+SCHEDULE_FREE = {"optimizer": {"kind": "schedule_free"}, "scheduler": {"kind": "constant"}}
 OWN_ADAM = {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}}
 TARGET = {"target": "a:b"}
 GREY224 = {"kind": "synthetic_images", "channels": 1, "image_size": 28, "num_classes": 10}
@@ -240,8 +242,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "optimizer_on_cpu": [
         (LAMB, "cpu", "optimizer-on-cpu"),
-        (LION, "cpu", "optimizer-on-cpu"),
-        (LION | offload(2), "cpu", None),
+        (LION, "cpu", None),
         (LAMB, "cuda", None),
     ],
     "divided_in_advance": [
@@ -266,10 +267,39 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (LION | offload(3, ratio=0.5), "cuda", "offload-optimizer-unsupported"),
         (MUON | offload(3, **NVME), "cuda", "offload-optimizer-unsupported"),
         (MUON | offload(3), "cuda", None),
-        (offload(3, ratio=0.5) | OWN_ADAM, "cuda", "offload-optimizer-unsupported"),
-        (offload(2, ratio=0.5) | OWN_ADAM, "cpu", "offload-optimizer-unsupported"),
+        (offload(3, ratio=0.5) | OWN_ADAM, "cuda", None),
+        (offload(2, ratio=0.5) | OWN_ADAM, "cuda", "offload-optimizer-unsupported"),
+        (
+            in_half() | HOST_ADAM | offload(3, ratio=0.5),
+            "cuda",
+            "offload-optimizer-unsupported",
+        ),
+        (
+            OWN_ADAM
+            | {
+                "zero": {
+                    "stage": 3,
+                    "offload_param": {"device": "cpu"},
+                    "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+                }
+            },
+            "cuda",
+            "offload-optimizer-unsupported",
+        ),
+        (EIGHT_BIT | offload(3, **NVME), "cuda", "offload-optimizer-unsupported"),
+        (EIGHT_BIT | offload(3), "cuda", None),
         (offload(3, ratio=1.0) | OWN_ADAM, "cuda", None),
         (LAMB, "cuda", None),
+    ],
+    "no_part_on_device": [
+        (offload(3, ratio=0.5) | OWN_ADAM, "cpu", "no-part-on-device"),
+        (offload(3, ratio=0.5) | OWN_ADAM, "cuda", None),
+    ],
+    "not_with_schedule_free": [
+        (SCHEDULE_FREE, "cuda", None),
+        (SCHEDULE_FREE | {"scheduler": {"kind": "cosine"}}, "cuda", "not-with-schedule-free"),
+        (SCHEDULE_FREE | {"training": EMA}, "cuda", "not-with-schedule-free"),
+        (SCHEDULE_FREE | piped(), "cuda", "not-with-schedule-free"),
     ],
     "not_with_zenflow": [
         *((zenflow(**broken), "cuda", "not-with-zenflow") for broken in NOT_WITH_ZENFLOW),
@@ -912,6 +942,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ),
         (in_half() | HOST_ADAM | offload(3, **NVME), "cuda", "states-unsupported"),
         (in_half() | MUON | {"zero": {"stage": 2}}, "cuda", "states-unsupported"),
+        (in_half() | EIGHT_BIT | {"zero": {"stage": 2}}, "cuda", "states-unsupported"),
         (
             in_half("bf16_weights") | HOST_ADAM | offload(3, **NVME),
             "cuda",

@@ -1,0 +1,40 @@
+"""Optimizers that a run config names and the framework makes, because DeepSpeed has none of them
+or none for the device.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from framework.config.optimizer import AdamW8bit, Lion, ScheduleFree
+from framework.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from framework.engine.initialize import MakeOptimizer
+
+
+def own_optimizer(plan: Plan) -> MakeOptimizer:
+    """Return what makes the optimizer of a plan from weights or groups of them, where
+    `framework.plan.render.is_made_here`.
+    """
+    section = plan.config.optimizer
+    assert isinstance(section, Lion | AdamW8bit | ScheduleFree)
+    settings: dict[str, Any] = {
+        "lr": section.lr,
+        "betas": tuple(section.betas),
+        "weight_decay": section.weight_decay,
+    }
+    if isinstance(section, Lion):
+        from framework.engine import lion
+
+        return partial(lion.Lion, **settings)
+    settings["eps"] = section.eps
+    if isinstance(section, AdamW8bit):
+        from framework.engine import adam_8bit
+
+        return partial(adam_8bit.AdamW8bit, **settings)
+    from framework.engine import schedule_free
+
+    warmup_steps = getattr(plan.config.scheduler, "warmup_steps", 0)
+    return partial(schedule_free.ScheduleFreeAdamW, **settings, warmup_steps=warmup_steps)

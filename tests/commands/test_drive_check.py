@@ -1,0 +1,66 @@
+"""`doctor --nvme FOLDER` prints a section of a run config, or why the drive was not measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from framework.commands import drive_check
+from framework.commands.drive_check import drive_check as check
+from framework.config.load import config_from_values
+
+AIO = {
+    "block_size": 8388608,
+    "queue_depth": 32,
+    "single_submit": False,
+    "overlap_events": True,
+    "intra_op_parallelism": 2,
+}
+
+
+def answer_with(monkeypatch: pytest.MonkeyPatch, stdout: str, stderr: str = "") -> list[Any]:
+    asked: list[Any] = []
+
+    def run_child(words: Any, environment: Any, **_: Any) -> Any:
+        asked.append(words)
+        return subprocess.CompletedProcess(words, 0, stdout, stderr)
+
+    monkeypatch.setattr(drive_check, "run_child", run_child)
+    return asked
+
+
+def test_what_is_printed_goes_into_a_run_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = {"aio": AIO, "read": 6.5e9, "write": 3.21e9}
+    usual = {"aio": {}, "read": 2e9, "write": 1e9}
+    line = json.dumps({"best": best, "usual": usual})
+    asked = answer_with(monkeypatch, f"Using /cache\n{line}")
+    found = check(str(tmp_path))
+    assert asked == [["-m", "framework.engine.nvme_bench", str(tmp_path)]]
+    assert found.status == "ok"
+    assert (
+        "reads 6.50 GB/s, writes 3.21 GB/s; with DeepSpeed's defaults reads 2.00" in found.outcome
+    )
+    section = found.outcome.partition("In the run config: ")[2]
+    values = yaml.safe_load(section)
+    assert values == {"deepspeed": {"aio": AIO}}
+    assert config_from_values(values).deepspeed == {"aio": AIO}
+
+
+def test_a_child_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_with(monkeypatch, "", "Traceback\nRuntimeError: Unable to JIT load the async_io op")
+    (problem,) = check(str(tmp_path)).problems
+    assert problem.kind == "drive-not-measured"
+    assert "Unable to JIT load the async_io op" in problem.reason
+    assert "libaio" in problem.fix
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (problem,) = check(str(tmp_path / "drive")).problems
+    assert problem.reason == "there is no such folder"
