@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from framework.commands.drive_check import drive_check
 from framework.doctor.node.findings import Check, Report
 from framework.doctor.node.machine import examine
 from framework.doctor.node.requirements import Requirements
 from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
 from framework.hosts.hostfile import ChosenHost, choose_hosts, cluster_of, is_this_machine
 from framework.hosts.topology import DEFAULT_PORT
+from framework.launch.drive_check import drive_check
 from framework.launch.inspection import DoctorOptions, bench, inspect_hosts
 from framework.launch.inspection_agent import judge_config, local_devices
 from framework.launch.options import LaunchOptions, refuse_choice, refuse_idle

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from framework.commands import drive_check
-from framework.commands.drive_check import drive_check as check
 from framework.config.load import config_from_values
+from framework.launch import drive_check
+from framework.launch.drive_check import drive_check as check
 
 AIO = {
     "block_size": 8388608,
@@ -26,11 +27,11 @@ AIO = {
 def answer_with(monkeypatch: pytest.MonkeyPatch, stdout: str, stderr: str = "") -> list[Any]:
     asked: list[Any] = []
 
-    def run_child(words: Any, environment: Any, **_: Any) -> Any:
+    def run(words: Any, **_: Any) -> Any:
         asked.append(words)
         return subprocess.CompletedProcess(words, 0, stdout, stderr)
 
-    monkeypatch.setattr(drive_check, "run_child", run_child)
+    monkeypatch.setattr(drive_check.subprocess, "run", run)
     return asked
 
 
@@ -42,7 +43,7 @@ def test_what_is_printed_goes_into_a_run_config(
     line = json.dumps({"best": best, "usual": usual})
     asked = answer_with(monkeypatch, f"Using /cache\n{line}")
     found = check(str(tmp_path))
-    assert asked == [["-m", "framework.engine.nvme_bench", str(tmp_path)]]
+    assert asked == [[sys.executable, "-m", "framework.engine.nvme_bench", str(tmp_path)]]
     assert found.status == "ok"
     assert (
         "reads 6.50 GB/s, writes 3.21 GB/s; with DeepSpeed's defaults reads 2.00" in found.outcome

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from framework.commands.torch_child import NoAnswerError, run_child
 from framework.doctor.node.findings import Check
-from framework.errors import Problem
+from framework.errors import Problem, in_one_line
 from framework.system.json_lines import BadLineError, decode
 
 _LONGEST_SECONDS = 900.0  # a first start compiles DeepSpeed's op for minutes
@@ -22,14 +23,22 @@ def drive_check(folder: str) -> Check:
     """
     if not Path(folder).is_dir():
         return _failed(folder, "there is no such folder", "name a folder on the drive")
-    words = ["-m", "framework.engine.nvme_bench", folder]
+    command = [sys.executable, "-m", "framework.engine.nvme_bench", folder]
     environment = {"DS_ACCELERATOR": "cpu", **os.environ}
     try:
-        done = run_child(words, environment, longest_seconds=_LONGEST_SECONDS)
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LONGEST_SECONDS,
+            check=False,
+        )
         answer = decode(done.stdout.strip().rpartition("\n")[2].encode())
         return Check("NVMe", _outcome(folder, answer), facts={"aio": answer["best"]["aio"]})
-    except NoAnswerError as error:
-        reason = str(error)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = in_one_line(error)
     except (BadLineError, KeyError, TypeError):
         reason = done.stderr.strip().rpartition("\n")[2][-300:] or "it printed nothing"
     fix = "DeepSpeed's async_io needs libaio (apt install libaio-dev), a compiler, and a drive "
