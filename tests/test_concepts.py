@@ -17,9 +17,9 @@ from tools.docs_site.kinds import find_kinds
 from tools.docs_site.reference import config_keys, parsers
 
 CONFIG_KEYS = 301
-KINDS_OF_PROBLEMS = 679
+KINDS_OF_PROBLEMS = 682
 COMMANDS = 20  # train.py is one
-OPTIONS = 219
+OPTIONS = 220
 PUBLIC_NAMES = 17
 # Before the first step of a run of LeNet on two ranks. Rank 0 prints an estimate of the memory and
 # writes the metrics.
