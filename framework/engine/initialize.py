@@ -70,10 +70,7 @@ def initialize(
         binding = binding_columns()
     section = plan.config.optimizer
     freeze = plan.config.training.freeze
-    if make_optimizer is None and is_made_here(plan):
-        from framework.engine.own_optimizers import own_optimizer
-
-        make_optimizer = own_optimizer(plan)
+    make_optimizer = make_optimizer or _own_optimizer(plan)
     parameters: list[Any] = [weight for weight in named.values() if weight.requires_grad]
     if has_groups(section) or freeze:
         from framework.engine.parameter_groups import parameter_groups
@@ -131,6 +128,15 @@ def initialize(
     leave_out_measurements(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine
+
+
+def _own_optimizer(plan: Plan) -> MakeOptimizer | None:
+    """Return what makes the named optimizer, where DeepSpeed does not."""
+    if not is_made_here(plan) or isinstance(plan.config.optimizer, Muon):
+        return None
+    from framework.engine.own_optimizers import own_optimizer
+
+    return own_optimizer(plan)
 
 
 def _refuse_nothing_to_train(model: torch.nn.Module) -> None:

@@ -118,7 +118,7 @@ def _is_fused(optimizer: object, *, is_on_cpu: bool) -> bool:
 
 def bytes_of_blocks(size: int) -> int:
     """Return the bytes that a step of AdamW in 8 bits takes beside its state, where the largest
-    tensor that it steps has this size: it steps so many numbers at once.
+    tensor that it steps has this size: it steps `NUMBERS_AT_ONCE` at a time.
     """
     return _BYTES_AT_ONCE * min(size, NUMBERS_AT_ONCE)
 
