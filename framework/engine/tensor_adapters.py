@@ -5,14 +5,16 @@ the layers that they belong to.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from framework.checkpoint.state.tensor_split import Split, split_of, whole_shape
+from framework.config.groups import ALL_LINEAR, is_adapted
 from framework.config.training import LoRA
+from framework.errors import ConfigError
 from framework.models.adapters import add_adapters
 from framework.models.split import ColumnLinear, RowLinear, TensorPart
 from framework.models.split_adapters import (
@@ -40,7 +42,13 @@ def add_divided_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Modul
     """
     from peft.tuners.lora import LoraLayer
 
-    with _in_whole_sizes(model):
+    measuring: AbstractContextManager[None] = nullcontext()
+    if lora.use_dora:
+        from framework.models.split_dora import measuring_parts
+
+        _refuse_dora(model, lora)
+        measuring = measuring_parts()
+    with _in_whole_sizes(model), measuring:
         model = add_adapters(model, lora, seed=seed)
     for module in model.modules():
         if not isinstance(module, LoraLayer):
@@ -50,7 +58,44 @@ def add_divided_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Modul
             _divide_of_column(module, base)
         elif isinstance(base, RowLinear):
             _divide_of_row(module, base)
+        if lora.use_dora and isinstance(base, ColumnLinear | RowLinear):
+            _divide_lengths(module, base)
     return model
+
+
+def _refuse_dora(model: nn.Module, lora: LoRA) -> None:
+    """Refuse DoRA of embeddings that are divided, and of layers that join their outputs.
+
+    Raises:
+        ConfigError: kind ``lora-not-adaptable``.
+    """
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or split_of(weight) is None or not is_adapted(name, lora):
+            continue
+        is_linear = isinstance(module, nn.Linear)
+        if is_linear and getattr(module, "widths", None) is None:
+            continue
+        if not is_linear and lora.target_modules == ALL_LINEAR:
+            continue
+        reason = f"{name} is divided over a tensor group, where DoRA does not measure it"
+        fix = "leave it out, or set parallel.tensor: 1"
+        key = "training.lora.target_modules"
+        raise ConfigError.of("lora-not-adaptable", reason, fix, key, lora.target_modules)
+
+
+def _divide_lengths(module: Any, base: ColumnLinear | RowLinear) -> None:
+    """Have DoRA's lengths be those of this rank's rows, or of whole rows of which it has a part."""
+    from framework.models.split_dora import ColumnDora, RowDora
+
+    lengths = module.lora_magnitude_vector[_NAME]
+    lengths.part = base.part
+    if isinstance(base, RowLinear):
+        lengths.__class__ = RowDora
+        return
+    lengths.__class__ = ColumnDora
+    split = split_of(base.weight)
+    vars(lengths.weight).update(split=split, tensor_model_parallel=True)
 
 
 @contextmanager

@@ -38,6 +38,8 @@ THEIR_HEAD = {
     "modules_to_save": ["embed_tokens", "lm_head"],
 }
 
+# Next to nothing is dropped, but the products of what is left are made anew.
+DORA = {"target_modules": r".*\.(q|v|o|up|down)_proj", "use_dora": True, "lora_dropout": 1e-12}
 # Runs that go on -> from which one.
 ROUTES = {
     "dropped-again": "dropped",
@@ -68,6 +70,8 @@ CASES = {
     "gpt-z3": Case("gpt", 3, ROWS_AND_COLUMNS, sections={"batch": {"accumulation_steps": 2}}),
     "ends-z0": Case("untied", 0, ENDS),
     "ends-z3": Case("untied", 3, ENDS, "adamw", within=1e-4),
+    "dora-z2": Case("gpt", 2, ROWS_AND_COLUMNS | {"use_dora": True}),
+    "dora-z3": Case("llama", 3, DORA, "adamw", within=1e-4),
     "theirs-z1": Case("llama", 1, THEIR_ENDS),
     "theirs-z3": Case("llama", 3, THEIR_HEAD),
 }
@@ -250,7 +254,7 @@ def test_a_run_moves_between_sizes_of_the_group(two_ranks: Path, name: str) -> N
     assert moved.checkpoint.manifest["base"] == base, "frozen weights are the same, however divided"
 
 
-@pytest.mark.parametrize("name", ["gpt-z0", "ends-z3", "theirs-z3"])
+@pytest.mark.parametrize("name", ["gpt-z0", "ends-z3", "theirs-z3", "dora-z3"])
 def test_exports_are_those_of_one_process(two_ranks: Path, tmp_path: Path, name: str) -> None:
     config = values(name, CASES[name], two_ranks)
     _, _, model = plain(config)

@@ -799,7 +799,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
                 "parallel": {"tensor": 2},
             },
             "cuda",
-            "not-with-lora",
+            None,
         ),
         (
             GPT | {"training": {"lora": {"target_modules": ["query"]}}, "zero": {"stage": 3}},
