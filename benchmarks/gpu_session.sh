@@ -16,7 +16,7 @@ for step in ${STEPS:-1 2 3}; do
   case $step in
     1)
       timeout 180 python -m pytest -q -p no:cacheprovider tests/gpu/test_tiled_loss_on_gpu.py \
-        tests/gpu/test_products_on_gpu.py tests/gpu/test_attention_on_gpu.py tests/gpu/test_packed_rows_on_gpu.py \
+        tests/gpu/test_products_on_gpu.py tests/gpu/test_attention_on_gpu.py tests/gpu/test_packed_rows_on_gpu.py tests/gpu/test_ring_on_gpu.py \
         tests/gpu/test_copies_on_gpu.py tests/gpu/test_host_activations_on_gpu.py \
         tests/gpu/test_written_weights_on_gpu.py tests/gpu/test_gpu_risks.py >"$out/tests.txt" 2>&1
       echo "tests: ended with $?"
