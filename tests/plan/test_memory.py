@@ -232,16 +232,6 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
             of(model=mixed, zero=zero(stage), steps=steps, **section),
             tokens,
         )
-    yield (
-        "lora-experts",
-        of(
-            model=mixed,
-            zero=zero(2),
-            parallel={"expert": 2},
-            training={"max_steps": 9, "lora": {"target_modules": ["query", "value"]}},
-        ),
-        tokens,
-    )
     bert = {
         "kind": "bert",
         "hidden_size": 256,
@@ -364,7 +354,7 @@ def shared_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     for stage, kind, dtype, lora in ((2, "gpt", "bf16", adapters), (3, "llama", "fp32", ends)):
         values, batch = of(stage, kind, dtype, tensor=2)
         values["training"] = {"max_steps": 9, "lora": lora}
-        yield f"lora-tensor-z{stage}-{kind}", values, batch
+        yield f"own-lora-tensor-z{stage}-{kind}", values, batch
     for stage, dtype in ((1, "fp32"), (3, "bf16")):
         yield (
             f"own-tensor-4-sequence-z{stage}-{dtype}",
@@ -531,7 +521,7 @@ def measured(
                     "states-",
                     "z2-zenflow",
                     "own-tensor-4-pipe-z1",
-                    "lora-",
+                    "own-lora-",
                     "own-experts",
                 )
             )
