@@ -183,6 +183,7 @@ class Manifest(_Part):
     ties: dict[str, str] = {}
     weights: _Weights | None = None
     tensor: dict[str, TensorSplit] = {}
+    experts: dict[str, Count] = {}  # weights with packed experts -> how many experts all ranks have
     metrics: dict[str, MetricValue] = {}
     best: _Best | None = None
     saved_at: Time | None = None

@@ -13,7 +13,7 @@ import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.checkpoint_engine import use_atomic_files
-from framework.checkpoint.state.tensor_split import splits_of, whole_shape
+from framework.checkpoint.state.tensor_split import expert_part_of, splits_of, whole_shape
 from framework.checkpoint.state.weight_names import Names
 from framework.config.optimizer import ScheduleFree
 from framework.engine.checkpoint_bytes import save_bytes
@@ -279,6 +279,13 @@ class BaseEngine:
         description = self._describe_weights()
         if tensor_splits:
             description["tensor"] = tensor_splits
+        experts: dict[str, int] = {}
+        for tensor, name in self._names().items():
+            part = expert_part_of(tensor)
+            if part is not None:
+                experts[name] = sum(part.split.sections)
+        if experts:
+            description["experts"] = experts
         return description
 
     def gathered(

@@ -19,7 +19,7 @@ from framework.checkpoint.names import STATE_KEY
 from framework.checkpoint.state.checkpoint_engine import read_or_explain
 from framework.checkpoint.state.optimizer_shards import OptimizerViews
 from framework.checkpoint.state.reader import StoredState, describe_lacking
-from framework.checkpoint.state.tensor_split import Division, splits_of, whole_shape
+from framework.checkpoint.state.tensor_split import parts_of, whole_shape
 from framework.checkpoint.state.weight_names import Names, opened
 from framework.config.base import is_plain
 from framework.engine import random_state
@@ -243,11 +243,8 @@ def _move_in(
     layout: Layout,
     changed: Sequence[str],
 ) -> Mapping[str, Any]:
-    splits = splits_of(names)
-    division = Division()
-    if splits:
-        division = Division(splits, layout.tensor_rank(rank()), layout.tensor_size)
-    stored = StoredState(checkpoint, division=division)
+    parts = parts_of(names, tensor_rank=layout.tensor_rank(rank()), tensor_size=layout.tensor_size)
+    stored = StoredState(checkpoint, parts=parts)
     _refuse_other_model(engine, stored, names)
     _fill_optimizer_and_weights(engine, checkpoint, stored, names, changed)
     common = stored.common

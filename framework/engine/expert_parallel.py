@@ -1,5 +1,5 @@
 """Experts divided over ranks: DeepSpeed's groups, and its ZeRO optimizers, for the framework's
-mixtures.
+mixtures and for packed experts of other models.
 
 The ranks of a group have consecutive numbers, and each holds equally many whole experts. Ranks of
 different groups that hold the same experts average their gradients. DeepSpeed 0.19.8 divides these
@@ -29,6 +29,7 @@ import torch.distributed
 from deepspeed.utils import groups
 
 from framework.checkpoint.names import EXPERT, shift_expert
+from framework.checkpoint.state.tensor_split import RankPart, expert_part_of
 from framework.engine.rank_groups import make_expert_groups
 from framework.models.experts import MixtureOfExperts, dividing_experts, is_elsewhere
 from framework.plan.plan import Plan
@@ -57,6 +58,11 @@ def building_experts(plan: Plan, *, varies: bool) -> Iterator[None]:
         yield
 
 
+def expert_group(plan: Plan) -> Any:
+    """Return the ranks that share experts with this one, once `building_experts` has made them."""
+    return groups._get_expert_parallel_group(_group_name(plan.layout.expert_size))
+
+
 def _group_name(size: int) -> str:
     return f"ep_size_{size}"  # by which DeepSpeed finds the group, and its size
 
@@ -70,16 +76,35 @@ def _divided_mixtures(model: torch.nn.Module) -> dict[str, MixtureOfExperts]:
     return mixtures
 
 
+def _expert_parts(model: torch.nn.Module) -> dict[str, RankPart]:
+    """Return the parts of packed experts that this rank has, by the names of their weights."""
+    parts: dict[str, RankPart] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        part = expert_part_of(weight)
+        if part is not None:
+            parts[name] = part
+    return parts
+
+
+def _divided_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, str]]:
+    """Yield this rank's weights of experts, each with the name of the group that shares them."""
+    for mixture in _divided_mixtures(model).values():
+        for parameter in mixture.experts.parameters():
+            yield parameter, _group_name(mixture.size)
+    for parameter in model.parameters():
+        part = expert_part_of(parameter)
+        if part is not None:
+            yield parameter, _group_name(part.size)
+
+
 def place_experts(model: torch.nn.Module) -> None:
     """Mark the experts of a model so that stage 3 spreads each over the ranks that hold it."""
-    for mixture in _divided_mixtures(model).values():
-        name = _group_name(mixture.size)
-        for parameter in mixture.experts.parameters():
-            vars(parameter).update(
-                ds_zero_placement_family="autoep_expert",
-                ds_zero_partition_group_name=name,
-                ds_zero_partition_process_group=groups._get_expert_data_parallel_group(name),
-            )
+    for parameter, name in _divided_weights(model):
+        vars(parameter).update(
+            ds_zero_placement_family="autoep_expert",
+            ds_zero_partition_group_name=name,
+            ds_zero_partition_process_group=groups._get_expert_data_parallel_group(name),
+        )
 
 
 def with_expert_groups(model: torch.nn.Module, parameters: list[Any]) -> list[Any]:
@@ -90,11 +115,10 @@ def with_expert_groups(model: torch.nn.Module, parameters: list[Any]) -> list[An
     """
     expert_weights: set[torch.nn.Parameter] = set()
     group_name = ""
-    for mixture in _divided_mixtures(model).values():
-        group_name = _group_name(mixture.size)
-        for parameter in mixture.experts.parameters():
-            vars(parameter).update(allreduce=False, group_name=group_name)
-            expert_weights.add(parameter)
+    for parameter, name in _divided_weights(model):
+        group_name = name
+        vars(parameter).update(allreduce=False, group_name=group_name)
+        expert_weights.add(parameter)
     if not expert_weights:
         return parameters
     all_groups: list[dict[str, Any]] = parameters
@@ -121,13 +145,12 @@ def declaring_experts(model: torch.nn.Module) -> Iterator[None]:
     own. It saves the experts of all ranks in one state, and loads its own from it.
     """
     mixtures = _divided_mixtures(model)
-    if not mixtures:
+    if not mixtures and not _expert_parts(model):
         yield
         return
     # Under adapters none are trained, and DeepSpeed would miss their parameter groups. It sends
     # experts to the ranks that hold the same ones by their marks alone.
-    experts = chain.from_iterable(mixture.experts.parameters() for mixture in mixtures.values())
-    are_trained = any(weight.requires_grad for weight in experts)
+    are_trained = any(weight.requires_grad for weight, _ in _divided_weights(model))
     send = deepspeed.DeepSpeedEngine._broadcast_model
     built: list[deepspeed.DeepSpeedEngine] = []
 
@@ -172,7 +195,11 @@ def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[s
     mixtures = {
         f"{name}.experts": mixture for name, mixture in _divided_mixtures(engine.module).items()
     }
+    packed = _expert_parts(engine.module)
     for name, tensor in rank_state.items():
+        if name in packed and tensor.numel():  # stage 3 leaves empty ones
+            state |= _joined_experts(name, tensor, packed[name])
+            continue
         expert = EXPERT.search(name)
         mixture = None
         if expert:
@@ -248,11 +275,32 @@ def _leave_others_out(mixture: Any, state: Any, prefix: str, *_: Any) -> None:
             del state[name]
 
 
+def _joined_experts(name: str, tensor: torch.Tensor, part: RankPart) -> dict[str, torch.Tensor]:
+    """Return a weight with the packed experts of all ranks of the first group, by name, on rank 0;
+    nothing on the others. Collective in the first group.
+    """
+    rank = torch.distributed.get_rank()
+    if rank >= part.size:
+        return {}
+    group = groups._get_expert_parallel_group(_group_name(part.size))
+    if rank != 0:
+        torch.distributed.gather(tensor.detach(), None, dst=0, group=group)
+        return {}
+    parts = [torch.empty_like(tensor) for _ in range(part.size)]
+    torch.distributed.gather(tensor.detach(), parts, dst=0, group=group)
+    return {name: part.split.whole([own.cpu() for own in parts])}
+
+
 def _load_rank_state(
     engine: deepspeed.DeepSpeedEngine, load: Any, checkpoint: Mapping[str, Any], **options: Any
 ) -> None:
     """Load a state without the experts of other ranks."""
     elsewhere = is_elsewhere(engine.module)
-    state = checkpoint["module"]
-    rank_state = {name: tensor for name, tensor in state.items() if not elsewhere(name)}
+    packed = _expert_parts(engine.module)
+    rank_state: dict[str, torch.Tensor] = {}
+    for name, tensor in checkpoint["module"].items():
+        if name in packed and tensor.numel():
+            rank_state[name] = packed[name].of(tensor)
+        elif not elsewhere(name):
+            rank_state[name] = tensor
     load(dict(checkpoint) | {"module": rank_state}, **options)

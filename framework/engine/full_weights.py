@@ -24,7 +24,7 @@ import torch.distributed
 from torch import Tensor
 from torch.nn import Parameter
 
-from framework.checkpoint.state.tensor_split import split_of, whole_shape
+from framework.checkpoint.state.tensor_split import RankPart, part_of, whole_shape
 from framework.engine.distributed import gather
 from framework.engine.full_shares import RankShares, Share
 from framework.engine.rank_meeting import Meeting
@@ -40,8 +40,8 @@ class _Reply:
     Attributes:
         call: the method and its arguments.
         shape: of the whole weight; None if this rank does not hold it.
-        place: part in the tensor group, first number and how many: ranks with one place have the
-            same numbers. None for a rank without any.
+        place: part in the tensor or expert group, first number and how many: ranks with one place
+            have the same numbers. None for a rank without any.
         value: shape and sum of the bits of the value that is set.
         refusal: why it cannot be had.
     """
@@ -202,10 +202,10 @@ class FullWeights:
             raise TrainingError(f"{call}: {reason} [full-weight-unavailable]")
         if weight is None:
             return None
-        split = split_of(weight)
-        if split is None:
+        part = self._part_of(weight)
+        if part is None:
             return weight, whole.clone()
-        return weight, split.part(whole, self._tensor_rank(), self._layout.tensor_size)
+        return weight, part.of(whole)
 
     def _exchange(
         self,
@@ -226,8 +226,9 @@ class FullWeights:
                 with self._shares.in_memory(weight, gradients=True):
                     share = share_of(weight)
                     if share is not None:
-                        part = -1 if split_of(weight) is None else self._tensor_rank()
-                        place = (part, share.start, share.values.numel())
+                        part = self._part_of(weight)
+                        number = -1 if part is None else part.rank
+                        place = (number, share.start, share.values.numel())
                         if value is None:
                             share = Share(share.start, share.values.detach().clone())
             except LookupError as error:
@@ -244,23 +245,27 @@ class FullWeights:
             names |= dict.fromkeys(rank_names)
         return list(names)
 
-    def _tensor_rank(self) -> int:
-        return self._layout.tensor_rank(torch.distributed.get_rank())
+    def _part_of(self, weight: Parameter) -> RankPart | None:
+        return part_of(
+            weight,
+            tensor_rank=self._layout.tensor_rank(torch.distributed.get_rank()),
+            tensor_size=self._layout.tensor_size,
+        )
 
     def _put_in(self, whole: Tensor, weight: Parameter, share: Share) -> None:
         """Write this rank's numbers into their places in a whole tensor."""
         values = share.values.reshape(-1).to(whole)
-        split = split_of(weight)
-        if split is None:
+        part = self._part_of(weight)
+        if part is None:
             whole.view(-1).narrow(0, share.start, values.numel()).copy_(values)
             return
-        rank = self._layout.tensor_rank(torch.distributed.get_rank())
-        shape = split.part_shape(whole.shape, rank, self._layout.tensor_size)
-        part = torch.zeros(shape, dtype=whole.dtype, device=whole.device)
-        part.view(-1).narrow(0, share.start, values.numel()).copy_(values)
+        split = part.split
+        shape = split.part_shape(whole.shape, part.rank, part.size)
+        rank_tensor = torch.zeros(shape, dtype=whole.dtype, device=whole.device)
+        rank_tensor.view(-1).narrow(0, share.start, values.numel()).copy_(values)
         offset = 0
-        for begin, end in split.bounds(rank, self._layout.tensor_size):
-            piece = part.narrow(split.dim, offset, end - begin)
+        for begin, end in split.bounds(part.rank, part.size):
+            piece = rank_tensor.narrow(split.dim, offset, end - begin)
             whole.narrow(split.dim, begin, end - begin).copy_(piece)
             offset += end - begin
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from framework.checkpoint.state.tensor_split import whole_shape
+
 
 def state_of(module: torch.nn.Module, *, partly: bool = False) -> dict[str, torch.Tensor]:
     """Return the tensors of a module that a checkpoint holds, by each of their names; without
@@ -70,9 +72,11 @@ def lacking_names(
     """List the names of a module's tensors that are incomplete: `held` has the numbers of elements
     in files, by any name of a tensor.
     """
-    complete = {
-        id(tensor) for name, tensor in _every_name(module) if held.get(name) == num_elements(tensor)
-    }
+    complete: set[int] = set()
+    for name, tensor in _every_name(module):
+        # The optimizer's files hold each rank's part of divided experts, the module's all of them.
+        if held.get(name) in (num_elements(tensor), whole_shape(tensor).numel()):
+            complete.add(id(tensor))
     state = state_of(module, partly=partly)
     return [name for name, tensor in state.items() if id(tensor) not in complete]
 

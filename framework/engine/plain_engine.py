@@ -24,7 +24,12 @@ from framework.engine.step import Step
 from framework.engine.step_batches import StepLoss, loss_of_one_batch
 from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
-from framework.models.added_losses import AddsLosses, collected_routings, routing_metrics
+from framework.models.added_losses import (
+    AddsLosses,
+    collected_routings,
+    router_balance,
+    routing_metrics,
+)
 from framework.models.layers import LayeredModel
 from framework.plan.compiling import CompileChoice, compile_choice, uses_deepcompile
 from framework.plan.plan import Plan
@@ -290,12 +295,15 @@ class PlainEngine(BaseEngine):
                             outputs = task.forward(engine, inputs)
                         loss = self._loss(outputs, targets)
                     refuse_without_graph(loss, outputs)
+                    balance = router_balance(outputs, engine.module)
                     del outputs  # the backward pass needs the memory
                     phases.enter("backward")
                     full_loss = sum((routing.loss for routing in routings), loss)
                     engine.backward(full_loss, scale_wrt_gas=is_divided)
                     del full_loss
                 reported += [(routing.balance, routing.dropped) for routing in routings]
+                if balance is not None:
+                    reported.append(balance)
                 phases.enter("optimizer")
                 if total is None:
                     total = loss.detach()

@@ -17,7 +17,7 @@ import torch.distributed
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
-from framework.checkpoint.state.tensor_split import split_of, whole_shape
+from framework.checkpoint.state.tensor_split import part_of, whole_shape
 from framework.errors import ConfigError, StorageError, in_one_line, show_value
 
 if TYPE_CHECKING:
@@ -172,12 +172,15 @@ def _expected_shapes(
 
 
 def load_part(tensor: torch.Tensor, weight: torch.Tensor, tensor_group: Any) -> None:
-    """Copy a whole weight, or this rank's part if a tensor group divides it, into a tensor."""
-    split = split_of(tensor)
-    if split:
+    """Copy a whole weight, or this rank's part if a group divides it, into a tensor."""
+    rank = 0
+    size = 1
+    if tensor_group is not None:
         rank = torch.distributed.get_rank(tensor_group)
         size = torch.distributed.get_world_size(tensor_group)
-        weight = split.part(weight, rank, size)
+    part = part_of(tensor, tensor_rank=rank, tensor_size=size)
+    if part is not None:
+        weight = part.of(weight)
     tensor.copy_(weight)
 
 

@@ -92,6 +92,20 @@ def add_losses(routing: Routing) -> None:
         routings.append(routing)
 
 
+def router_balance(outputs: Any, model: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Return `Routing.balance` and `Routing.dropped` of a model of transformers that returns its
+    router's logits (`output_router_logits`); None for any other. Its `aux_loss` is the number of
+    chosen experts where tokens spread evenly (transformers, `load_balancing_loss_func`), and its
+    experts have room for all tokens.
+    """
+    loss = getattr(outputs, "aux_loss", None)
+    choices = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+    has_logits = getattr(outputs, "router_logits", None) is not None
+    if not isinstance(loss, Tensor) or not has_logits or not choices:
+        return None
+    return loss.detach() / choices, loss.new_zeros(())
+
+
 def routing_metrics(reported: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """Return the means over the pairs (`Routing.balance`, `Routing.dropped`) of a step; empty if
     there are none. It waits for the device.

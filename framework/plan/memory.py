@@ -21,6 +21,7 @@ from framework.config.run_config import RunConfig
 from framework.config.training import Parallel, always_frozen
 from framework.errors import Problem
 from framework.plan.activations import Passes, passes_over
+from framework.plan.operations import Shape
 from framework.plan.optimizer_memory import state_of
 from framework.plan.plan import Plan
 from framework.plan.rank_memory import EXPERTS, Bytes, PipelineStage, RankMemory, positive
@@ -180,7 +181,9 @@ def _without_other_experts(work: ModelWork, plan: Plan) -> ModelWork:
     size = plan.layout.expert_size
     if size == 1:
         return work
-    moe: MoE = plan.config.model.moe  # type: ignore[union-attr]  # a rule requires it
+    moe: MoE | None = getattr(plan.config.model, "moe", None)
+    if moe is None:  # packed experts of a model of the user's own
+        return replace(work, weights=_packed_parts(work.weights, size))
     num_experts = moe.num_experts // size
 
     def is_on_rank(name: str) -> bool:
@@ -192,6 +195,17 @@ def _without_other_experts(work: ModelWork, plan: Plan) -> ModelWork:
     weights = {name: shape for name, shape in work.weights.items() if is_on_rank(name)}
     frozen = {name: shape for name, shape in work.frozen.items() if is_on_rank(name)}
     return replace(work, weights=weights, frozen=frozen)
+
+
+def _packed_parts(weights: Mapping[str, Shape], size: int) -> dict[str, Shape]:
+    """Return the shapes of weights with packed experts, (experts, ...), divided by `size`."""
+    parts: dict[str, Shape] = {}
+    for name, shape in weights.items():
+        if EXPERTS in name:
+            parts[name] = (shape[0] // size, *shape[1:])
+        else:
+            parts[name] = shape
+    return parts
 
 
 def _memory(

@@ -213,11 +213,15 @@ def _built_share(
 
         build = TensorCut(groups.tensor, config.parallel.tensor_plan, parts.task).after(build)
     if plan.layout.expert_size > 1:
-        from framework.engine.expert_parallel import building_experts, place_experts
+        from framework.engine.expert_parallel import building_experts, expert_group, place_experts
 
         # Other ranks have other experts, so no rank can send its weights to another.
         with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1):
             model = build()
+        if config.model.is_own_code:
+            from framework.models.packed_experts import divide_packed
+
+            divide_packed(model, expert_group(plan))
         if config.zero.stage < 3:
             return model
         place_experts(model)

@@ -308,6 +308,58 @@ def tiny_mixtral() -> torch.nn.Module:
     )
 
 
+# Of transformers: what each kind of mixture calls its experts.
+_CHOSEN: dict[str, Any] = {"num_experts_per_tok": 2}
+_LOW_RANK = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": _CHOSEN | {"num_local_experts": 4, "output_router_logits": True},
+    "qwen2_moe": _CHOSEN
+    | {
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "output_router_logits": True,
+    },
+    "qwen3_moe": _CHOSEN | {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 16},
+    "olmoe": _CHOSEN | {"num_experts": 4},
+    "gpt_oss": _CHOSEN | {"num_local_experts": 4, "head_dim": 16},
+    # Its first layer has no experts; of two groups of experts a token takes one.
+    "deepseek_v3": _CHOSEN
+    | _LOW_RANK
+    | {
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "v_head_dim": 16,
+        "n_shared_experts": 1,
+    },
+}
+
+
+def tiny_mixture(kind: str, implementation: str = "grouped_mm") -> torch.nn.Module:
+    """A mixture of transformers whose experts are computed in this way."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = AutoConfig.for_model(kind, **sizes, **MIXTURES[kind])
+    config._experts_implementation = implementation
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
 class WithRouterLoss(CausalLM):
     """The loss of transformers' routers, a mean over a micro-batch, beside that of tokens."""
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -30,14 +31,14 @@ from framework.checkpoint.state.shard_map import (
     ValuePath,
     map_checkpoint,
 )
-from framework.checkpoint.state.tensor_split import Division
+from framework.checkpoint.state.tensor_split import RankPart
 from framework.errors import ConfigError, StorageError, in_one_line
 
 _STEP: Final = "step"
 # Keys of a parameter group that are no options: its members, and two that belong to the layout.
 _NOT_OPTIONS: Final = ("params", "moe", "name")
 _LOSS_SCALE: Final = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter")
-_UNDIVIDED: Final = Division()
+_UNDIVIDED: Final[Mapping[str, RankPart]] = MappingProxyType({})
 
 
 class StoredState:
@@ -49,12 +50,14 @@ class StoredState:
             `STATE_KEY`.
     """
 
-    def __init__(self, checkpoint: SavedCheckpoint, *, division: Division = _UNDIVIDED) -> None:
-        """Open the files of a checkpoint with verified checksums, for a rank of this place in the
-        run's tensor group.
+    def __init__(
+        self, checkpoint: SavedCheckpoint, *, parts: Mapping[str, RankPart] = _UNDIVIDED
+    ) -> None:
+        """Open the files of a checkpoint with verified checksums, for a rank with these parts of
+        the weights that the run divides, by their names in the plain module.
         """
         self._path = checkpoint.path
-        self._division = division
+        self._parts = parts
         self._tensor_size = checkpoint.tensor_size
         seen: set[ValuePath] = set()
         with self._explaining_errors():
@@ -178,26 +181,25 @@ class StoredState:
         weight.
         """
         stored = self._stored(name)
-        rank = self._division.rank
-        size = self._division.size
-        split = self._division.splits.get(name)
-        if split is None:
+        part = self._parts.get(name)
+        if part is None:
             yield from stored.pieces(start, stop)
-        elif (split, size) == (stored.split, len(stored.parts)):  # divided as it was
-            yield from stored.parts[rank].pieces(start, stop)
+        elif (part.split, part.size) == (stored.split, len(stored.parts)):  # divided as it was
+            yield from stored.parts[part.rank].pieces(start, stop)
         else:
-            for first, num in split.to_whole(stored.shape, rank, size, start, stop):
+            shape = stored.shape
+            for first, num in part.split.to_whole(shape, part.rank, part.size, start, stop):
                 yield from stored.pieces(first, first + num)
 
     def weight(self, name: str, shape: torch.Size) -> torch.Tensor:
         """Read this rank's part of a weight or buffer, of this shape: the fp32 copy if the
         checkpoint has one, otherwise as the model had it.
         """
-        split = self._division.splits.get(name)
-        if split is None:
+        part = self._parts.get(name)
+        if part is None:
             self.refuse_other_shape(name, shape)
         else:
-            self.refuse_other_shape(name, split.whole_shape(shape))
+            self.refuse_other_shape(name, part.split.whole_shape(shape))
         with self._explaining_errors():
             pieces = self._pieces(name, 0, shape.numel())
             return self._files.joined(pieces, shape, self._stored(name).dtype)

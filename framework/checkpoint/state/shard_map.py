@@ -290,6 +290,7 @@ def _map_of_rank(
     stored, ties = _store_once(tensors)
     moe = manifest["config"].get("model", {}).get("moe") or {}
     experts = moe.get("num_experts", 1), manifest.get("layout", {}).get("expert_size", 1)
+    packed = manifest.get("experts", {})
     empty: set[str] = set()
     weights: Iterable[tuple[str, Stored]]
     if not optimizers:
@@ -301,12 +302,14 @@ def _map_of_rank(
     elif manifest["config"]["zero"]["stage"] == 3:
         model = files[models[0, 0]]
         empty = _empty_names(model, stored)
-        stage3_weights = dict(_stage3_weights(files, models, optimizers, experts))
+        rank_weights = _stage3_weights(files, models, optimizers, experts, packed)
+        stage3_weights = dict(_with_joined_experts(rank_weights, packed))
         ties |= _stage3_ties(model, manifest, empty, stored_names=stage3_weights)
         empty -= stage3_weights.keys() | ties.keys()
         weights = stage3_weights.items()
     else:
-        weights = _stage12_weights(files, models, optimizers, pipeline, experts)
+        rank_weights = _stage12_weights(files, models, optimizers, pipeline, experts, packed)
+        weights = _with_joined_experts(rank_weights, packed)
     for name, weight in weights:
         stored[ties.get(name, name)] = weight
     for name in chain(ties, empty):
@@ -317,8 +320,9 @@ def _map_of_rank(
 
 def _check_sizes(stored: Mapping[str, Stored]) -> None:
     for name, weight in stored.items():
-        if weight.offset + weight.shape.numel() > len(weight.files) * weight.size:
-            raise ValueError(f"the files do not hold all of {name}")
+        for part in weight.parts or (weight,):
+            if part.offset + part.shape.numel() > len(part.files) * part.size:
+                raise ValueError(f"the files do not hold all of {name}")
 
 
 def _files_of_tensor_rank(
@@ -465,15 +469,17 @@ def _stage12_weights(
     optimizers: Mapping[tuple[int, int], str],
     pipeline: Mapping[str, Any] | None,
     experts: tuple[int, int],
+    packed: Mapping[str, int],
 ) -> Iterator[tuple[str, Stored]]:
     """Yield the weights of stages 1 and 2: the parameters of a group lie in a row, and every rank
-    has an equal part of it. `experts` is the number of experts and the expert-parallel size.
+    has an equal part of it. `experts` is the number of experts and the expert-parallel size,
+    `packed` the weights with packed experts of several ranks, of which each part is yielded.
     """
     stage_of: dict[str, int] = {}
     for stage in sorted({stage for _, stage in optimizers}):
         model = files[models[0, stage]]
         ranks = _files_of_stage(optimizers, stage)
-        for row in _rows_of_stage(files, model, ranks, experts):
+        for row in _rows_of_stage(files, model, ranks, experts, packed):
             for name, weight in row.items():
                 if pipeline:
                     name = plain_name(
@@ -484,11 +490,28 @@ def _stage12_weights(
                     yield name, weight
 
 
+def _with_joined_experts(
+    weights: Iterable[tuple[str, Stored]], packed: Mapping[str, int]
+) -> Iterator[tuple[str, Stored]]:
+    """Yield the weights, and those with packed experts once, joined from their parts, which come in
+    the order of expert ranks. `packed` has the numbers of all experts.
+    """
+    parts: dict[str, list[Stored]] = {}
+    for name, weight in weights:
+        if name in packed:
+            parts.setdefault(name, []).append(weight)
+        else:
+            yield name, weight
+    for name, rank_parts in parts.items():
+        yield name, _join_parts(name, Split(0, (packed[name],)), rank_parts)
+
+
 def _rows_of_stage(
     files: CheckpointFiles,
     model: Mapping[str, Any],
     ranks: Sequence[str],
     experts: tuple[int, int],
+    packed: Mapping[str, int],
 ) -> list[dict[str, Stored]]:
     """Return the rows of one pipeline stage at ZeRO stages 1 and 2, and have every optimizer file
     compared with them when it is opened.
@@ -496,7 +519,7 @@ def _rows_of_stage(
     rows = []
     parts_in: dict[str, list[tuple[Mapping[str, Stored], int]]] = {file: [] for file in ranks}
     for group, shapes in enumerate(model["param_shapes"]):
-        for row_ranks, row_shapes in _rows_by_expert_rank(shapes, ranks, *experts):
+        for row_ranks, row_shapes in _rows_by_expert_rank(shapes, ranks, *experts, packed):
             row = _row_of_group(files, row_ranks, group, row_shapes)
             rows.append(row)
             for rank, file in enumerate(row_ranks):
@@ -510,12 +533,18 @@ def _rows_of_stage(
 
 
 def _rows_by_expert_rank(
-    shapes: Mapping[str, torch.Size], ranks: Sequence[str], num_experts: int, expert_size: int
+    shapes: Mapping[str, torch.Size],
+    ranks: Sequence[str],
+    num_experts: int,
+    expert_size: int,
+    packed: Mapping[str, int],
 ) -> Iterator[tuple[Sequence[str], Mapping[str, torch.Size]]]:
     """Yield the rows of a group of parameters, each with its files: one row per expert-parallel
-    rank, with the experts of that rank, or a single row for weights that are no expert's.
+    rank, with the experts of that rank, or a single row for weights that are no expert's. Parts of
+    packed experts have the same name in each of their rows.
     """
-    if not any(map(EXPERT.search, shapes)):
+    has_experts = any(map(EXPERT.search, shapes)) or not packed.keys().isdisjoint(shapes)
+    if not has_experts:
         expert_size = 1
     for expert_rank in range(expert_size):
         first_expert = expert_rank * num_experts // expert_size
@@ -598,9 +627,11 @@ def _stage3_weights(
     models: Mapping[tuple[int, int], str],
     optimizers: Mapping[tuple[int, int], str],
     experts: tuple[int, int],
+    packed: Mapping[str, int],
 ) -> Iterator[tuple[str, Stored]]:
     """Yield the weights of stage 3: an equal piece of every parameter from every rank that holds
-    it; then the frozen ones, which no optimizer has. `experts` is as of `_stage12_weights`.
+    it; then the frozen ones, which no optimizer has. `experts` and `packed` are as of
+    `_stage12_weights`.
     """
     ranks = _files_of_stage(optimizers)
     model = files[models[0, 0]]
@@ -612,7 +643,7 @@ def _stage3_weights(
     group = 0
     start = 0
     for name, shape in chain.from_iterable(shapes.items() for shapes in model["param_shapes"]):
-        rows = list(_rows_by_expert_rank({name: shape}, ranks, *experts))
+        rows = list(_rows_by_expert_rank({name: shape}, ranks, *experts, packed))
         size = -(-shape.numel() // len(rows[0][0]))  # rounded up: the last piece is padded
         while group < len(sizes) and start == sizes[group]:
             group += 1
@@ -634,18 +665,19 @@ def _stage3_weights(
     # With a rest that belongs to no parameter, all would be misread.
     if sum(sizes[:group]) + start < sum(sizes):
         raise ValueError(f"{ranks[0]} holds more numbers than the parameters have")
-    yield from _frozen_weights(files, models, experts)
+    yield from _frozen_weights(files, models, experts, packed)
 
 
 def _frozen_weights(
     files: CheckpointFiles,
     models: Mapping[tuple[int, int], str],
     experts: tuple[int, int],
+    packed: Mapping[str, int],
 ) -> Iterator[tuple[str, Stored]]:
     """Yield the weights that no optimizer has at stage 3; each model file has a piece of them."""
     shapes = files[models[0, 0]]["frozen_param_shapes"] or {}
     for name, shape in shapes.items():
-        rows = _rows_by_expert_rank({name: shape}, _files_of_stage(models), *experts)
+        rows = _rows_by_expert_rank({name: shape}, _files_of_stage(models), *experts, packed)
         for row_files, names in rows:
             size = -(-shape.numel() // len(row_files))
             for row_name in names:

@@ -1,13 +1,14 @@
-"""Division of a weight over the ranks of a tensor group, and its reversal: of tensors, and of
-ranges of their numbers, seen as flat.
+"""Division of a weight over the ranks of a tensor group, or of an expert group, and its reversal: of
+tensors, and of ranges of their numbers, seen as flat.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 import torch
 
@@ -143,14 +144,53 @@ def _follow(
 
 
 @dataclass(frozen=True)
-class Division:
-    """Place of a rank in its tensor group, and the splits of its weights, by their names in the
-    plain module.
+class RankPart:
+    """The part of one weight that a rank has.
+
+    Attributes:
+        split: how the ranks of the group divide the weight.
+        rank: of this rank in the group.
+        size: ranks of the group.
     """
 
-    splits: Mapping[str, Split] = field(default_factory=dict)
-    rank: int = 0
-    size: int = 1
+    split: Split
+    rank: int
+    size: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the whole weight, contiguous and of its own memory."""
+        return self.split.part(whole, self.rank, self.size)
+
+
+EXPERT_PART: Final = "expert_part"
+"""Attribute of a weight that holds some of a layer's experts: its `RankPart` in the expert group."""
+
+
+def expert_part_of(weight: torch.Tensor) -> RankPart | None:
+    """Return the part that a weight is of all experts of its layer, or None if it has them all."""
+    return vars(weight).get(EXPERT_PART)
+
+
+def part_of(weight: torch.Tensor, *, tensor_rank: int, tensor_size: int) -> RankPart | None:
+    """Return this rank's part of a weight, in a tensor group or an expert group; None if the weight
+    is whole.
+    """
+    split = split_of(weight)
+    if split is None:
+        return expert_part_of(weight)
+    return RankPart(split, tensor_rank, tensor_size)
+
+
+def parts_of(
+    names: Mapping[torch.Tensor, str], *, tensor_rank: int, tensor_size: int
+) -> dict[str, RankPart]:
+    """Return this rank's parts of the weights that are divided, by name."""
+    parts: dict[str, RankPart] = {}
+    for tensor, name in names.items():
+        part = part_of(tensor, tensor_rank=tensor_rank, tensor_size=tensor_size)
+        if part is not None:
+            parts[name] = part
+    return parts
 
 
 def split_of(weight: torch.Tensor) -> Split | None:
@@ -171,11 +211,14 @@ def splits_of(names: Mapping[torch.Tensor, str]) -> dict[str, Split]:
 
 
 def whole_shape(weight: torch.Tensor) -> torch.Size:
-    """Return the shape of a weight before a tensor group (its attribute `split`) and ZeRO-3 took
-    their parts.
+    """Return the shape of a weight before a tensor group (its attribute `split`), an expert group
+    and ZeRO-3 took their parts.
     """
     shape = torch.Size(getattr(weight, "ds_shape", weight.shape))
     split = split_of(weight)
-    if split is None:
-        return shape
-    return split.whole_shape(shape)
+    if split is not None:
+        shape = split.whole_shape(shape)
+    part = expert_part_of(weight)
+    if part is not None:
+        shape = part.split.whole_shape(shape)
+    return shape

@@ -100,7 +100,7 @@ def _trains_weights_apart(config: RunConfig) -> bool:
 
 def _is_divided(config: RunConfig) -> bool:
     """Check whether ranks share a model, or may share its experts."""
-    if max(config.parallel.sizes().values()) > 1:
+    if max(*config.parallel.sizes().values(), config.parallel.expert) > 1:
         return True
     return bool(getattr(config.model, "moe", None))
 

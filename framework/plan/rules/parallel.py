@@ -126,7 +126,7 @@ def blocks_have_experts(config: RunConfig, cluster: Cluster) -> Found:
 @rule("experts-not-divisible")
 def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
     """Find experts that do not divide over the ranks of a group, and ranks that do not divide into
-    groups.
+    groups. Experts of a model of the user's own are counted when it is built.
     """
     size = config.parallel.expert
     moe = getattr(config.model, "moe", None)
@@ -134,9 +134,13 @@ def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
     sizes = config.parallel.sizes()
     # Ranks that share sequences have other tokens, and may share experts.
     ranks = cluster.world_size * sizes["sequence_size"] // prod(sizes.values())
-    if not moe:
         return
-    for count, what in ((moe.num_experts, "experts"), (ranks, "data-parallel ranks")):
+    counts = [(ranks, "data-parallel ranks")]
+    if moe:
+        counts.insert(0, (moe.num_experts, "experts"))
+    elif not config.model.is_own_code:
+        return
+    for count, what in counts:
         if count % size:
             reason = f"{count} {what} cannot be split evenly over them"
             yield key, reason, f"set {key}: {nearest_divisor(count, near=size)}"

@@ -1,0 +1,219 @@
+"""Experts of other people's models over ranks: modules that hold the experts of a layer in tensors
+of (experts, ...), and that are given tokens with the experts which a router has chosen. That is the
+interface of transformers 5 (`use_experts_implementation`).
+
+Each rank of a group holds some whole experts. A token is sent once to every expert that it chose,
+and its outputs come back; ranks first exchange how many they send, so that nothing is dropped and
+no room is left empty. The module itself computes what arrives, in the way that the model's config
+names: expert after expert (``eager``) or in grouped products (``grouped_mm``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from framework.checkpoint.state.tensor_split import EXPERT_PART, RankPart, Split, expert_part_of
+from framework.errors import ConfigError
+
+# Attributes that transformers' decorator gives to every module of experts.
+_INTERFACE = ("num_experts", "has_gate", "is_transposed")
+
+
+def find_packed(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model that hold packed experts, by name."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        has_weights = next(module.parameters(recurse=False), None) is not None
+        if has_weights and all(hasattr(module, attribute) for attribute in _INTERFACE):
+            found[name] = module
+    return found
+
+
+def divide_packed(model: nn.Module, group: Any) -> nn.Module:
+    """Leave this rank's experts alone in every module of packed experts, in place; return the
+    model.
+
+    Args:
+        model: whole, with the same weights on all ranks of the group.
+        group: the ranks that share the experts.
+
+    Raises:
+        ConfigError: kinds ``expert-without-moe``, ``experts-not-divisible``.
+    """
+    modules = find_packed(model)
+    if not modules:
+        raise ConfigError.of(
+            "expert-without-moe",
+            f"{type(model).__name__} has no experts that can be divided: they are packed, as in "
+            "transformers 5, in weights of (experts, ...) of a module with "
+            "use_experts_implementation",
+            "set parallel.expert: 1",
+            "parallel.expert",
+            torch.distributed.get_world_size(group),
+        )
+    for name, module in modules.items():
+        _divide(name, module, group)
+    return model
+
+
+def _divide(name: str, module: Any, group: Any) -> None:
+    """Leave one module with this rank's experts, and have it exchange tokens."""
+    size = torch.distributed.get_world_size(group)
+    rank = torch.distributed.get_rank(group)
+    num_experts = module.num_experts
+    for weight_name, weight in module.named_parameters(recurse=False):
+        if weight.ndim == 0 or weight.shape[0] != num_experts:
+            raise ConfigError.of(
+                "expert-without-moe",
+                f"{name}.{weight_name} has the shape {tuple(weight.shape)}, and its first "
+                f"dimension is not that of the {num_experts} experts",
+                "set parallel.expert: 1",
+                "parallel.expert",
+                size,
+            )
+    if num_experts % size:
+        raise ConfigError.of(
+            "experts-not-divisible",
+            f"the {num_experts} experts of {name} cannot be split evenly over {size} ranks",
+            f"set parallel.expert to a divisor of {num_experts}",
+            "parallel.expert",
+            size,
+        )
+    part = RankPart(Split(0, (num_experts,)), rank, size)
+    for weight in module.parameters(recurse=False):
+        weight.data = part.of(weight.data).clone()
+        vars(weight)[EXPERT_PART] = part
+    module.num_experts = num_experts // size
+    exchange = ExpertExchange(module, module.forward, group, num_experts)
+    # Not compiled: how many rows travel is known on the host alone.
+    module.forward = torch.compiler.disable(exchange.forward)  # type: ignore[no-untyped-call]
+
+
+class _ExchangeRows(Function):
+    """Sends rows to the ranks of a group, `sent[r]` of them to rank r, and receives `received[r]`
+    from it, in the order of ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
+        ctx.group = group
+        ctx.sent = sent
+        ctx.received = received
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        torch.distributed.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        back = _ExchangeRows.forward(ctx, gradient, ctx.group, ctx.received, ctx.sent)
+        return back, None, None, None
+
+
+@dataclass(frozen=True)
+class _Journey:
+    """How the rows of a rank travel.
+
+    Attributes:
+        order: (rows that are sent,) int64: of all choices, (tokens x choices), those that are sent,
+            by expert.
+        sent, received: rows to and from each rank.
+        experts: (rows that arrive,) int64: the number of each row's expert among this rank's.
+    """
+
+    order: Tensor
+    sent: list[int]
+    received: list[int]
+    experts: Tensor
+
+
+class ExpertExchange:
+    """The forward pass of a module of which each rank has some experts. Collective."""
+
+    def __init__(self, module: Any, compute: Any, group: Any, num_experts: int) -> None:
+        """Take a module that holds this rank's experts.
+
+        Args:
+            module: with `num_experts` of this rank.
+            compute: its forward pass over these experts.
+            group: the ranks that share the experts.
+            num_experts: of all ranks.
+        """
+        self._signature = inspect.signature(compute)
+        self._compute = compute
+        self._group = group
+        self._num_experts = num_experts
+        self._num_own = module.num_experts
+        self._size = torch.distributed.get_world_size(group)
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        """Compute what `compute` is given, under the names that it has for them."""
+        return self._mix(*self._signature.bind(*inputs, **named).args)
+
+    def _mix(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of the chosen experts' outputs, of the shape of `hidden`.
+
+        Args:
+            hidden: (tokens, hidden).
+            chosen: (tokens, choices) int64: numbers of experts; a number beyond the last one stands
+                for a choice that no expert computes.
+            weights: (tokens, choices): of each output.
+        """
+        tokens = hidden.flatten(0, -2)
+        choices = chosen.shape[-1]
+        journey = self._plan(chosen.reshape(-1))
+        rows = tokens[journey.order // choices]
+        rows = _ExchangeRows.apply(rows, self._group, journey.sent, journey.received)
+        outputs = self._compute_rows(rows, journey.experts)
+        outputs = _ExchangeRows.apply(outputs, self._group, journey.received, journey.sent)
+        outputs = outputs * weights.reshape(-1)[journey.order].unsqueeze(-1)
+        return self._sum(outputs, journey.order, choices, tokens).view_as(hidden)
+
+    def _plan(self, chosen: Tensor) -> _Journey:
+        """Exchange how many rows go to each expert. It waits for the device, once."""
+        num_experts = self._num_experts
+        counts = torch.bincount(chosen, minlength=num_experts)[:num_experts]
+        arriving = torch.empty_like(counts)
+        torch.distributed.all_to_all_single(arriving, counts, group=self._group)
+        by_rank = torch.stack((counts, arriving)).view(2, self._size, self._num_own).sum(-1)
+        sent, received = by_rank.tolist()
+        order = chosen.argsort(stable=True)[: sum(sent)]
+        own = torch.arange(self._num_own, device=chosen.device).repeat(self._size)
+        experts = own.repeat_interleave(arriving, output_size=sum(received))
+        return _Journey(order, sent, received, experts)
+
+    def _compute_rows(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Compute each row (rows, hidden) by its expert (rows,)."""
+        num_rows = len(rows)
+        if num_rows == 0:
+            # A row of zeros, whose output goes nowhere: the weights get a gradient, which ZeRO
+            # waits for.
+            rows = torch.cat((rows, rows.new_zeros(1, rows.shape[-1])))
+            experts = torch.cat((experts, experts.new_zeros(1)))
+        whole = rows.new_ones(len(rows), 1)
+        outputs: Tensor = self._compute(rows, experts.unsqueeze(-1), whole)
+        return outputs[:num_rows]
+
+    @staticmethod
+    def _sum(outputs: Tensor, order: Tensor, choices: int, tokens: Tensor) -> Tensor:
+        """Add up the outputs of each token: (rows that were sent, hidden) to the shape and type of
+        `tokens`.
+        """
+        num_missing = len(tokens) * choices - len(outputs)
+        place = order.new_full((len(tokens) * choices,), len(outputs))
+        place[order] = torch.arange(len(outputs), device=order.device)
+        if num_missing:  # choices that no expert computes
+            outputs = torch.cat((outputs, outputs.new_zeros(1, outputs.shape[-1])))
+        summed = outputs[place].view(len(tokens), choices, -1).sum(1)
+        return summed.to(tokens.dtype)
+
+
+def divided_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of packed experts of which this rank has a part."""
+    return [weight for weight in model.parameters() if expert_part_of(weight) is not None]
