@@ -823,8 +823,8 @@ class Parallel(Section):
     where they are more than heads).
     """
     expert: PositiveCount = 1
-    """Ranks of different samples that share the experts of a mixture, each with as many whole ones
-    (`model.moe`).
+    """Ranks of different samples that share the experts of a mixture, each with as many whole ones:
+    of `model.moe`, or of a mixture of transformers 5.
     """
     partition: Annotated[str, StringConstraints(pattern=_PARTITION)] = "parameters"
     """What the stages share evenly: ``parameters`` (trainable ones), ``uniform`` (number of

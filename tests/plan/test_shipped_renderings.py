@@ -45,7 +45,7 @@ def test_the_rendering_is_current(path: Path) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_config_is_a_good_example(path: Path) -> None:
     """Named after its file, one sentence at the top, no finding on any of 1, 2, 4 and 8 devices
-    that hold all its stages and parts.
+    that hold all its stages, parts and experts.
     """
     schema, sentence, *_ = path.read_text().splitlines()
     assert schema == "# yaml-language-server: $schema=../framework/config/run.schema.json"
@@ -55,7 +55,7 @@ def test_a_shipped_config_is_a_good_example(path: Path) -> None:
     assert config.run.name == path.stem
     # What naive model parallelism costs is what that config shows.
     expected = ["pipeline-idle"] if path.stem == "resnet50_model_parallel" else []
-    together = prod(config.parallel.sizes().values())
+    together = prod(config.parallel.sizes().values()) * config.parallel.expert
     for devices in (n for n in (1, 2, 4, 8) if n % together == 0):
         findings = make_plan(config, Cluster(devices_per_host=devices), source=source).findings
         assert [finding.kind for finding in findings] == expected
