@@ -20,6 +20,7 @@ from tests.engine import (
     test_ema,
     test_experts,
     test_lora,
+    test_packed_experts,
     test_pipeline,
     test_sequence,
     test_step_loss,
@@ -150,6 +151,8 @@ def proven() -> Iterator[Run]:
     mixtures = test_experts
     for mixed in (*mixtures.TWO, *mixtures.RARE, *mixtures.FOUR, *mixtures.RARE_FOUR):
         yield Run(mixed.ranks, mixed.config(nowhere))
+    for packed in (*test_packed_experts.TWO, *test_packed_experts.FOUR):
+        yield Run(packed.ranks, packed.config(nowhere))
     yield from (Run(2, test_experts.varied(name, nowhere)) for name in test_experts.VARIANTS)
     yield from (Run(2, one) for one in test_lora.held_cases(nowhere))
     yield from (Run(ranks, one) for ranks, one in test_tensor_adapters.held_cases(nowhere))
