@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.checkpoint.state.reader import MergedWeights, StoredState
-from framework.checkpoint.state.tensor_split import Division, Split, splits_of
+from framework.checkpoint.state.tensor_split import RankPart, Split, splits_of
 from framework.errors import StorageError
 from tests.checkpoint.state.simulated import simulate, values_of
 
@@ -106,7 +106,8 @@ def test_a_part_is_read_from_the_parts_of_another_run(
         tmp_path, stage=stage, num_ranks=2, shapes=SHAPES, splits=SPLITS, tensor_size=3
     )
     for rank in range(size):
-        stored = StoredState(checkpoint, division=Division(splits, rank, size))
+        parts = {name: RankPart(split, rank, size) for name, split in splits.items()}
+        stored = StoredState(checkpoint, parts=parts)
         assert stored.keys == ["exp_avg"]
         assert {stored.step_of(name) for name in SHAPES} == {1.0}
         for number, (name, shape) in enumerate(SHAPES.items()):
