@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from framework.checkpoint.state.tensor_split import expert_part_of
 from framework.data.token_files import KEPT_TOKENIZER, TOKENIZER_FILE
 from framework.data.tokenizer import ByteTokenizer, load_tokenizer
 from framework.engine.distributed import gather, rank
@@ -51,7 +52,8 @@ def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
     histograms_of_ranks = gather(histograms)
     if rank() != 0:
         return []
-    merged = _merged(histograms_of_ranks, is_spread=is_spread)
+    names = {name for name, weight in module.named_parameters() if is_spread or _has_part(weight)}
+    merged = _merged(histograms_of_ranks, in_parts=names)
     return [
         histogram._replace(tag=f"weights/{name}")
         for name, histogram in merged.items()
@@ -59,15 +61,23 @@ def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
     ]
 
 
+def _has_part(weight: Tensor) -> bool:
+    """Check whether a weight holds some of a layer's experts alone."""
+    return expert_part_of(weight) is not None
+
+
 def _merged(
-    histograms_of_ranks: Sequence[Mapping[str, Histogram]], *, is_spread: bool
+    histograms_of_ranks: Sequence[Mapping[str, Histogram]], *, in_parts: Collection[str]
 ) -> dict[str, Histogram]:
+    """Return the histograms of whole weights; those in `in_parts` are added up."""
     merged: dict[str, Histogram] = {}
     for histograms in histograms_of_ranks:
         for name, histogram in histograms.items():
             if name not in merged:
                 merged[name] = histogram
-            elif is_spread:  # without ZeRO 3 a pipeline's tied weights are whole on several stages
+            elif (
+                name in in_parts
+            ):  # without ZeRO 3 a pipeline's tied weights are whole on several stages
                 merged[name] = merged[name].plus(histogram)
     return merged
 

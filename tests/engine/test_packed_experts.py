@@ -84,12 +84,16 @@ class Case:
 TWO = [
     Case("mixtral", 1, SGD, steps=2, num_steps=NUM_STEPS),
     Case("qwen2_moe", 2, ADAMW, steps=2, average=True, num_steps=NUM_STEPS),
-    Case("deepseek_v3", 2, SGD),
+    Case("deepseek_v3", 3, SGD, steps=2),
     Case("gpt_oss", 1, ADAMW),
     Case("olmoe", 2, SGD, implementation="eager"),
     Case("qwen3_moe", 1, ADAMW),
 ]
-FOUR = [Case("qwen2_moe", 1, SGD, ranks=4), Case("mixtral", 2, ADAMW, ranks=4)]
+FOUR = [
+    Case("qwen2_moe", 1, SGD, ranks=4),
+    Case("mixtral", 2, ADAMW, ranks=4),
+    Case("qwen2_moe", 3, ADAMW, ranks=4),
+]
 
 
 def micro_batches(case: Case, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -141,6 +145,7 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
 # Nothing of its loss depends on how a batch is divided. Layout before the stop -> after it.
 MOVED = Case("deepseek_v3", 1, ADAMW)
 APART: dict[str, Any] = {"parallel": {"expert": 2}, "zero": {"stage": 1}}
+SPREAD: dict[str, Any] = {"parallel": {"expert": 2}, "zero": {"stage": 3}}
 MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "same": (APART, APART),
     "together": (APART, {"parallel": {"expert": 1}, "zero": {"stage": 3}}),
@@ -148,6 +153,7 @@ MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"parallel": {"expert": 1}, "zero": {"stage": 0}},
         {"parallel": {"expert": 2}, "zero": {"stage": 2}},
     ),
+    "spread": (SPREAD, SPREAD),
 }
 
 
@@ -241,22 +247,23 @@ def test_saved_experts_go_on_where_they_were(name: str, folder: Path) -> None:
     for kind in ("train/loss", "train/grad_norm", "eval/loss"):
         whole = series(folder / f"{name}-whole", kind)
         broken = series(folder / name, kind)
-        if name == "same":
+        if name in ("same", "spread"):
             assert broken == whole, kind
         else:
             assert broken == pytest.approx(whole, abs=2e-5), kind
 
 
 def test_weights_of_a_checkpoint_are_those_of_transformers(folder: Path) -> None:
-    ends = []
-    for run in ("together-whole", "together"):
-        ends.append(MergedWeights(list_checkpoints(folder / run / "checkpoints")[-1]))
-    apart, together = ends
+    ends = {}
+    for run in ("together-whole", "spread-whole", "together"):
+        ends[run] = MergedWeights(list_checkpoints(folder / run / "checkpoints")[-1])
+    together = ends.pop("together")
     state = tiny_mixture(MOVED.kind).state_dict()
-    assert set(apart) | set(apart.ties) == set(state)
-    for name, weight in apart.items():
-        assert weight.shape == state[name].shape, name
-        torch.testing.assert_close(weight, together[name], atol=1e-4, rtol=0.0)
+    for apart in ends.values():
+        assert set(apart) | set(apart.ties) == set(state)
+        for name, weight in apart.items():
+            assert weight.shape == state[name].shape, name
+            torch.testing.assert_close(weight, together[name], atol=1e-4, rtol=0.0)
 
 
 def test_weights_of_a_checkpoint_begin_another_run(folder: Path) -> None:
