@@ -19,9 +19,6 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from framework.checkpoint.state.tensor_split import EXPERT_PART, RankPart, Split, expert_part_of
-from framework.errors import ConfigError
-
 # Attributes that transformers' decorator gives to every module of experts.
 _INTERFACE = ("num_experts", "has_gate", "is_transposed")
 
@@ -36,66 +33,6 @@ def find_packed(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def divide_packed(model: nn.Module, group: Any) -> nn.Module:
-    """Leave this rank's experts alone in every module of packed experts, in place; return the
-    model.
-
-    Args:
-        model: whole, with the same weights on all ranks of the group.
-        group: the ranks that share the experts.
-
-    Raises:
-        ConfigError: kinds ``expert-without-moe``, ``experts-not-divisible``.
-    """
-    modules = find_packed(model)
-    if not modules:
-        raise ConfigError.of(
-            "expert-without-moe",
-            f"{type(model).__name__} has no experts that can be divided: they are packed, as in "
-            "transformers 5, in weights of (experts, ...) of a module with "
-            "use_experts_implementation",
-            "set parallel.expert: 1",
-            "parallel.expert",
-            torch.distributed.get_world_size(group),
-        )
-    for name, module in modules.items():
-        _divide(name, module, group)
-    return model
-
-
-def _divide(name: str, module: Any, group: Any) -> None:
-    """Leave one module with this rank's experts, and have it exchange tokens."""
-    size = torch.distributed.get_world_size(group)
-    rank = torch.distributed.get_rank(group)
-    num_experts = module.num_experts
-    for weight_name, weight in module.named_parameters(recurse=False):
-        if weight.ndim == 0 or weight.shape[0] != num_experts:
-            raise ConfigError.of(
-                "expert-without-moe",
-                f"{name}.{weight_name} has the shape {tuple(weight.shape)}, and its first "
-                f"dimension is not that of the {num_experts} experts",
-                "set parallel.expert: 1",
-                "parallel.expert",
-                size,
-            )
-    if num_experts % size:
-        raise ConfigError.of(
-            "experts-not-divisible",
-            f"the {num_experts} experts of {name} cannot be split evenly over {size} ranks",
-            f"set parallel.expert to a divisor of {num_experts}",
-            "parallel.expert",
-            size,
-        )
-    part = RankPart(Split(0, (num_experts,)), rank, size)
-    for weight in module.parameters(recurse=False):
-        weight.data = part.of(weight.data).clone()
-        vars(weight)[EXPERT_PART] = part
-    module.num_experts = num_experts // size
-    exchange = ExpertExchange(module, module.forward, group, num_experts)
-    # Not compiled: how many rows travel is known on the host alone.
-    module.forward = torch.compiler.disable(exchange.forward)  # type: ignore[no-untyped-call]
-
-
 class _ExchangeRows(Function):
     """Sends rows to the ranks of a group, `sent[r]` of them to rank r, and receives `received[r]`
     from it, in the order of ranks.
@@ -106,7 +43,7 @@ class _ExchangeRows(Function):
         ctx.group = group
         ctx.sent = sent
         ctx.received = received
-        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        arrived = rows.new_empty(sum(received), rows.shape[-1])
         torch.distributed.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
         return arrived
 
@@ -134,7 +71,7 @@ class _Journey:
 
 
 class ExpertExchange:
-    """The forward pass of a module of which each rank has some experts. Collective."""
+    """The forward pass of a module where each rank has some of the experts. Collective."""
 
     def __init__(self, module: Any, compute: Any, group: Any, num_experts: int) -> None:
         """Take a module that holds this rank's experts.
@@ -154,7 +91,8 @@ class ExpertExchange:
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         """Compute what `compute` is given, under the names that it has for them."""
-        return self._mix(*self._signature.bind(*inputs, **named).args)
+        hidden, chosen, weights = self._signature.bind(*inputs, **named).args
+        return self._mix(hidden, chosen, weights)
 
     def _mix(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs, of the shape of `hidden`.
@@ -192,7 +130,7 @@ class ExpertExchange:
         """Compute each row (rows, hidden) by its expert (rows,)."""
         num_rows = len(rows)
         if num_rows == 0:
-            # A row of zeros, whose output goes nowhere: the weights get a gradient, which ZeRO
+            # A row of zeros, with an output that goes nowhere: the weights get a gradient, which ZeRO
             # waits for.
             rows = torch.cat((rows, rows.new_zeros(1, rows.shape[-1])))
             experts = torch.cat((experts, experts.new_zeros(1)))
@@ -212,8 +150,3 @@ class ExpertExchange:
             outputs = torch.cat((outputs, outputs.new_zeros(1, outputs.shape[-1])))
         summed = outputs[place].view(len(tokens), choices, -1).sum(1)
         return summed.to(tokens.dtype)
-
-
-def divided_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of packed experts of which this rank has a part."""
-    return [weight for weight in model.parameters() if expert_part_of(weight) is not None]

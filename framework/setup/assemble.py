@@ -219,7 +219,7 @@ def _built_share(
         with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1):
             model = build()
         if config.model.is_own_code:
-            from framework.models.packed_experts import divide_packed
+            from framework.engine.packed_experts import divide_packed
 
             divide_packed(model, expert_group(plan))
         if config.zero.stage < 3:

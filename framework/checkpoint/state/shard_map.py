@@ -473,7 +473,7 @@ def _stage12_weights(
 ) -> Iterator[tuple[str, Stored]]:
     """Yield the weights of stages 1 and 2: the parameters of a group lie in a row, and every rank
     has an equal part of it. `experts` is the number of experts and the expert-parallel size,
-    `packed` the weights with packed experts of several ranks, of which each part is yielded.
+    `packed` the weights with packed experts of several ranks: each part is yielded.
     """
     stage_of: dict[str, int] = {}
     for stage in sorted({stage for _, stage in optimizers}):

@@ -1,5 +1,5 @@
-"""Division of a weight over the ranks of a tensor group, or of an expert group, and its reversal: of
-tensors, and of ranges of their numbers, seen as flat.
+"""Division of a weight over the ranks of a tensor or expert group, and its reversal: of tensors, and
+of ranges of their numbers, seen as flat.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class RankPart:
 
 
 EXPERT_PART: Final = "expert_part"
-"""Attribute of a weight that holds some of a layer's experts: its `RankPart` in the expert group."""
+"""Attribute of a weight that holds some of a layer's experts: its `RankPart` in their group."""
 
 
 def expert_part_of(weight: torch.Tensor) -> RankPart | None:
