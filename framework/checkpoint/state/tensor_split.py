@@ -1,5 +1,5 @@
-"""Division of a weight over the ranks of a tensor or expert group, and its reversal: of tensors, and
-of ranges of their numbers, seen as flat.
+"""Division of a weight over the ranks of a tensor or expert group, and its reversal: of tensors,
+and of ranges of their numbers, seen as flat.
 """
 
 from __future__ import annotations
