@@ -130,8 +130,8 @@ class ExpertExchange:
         """Compute each row (rows, hidden) by its expert (rows,)."""
         num_rows = len(rows)
         if num_rows == 0:
-            # A row of zeros, with an output that goes nowhere: the weights get a gradient, which ZeRO
-            # waits for.
+            # A row of zeros, and its output goes nowhere: the weights get a gradient, which
+            # ZeRO waits for.
             rows = torch.cat((rows, rows.new_zeros(1, rows.shape[-1])))
             experts = torch.cat((experts, experts.new_zeros(1)))
         whole = rows.new_ones(len(rows), 1)
