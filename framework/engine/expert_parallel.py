@@ -20,7 +20,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import deepspeed

@@ -134,7 +134,6 @@ def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
     sizes = config.parallel.sizes()
     # Ranks that share sequences have other tokens, and may share experts.
     ranks = cluster.world_size * sizes["sequence_size"] // prod(sizes.values())
-        return
     counts = [(ranks, "data-parallel ranks")]
     if moe:
         counts.insert(0, (moe.num_experts, "experts"))
