@@ -342,7 +342,7 @@ class Training(Section):
     mlp_tile: Count = 0
     """Positions of a micro-batch whose inner values of a block's perceptron are there at once: it
     runs tile by tile, and again in the backward pass. 0: all. With gpt, and with transformers'
-    models that have perceptrons like Llama's. Not in pipelines.
+    models that have perceptrons like Llama's.
     """
     sync_batch_norm: bool = False
     """Batch norms take mean and variance over the batches of all data-parallel devices instead of

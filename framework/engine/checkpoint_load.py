@@ -67,7 +67,8 @@ def load_bytes(
         _keeping(engine, changed),
     ):
         _refuse_lacking(engine, folder, tag, partly=partly)
-        load = _put_partly if partly else None
+        # a pipeline's stage knows itself what its files leave out
+        load = _put_partly if partly and not isinstance(engine.module, PipelineModule) else None
         with keeping_moments(engine):
             path, client_state = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=load)
         if path is None:

@@ -27,10 +27,15 @@ _MIX: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
 def fingerprint(
-    model: nn.Module, gathered: Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
+    model: nn.Module,
+    gathered: Callable[[list[nn.Parameter]], AbstractContextManager[Any]],
+    *,
+    plain_name: Callable[[str], str] = str,
+    is_stage: bool = False,
 ) -> str:
     """Return a SHA-256 over names, shapes, types and numbers of all frozen weights. Collective
-    where a tensor group divides them.
+    where a tensor group divides them, or `model` is a pipeline's stage (`is_stage`), which names
+    weights otherwise than the plain model (`plain_name`).
 
     It is the same at every ZeRO stage, and for every size of tensor groups. `gathered` is a context
     in which partitioned weights are whole; it is entered module by module. A weight's numbers enter
@@ -47,7 +52,7 @@ def fingerprint(
         }
         with gathered(list(frozen.values())):
             for name, parameter in frozen.items():
-                full_name = f"{module_name}.{name}" if module_name else name
+                full_name = plain_name(f"{module_name}.{name}" if module_name else name)
                 split = split_of(parameter)
                 shape = tuple(parameter.shape)
                 if split is None or part is None:
@@ -56,7 +61,9 @@ def fingerprint(
                     shape = tuple(split.whole_shape(shape))
                     checksum = _checksum_of_parts(parameter.detach(), split, part)
                 lines.append(f"{base_name(full_name)} {shape} {parameter.dtype} {checksum}")
-    if any(isinstance(module, MixtureOfExperts) and module.group for module in model.modules()):
+    modules = list(model.modules())
+    has_other_experts = any(isinstance(one, MixtureOfExperts) and one.group for one in modules)
+    if is_stage or has_other_experts:
         lines = list(set(chain.from_iterable(gather(lines))))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 

@@ -37,7 +37,7 @@ from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, FrameworkError, TrainingError
 from framework.models.added_losses import AddsLosses, collected_routings, routing_metrics
-from framework.models.layers import AroundLayers, Layer, in_order, recompute
+from framework.models.layers import AroundLayers, Layer, recompute
 from framework.plan.balance import Bounds
 from framework.plan.plan import Plan
 from framework.tasks.loss_checks import refuse_without_graph
@@ -68,13 +68,15 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         dynamic_shape: bool,
         keeps_products: bool,
         tensor_size: int = 1,
+        leaves_out_frozen: bool = False,
     ) -> None:
         self._bounds = list(bounds)
         self._seed = seed
         self._adapt = adapt
         self._layers = tuple(layers)
-        self._around = around
+        self.around = around
         self.holds_modes = False
+        self._leaves_out_frozen = leaves_out_frozen
         num_stages = len(bounds) - 1
         topology = None
         if tensor_size > 1:  # the order of ranks is that of `plan.layout.Layout`
@@ -129,15 +131,15 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         if self.holds_modes:
             return self
         super().train(mode)
-        if self._around.set_mode is not None:
-            self._around.set_mode(mode)
+        if self.around.set_mode is not None:
+            self.around.set_mode(mode)
         return self
 
     def forward(self, forward_input: Any) -> Any:
         """Stand in for DeepSpeed's, which applies the `call` of tied layers alone: run the stage,
         and make its output contiguous for the next one; a transposed view is not.
         """
-        around = self._around
+        around = self.around
         value = forward_input
         if around.enter is not None:
             value = around.enter(value)
@@ -163,6 +165,11 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
             else:
                 value = layer.apply(function, value)
         return value
+
+    def load_state_dir(self, load_dir: Any, checkpoint_engine: Any, strict: bool = True) -> None:
+        """Load the layers of this stage; under adapters their files have no frozen weights."""
+        strict = strict and not self._leaves_out_frozen
+        super().load_state_dir(load_dir, checkpoint_engine, strict=strict)
 
     def plain_names(self) -> Names:
         """Return the plain module's names of the weights and buffers of this stage."""
@@ -220,7 +227,7 @@ def build_pipeline(
         varying_shapes: whether batches may differ in more than their number of samples; the stages
             then send each other the shape of everything they send.
     """
-    loss = _LastStageLoss(task)
+    loss = _LastStageLoss(task, around)
     # DeepSpeed prints its layers; the plan's table has more
     with contextlib.redirect_stdout(io.StringIO()):
         module = StagesModule(
@@ -233,6 +240,7 @@ def build_pipeline(
             dynamic_shape=varying_shapes,
             keeps_products=plan.config.training.keeps_products,
             tensor_size=plan.layout.tensor_size,
+            leaves_out_frozen=plan.config.training.lora is not None,
         )
     built()
     engine = initialize(
@@ -340,8 +348,9 @@ class _LastStageLoss:
     metrics.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, around: AroundLayers) -> None:
         self._task = task
+        self._judge = around.judge
         self.of_step: StepLoss | None = None  # on ranks of the last stage
         self.sums: EvalSums | None = None  # during an evaluation
         self.counts: Iterator[bool] = iter(())  # whether the batches of an evaluation count
@@ -350,6 +359,8 @@ class _LastStageLoss:
         """Return the loss of a micro-batch, 0-d; in an evaluation add its metrics to `sums`, and
         return 0.
         """
+        if self._judge is not None:
+            outputs = self._judge(outputs, hidden.targets)
         if self.sums is None:
             assert self.of_step is not None
             loss = self.of_step(outputs, hidden.targets)
@@ -490,7 +501,7 @@ class PipelineEngine(BaseEngine):
 
     def _next_halves(self, batches: Iterator[Any]) -> tuple[Any, Any]:
         inputs, targets = super()._next_halves(batches)
-        inputs = in_order(inputs)
+        inputs = self.engine.module.around.order(inputs)
         if not self.engine.dynamic_shape:
             self._refuse_other_shapes(inputs)
         return inputs, targets

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -192,9 +192,17 @@ def gives(tensor: Any) -> bool:
     return not hasattr(tensor, "ds_id") or torch.distributed.get_rank(tensor.ds_process_group) == 0
 
 
-def describe_base(model: torch.nn.Module, source: str | None) -> dict[str, Any]:
+def describe_base(
+    model: torch.nn.Module,
+    source: str | None,
+    *,
+    plain_name: Callable[[str], str] = str,
+    is_stage: bool = False,
+) -> dict[str, Any]:
     """Identify the frozen weights under adapters, for manifests: by their `source`, None for drawn
     weights, and their fingerprint. Collective.
+
+    Of a pipeline's stage, `is_stage`, all ranks put theirs together.
     """
     from framework.engine.fingerprint import fingerprint
 
@@ -202,7 +210,8 @@ def describe_base(model: torch.nn.Module, source: str | None) -> dict[str, Any]:
         spread = [weight for weight in weights if hasattr(weight, "ds_id")]
         return deepspeed.zero.GatheredParameters(spread, enabled=bool(spread))
 
-    return {"init_weights": source, "sha256": fingerprint(model, gathered)}
+    sha256 = fingerprint(model, gathered, plain_name=plain_name, is_stage=is_stage)
+    return {"init_weights": source, "sha256": sha256}
 
 
 def refuse_other_base(checkpoint: SavedCheckpoint, base: Mapping[str, Any]) -> None:

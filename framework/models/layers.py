@@ -144,22 +144,6 @@ _SEQUENCES: Final = (nn.Sequential, nn.ModuleList, list, tuple)
 _SEED_STRIDE: Final = 0x9E3779B97F4A7C15
 
 
-@dataclass(frozen=True)
-class AroundLayers:
-    """What a model does around its layers, where stages of a pipeline run them.
-
-    Attributes:
-        set_mode: the model's own `train()`, which sets modes of its layers; None where its class
-            overrides none.
-        enter: turns what a stage has read or received into what its first layer gets.
-        leave: turns what a stage's last layer returns into what can be sent.
-    """
-
-    set_mode: Callable[[bool], object] | None = None
-    enter: Callable[[Any], Any] | None = None
-    leave: Callable[[Any], Any] | None = None
-
-
 _building: ContextVar[bool] = ContextVar("building", default=True)
 
 
@@ -342,6 +326,27 @@ def in_order(inputs: Any) -> Any:
     if len(values) == 1:
         return values[0]
     return values
+
+
+@dataclass(frozen=True)
+class AroundLayers:
+    """What a model does around its layers, where stages of a pipeline run them.
+
+    Attributes:
+        set_mode: the model's own `train()`, which sets modes of its layers; None where its class
+            overrides none.
+        enter: turns what a stage has read or received into what its first layer gets.
+        leave: turns what a stage's last layer returns into what can be sent.
+        order: turns the task's inputs into what the first stage reads: a tensor or a tuple.
+        judge: makes what the task gets as outputs of what the last layer returns and the targets;
+            None where that is the same.
+    """
+
+    set_mode: Callable[[bool], object] | None = None
+    enter: Callable[[Any], Any] | None = None
+    leave: Callable[[Any], Any] | None = None
+    order: Callable[[Any], Any] = in_order
+    judge: Callable[[Any, Any], Any] | None = None
 
 
 def as_layers(model: Any) -> list[Layer]:

@@ -125,6 +125,11 @@ def _replace_attention(model: Any) -> None:
     AttentionInterface.register(_ATTENTION_NAME, _attention)
     AttentionMaskInterface.register(_ATTENTION_NAME, _mask)
     model.set_attn_implementation(_ATTENTION_NAME)
+    find_texts(model)
+
+
+def find_texts(model: nn.Module) -> None:
+    """Have a model of transformers find the texts of its batch before each forward pass."""
     model.register_forward_pre_hook(_TextFinder(model), with_kwargs=True)
     model.register_forward_hook(_forget_texts, always_call=True)
 

@@ -68,6 +68,7 @@ def survey(
     seed: int,
     float_bytes: int = 4,
     frozen: Collection[str] = (),
+    leave: Callable[[Any], Any] | None = None,
 ) -> list[Surveyed]:
     """Run every layer once, and measure its weights and its output.
 
@@ -77,6 +78,7 @@ def survey(
         seed: of the weights.
         float_bytes: bytes per number of floating tensors in the run; 2 for bf16 and fp16.
         frozen: full names of parameters that will not be trained.
+        leave: turns a layer's output into what a stage that ends with it sends.
 
     Raises:
         ConfigError: naming the layer. Kind ``layer-failed`` if it cannot be built or does not run
@@ -85,12 +87,14 @@ def survey(
     """
 
     def make_on_meta(number: int) -> nn.Module:
-        return _meta_module(layers[number], number, seed)
+        return meta_module(layers[number], number, seed)
 
     def make_copy(number: int) -> nn.Module:
         return layers[number].make_copy(number, seed=seed)
 
-    survey_layers = partial(_survey_layers, layers, float_bytes=float_bytes, frozen=frozen)
+    survey_layers = partial(
+        _survey_layers, layers, float_bytes=float_bytes, frozen=frozen, leave=leave
+    )
     try:
         return list(survey_layers(_on_meta(inputs), make=make_on_meta, counts_flops=True))
     except Exception:  # a layer's own code may raise anything on tensors that hold no numbers
@@ -105,6 +109,7 @@ def _survey_layers(
     make: Callable[[int], nn.Module],
     float_bytes: int,
     frozen: Collection[str],
+    leave: Callable[[Any], Any] | None,
     counts_flops: bool = False,
 ) -> Iterator[Surveyed]:
     """Run layer after layer, and yield what each has shown; arguments are as of `survey`.
@@ -134,6 +139,9 @@ def _survey_layers(
             flops = int(counter.get_total_flops())
         else:
             value = _run(layer, module, value)
+        sent = value
+        if leave is not None:
+            sent = leave(value)
         yield Surveyed(
             layer=layer,
             kind=type(module).__name__,
@@ -149,8 +157,8 @@ def _survey_layers(
                 if isinstance(entry, Tensor)
             },
             param_bytes=_total_bytes(chain(module.parameters(), module.buffers()), float_bytes),
-            output_bytes=_total_bytes(_as_tuple(value), float_bytes),
-            cannot_send=_why_not_sendable(value),
+            output_bytes=_total_bytes(_as_tuple(sent), float_bytes),
+            cannot_send=_why_not_sendable(sent),
             flops=flops,
         )
 
@@ -272,7 +280,7 @@ def _on_meta(value: Any) -> Any:
     return value.to("meta")
 
 
-def _meta_module(layer: Layer, number: int, seed: int) -> nn.Module:
+def meta_module(layer: Layer, number: int, seed: int) -> nn.Module:
     """Return a layer's module with weights on the meta device; one that is built already stays
     unchanged.
     """

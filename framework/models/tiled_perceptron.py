@@ -38,17 +38,27 @@ def tile_perceptrons(model: nn.Module, tile: int) -> None:
     """
     perceptrons = list(_perceptrons(model))
     if not perceptrons:
-        reason = (
-            f"{type(model).__name__} has no perceptron that is known to take each position by "
-            "itself, as gpt has them, and as modules *MLP with gate_proj, up_proj and down_proj are"
-        )
-        fix = "set training.mlp_tile: 0"
-        raise ConfigError.of("mlp-not-tiled", reason, fix, "training.mlp_tile", tile)
+        raise no_perceptrons(model, tile)
     for module in perceptrons:
         kind = type(module)
         module.__class__ = type(kind.__name__, (_Tiled, kind), {})
         vars(module)["mlp_tile"] = tile
         vars(module)["_z3_leaf"] = True
+
+
+def has_perceptrons(model: nn.Module) -> bool:
+    """Check whether `tile_perceptrons` finds any."""
+    return any(True for _ in _perceptrons(model))
+
+
+def no_perceptrons(model: nn.Module, tile: int) -> ConfigError:
+    """Return the error of a model without such perceptrons."""
+    reason = (
+        f"{type(model).__name__} has no perceptron that is known to take each position by "
+        "itself, as gpt has them, and as modules *MLP with gate_proj, up_proj and down_proj are"
+    )
+    fix = "set training.mlp_tile: 0"
+    return ConfigError.of("mlp-not-tiled", reason, fix, "training.mlp_tile", tile)
 
 
 def _perceptrons(module: nn.Module) -> Iterator[nn.Module]:

@@ -14,6 +14,7 @@ import torch
 
 from framework.checkpoint.checkpointer import Checkpointer, Retention, SaveOptions
 from framework.checkpoint.manifest import SavedCheckpoint
+from framework.config.base import Target
 from framework.config.precision import FP16, Autocast, PrecisionSection, fp8_of
 from framework.config.run_config import RunConfig
 from framework.config.training import LoRA
@@ -28,6 +29,7 @@ from framework.engine.model_build import build_model, partition
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.step_batches import HALF
 from framework.engine_protocol import Engine
+from framework.models.layers import Layer
 from framework.models.prepare_model import as_fp32, prepare_model
 from framework.models.unsupported import (
     in_rows,
@@ -106,15 +108,21 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
     weights = prepared.weights
     assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
     tensor_cut: TensorCut | None = None
+    lora = plan.config.training.lora
+    layers = cut.layers
+    if lora is not None:
+        layers = _adapted_stage(prepared, cut, lora)
 
     def adapt(module: torch.nn.Module, layer: str, grid: Any) -> torch.nn.Module:
         """Change a layer as `prepare_model` changes a whole model, and leave this rank's part."""
         nonlocal tensor_cut
-        if weights is not None:
+        if weights is not None and lora is None:
             put_layer_weights(module, weights, layer=layer)
         for name, parameter in module.named_parameters():
             if f"{layer}.{name}" in cut.frozen:
                 parameter.requires_grad_(False)
+        if plan.config.precision.dtype not in HALF:  # DeepSpeed would train what it gets
+            as_fp32(module)
         refuse_unsupported(module, plan.config, prefix=f"{layer}.")
         refuse_sparse_gradients(module, plan.config, prefix=f"{layer}.")
         store_in_rows(module)
@@ -129,6 +137,12 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
                     known=cut.tensor_plan,
                 )
             tensor_cut.layer(layer, module)
+        tile = plan.config.training.mlp_tile
+        if tile:
+            from framework.models.tiled_perceptron import has_perceptrons, tile_perceptrons
+
+            if has_perceptrons(module):
+                tile_perceptrons(module, tile)
         if not plan.config.training.sync_batch_norm:
             return module
         return with_sync_batch_norm(module, process_group=grid.get_data_parallel_group())
@@ -147,7 +161,7 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
         stage = build_pipeline(
             plan,
             ds_config=prepared.ds_config,
-            layers=cut.layers,
+            layers=layers,
             bounds=cut.table.bounds,
             task=parts.task,
             make_optimizer=parts.make_optimizer,
@@ -159,7 +173,44 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
         )
     if weights is not None:
         weights.let_go()  # `Prepared` would hold them to the end of the run
+    if isinstance(plan.config.model, Target):  # a model that was handed over stays whole
+        from framework.setup.pipeline_stages import let_go_of_others
+
+        let_go_of_others(cut.layers, stage.module)
     return stage
+
+
+def _adapted_stage(prepared: Prepared, cut: CutModel, lora: LoRA) -> tuple[Layer, ...]:
+    """Return the layers of a pipeline; this rank's stage has them built and with adapters."""
+    from framework.engine.weights import put_layer_weights
+    from framework.setup.adapted_stages import adapted_layers
+
+    layout = prepared.plan.layout
+    weights = prepared.weights
+    assert not isinstance(weights, SavedCheckpoint)
+    stage = layout.stage_of(rank())
+
+    def put(module: torch.nn.Module, layer: str) -> None:
+        """Give a layer its first weights; adapters change the names of its modules."""
+        if prepared.plan.config.precision.dtype not in HALF:
+            as_fp32(module)
+        if weights is not None:
+            put_layer_weights(module, weights, layer=layer)
+
+    layers, whole = adapted_layers(
+        cut.layers,
+        lora,
+        seed=prepared.plan.config.run.seed,
+        start=cut.table.bounds[stage],
+        stop=cut.table.bounds[stage + 1],
+        put=put,
+    )
+    if prepared.adapter is not None:
+        from framework.engine.adapter_weights import put_adapter
+
+        put_adapter(whole, prepared.adapter, lora)
+        prepared.adapter.let_go()
+    return layers
 
 
 def _whole_model(

@@ -21,6 +21,7 @@ import torch
 from framework.config.groups import is_matrix, refuse_unmatched_groups
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
+from framework.config.training import LoRA
 from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.freezing import frozen_names
 from framework.models.layers import (
@@ -28,19 +29,19 @@ from framework.models.layers import (
     Layer,
     LayeredModel,
     as_layers,
-    in_order,
     lists_layers,
     own_train,
     recipes_only,
     refuse_bad_ties,
 )
-from framework.models.survey import Surveyed, refuse_untrue_layers, survey
+from framework.models.survey import Surveyed, meta_module, refuse_untrue_layers, survey
 from framework.plan.balance import LayerFacts, StageTable, cut, needs_same_groups, with_seconds
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
 from framework.setup.components import Parts, gather_parts, make_train_loader
 from framework.setup.user_code import Objects, summary
 from framework.system.json_lines import decode, encode
+from framework.tasks.model_loss import ModelLoss
 from framework.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     torch.manual_seed(config.run.seed)  # as the plain engine does before it builds the model
     with recipes_only():
         model = parts.build_model()
-        layers = tuple(as_layers(model))
+    given = first_batch(plan, parts)[0]
+    layers, around = _taken_apart(model, given, plan, parts.task)
     try:
         refuse_bad_ties(layers)
     except ValueError as error:
@@ -101,7 +103,7 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
             "layers-do-not-fit", str(error), "correct the list", "model"
         ) from error
     _refuse_own_forward(parts.task)
-    inputs = in_order(first_batch(plan, parts)[0])
+    inputs = around.order(given)
     if not _is_tensors(inputs):
         reason = (
             f"the task hands a {type(inputs).__name__} to the model, and a pipeline's first stage "
@@ -111,10 +113,14 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
         raise ConfigError.of(
             "inputs-unsendable", reason, fix, "parallel.pipe", config.parallel.pipe
         )
-    surveyed, frozen = _survey_layers(config, layers, inputs)
+    surveyed, frozen = _survey_layers(config, layers, inputs, leave=around.leave)
     # the layers of our own models are tested
     if lists_layers(model) and config.model.is_own_code:
         refuse_untrue_layers(model, inputs, seed=config.run.seed)
+    if config.training.mlp_tile:
+        _refuse_without_perceptrons(model, layers, config)
+    if config.training.lora is not None:
+        surveyed = _with_adapters(surveyed, layers, config.training.lora, seed=config.run.seed)
     table = _cut(_facts(surveyed), surveyed, plan)
     tensor_plan: KnownPlan | None = None
     if config.parallel.tensor > 1:
@@ -123,7 +129,88 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
         size = config.parallel.tensor
         entries = config.parallel.tensor_plan
         tensor_plan = known_plan(model, entries, size=size, layers=layers)
-    return CutModel(layers, table, inputs, surveyed, frozen, _around(model), tensor_plan)
+    return CutModel(layers, table, inputs, surveyed, frozen, around, tensor_plan)
+
+
+def _refuse_without_perceptrons(model: Any, layers: Sequence[Layer], config: RunConfig) -> None:
+    """Refuse `training.mlp_tile` where no layer has a perceptron that can be computed in tiles.
+
+    Raises:
+        ConfigError: kind ``mlp-not-tiled``.
+    """
+    from framework.models.tiled_perceptron import has_perceptrons, no_perceptrons
+
+    seed = config.run.seed
+    modules = (meta_module(layer, number, seed) for number, layer in enumerate(layers))
+    if not any(has_perceptrons(module) for module in modules):
+        raise no_perceptrons(model, config.training.mlp_tile)
+
+
+def _with_adapters(
+    surveyed: Sequence[Surveyed], layers: Sequence[Layer], lora: LoRA, *, seed: int
+) -> tuple[Surveyed, ...]:
+    """Return the surveyed layers with what is trained of them: adapters, and `modules_to_save`.
+
+    Raises:
+        ConfigError: as `add_adapters`.
+    """
+    from framework.setup.adapted_stages import trained_shapes_of_layers
+
+    shapes = trained_shapes_of_layers(layers, lora, seed=seed)
+    return tuple(replace(each, params=shapes[each.layer.name]) for each in surveyed)
+
+
+def _taken_apart(
+    model: Any, given: Any, plan: Plan, task: Task
+) -> tuple[tuple[Layer, ...], AroundLayers]:
+    """Return the layers of a model, and what it does around them; `given` are the inputs of one
+    micro-batch.
+
+    Raises:
+        ConfigError: it cannot be cut, or not with this task or these rows.
+    """
+    has_own_loss = isinstance(task, ModelLoss)
+    is_packed = getattr(plan.config.data, "packing", False)
+    if hasattr(model, "set_attn_implementation") and not lists_layers(model):  # of transformers
+        from framework.models.transformers_layers import TransformersLayers
+
+        if plan.config.parallel.tensor > 1:
+            raise _not_divided(model, plan.config.parallel.tensor)
+        if is_packed:
+            from framework.setup.packed_rows import keep_texts_apart_in_layers
+
+            keep_texts_apart_in_layers(model, task, plan)
+        taken = TransformersLayers(model, given)
+        taken.refuse_other_logits(taken.in_order(given))
+        around = taken.around()
+        if not has_own_loss:
+            around = replace(around, judge=None)
+        return tuple(taken.layers()), around
+    layers = tuple(as_layers(model))
+    stages = plan.config.parallel.pipe
+    if has_own_loss:
+        reason = f"stages of a pipeline (parallel.pipe {stages}) have no model that sees the labels"
+        fix = "name a task that computes the loss from outputs and targets"
+        raise ConfigError.of("model-loss-divided", reason, fix, "task.kind", "model_loss")
+    around = _around(model)
+    if is_packed and getattr(type(model), "enter_stage", None) in (None, LayeredModel.enter_stage):
+        reason = (
+            f"stages of a pipeline (parallel.pipe {stages}) do not keep the conversations of a row "
+            f"apart in a {type(model).__name__}"
+        )
+        fix = "set data.packing: false"
+        raise ConfigError.of("packing-not-separated", reason, fix, "data.packing", True)
+    return layers, around
+
+
+def _not_divided(model: Any, size: int) -> ConfigError:
+    """Return the error of a model of transformers in stages that tensor groups would divide."""
+    reason = (
+        f"stages of a {type(model).__name__} that tensor groups divide were not held against one "
+        "process"
+    )
+    fix = "set parallel.tensor: 1 or parallel.pipe: 1, or give the model a method layers()"
+    return ConfigError.of("not-with-tensor", reason, fix, "parallel.tensor", size)
 
 
 def _refuse_own_forward(task: Task) -> None:
@@ -138,12 +225,21 @@ def _refuse_own_forward(task: Task) -> None:
 
 
 def _survey_layers(
-    config: RunConfig, layers: Sequence[Layer], inputs: Any
+    config: RunConfig,
+    layers: Sequence[Layer],
+    inputs: Any,
+    *,
+    leave: Callable[[Any], Any] | None,
 ) -> tuple[tuple[Surveyed, ...], frozenset[str]]:
     """Return the surveyed layers, and the names of the frozen weights."""
     in_half = config.precision.dtype in ("bf16", "fp16")
     survey_layers = partial(
-        survey, layers, inputs, seed=config.run.seed, float_bytes=2 if in_half else 4
+        survey,
+        layers,
+        inputs,
+        seed=config.run.seed,
+        float_bytes=2 if in_half else 4,
+        leave=leave,
     )
     surveyed = tuple(survey_layers())
     shapes = {}
@@ -210,6 +306,19 @@ def check_recomputed(plan: Plan, parts: Parts) -> None:
     inputs, _ = first_batch(plan, parts)
     if _is_tensors(inputs):
         refuse_untrue_layers(model, inputs, seed=config.run.seed)
+
+
+def let_go_of_others(layers: Sequence[Layer], own: torch.nn.Module) -> None:
+    """Free the numbers of layers that were built whole and are in none of this rank's stage, `own`:
+    other ranks train them.
+    """
+    kept = {id(weight) for weight in own.parameters()}
+    for layer in layers:
+        if not layer.is_built:
+            continue
+        for weight in layer.build().parameters():
+            if id(weight) not in kept:
+                weight.data = weight.data.new_empty(0)
 
 
 def cut_by_time(model: CutModel, plan: Plan, seconds: Sequence[float]) -> CutModel:
@@ -317,7 +426,10 @@ def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> N
             if not layer.is_built or layer.tied:
                 continue
             weights = dict(layer.build().named_parameters())
-            for name in surveyed_layer.params:
+            names = [name for name in surveyed_layer.params if name in weights]
+            if surveyed_layer.params and not names:  # each stage would have adapters of its own
+                names = list(weights)
+            for name in names:
                 other_stage, other = holders.setdefault(id(weights[name]), (stage, layer.name))
                 if other_stage != stage:
                     reason = (

@@ -384,9 +384,18 @@ def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
     """
     if config.training.lora is None:
         return {}
+    from framework.engine.base_engine import BaseEngine
     from framework.engine.weights import describe_base
 
-    return {"base": describe_base(engine.module, config.checkpoint.init_weights)}
+    assert isinstance(engine, BaseEngine)
+    return {
+        "base": describe_base(
+            engine.module,
+            config.checkpoint.init_weights,
+            plain_name=engine.name_weight,
+            is_stage=config.parallel.pipe > 1,
+        )
+    }
 
 
 def steps_left_out(folder: RunFolder, start: SavedCheckpoint | None, config: RunConfig) -> LeftOut:

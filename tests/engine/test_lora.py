@@ -110,6 +110,8 @@ HELD = [
 ]
 # Model, optimizer and stage of runs whose two ranks share every sequence.
 SHARED = (("gpt", "sgd", 0), ("gpt", "sgd", 1), ("gpt", "adamw", 2), ("llama", "sgd", 3))
+# Of runs in two stages, four micro-batches a step.
+PIPED = (("gpt", "sgd", 0), ("gpt", "adamw", 1), ("llama", "sgd", 1))
 AGAIN, MOVES = (0, 2, 3), ((0, 3), (3, 1))
 # With --exhaustive: what another model, stage or move holds above.
 RARE_SHARED = (("gpt", "sgd", 2), ("gpt", "sgd", 3), ("llama", "sgd", 1))
@@ -132,6 +134,12 @@ def begun(folder: Path, name: str, stage: int) -> dict[str, Any]:
     made["run"]["name"] = f"begun-{name}-z{stage}"
     made["training"]["lora"]["init_adapter"] = str(folder / name)
     return made
+
+
+def begun_in_stages(folder: Path) -> dict[str, Any]:
+    made = begun(folder, "start", 1)
+    made["run"]["name"] = "begun-piped"
+    return made | {"parallel": {"pipe": 2}, "batch": {"global_size": BATCH, "micro_size": 2}}
 
 
 def write_with_peft(folder: Path, values: dict[str, Any]) -> None:
@@ -161,6 +169,23 @@ def shared(folder: Path, model: str, optimizer: str, stage: int) -> dict[str, An
     further = {"training": {"recompute_every": 1}} if (model, stage) == ("gpt", 1) else {}
     made |= {key: {**made[key], **section} for key, section in further.items()}
     return made | {"run": {**made["run"], "name": name}, "parallel": {"sequence": 2}}
+
+
+def piped(folder: Path, model: str, optimizer: str, stage: int) -> dict[str, Any]:
+    """The same run in two stages."""
+    made = config(folder, model, optimizer, stage)
+    made["run"]["name"] += "-piped"
+    return made | {"parallel": {"pipe": 2}, "batch": {"global_size": BATCH, "micro_size": 2}}
+
+
+def going_on(folder: Path, *, from_stages: bool, in_stages: bool) -> dict[str, Any]:
+    """A run that goes on from the middle of one, in stages or not."""
+    made = (piped if in_stages else config)(folder, "gpt", "adamw", 1)
+    source = "gpt-adamw-z1" + "-piped" * from_stages
+    made["run"]["name"] += f"-of-{source}"
+    point = folder / source / "checkpoints" / f"global_step{HALF_WAY}"
+    made["checkpoint"]["resume"] = str(point)
+    return made
 
 
 def config(
@@ -201,7 +226,18 @@ def held_cases(folder: Path) -> list[dict[str, Any]]:
         *whole,
         *(varied(folder, name) for name in VARIANTS),
         *(shared(folder, *each) for each in SHARED),
+        *(piped(folder, *each) for each in PIPED),
+        piped_with_dora(folder),
     ]
+
+
+def piped_with_dora(folder: Path) -> dict[str, Any]:
+    """A run in two stages with magnitudes."""
+    made = piped(folder, "gpt", "sgd", 1)
+    made["run"]["name"] = "piped-dora"
+    return made | {
+        "training": {**made["training"], **training_of("gpt", use_dora=True)["training"]}
+    }
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +259,11 @@ def runs(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     write_with_peft(folder, config(folder, "gpt", "sgd", 0))
     begin = [begun(folder, "start", stage) for stage in (0, 3)]
+    begin.append(begun_in_stages(folder))
+    again += [
+        going_on(folder, from_stages=one, in_stages=other)
+        for one, other in ((True, True), (True, False), (False, True))
+    ]
     begin.append(begun(folder, "stranger", 0))
     few = [in_few_bits(folder, 2), in_few_bits(folder, 2, 2), in_few_bits(folder, 3, 2)]
     train_cases(
@@ -353,6 +394,61 @@ def test_ranks_that_share_sequences_train_the_same_adapters(
     left, right = weights(of), weights(run)
     assert [*left] == [*right]
     assert max(float((left[name] - right[name]).abs().max()) for name in left) < 1e-4
+
+
+@pytest.mark.parametrize(("model", "optimizer", "stage"), PIPED)
+def test_two_stages_train_the_same_adapters(
+    runs: Path, plain_losses: Any, model: str, optimizer: str, stage: int
+) -> None:
+    run, of = (runs / f"{model}-{optimizer}-z{stage}{end}" for end in ("-piped", ""))
+    found = [*series(run, "train/loss").values()]
+    assert found == pytest.approx(plain_losses[model, optimizer][0], abs=TOLERANCES[optimizer])
+    norms = series(of, "train/grad_norm")
+    bound = 1e-4 if optimizer == "sgd" else 1e-2
+    assert series(run, "train/grad_norm") == {
+        step: pytest.approx(norm, rel=bound) for step, norm in norms.items()
+    }
+    left, right = weights(of), weights(run)
+    assert {*left} == {*right}
+    assert max(float((left[name] - right[name]).abs().max()) for name in left) < 1e-4
+    assert left.checkpoint.manifest["base"] == right.checkpoint.manifest["base"]
+
+
+def test_two_stages_train_magnitudes_and_start_from_adapters(runs: Path) -> None:
+    values = config(runs, "gpt", "sgd", 0)
+    values["training"]["lora"] = training_of("gpt", use_dora=True)["training"]["lora"]
+    found = [*series(runs / "piped-dora", "train/loss").values()]
+    assert found == pytest.approx(plain(values, LONG_STEPS)[0], abs=1e-5)
+    found = [*series(runs / "begun-piped", "train/loss").values()]
+    assert found == pytest.approx(plain(begun(runs, "start", 0))[0], abs=1e-5)
+
+
+def test_adapters_in_stages_resume_to_the_bit_and_move(runs: Path) -> None:
+    whole = weights(runs / "gpt-adamw-z1-piped")
+    again = weights(runs / "gpt-adamw-z1-piped-of-gpt-adamw-z1-piped")
+    out, into = (
+        weights(runs / name)
+        for name in ("gpt-adamw-z1-of-gpt-adamw-z1-piped", "gpt-adamw-z1-piped-of-gpt-adamw-z1")
+    )
+    assert {*whole} == {*again} == {*out} == {*into}
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    for other in (out, into):
+        assert max(float((whole[name] - other[name]).abs().max()) for name in whole) < 1e-4
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_exports_of_stages_are_those_of_peft(runs: Path, tmp_path: Path, model: str) -> None:
+    stage = {"gpt": 0, "llama": 1}[model]
+    run, values = runs / f"{model}-sgd-z{stage}-piped", config(runs, model, "sgd", stage)
+    export(str(run), tmp_path / "adapter", adapter=True)
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    loaded = peft.PeftModel.from_pretrained(build(values), str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        expected = loaded(tokens)
+        found = framework.load(run, trust=True)(tokens)
+        base = build(values).eval()(tokens)
+    assert float((found - expected).abs().max()) < 1e-5
+    assert float((base - expected).abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("name", VARIANTS)

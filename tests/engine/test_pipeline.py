@@ -141,7 +141,7 @@ TWO_RANKS = [
         sections={"optimizer": {"kind": "muon", "lr": 0.005}, "zero": {"stage": 1}},
         tolerance=2e-3,
     ),
-    Case("llama", "llama"),
+    Case("llama", "llama", training={"mlp_tile": 24}),
     Case("bert", "bert", steps=NUM_STEPS),
     Case("bert-zero1", "bert", parallel={"partition": "uniform"}, sections={"zero": {"stage": 1}}),
 ]

@@ -70,6 +70,12 @@ RUNS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
             ("ours-packed", True, True, {"zero": {"stage": 1}, "training": {"recompute_every": 1}}),
         )
     },
+    "pipe": (False, False, {"parallel": {"pipe": 2}, "batch": {"micro_size": 2}}),
+    "packed-pipe": (
+        True,
+        False,
+        {"parallel": {"pipe": 2}, "batch": {"micro_size": 1}, "zero": {"stage": 1}},
+    ),
     "ours-pipe": (False, True, {"parallel": {"pipe": 2}, "batch": {"micro_size": 2}}),
     "ours-packed-pipe": (
         True,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import framework
 from framework.recipes.image_sets.digits import build
 from tests.engine.oracle import Batch, plain_losses
 from tests.launched import read_metrics, series, train_cases
@@ -92,3 +93,35 @@ def test_losses_are_those_of_plain_pytorch_and_a_resume_on_other_ranks_goes_on(
     both = [read_metrics(tmp_path / name)[-1] for name in ("whole", "resumed")]
     assert both[0]["eval/accuracy"] == pytest.approx(both[1]["eval/accuracy"], abs=0.01)
     assert both[0]["eval/loss"] < 1
+
+
+def test_stages_of_a_pipeline_read_one_stream_and_measure_several_sets(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    steps, saved = 24, 10
+
+    def piped(name: str, **checkpoint: Any) -> dict[str, Any]:
+        made = case(tmp_path, name, 4, parallel={"pipe": 2}, checkpoint=checkpoint)
+        made["data"]["target"] = "tests.jobs.stream_parts:with_two_sets"
+        return made | {"training": {"max_steps": steps, "log_every": 1}}
+
+    start = str(tmp_path / "piped/checkpoints" / f"global_step{saved}")
+    train_cases(
+        [piped("piped", every_steps=saved), piped("again", resume=start)],
+        num_ranks=2,
+        folder=tmp_path,
+    )
+    losses = series(tmp_path / "piped", "train/loss")
+    expected = plain_losses(batches()[:steps], num_parts=6)
+    assert [*losses.values()] == pytest.approx(expected, abs=1e-5)
+    again = series(tmp_path / "again", "train/loss")
+    assert again == {step: losses[step] for step in range(saved + 1, steps + 1)}
+
+    measured = read_metrics(tmp_path / "piped")[-1]
+    model, samples = framework.load(tmp_path / "piped"), build(28).evaluation
+    with torch.no_grad():
+        logits = model(torch.stack([image for image, _ in samples]))
+    labels = torch.tensor([int(label) for _, label in samples])
+    whole = torch.nn.functional.cross_entropy(logits, labels).item()
+    first = torch.nn.functional.cross_entropy(logits[:50], labels[:50]).item()
+    assert measured["eval/streamed/loss"] == pytest.approx(whole, abs=1e-5)
+    assert measured["eval/first/loss"] == pytest.approx(first, abs=1e-5)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import Subset
+
 from framework.recipes.image_sets.digits import build
 
 
@@ -41,3 +43,12 @@ class DigitStream:
 
 def digit_streams(notes: str = "") -> tuple[DigitStream, DigitStream]:
     return DigitStream(notes=notes), DigitStream(train=False)
+
+
+def with_two_sets(notes: str = "") -> tuple[DigitStream, dict[str, Any]]:
+    """The stream, and two sets by name: a stream, and the first fifty samples of it."""
+    stream = DigitStream(train=False)
+    return DigitStream(notes=notes), {
+        "streamed": stream,
+        "first": Subset(stream.samples, range(50)),
+    }

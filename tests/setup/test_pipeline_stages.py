@@ -19,9 +19,9 @@ import framework.engine.metrics
 import framework.setup.start_point
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.errors import ConfigError
-from framework.models.layers import Layer, LayeredModel
+from framework.models.layers import Layer, LayeredModel, as_layers
 from framework.recipes.text.prepare import prepare as prepare_text
-from framework.setup.pipeline_stages import cut_as_saved
+from framework.setup.pipeline_stages import cut_as_saved, let_go_of_others
 from framework.setup.prepare_run import Prepared, prepare
 from framework.setup.user_code import Objects
 
@@ -450,3 +450,11 @@ def test_a_damaged_token_file_is_named(tmp_path: Path) -> None:
         prepare(framework.RunConfig.model_validate(config))
     assert len(str(caught.value).splitlines()) == 1
     assert not Path("runs").exists()
+
+
+def test_layers_of_other_stages_are_freed() -> None:
+    shared, first, second = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+    layers = as_layers(nn.Sequential(first, shared, second, shared))
+    let_go_of_others(layers, nn.Sequential(shared, second))
+    assert [weight.numel() for weight in first.parameters()] == [0, 0]
+    assert [weight.numel() for weight in (*shared.parameters(), *second.parameters())] == [9, 3] * 2

@@ -164,8 +164,9 @@ def stages_fit(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("not-in-pipelines")
 def memory_for_length(config: RunConfig, cluster: Cluster) -> Found:
-    """Find memory for long sequences that a pipeline does not give: several micro-batches wait
-    there for their backward passes, the first of them longest.
+    """Find activations on the host, which a pipeline does not hold there: several micro-batches
+    wait for their backward passes, the first of them longest, and copies come back in the reverse
+    order.
     """
     if config.parallel.pipe == 1:
         return
@@ -173,10 +174,6 @@ def memory_for_length(config: RunConfig, cluster: Cluster) -> Found:
         key = "training.offload_activations"
         reason = "activations of a pipeline's micro-batches are not held on the host"
         yield key, reason, f"set {key}: false, or parallel.pipe: 1"
-    if config.training.mlp_tile:
-        key = "training.mlp_tile"
-        reason = "perceptrons of a pipeline's stages are not computed in tiles"
-        yield key, reason, f"set {key}: 0, or parallel.pipe: 1"
 
 
 @rule("inert-beside-stages", "warning")

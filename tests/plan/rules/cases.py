@@ -15,7 +15,6 @@ OWN_ADAM = {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}}
 TARGET = {"target": "a:b"}
 GREY224 = {"kind": "synthetic_images", "channels": 1, "image_size": 28, "num_classes": 10}
 GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
-CHATS: dict[str, Any] = {"data": {"kind": "conversations", "packing": True, "sequence_length": 128}}
 MIXED = GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 4}}}
 BERT = {"model": {"kind": "bert"}, "data": {"kind": "text_pairs"}, "task": {"kind": "masked_lm"}}
 EMA = {"ema": {"decay": 0.99}}
@@ -148,20 +147,13 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"training": {"bad_steps": "roll_back"}, "checkpoint": {"every_minutes": 5}}, "cpu", None),
         (piped() | {"training": {"bad_steps": "skip"}}, "cpu", None),
     ],
-    "packing_not_separated": [
-        (GPT | CHATS | {"parallel": {"sequence": 2}}, "cpu", None),
-        (OWN_LM | piped() | CHATS, "cpu", "packing-not-separated"),
-        (GPT | piped() | CHATS, "cpu", None),
-        (GPT | CHATS, "cpu", None),
-        (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
-    ],
     "model_without_loss": [
         ({"task": {"kind": "model_loss"}}, "cpu", "model-without-loss"),
         ({"task": {"kind": "model_loss"}, "model": OWN["model"]}, "cpu", "model-without-loss"),
         (OWN, "cpu", None),
     ],
     "model_loss_divided": [
-        (OWN | piped(), "cpu", "model-loss-divided"),
+        (OWN | piped(), "cpu", None),
         (OWN | {"parallel": {"sequence": 2}}, "cpu", "model-loss-divided"),
         (OWN, "cpu", None),
     ],
@@ -809,6 +801,13 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (
             GPT | {"training": {"lora": {"target_modules": ["query"]}}, **piped()},
             "cuda",
+            None,
+        ),
+        (
+            GPT
+            | {"training": {"lora": {"target_modules": ["query"], "quantization": "nf4"}}}
+            | piped(),
+            "cuda",
             "not-with-lora",
         ),
         (
@@ -1007,7 +1006,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "memory_for_length": [
         (piped(2, training={"offload_activations": True}), "cuda", "not-in-pipelines"),
-        (piped(2, training={"mlp_tile": 64}), "cuda", "not-in-pipelines"),
+        (GPT | piped(2, training={"mlp_tile": 64}), "cuda", None),
         ({"training": {"offload_activations": True, "mlp_tile": 64}}, "cuda", None),
     ],
     "partition_beside_stages": [
