@@ -97,8 +97,13 @@ def pages() -> dict[str, str]:
 
 def _filled(text: str, folder: Path) -> str:
     def output(match: re.Match[str]) -> str:
-        shown = f"$ python -m framework {match[1]}\n"
-        return match[0] if _MEASURED.search(match[1]) else f"{shown}{_answer(match[1], folder)}"
+        if _MEASURED.search(match[1]):
+            return match[0]
+        answer = _answer(match[1], folder)
+        if match[0].endswith("\n...\n"):  # the page shows the first lines
+            num_lines = match[0].count("\n") - 2
+            answer = "".join(answer.splitlines(keepends=True)[:num_lines]) + "...\n"
+        return f"$ python -m framework {match[1]}\n{answer}"
 
     tables: Mapping[str, Callable[[], Iterator[Sequence[str]]]] = {
         "wall": _wall,

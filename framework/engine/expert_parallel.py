@@ -169,7 +169,9 @@ def declaring_experts(model: torch.nn.Module) -> Iterator[None]:
             module = engine.module
             module.save_state_dict = partial(_save_layers, engine, module.save_state_dict)
             for mixture in _divided_mixtures(module).values():
-                mixture.register_load_state_dict_pre_hook(_leave_others_out)
+                mixture.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                    _leave_others_out
+                )
             continue
         engine.module_state_dict = partial(_whole_state, engine)
         load = engine.load_module_state_dict
@@ -248,7 +250,10 @@ def _save_layers(
         experts: dict[str, torch.Tensor] = {}
         for name, tensor in mixture.experts.state_dict().items():
             experts |= _gathered_experts(f".experts.{name}", tensor, mixture)
-        hooks.append(mixture.register_state_dict_post_hook(partial(_put_experts, experts)))
+        hook = mixture.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            partial(_put_experts, experts)
+        )
+        hooks.append(hook)
     try:
         save(*places, **options)
     finally:

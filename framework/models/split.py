@@ -249,16 +249,15 @@ class RowLinear(nn.Linear):
         """Shapes as in the class docstring."""
         self.part.end()
         if not self.sums:
-            return linear(input, self.weight, self._bias_to_sum())
+            part_of_bias = None if self.bias is None else self._bias_to_sum()
+            return linear(input, self.weight, part_of_bias)
         output = self.part.sum(linear(input, self.weight))
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
-    def _bias_to_sum(self) -> Tensor | None:
+    def _bias_to_sum(self) -> Tensor:
         """Return a part of the bias: the ranks' parts add up to it, and each rank has the gradient
         of the whole bias.
         """
-        if self.bias is None:
-            return None
         return self.bias - self.bias.detach() * (1 - 1 / self.part.size)
 
 

@@ -421,8 +421,10 @@ class GPT(LayeredModel):
         """Turn the texts of packed rows into the places of their tokens, which can be sent."""
         if not isinstance(value, tuple):
             return value
+        from framework.models.packed_attention import PackedRows
+
         hidden, rows = value
-        if isinstance(rows, tuple):
+        if isinstance(rows, PackedRows):
             rows = rows.whole_places
         return hidden, rows
 
