@@ -66,7 +66,7 @@ def _options(engine: deepspeed.DeepSpeedEngine, *, with_rates: bool) -> list[dic
 
 
 def _advance(schedule: Any, num_steps: int) -> None:
-    """Bring a schedule that has taken no step to its place after so many."""
+    """Bring a schedule that has taken no step to its place after `num_steps` steps."""
     if isinstance(schedule, StepSchedule):
         schedule.load_state_dict({"step": num_steps})
     elif hasattr(schedule, "last_batch_iteration"):  # DeepSpeed's, which count from -1

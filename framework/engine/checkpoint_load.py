@@ -244,7 +244,10 @@ def _move_in(
     layout: Layout,
     changed: Sequence[str],
 ) -> Mapping[str, Any]:
-    parts = parts_of(names, tensor_rank=layout.tensor_rank(rank()), tensor_size=layout.tensor_size)
+    tensor_rank = 0
+    if layout.tensor_size > 1:
+        tensor_rank = layout.tensor_rank(rank())
+    parts = parts_of(names, tensor_rank=tensor_rank, tensor_size=layout.tensor_size)
     stored = StoredState(checkpoint, parts=parts)
     _refuse_other_model(engine, stored, names)
     _fill_optimizer_and_weights(engine, checkpoint, stored, names, changed)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @contextmanager
 def trying_evaluation(engine: BaseEngine) -> Iterator[None]:
     """Evaluate within this context, and random generators go on where they were, samples are not
-    shown, and nothing is compiled: a batch of evaluation may have another size than those of
+    shown, and nothing is compiled: a batch of evaluation may have another size than one of
     training, for which kernels are then made as usual.
     """
     generators = None

@@ -9,7 +9,7 @@ the gradient of the mean over all ranks. Its norm adds the gradients of all rank
 counts once.
 
 At stage 3 an expert is spread over the ranks that hold it, and its gradients are divided and its
-norm is counted in the same way, where a weight is marked as DeepSpeed marks those of its AutoEP
+norm is counted in the same way, where a weight has the marks that DeepSpeed gives its AutoEP
 layers (runtime/engine.py `_partition_autoep_zero3_experts`; stage3.py
 `_gradient_averaging_world_size`, `get_grad_norm_direct`).
 """

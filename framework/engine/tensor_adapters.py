@@ -85,7 +85,9 @@ def _refuse_dora(model: nn.Module, lora: LoRA) -> None:
 
 
 def _divide_lengths(module: Any, base: ColumnLinear | RowLinear) -> None:
-    """Have DoRA's lengths be those of this rank's rows, or of whole rows of which it has a part."""
+    """Make DoRA take the lengths of this rank's rows, or of the whole rows that it holds a part
+    of.
+    """
     from framework.models.split_dora import ColumnDora, RowDora
 
     lengths = module.lora_magnitude_vector[_NAME]

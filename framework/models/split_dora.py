@@ -43,7 +43,7 @@ class ColumnDora(DoraLinearLayer):
 
 
 class RowDora(DoraLinearLayer):
-    """peft's layer, for rows of which this rank has a part."""
+    """peft's layer where this rank holds a part of each row."""
 
     part: TensorPart
 
@@ -60,7 +60,7 @@ class RowDora(DoraLinearLayer):
     def get_weight_norm(
         self, weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None
     ) -> Tensor:
-        """Return the lengths of the whole rows (out_features,) of W + `scaling` x B A. Collective."""
+        """Return the lengths (out_features,) of whole rows of W + `scaling` x B A. Collective."""
         return _lengths(weight + scaling * lora_weight, self.part)
 
     def forward(

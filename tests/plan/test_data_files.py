@@ -134,7 +134,7 @@ def test_how_long_the_run_is_is_known(capsys: pytest.CaptureFixture[str]) -> Non
             )
 
 
-@pytest.mark.parametrize("path", ["nowhere", "~nobody-of-this-name/x", "a\\0b", "x" * 5000])
+@pytest.mark.parametrize("path", ["nowhere", "a\\0b", "x" * 5000])
 def test_a_folder_that_is_not_here_is_an_error_unless_the_data_is_elsewhere(
     capsys: pytest.CaptureFixture[str], path: str
 ) -> None:

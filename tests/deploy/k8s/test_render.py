@@ -465,7 +465,7 @@ def expanded(text: str) -> str:
 @pytest.mark.parametrize("text", ["$", "$$", "$(A)", "$$(A)", "$$$(A)", "a$b$", "a$$b", "100%$"])
 def test_what_is_typed_is_what_arrives(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert expanded("$(A) $$(A) $x") == "<value of A> $(A) $x"
-    words = [f"run.output_dir=/checkpoints/{text}", "--env", f"P={text}"]
+    words = [f"monitors.wandb.project={text}", "--env", f"P={text}"]
     container = printed(capsys, QUICKSTART, *POD, *words)["Job"]["spec"]["template"]["spec"][
         "containers"
     ][0]
