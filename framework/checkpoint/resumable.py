@@ -196,37 +196,47 @@ def _other_stream(
 
 def _is_allowed(key: str, config: Mapping[str, Any]) -> bool:
     """Check whether a key, or a section that it is in, is in ``checkpoint.allow_changed``."""
+    if _is_averaged(key, config):
+        return False
     allowed = (config.get("checkpoint") or {}).get("allow_changed") or ()
     return any(key == name or key.startswith(f"{name}.") for name in allowed)
+
+
+def _is_averaged(key: str, config: Mapping[str, Any]) -> bool:
+    """Check whether the average of a schedule-free optimizer follows from a key: it is made with
+    the rates and the share of all steps so far.
+    """
+    if (config.get("optimizer") or {}).get("kind") != "schedule_free":
+        return False
+    return key in ("optimizer.lr", "optimizer.betas") or key.startswith("scheduler")
 
 
 def changed_keys(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> list[str]:
     """List the keys in ``checkpoint.allow_changed`` that a checkpoint has otherwise and that are
     refused elsewhere: their saved values must not come back with its state.
     """
-    if not checkpoint.verified:
-        return []
-    before = _flat(_with_defaults(checkpoint.manifest["config"]))
-    now = _flat(config)
-    changed = []
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) == now.get(key) or rule_of(key) != "refused":
-            continue
-        if _is_allowed(key, config):
-            changed.append(key)
-    return changed
+    return list(_allowed_changes(checkpoint, config))
 
 
 def describe_allowed(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> list[str]:
     """Describe what `changed_keys` lists, as ``key: before -> now``."""
-    if not checkpoint.verified:
-        return []
+    return list(_allowed_changes(checkpoint, config).values())
+
+
+def _allowed_changes(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> dict[str, str]:
+    """Map each key that `changed_keys` lists to ``key: before -> now``."""
+    allowed = (config.get("checkpoint") or {}).get("allow_changed")
+    if not allowed or not checkpoint.verified:
+        return {}
     before = _flat(_with_defaults(checkpoint.manifest["config"]))
     now = _flat(config)
-    lines = []
-    for key in changed_keys(checkpoint, config=config):
-        lines.append(f"{key}: {show_value(before.get(key))} -> {show_value(now.get(key))}")
-    return lines
+    changes = {}
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) == now.get(key) or rule_of(key) != "refused":
+            continue
+        if _is_allowed(key, config):
+            changes[key] = f"{key}: {show_value(before.get(key))} -> {show_value(now.get(key))}"
+    return changes
 
 
 def _states_of(config: Mapping[str, Any]) -> str:
@@ -284,16 +294,17 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
             key=key,
             value=now.get(key, MISSING),
             reason=f"the checkpoint {checkpoint.path} was trained {how}",
-            fix=_fix_of(key),
+            fix=_fix_of(key, config),
         )
 
 
-def _fix_of(key: str) -> str:
+def _fix_of(key: str, config: Mapping[str, Any]) -> str:
     """Return what to do about a key that a checkpoint has otherwise."""
+    is_averaged = _is_averaged(key, config)
     section = key.partition(".")[0]
     if section in ("scheduler", "data", "task"):
         key = section
-    if re.match(CHANGEABLE, key):
+    if re.match(CHANGEABLE, key) and not is_averaged:
         door = f"checkpoint.allow_changed: [{key}], which keeps the moments"
         return f"restore it, or go on with {door}"
     return f"restore it, or start afresh under another run.name ({_WEIGHTS_ALONE})"

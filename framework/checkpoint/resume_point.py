@@ -175,10 +175,19 @@ def at_step(path: str, step: str | None, *, key: str) -> str:
     the path as it is.
 
     Raises:
-        ConfigError: kind ``checkpoint-not-found``: the run has no checkpoint of this step.
+        ConfigError: kind ``checkpoint-not-found``: the run has no checkpoint of this step, or the
+            path is one checkpoint.
     """
     if not step:
         return path
+    if step != BEST and not step.isdecimal():
+        reason = f"{show_value(step)} is no step"
+        fix = f"write a number, or {BEST}"
+        raise ConfigError.of("checkpoint-not-found", reason, fix, key, path)
+    if any(TAG.match(name.name) for name in own_names(Path(path))):
+        reason = "it is one checkpoint, and a step chooses among those of a run"
+        fix = "leave the step out, or name the run folder"
+        raise ConfigError.of("checkpoint-not-found", reason, fix, key, path)
     if step == BEST:
         return str(Path(path, BEST))
     steps = []
@@ -212,7 +221,7 @@ def named_best(path: str, *, key: str) -> str:
             checkpoints = list_checkpoints(holder)
             if checkpoints:
                 return str(_best_among(checkpoints, path, key=key).path)
-    return str(place.parent)  # its absence is explained there
+    return path  # its absence is explained there
 
 
 def _best_among(checkpoints: Sequence[SavedCheckpoint], path: str, *, key: str) -> SavedCheckpoint:

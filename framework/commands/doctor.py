@@ -50,13 +50,13 @@ def doctor(argv: Sequence[str]) -> int:
     arguments = _parser().parse_intermixed_args(list(argv))
     try:
         options = _options(arguments)
+        if arguments.nvme and options.hosts:
+            raise UsageError("doctor: --nvme measures a drive of this machine; leave out the hosts")
         report, requirements = look(options)
     except ConfigError as error:  # the hostfile: it is not known which hosts to check
         report = Report(before=[Check("hostfile", "cannot be used", error.problems)])
         requirements = None
     if arguments.nvme:
-        if options.hosts:
-            raise UsageError("doctor: --nvme measures a drive of this machine; leave out the hosts")
         report = replace(report, measured=[drive_check(arguments.nvme)])
     if arguments.bench and requirements is not None and report.is_fine:
         report = replace(report, measured=[*report.measured, *bench(options, requirements)])

@@ -103,8 +103,6 @@ def inputs_in_memory(data: Any, config: RunConfig) -> dict[str, Any]:
         sample: Any = RowOf(data, number)
         if make is not None:
             sample = data[number]
-            if isinstance(sample, bytes):
-                sample = sample.decode()
         try:
             if isinstance(sample, Mapping) and make is not None:
                 sample = make(sample)

@@ -42,7 +42,13 @@ from framework.recipes.text.chat import Answers, open_tokenizer
 from framework.recipes.text.kinds import LabelledText
 from framework.recipes.text.labelled_text import inputs_of
 from framework.setup.components import load_task
-from framework.setup.trained import find_source, module_to_ask, saved_config, step_name
+from framework.setup.trained import (
+    find_source,
+    is_average,
+    module_to_ask,
+    saved_config,
+    step_name,
+)
 from framework.system.arguments import CommandParser, add_step, whole
 from framework.system.files import open_own
 from framework.tasks.task import Task, as_task
@@ -348,6 +354,10 @@ def predict(
         ConfigError: the checkpoint, the model or the data cannot be used.
         StorageError: the checkpoint is damaged.
     """
+    average = is_average(weights, key="predict")
+    if batch_size < 1:
+        reason = "a forward pass takes one sample at least"
+        raise ConfigError.of("wrong-value", reason, "write 1 or more", "batch_size", batch_size)
     checkpoint = find_source(str(source), step=step_name(step), key="predict")
     sections = [name for name, given in (("model", model), ("task", task)) if given is None]
     trusted = str(checkpoint.path) if trust else None
@@ -364,7 +374,7 @@ def predict(
         seed=seed,
         tokenizer=tokenizer,
     )
-    module = module_to_ask(checkpoint, config, model, average=weights == "ema")
+    module = module_to_ask(checkpoint, config, model, average=average)
     of_batch = _make_predict(options, checkpoint, config, module, task)
     names = list(inputs)
     rows = []

@@ -313,6 +313,7 @@ class EvalLoader:
         self._claims = claims
         self._dataset = dataset
         self._pin_memory = pin_memory
+        self._num_workers = num_workers
         num_samples = min(len(dataset), max_samples or len(dataset))
         self._batches = rank_batches(
             num_samples, batch_size=batch_size, rank=rank, world_size=world_size
@@ -335,7 +336,11 @@ class EvalLoader:
         return len(self._batches)
 
     def first(self) -> list[tuple[Any, bool]]:
-        """Read the first batch alone, in this process, as every pass does."""
+        """Read the first batch alone, as every pass does.
+
+        It is read by a worker where passes are: what a dataset opens at its first sample must not
+        be there when other workers are forked.
+        """
         indices, counts = self._batches[0]
         loader = _loader(
             SeededBatches(self._dataset),
@@ -343,10 +348,15 @@ class EvalLoader:
             dataset=self._dataset,
             seed=_EVALUATION_SEED,
             worker_seed=_WORKER_SEED,
-            fetching={"num_workers": 0, "pin_memory": self._pin_memory},
+            fetching={"num_workers": min(1, self._num_workers), "pin_memory": self._pin_memory},
         )
         with explaining_data(self._claims):
-            return [(batch, counts) for batch in loader]
+            batches = iter(loader)
+            try:
+                return [(batch, counts) for batch in batches]
+            except Exception:
+                end_workers(batches)
+                raise
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
         """Yield the batches of one pass. The global random state is left as it was; the draws of

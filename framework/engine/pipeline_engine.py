@@ -37,7 +37,7 @@ from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, FrameworkError, TrainingError
 from framework.models.added_losses import AddsLosses, collected_routings, routing_metrics
-from framework.models.layers import AroundLayers, Layer, recompute
+from framework.models.layers import AroundLayers, Layer, first_of_ties, recompute
 from framework.plan.balance import Bounds
 from framework.plan.plan import Plan
 from framework.tasks.loss_checks import refuse_without_graph
@@ -177,8 +177,7 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
 
     def plain_name(self, name: str) -> str:
         """Return the plain module's name of a weight, given its name in this module."""
-        # the first layer of each key, as it comes last here
-        first = {layer.tied: layer.name for layer in reversed(self._layers) if layer.tied}
+        first = first_of_ties(self._layers)
         return plain_name(name, layers=[layer.name for layer in self._layers], tied_keys=first)
 
     def _partition_layers(self, method: str = "") -> None:

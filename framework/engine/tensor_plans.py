@@ -13,7 +13,7 @@ from torch import nn
 
 from framework.config.training import TensorSplit
 from framework.errors import ConfigError
-from framework.models.layers import Layer, LayeredModel
+from framework.models.layers import Layer, LayeredModel, first_of_ties
 
 Plan = Mapping[str, TensorSplit]
 PLAN_KEY: Final = "parallel.tensor_plan"
@@ -65,10 +65,10 @@ def known_plan(
     if isinstance(model, LayeredModel):
         layers = model.recipes
     heads: set[str] = set()
-    first_of_tie: dict[str, str] = {}
+    first = first_of_ties(layers)
     for layer in layers:
-        if layer.tied and first_of_tie.setdefault(layer.tied, layer.name) != layer.name:
-            heads.add(first_of_tie[layer.tied])
+        if layer.tied and first[layer.tied] != layer.name:
+            heads.add(first[layer.tied])
     return KnownPlan(
         name, plan, config_plan is None, hasattr(type(model), "tensor_plan"), frozenset(heads)
     )

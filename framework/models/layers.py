@@ -524,6 +524,11 @@ def refuse_bad_ties(layers: Sequence[Layer]) -> None:
             )
 
 
+def first_of_ties(layers: Sequence[Layer]) -> dict[str, str]:
+    """Map the key of each tie to the name of the first layer that has it."""
+    return {layer.tied: layer.name for layer in reversed(layers) if layer.tied}
+
+
 def register_module(parent: nn.Module, name: str, module: nn.Module) -> None:
     """Add a module under a dotted name, with empty modules for the parts that are not there yet."""
     *path, last = name.split(".")

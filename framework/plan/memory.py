@@ -183,7 +183,11 @@ def _without_other_experts(work: ModelWork, plan: Plan) -> ModelWork:
         return work
     moe: MoE | None = getattr(plan.config.model, "moe", None)
     if moe is None:  # packed experts of a model of the user's own
-        return replace(work, weights=_packed_parts(work.weights, size))
+        return replace(
+            work,
+            weights=_packed_parts(work.weights, size),
+            frozen=_packed_parts(work.frozen, size),
+        )
     num_experts = moe.num_experts // size
 
     def is_on_rank(name: str) -> bool:

@@ -272,12 +272,11 @@ class _Step:
         included.
         """
         trained = part.num_params + part.shared_params
-        frozen = self.work.frozen
-        if not frozen or not self.work.num_tokens:
+        if not self.work.frozen or not self.work.num_tokens:
             return trained
-        sizes = [prod(frozen[name]) for name in self.work.names_of(part) if name in frozen]
-        if sizes:
-            return trained + sum(sizes)
+        num_frozen = self.work.num_frozen(part)
+        if num_frozen:
+            return trained + num_frozen
         return trained or part.flops / 2 / self.work.num_tokens
 
     def products(self, part: LayerWork) -> float:

@@ -180,6 +180,21 @@ class ModelWork:
             names += self._names.get(layer.shares, ())
         return names
 
+    def num_frozen(self, layer: LayerWork) -> int:
+        """Return the elements of a layer's frozen weights, shared ones included."""
+        key = layer.name, layer.shares
+        if key not in self._nums_frozen:
+            sizes = [
+                prod(self.frozen[name]) for name in self.names_of(layer) if name in self.frozen
+            ]
+            self._nums_frozen[key] = sum(sizes)
+        return self._nums_frozen[key]
+
+    @cached_property
+    def _nums_frozen(self) -> dict[tuple[str, str], int]:
+        """Numbers that `num_frozen` has counted: a search asks for each many times."""
+        return {}
+
     @cached_property
     def facts(self) -> tuple[LayerFacts, ...]:
         """Facts about each layer, without the loss, as a cut into stages takes them."""

@@ -18,7 +18,7 @@ from framework.config.groups import tied_problem
 from framework.config.training import LoRA
 from framework.errors import ConfigError
 from framework.models.adapters import add_adapters, is_adapter
-from framework.models.layers import Layer, register_module
+from framework.models.layers import Layer, first_of_ties, register_module
 from framework.models.survey import meta_module
 
 Put = Callable[[nn.Module, str], object]
@@ -46,12 +46,10 @@ def adapted_model(
         ConfigError: as `add_adapters`.
     """
     whole = nn.Module()
-    ties: dict[str, str] = {}  # key -> name of the first layer
+    ties = first_of_ties(layers)
     for number, layer in enumerate(layers):
-        if layer.tied and layer.tied in ties:
+        if layer.tied and ties[layer.tied] != layer.name:
             continue
-        if layer.tied:
-            ties[layer.tied] = layer.name
         if layer.name in built:
             module = layer.make(number, seed=seed)
             put(module, layer.name)
@@ -77,11 +75,12 @@ def trained_shapes_of_layers(
         ConfigError: as `add_adapters`.
     """
     whole = adapted_model(layers, lora, seed=seed)
+    held = dict(whole.named_modules())
     shapes: dict[str, dict[str, torch.Size]] = {}
     for layer in layers:
         shapes[layer.name] = {}
-        if _holds(whole, layer.name):
-            for name, parameter in whole.get_submodule(layer.name).named_parameters():
+        if layer.name in held:
+            for name, parameter in held[layer.name].named_parameters():
                 if parameter.requires_grad:
                     shapes[layer.name][name] = parameter.shape
     return shapes
@@ -96,10 +95,7 @@ def adapted_layers(
     Raises:
         ConfigError: as `add_adapters`.
     """
-    firsts: dict[str, str] = {}
-    for layer in layers:
-        if layer.tied:
-            firsts.setdefault(layer.tied, layer.name)
+    firsts = first_of_ties(layers)
     built = {firsts.get(layer.tied, layer.name) for layer in layers[start:stop]}
     whole = adapted_model(layers, lora, seed=seed, built=built, put=put)
     adapted: list[Layer] = []
@@ -110,10 +106,6 @@ def adapted_layers(
             layer = replace(layer, build=_getter(module), is_built=True)
         adapted.append(layer)
     return tuple(adapted), whole
-
-
-def _holds(whole: nn.Module, name: str) -> bool:
-    return any(name == other for other, _ in whole.named_modules())
 
 
 def _getter(module: nn.Module) -> Callable[[], nn.Module]:

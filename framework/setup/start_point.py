@@ -443,9 +443,6 @@ def load_start(
             "this one"
         )
     changed = changed_keys(start, config=description["config"])
-    if changed:
-        state = engine.load(start, moved=moved, changed=changed)
-    else:
-        state = engine.load(start, moved=moved)
+    state = engine.load(start, moved=moved, changed=changed)
     kept.restore(state)
     return int(state["step"])

@@ -58,8 +58,18 @@ def load(
         sections = ("model",) if model is None else ()
         trusted = str(checkpoint.path) if trust else None
         config = saved_config(checkpoint, *sections, trust=trusted, otherwise="hand over model=...")
-    average = {"trained": False, "ema": True}[weights]
-    return module_of(checkpoint, config, model, average=average)
+    return module_of(checkpoint, config, model, average=is_average(weights, key="load"))
+
+
+def is_average(weights: str, *, key: str) -> bool:
+    """Return whether the moving average of the weights is meant.
+
+    Raises:
+        ConfigError: kind ``wrong-value``: neither is.
+    """
+    if weights not in ("trained", "ema"):
+        raise ConfigError.of("wrong-value", "no such weights", "write trained or ema", key, weights)
+    return weights == "ema"
 
 
 def step_name(step: int | str | None) -> str | None:

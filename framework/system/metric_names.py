@@ -96,14 +96,14 @@ METRICS: Final = (
         "",
         "mean",
         "of mixtures of experts, unweighted, mean over them: 1 where tokens spread evenly",
-        "without `model.moe`",
+        "without `model.moe`, or a mixture of transformers with `output_router_logits`",
     ),
     Metric(
         "train/dropped_tokens",
         "share",
         "mean",
         "of the experts that tokens chose, those that had no room",
-        "without `model.moe`",
+        "without `model.moe`, or a mixture of transformers with `output_router_logits`",
     ),
     Metric(
         "train/spike_score",

@@ -153,6 +153,14 @@ class Callbacks:
         """Check whether any callback has the method."""
         return bool(self._methods[event])
 
+    def may_measure(self) -> bool:
+        """Check whether a callback of the user's own is called at evaluations: it may log metrics
+        that no evaluation gives.
+        """
+        return any(
+            not isinstance(self._named[name], _Watch) for name, _ in self._methods["on_evaluation"]
+        )
+
     def call(
         self,
         event: str,

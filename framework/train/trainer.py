@@ -185,6 +185,8 @@ class Trainer:
             micro_batches = self._engine.ahead(self._micro_batches(stream), num_steps=num_steps)
             if self._start.evaluates_first and self._eval_data and self._due(schedule.evaluate):
                 self._evaluate()
+                if not outcome.stopped:
+                    self._check_measured(self._measured)
             else:
                 self._try_evaluation()
             self._call_aside("on_start")
@@ -566,7 +568,15 @@ class Trainer:
                 if isinstance(error, ArithmeticError) or str(error) == "math domain error":
                     return
                 raise
-        self._hooks.measured(metrics)
+        self._check_measured(metrics)
+
+    def _check_measured(self, metrics: Mapping[str, float]) -> None:
+        """Refuse metrics that the run follows and that the first evaluation has not given, unless a
+        callback of the user's own may log them.
+        """
+        callbacks = self._hooks.callbacks
+        if callbacks is None or not callbacks.may_measure():
+            self._hooks.measured(metrics)
 
     def _is_stopping(self) -> bool:
         """Ask `Hooks.stop`, and return whether the run stops here (`Outcome.stopped`). What is due

@@ -120,6 +120,30 @@ class TestResumable:
         with pytest.raises(ConfigError, match="not a key that a resumed run can change"):
             full(checkpoint={"allow_changed": ["optimizer.kind"]})
 
+    @pytest.mark.parametrize(
+        ("optimizer", "scheduler", "left"),
+        [
+            ({"lr": 0.5}, {}, "optimizer.lr"),
+            ({"betas": [0.8, 0.999]}, {}, "optimizer.betas"),
+            ({}, {"warmup_steps": 7}, "scheduler.warmup_steps"),
+            ({"weight_decay": 0.5}, {}, ""),
+        ],
+    )
+    def test_an_average_of_all_steps_keeps_what_it_follows_from(
+        self, optimizer: dict[str, Any], scheduler: dict[str, Any], left: str
+    ) -> None:
+        kind = {"kind": "schedule_free"}
+        constant = {"kind": "constant"}
+        allowed = ["optimizer.lr", "optimizer.betas", "optimizer.weight_decay", "scheduler"]
+        now = full(
+            optimizer={**kind, **optimizer},
+            scheduler={**constant, **scheduler},
+            checkpoint={"allow_changed": allowed},
+        )
+        found = differences(full(optimizer=kind, scheduler=constant), now)
+        assert [text.partition(" = ")[0] for text in found] == ([left] if left else [])
+        assert all("start afresh" in text for text in found)
+
     def test_a_key_that_is_gone_has_no_value(self) -> None:
         (text,) = differences(full(deepspeed={"prescale_gradients": True}), full())
         assert text.startswith(

@@ -40,6 +40,15 @@ class TestBest:
         with pytest.raises(ConfigError, match=r"there are 10, 20, 30, 40, 50, and best"):
             at_step(str(run), "25", key="x")
 
+    def test_a_step_is_of_a_run_and_a_number_or_best(self, run: Path) -> None:
+        one = run / "checkpoints/global_step20"
+        for step in ("best", "30"):
+            with pytest.raises(ConfigError, match=r"it is one checkpoint.*name the run folder"):
+                at_step(str(one), step, key="x")
+        with pytest.raises(ConfigError, match=r"bset.* is no step; write a number, or best"):
+            at_step(str(run), "bset", key="x")
+        assert newest_at(str(one / "best"), key="load") is None
+
     def test_a_folder_of_that_name_is_itself(self, run: Path) -> None:
         named = run.rename(run.with_name("best"))
         found = newest_at(str(named), key="load")
