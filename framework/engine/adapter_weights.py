@@ -16,7 +16,7 @@ from framework.checkpoint.adapter_files import KEY, noted_base, other_shapes
 from framework.checkpoint.state.weight_files import shapes_of
 from framework.config.groups import is_inside_saved, peft_name
 from framework.config.training import LoRA, Quantization
-from framework.engine.weights import gives, load_part, needed_shapes
+from framework.engine.weights import gives, is_base, load_part, needed_shapes
 from framework.errors import ConfigError, counted
 from framework.models.quantized import QuantizedLinear, quantizable
 from framework.models.split import part_of
@@ -75,7 +75,7 @@ def refuse_adapter_of_other_base(config: Mapping[str, Any], base: Mapping[str, A
     noted = noted_base(folder)
     here = (config["precision"]["dtype"], config["training"]["lora"]["quantization"])
     is_comparable = (noted.get("base_dtype"), noted.get("base_quantization")) == here
-    if is_comparable and noted["base"] != base["sha256"]:
+    if is_comparable and not is_base(noted["base"], base):
         reason = f"the adapters in {folder} were trained on other frozen weights"
         fix = "set checkpoint.init_weights (or run.seed, of a drawn base) as it was"
         raise ConfigError.of("base-differs", reason, fix, KEY, folder)

@@ -32,17 +32,21 @@ def fingerprint(
     *,
     plain_name: Callable[[str], str] = str,
     is_stage: bool = False,
-) -> str:
-    """Return a SHA-256 over names, shapes, types and numbers of all frozen weights. Collective
-    where a tensor group divides them, or `model` is a pipeline's stage (`is_stage`), which names
-    weights otherwise than the plain model (`plain_name`).
+) -> tuple[str, str]:
+    """Return a SHA-256 over names, shapes, types and numbers of all frozen weights, each by its
+    first name; and the same over all names of weights that are tied, as manifests of earlier
+    releases have it. Collective where a tensor group divides them, or `model` is a pipeline's stage
+    (`is_stage`), which names weights otherwise than the plain model (`plain_name`).
 
-    It is the same at every ZeRO stage, and for every size of tensor groups. `gathered` is a context
+    The first is the same at every ZeRO stage, for every size of tensor groups, and in stages, which
+    have a tied weight under one name. `gathered` is a context
     in which partitioned weights are whole; it is entered module by module. A weight's numbers enter
     the hash as `_checksum`, on the weight's device: a hash of the bytes would take a second for
     each GB. Experts on other ranks count as they are there.
     """
     lines: list[str] = []
+    further: list[str] = []
+    seen: set[int] = set()
     part = part_of(model)
     for module_name, module in model.named_modules():
         frozen = {
@@ -60,11 +64,20 @@ def fingerprint(
                 else:
                     shape = tuple(split.whole_shape(shape))
                     checksum = _checksum_of_parts(parameter.detach(), split, part)
-                lines.append(f"{base_name(full_name)} {shape} {parameter.dtype} {checksum}")
+                line = f"{base_name(full_name)} {shape} {parameter.dtype} {checksum}"
+                if id(parameter) in seen:
+                    further.append(line)
+                else:
+                    lines.append(line)
+                seen.add(id(parameter))
     modules = list(model.modules())
     has_other_experts = any(isinstance(one, MixtureOfExperts) and one.group for one in modules)
     if is_stage or has_other_experts:
         lines = list(set(chain.from_iterable(gather(lines))))
+    return _digest(lines), _digest([*lines, *further])
+
+
+def _digest(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 

@@ -67,7 +67,7 @@ class GradientCheck:
     def begin(self, step: int) -> None:
         """Begin the step of this number."""
         self._sums = None
-        if not self._weights or not (self._is_first or step % self._every == 0):
+        if not (self._is_first or step % self._every == 0):
             return
         self._sums = torch.zeros(len(self._weights), 2, device=self._device)
         for row, weight in enumerate(self._weights.values()):
@@ -97,17 +97,11 @@ class GradientCheck:
         self._sums = None
         if rank_sums is None:
             return
-        ranks = torch.distributed.get_world_size(self._group)
-        rows = [torch.empty_like(rank_sums) for _ in range(ranks)]
-        torch.distributed.all_gather(rows, rank_sums, group=self._group)
-        sums, squares = torch.stack(rows).double().unbind(2)  # (ranks, weights) each
-        norms = squares.sqrt()
-        # each weight's largest norm on any rank, but not less than a share of the largest of all
-        scale = norms.amax(0)
-        scale = torch.maximum(scale, self._floor * scale.amax()).clamp(min=1e-300)
-        differences = torch.maximum(_range_over_ranks(sums), _range_over_ranks(norms)) / scale
-        differences = differences.nan_to_num(0.0, posinf=0.0)  # of a step that overflowed
-        largest = differences.amax()
+        differences = rank_sums.new_zeros(0, dtype=torch.float64)
+        largest = rank_sums.new_zeros((), dtype=torch.float64)
+        if self._weights:  # a stage of a pipeline may have none, as all ranks of its group
+            differences = self._differences(rank_sums)
+            largest = differences.amax()
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
         if largest.item() <= self._tolerance:
             return
@@ -118,6 +112,21 @@ class GradientCheck:
                 if value > self._tolerance:
                     too_large[name] = max(value, too_large.get(name, 0.0))
         raise self._refusal(too_large)
+
+    def _differences(self, rank_sums: Tensor) -> Tensor:
+        """Return how far the gradients of each weight differ in the tensor group, (weights,)
+        float64, from their sums and sums of squares on this rank, (weights, 2). Collective.
+        """
+        ranks = torch.distributed.get_world_size(self._group)
+        rows = [torch.empty_like(rank_sums) for _ in range(ranks)]
+        torch.distributed.all_gather(rows, rank_sums, group=self._group)
+        sums, squares = torch.stack(rows).double().unbind(2)  # (ranks, weights) each
+        norms = squares.sqrt()
+        # each weight's largest norm on any rank, but not less than a share of the largest of all
+        scale = norms.amax(0)
+        scale = torch.maximum(scale, self._floor * scale.amax()).clamp(min=1e-300)
+        differences = torch.maximum(_range_over_ranks(sums), _range_over_ranks(norms)) / scale
+        return differences.nan_to_num(0.0, posinf=0.0)  # of a step that overflowed
 
     def _note(self, row: int, gradient: Tensor) -> None:
         if self._sums is None:

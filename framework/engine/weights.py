@@ -210,8 +210,18 @@ def describe_base(
         spread = [weight for weight in weights if hasattr(weight, "ds_id")]
         return deepspeed.zero.GatheredParameters(spread, enabled=bool(spread))
 
-    sha256 = fingerprint(model, gathered, plain_name=plain_name, is_stage=is_stage)
-    return {"init_weights": source, "sha256": sha256}
+    sha256, by_name = fingerprint(model, gathered, plain_name=plain_name, is_stage=is_stage)
+    base = {"init_weights": source, "sha256": sha256}
+    if by_name != sha256:
+        base["sha256_by_name"] = by_name
+    return base
+
+
+def is_base(sha256: str, base: Mapping[str, Any]) -> bool:
+    """Check whether a fingerprint that was noted is that of these frozen weights, as `describe_base`
+    gives them; earlier releases counted tied weights by each of their names.
+    """
+    return sha256 in (base["sha256"], base.get("sha256_by_name"))
 
 
 def refuse_other_base(checkpoint: SavedCheckpoint, base: Mapping[str, Any]) -> None:
@@ -221,7 +231,7 @@ def refuse_other_base(checkpoint: SavedCheckpoint, base: Mapping[str, Any]) -> N
         ConfigError: kind ``base-differs``.
     """
     saved = checkpoint.manifest.get("base")
-    if saved is not None and saved["sha256"] != base["sha256"]:
+    if saved is not None and not is_base(saved["sha256"], base):
         drawn = "weights drawn from run.seed"
         before = saved["init_weights"] or drawn
         now = base["init_weights"] or drawn

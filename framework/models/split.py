@@ -266,6 +266,8 @@ def part_of(model: nn.Module) -> TensorPart | None:
     for module in model.modules():
         if isinstance(module, ColumnLinear | RowLinear):
             return module.part
+        if isinstance(module, VocabularyEmbedding) and module.vocabulary.part is not None:
+            return module.vocabulary.part
     return None
 
 
