@@ -14,6 +14,7 @@ from typing import Any, Final
 import pytest
 import torch
 
+from framework.checkpoint.state.schedule_free import AHEAD_KEY, averaged
 from framework.commands.export import export
 from framework.engine.adam_8bit import BLOCK, AdamW8bit, code_values
 from framework.engine.lion import Lion
@@ -163,6 +164,10 @@ def test_schedule_free_is_that_of_its_authors() -> None:
         optimizer.step()
         oracle.step()
     torch.testing.assert_close(own, theirs, rtol=0, atol=1e-6)
+    oracle.eval()
+    ahead = optimizer.state[own][AHEAD_KEY]
+    found = averaged(own.detach(), ahead, beta=settings["betas"][0])
+    torch.testing.assert_close(found, theirs.detach(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +212,12 @@ RUNS: Final[dict[str, dict[str, Any]]] = {
     f"{kind}-z{stage}": {**sections, "zero": {"stage": stage}}
     for kind, sections in OPTIMIZERS.items()
     for stage in STAGES[kind]
+}
+RUNS["adamw_8bit-pipe"] = {
+    **OPTIMIZERS["adamw_8bit"],
+    "zero": {"stage": 1},
+    "parallel": {"pipe": 2},
+    "batch": {"global_size": 8, "micro_size": 2, "accumulation_steps": 4},
 }
 RESUMED: Final = (
     "lion-z2",
