@@ -29,8 +29,8 @@ NUM_STEPS = 10
 
 
 def block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-    return str(found)
+    """Return the first block in a language: of YAML that of the page's own models."""
+    return str(re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0])
 
 
 def case(name: str, folder: Path, **sections: Any) -> dict[str, Any]:

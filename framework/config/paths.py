@@ -25,19 +25,22 @@ PathText = Annotated[str, _AS_PATH]
 OptionalPath = Annotated[str | None, _AS_PATH]
 
 
-def unexpanded_paths(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
+def unexpanded_paths(section: object, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield dotted key and value of the paths of a config, and of the sections in it, that hold
-    what only a shell replaces: ``$NAME``, or ``~`` and the name of an unknown user.
+    what only a shell replaces: ``$NAME``, or ``~`` and the name of an unknown user. `section` may
+    be those sections of a config that could be read.
     """
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
+    fields = getattr(type(section), "model_fields", {})
+    for name, value in vars(section).items():
         if isinstance(value, BaseModel):
             yield from unexpanded_paths(value, f"{prefix}{name}.")
         elif isinstance(value, list):
             for number, item in enumerate(value):
                 if isinstance(item, BaseModel):
                     yield from unexpanded_paths(item, f"{prefix}{name}.{number}.")
-        elif isinstance(value, str) and _AS_PATH in field.metadata and _is_unexpanded(value):
+        elif isinstance(value, str) and name in fields:
+            if _AS_PATH not in fields[name].metadata or not _is_unexpanded(value):
+                continue
             yield f"{prefix}{name}", value
 
 

@@ -137,14 +137,6 @@ class RunConfig(Section):
         config._was_auto = self._was_auto | frozenset(keys)
         return config
 
-    def watched_metrics(self) -> Iterator[tuple[str, str]]:
-        """Yield the dotted key and the name of every metric that the run follows."""
-        if self.checkpoint.keep_best:
-            yield "checkpoint.keep_best", self.checkpoint.keep_best
-        for number, callback in enumerate(self.callbacks):
-            if isinstance(callback, EarlyStopping):
-                yield f"callbacks.{number}.metric", callback.metric
-
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved config, with every default, as plain lists, dicts, strings and
         numbers.
@@ -219,3 +211,14 @@ def _stable_repr(value: object) -> str:
     Addresses are left out: they differ between processes.
     """
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def watched_metrics(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the name of every metric that a run follows; other sections
+    of the config need not be readable.
+    """
+    if config.checkpoint.keep_best:
+        yield "checkpoint.keep_best", config.checkpoint.keep_best
+    for number, callback in enumerate(config.callbacks):
+        if isinstance(callback, EarlyStopping):
+            yield f"callbacks.{number}.metric", callback.metric

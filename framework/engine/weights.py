@@ -218,8 +218,8 @@ def describe_base(
 
 
 def is_base(sha256: str, base: Mapping[str, Any]) -> bool:
-    """Check whether a fingerprint that was noted is that of these frozen weights, as `describe_base`
-    gives them; earlier releases counted tied weights by each of their names.
+    """Check whether a noted fingerprint is that of these frozen weights, `base`, as `describe_base`
+    describes them; earlier releases counted tied weights by each of their names.
     """
     return sha256 in (base["sha256"], base.get("sha256_by_name"))
 

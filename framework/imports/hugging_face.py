@@ -246,7 +246,10 @@ def _take_best_checkpoint(arguments: ForeignArguments) -> None:
     best_is = "max" if is_greater_better else "min"
     arguments.put("checkpoint.best_is", best_is, "greater_is_better")
     if loads_best:
-        reason = "the model stays the last; evaluate, predict, generate, export and inspect take --step best"
+        reason = (
+            "the model stays the last; evaluate, predict, generate, export and inspect take "
+            "--step best"
+        )
         arguments.omit("load_best_model_at_end", "true", reason)
 
 

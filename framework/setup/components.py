@@ -17,7 +17,7 @@ import torch
 from framework.config.base import Object, Target
 from framework.config.data import Mixture
 from framework.config.optimizer import Muon, optimizer_lr
-from framework.config.run_config import RunConfig
+from framework.config.run_config import RunConfig, watched_metrics
 from framework.data.batches import in_pixels
 from framework.data.failures import Claims, claims_nothing
 from framework.data.loaders import Reading, TrainLoader, is_stream
@@ -266,7 +266,7 @@ def refuse_unmeasured(config: RunConfig, splits: Splits) -> None:
     if not areas:
         return
     problems = []
-    for key, metric in config.watched_metrics():
+    for key, metric in watched_metrics(config):
         if metric.startswith("eval/") and not _is_given(metric, known, areas):
             reason = "no evaluation set gives it"
             fix = f"write one of {', '.join(known or areas)}"
@@ -283,7 +283,7 @@ def refuse_not_measured(config: RunConfig, names: Collection[str]) -> None:
     """
     known = sorted(name for name in names if name.startswith("eval/"))
     problems = []
-    for key, metric in config.watched_metrics():
+    for key, metric in watched_metrics(config):
         if metric.startswith("eval/") and metric not in names:
             reason = "the evaluation does not give it"
             fix = f"write one of {', '.join(known)}"

@@ -140,10 +140,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("case", "waits"),
     [
-        # 6 steps of 3 micro-batches, and 3 evaluations of 5 batches, the last one smaller
-        ("digits", 6 * 3 + 3 * 5),
+        # 6 steps of 3 micro-batches, 3 evaluations of 5 batches, the last one smaller, and the
+        # batch by which evaluation is tried before the first step
+        ("digits", 6 * 3 + 3 * 5 + 1),
         # 6 steps of 2; 3 evaluations of 50 samples in batches of 7
-        ("dicts", 6 * 2 + 3 * 8),
+        ("dicts", 6 * 2 + 3 * 8 + 1),
         ("rerun", 6 * 2),
     ],
 )

@@ -418,7 +418,7 @@ def test_predict_names_the_classes_of_lines(
     )
     (tmp_path / "lines.txt").write_text("\n".join(texts), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    assert main(["predict", str(runs / name), "lines.txt", "--out", str(out)]) == 0
+    assert main(["predict", str(runs / name), "lines.txt", "--lines", "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     model = framework.load(runs / name, trust=True)
     for row, text in zip(rows, texts, strict=True):

@@ -240,7 +240,7 @@ def test_the_plain_command_is_what_a_shell_can_run(
         "data.channels=1",
         "data.num_classes=10",
     ]
-    main([config, *data, "run.output_dir=$HOME;x", *words, "--dry_run"])
+    main([config, *data, "monitors.wandb.project=$HOME;x", *words, "--dry_run"])
     stated = capsys.readouterr().out
     assert len(stated) < 1500
     line = stated.splitlines()[-1].removeprefix("launch: plain command: ")
@@ -250,7 +250,7 @@ def test_the_plain_command_is_what_a_shell_can_run(
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     reported, *listed = done.stdout.splitlines()
     assert listed == hosts
-    assert json.loads(reported)[-1] == "run.output_dir=$HOME;x"
+    assert json.loads(reported)[-1] == "monitors.wandb.project=$HOME;x"
     assert [
         word.partition("=")[2] for word in json.loads(reported) if word.startswith("--include=")
     ] == ([include] if include else [])

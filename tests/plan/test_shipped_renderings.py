@@ -92,10 +92,11 @@ for path in sorted(Path(sys.argv[1]).glob("*.json")):
 @pytest.mark.slow
 def test_deepspeed_accepts_every_rendering() -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    data_parallel = {
-        path.stem: DEVICES // prod(load_with_source(path)[0].parallel.sizes().values())
-        for path in CONFIGS
-    }
+    data_parallel = {}
+    for path in CONFIGS:
+        parallel = load_with_source(path)[0].parallel
+        # To DeepSpeed ranks that share sequences are data-parallel ones.
+        data_parallel[path.stem] = DEVICES // (parallel.pipe * parallel.tensor)
     done = subprocess.run(
         [sys.executable, "-c", _ACCEPT, str(RENDERED), json.dumps(data_parallel)],
         env=environment,

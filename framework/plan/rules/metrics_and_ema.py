@@ -11,7 +11,7 @@ from typing import Final
 from deepspeed_lint.text.typos import nearest
 from framework.config.base import Target
 from framework.config.optimizer import Constant
-from framework.config.run_config import RunConfig
+from framework.config.run_config import RunConfig, watched_metrics
 from framework.config.training import EMA, EarlyStopping, ReduceOnPlateau
 from framework.errors import Problem, Severity
 from framework.plan.cluster import Cluster
@@ -92,7 +92,7 @@ def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
     """Find a metric that is never measured: it keeps no checkpoint and stops no run, which would be
     seen only when the best one is gone, or at the first evaluation.
     """
-    for key, metric in config.watched_metrics():
+    for key, metric in watched_metrics(config):
         if metric.startswith("eval/"):
             yield from _measured_by_task(config, key, metric)
         else:
