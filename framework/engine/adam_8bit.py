@@ -19,6 +19,7 @@ import torch
 
 from framework.config.optimizer import MOMENT_BLOCK as BLOCK
 from framework.config.optimizer import NUMBERS_AT_ONCE
+from framework.engine.weight_by_weight import WeightByWeight
 
 FIRST: Final = "exp_avg"
 SECOND: Final = "exp_avg_sq"
@@ -66,7 +67,7 @@ class _Codes:
         codes.copy_(torch.bucketize(scaled, self.borders, out_int32=True, right=True))
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(WeightByWeight):
     """AdamW (Loshchilov & Hutter 2019) with its moments in 8 bits. Steps are computed in fp32."""
 
     def __init__(
@@ -90,20 +91,16 @@ class AdamW8bit(torch.optim.Optimizer):
             self._codes[key] = _Codes(device, has_sign=has_sign)
         return self._codes[key]
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None and weight.numel():
-                    self._step_weight(weight, group)
-
-    def _step_weight(self, weight: torch.Tensor, group: Mapping[str, Any]) -> None:
-        assert weight.grad is not None
+    def _step_weight(
+        self, weight: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]
+    ) -> None:
+        if not weight.numel():
+            return
         state = self.state[weight]
         if "step" not in state:
             state.update(_new_state(weight))
         state["step"] += 1
-        gradient = weight.grad.reshape(-1)
+        gradient = gradient.reshape(-1)
         numbers = weight.detach().reshape(-1)  # a view, unless the weight's order is another
         size = numbers.numel()
         whole = size - size % BLOCK

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from framework.engine.weight_by_weight import WeightByWeight
 
-class Lion(torch.optim.Optimizer):
+
+class Lion(WeightByWeight):
     """Lion (Chen et al. 2023, algorithm 2): a step of one size for all numbers, in the direction
     of the sign of an interpolation between the gradient and its running mean.
 
@@ -33,22 +35,16 @@ class Lion(torch.optim.Optimizer):
         """
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._step_weight(weight, group)
-
-    def _step_weight(self, weight: torch.Tensor, group: Mapping[str, Any]) -> None:
-        assert weight.grad is not None
+    def _step_weight(
+        self, weight: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]
+    ) -> None:
         state = self.state[weight]
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         mean = state["exp_avg"]
         first_beta, second_beta = group["betas"]
-        direction = torch.lerp(mean, weight.grad, 1 - first_beta).sign_()
+        direction = torch.lerp(mean, gradient, 1 - first_beta).sign_()
         if group["weight_decay"]:
             weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(direction, alpha=-group["lr"])
-        mean.lerp_(weight.grad, 1 - second_beta)
+        mean.lerp_(gradient, 1 - second_beta)

@@ -9,7 +9,7 @@ state, and x follows from both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,9 +19,10 @@ import torch
 from framework.checkpoint.state.optimizer_shards import OptimizerViews
 from framework.checkpoint.state.schedule_free import AHEAD_KEY, averaged
 from framework.checkpoint.state.weight_names import opened
+from framework.engine.weight_by_weight import WeightByWeight
 
 
-class ScheduleFreeAdamW(torch.optim.Optimizer):
+class ScheduleFreeAdamW(WeightByWeight):
     """Schedule-free AdamW at the rate of its groups, which rises over `warmup_steps` and then
     stays.
 
@@ -53,15 +54,9 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._warmup_steps = warmup_steps
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._step_weight(weight, group)
-
-    def _step_weight(self, weight: torch.Tensor, group: dict[str, Any]) -> None:
-        assert weight.grad is not None
+    def _step_weight(
+        self, weight: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]
+    ) -> None:
         state = self.state[weight]
         if "step" not in state:
             state["step"] = torch.zeros(())
@@ -73,9 +68,9 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         beta, second_beta = group["betas"]
         rate = group["lr"]
         squares = state["exp_avg_sq"]
-        squares.lerp_(weight.grad.square(), 1 - second_beta)
+        squares.lerp_(gradient.square(), 1 - second_beta)
         root = (squares / (1 - second_beta**steps)).sqrt_().add_(group["eps"])
-        direction = torch.div(weight.grad, root, out=root)
+        direction = torch.div(gradient, root, out=root)
         if group["weight_decay"]:
             direction.add_(weight, alpha=group["weight_decay"])
         ahead = state[AHEAD_KEY]
