@@ -376,33 +376,12 @@ def test_steps_are_those_of_peft_in_one_process(
     assert difference < TOLERANCES[optimizer]
 
 
-@pytest.mark.parametrize(
-    ("model", "optimizer", "stage"),
-    [*SHARED, *(pytest.param(*each, marks=_RARE) for each in RARE_SHARED)],
-)
-def test_ranks_that_share_sequences_train_the_same_adapters(
-    runs: Path, plain_losses: Any, model: str, optimizer: str, stage: int
-) -> None:
-    run, of = (runs / f"{model}-{optimizer}-z{stage}{end}" for end in ("-shared", ""))
+def same_training(run: Path, of: Path, losses: list[float], optimizer: str) -> tuple[Any, Any]:
+    """Hold losses, norms and weights of a run against plain PyTorch and another run, `of`; returns
+    the weights of both, this run's last.
+    """
     found = [*series(run, "train/loss").values()]
-    assert found == pytest.approx(plain_losses[model, optimizer][0], abs=TOLERANCES[optimizer])
-    norms = series(of, "train/grad_norm")
-    bound = 1e-4 if optimizer == "sgd" else 1e-2
-    assert series(run, "train/grad_norm") == {
-        step: pytest.approx(norm, rel=bound) for step, norm in norms.items()
-    }
-    left, right = weights(of), weights(run)
-    assert [*left] == [*right]
-    assert max(float((left[name] - right[name]).abs().max()) for name in left) < 1e-4
-
-
-@pytest.mark.parametrize(("model", "optimizer", "stage"), PIPED)
-def test_two_stages_train_the_same_adapters(
-    runs: Path, plain_losses: Any, model: str, optimizer: str, stage: int
-) -> None:
-    run, of = (runs / f"{model}-{optimizer}-z{stage}{end}" for end in ("-piped", ""))
-    found = [*series(run, "train/loss").values()]
-    assert found == pytest.approx(plain_losses[model, optimizer][0], abs=TOLERANCES[optimizer])
+    assert found == pytest.approx(losses, abs=TOLERANCES[optimizer])
     norms = series(of, "train/grad_norm")
     bound = 1e-4 if optimizer == "sgd" else 1e-2
     assert series(run, "train/grad_norm") == {
@@ -411,6 +390,27 @@ def test_two_stages_train_the_same_adapters(
     left, right = weights(of), weights(run)
     assert {*left} == {*right}
     assert max(float((left[name] - right[name]).abs().max()) for name in left) < 1e-4
+    return left, right
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "stage"),
+    [*SHARED, *(pytest.param(*each, marks=_RARE) for each in RARE_SHARED)],
+)
+def test_ranks_that_share_sequences_train_the_same_adapters(
+    runs: Path, plain_losses: Any, model: str, optimizer: str, stage: int
+) -> None:
+    run, of = (runs / f"{model}-{optimizer}-z{stage}{end}" for end in ("-shared", ""))
+    left, right = same_training(run, of, plain_losses[model, optimizer][0], optimizer)
+    assert [*left] == [*right]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "stage"), PIPED)
+def test_two_stages_train_the_same_adapters(
+    runs: Path, plain_losses: Any, model: str, optimizer: str, stage: int
+) -> None:
+    run, of = (runs / f"{model}-{optimizer}-z{stage}{end}" for end in ("-piped", ""))
+    left, right = same_training(run, of, plain_losses[model, optimizer][0], optimizer)
     assert left.checkpoint.manifest["base"] == right.checkpoint.manifest["base"]
 
 
