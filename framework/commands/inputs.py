@@ -80,9 +80,13 @@ def find_inputs(paths: Sequence[str], config: RunConfig, *, lines: bool = False)
                 samples |= _samples_in(file, config, lines=lines)
         except ConfigError:
             raise
+        except _RefusedError as error:
+            raise ConfigError.of(
+                "input-not-read", str(error), error.fix, "INPUT", str(path)
+            ) from error
         except Exception as error:  # a damaged archive fails in a dozen ways
             reason = in_one_line(error, longest=200)
-            fix = getattr(error, "fix", "name another file")
+            fix = "name another file"
             raise ConfigError.of("input-not-read", reason, fix, "INPUT", str(path)) from error
     return samples
 
@@ -290,7 +294,11 @@ def _labels(config: RunConfig) -> str | None:
 def _read_table(file: Path) -> Any:
     """Return the rows of a table of numbers."""
     if file.suffix == ".csv":
-        return np.loadtxt(file, np.float32, delimiter=",", ndmin=2)
+        try:
+            return np.loadtxt(file, np.float32, delimiter=",", ndmin=2)
+        except ValueError as error:
+            fix = "write numbers alone; a line that begins with # is left out"
+            raise _RefusedError(str(error).rstrip("."), fix) from error
     arrays = dict(np.load(file))
     if len(arrays) > 1:
         return rows_of(arrays)
