@@ -451,25 +451,25 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
         return
     differences = describe_resharding(checkpoint, description=description)
     restore = "restore ranks, zero, parallel and precision"
+
+    def stays(kind: str, reason: str, fix: str) -> ConfigError:
+        path = str(checkpoint.path)
+        return ConfigError.of(kind, f"{reason}: {differences}", fix, "checkpoint.resume", path)
+
+    or_weights_alone = f"{restore} as they were, or {_WEIGHTS_ALONE}"
     if any(zenflow_of(manifest) for manifest in (checkpoint.manifest, description)):
-        raise ConfigError.of(
-            kind="resume-zenflow-moved",
-            key="checkpoint.resume",
-            value=str(checkpoint.path),
-            reason="ZenFlow chooses columns within each rank's share, and keeps moments of those: "
-            f"its state goes on in the very same layout only: {differences}",
-            fix=f"{restore} as they were, or {_WEIGHTS_ALONE}",
+        reason = (
+            "ZenFlow chooses columns within each rank's share, and keeps moments of those: its "
+            "state goes on in the very same layout only"
         )
+        raise stays("resume-zenflow-moved", reason, or_weights_alone)
     optimizer = checkpoint.manifest["config"].get("optimizer") or {}
     if optimizer.get("kind") == "adamw_8bit":
-        raise ConfigError.of(
-            kind="resume-8bit-moved",
-            key="checkpoint.resume",
-            value=str(checkpoint.path),
-            reason="moments of 8 bits have a scale for each block of a rank's share: they go on "
-            f"in the very same layout only: {differences}",
-            fix=f"{restore} as they were, or {_WEIGHTS_ALONE}",
+        reason = (
+            "moments of 8 bits have a scale for each block of a rank's share: they go on in the "
+            "very same layout only"
         )
+        raise stays("resume-8bit-moved", reason, or_weights_alone)
     for manifest, holder, fix in (
         (checkpoint.manifest, f"the checkpoint {checkpoint.path} holds", f"{restore} as they were"),
         (description, "this run keeps", f"{restore}, or {_WEIGHTS_ALONE}"),
@@ -478,13 +478,8 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
         for section in _OFFLOADS:
             if (zero.get(section) or {}).get("device") == "nvme":
                 same = "which can be resumed in the very same layout only"
-                raise ConfigError.of(
-                    kind="resume-nvme-moved",
-                    key="checkpoint.resume",
-                    value=str(checkpoint.path),
-                    reason=f"{holder} state on NVMe (zero.{section}), {same}: {differences}",
-                    fix=fix,
-                )
+                reason = f"{holder} state on NVMe (zero.{section}), {same}"
+                raise stays("resume-nvme-moved", reason, fix)
 
 
 def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:

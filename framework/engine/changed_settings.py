@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import deepspeed
 
-from framework.config.base import is_plain
+from framework.engine.parameter_groups import plain_options
 from framework.engine.schedules import StepSchedule
 
 # Keys that decide the learning rate of a step, beside the scheduler's.
@@ -35,7 +35,8 @@ def keeping_changed(engine: deepspeed.DeepSpeedEngine, changed: Sequence[str]) -
     schedule = engine.lr_scheduler
     has_new_rates = any(key in _OF_RATE or key.startswith(_SCHEDULE) for key in changed)
     has_new_options = has_new_rates or any(key.startswith("optimizer.") for key in changed)
-    built = _options(engine, with_rates=has_new_rates)
+    kept = _COUNTED if has_new_rates else (*_COUNTED, *_RATES)
+    built = plain_options(engine, left_out=kept)
     clipping = getattr(engine.optimizer, "clip_grad", None)
     if has_new_rates:
         engine.lr_scheduler = None  # its state would be of another schedule, or of other rates
@@ -50,19 +51,6 @@ def keeping_changed(engine: deepspeed.DeepSpeedEngine, changed: Sequence[str]) -
             group.update(options)
     if has_new_rates and schedule is not None:
         _advance(schedule, engine.global_steps - engine.skipped_steps)
-
-
-def _options(engine: deepspeed.DeepSpeedEngine, *, with_rates: bool) -> list[dict[str, Any]]:
-    """Return the plain values in each group of the optimizer."""
-    all_options = []
-    for group in getattr(engine.optimizer, "param_groups", []):
-        options = {}
-        for name, value in group.items():
-            is_setting = name not in _COUNTED and (with_rates or name not in _RATES)
-            if is_setting and is_plain(value):
-                options[name] = value
-        all_options.append(options)
-    return all_options
 
 
 def _advance(schedule: Any, num_steps: int) -> None:

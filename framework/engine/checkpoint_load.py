@@ -21,7 +21,6 @@ from framework.checkpoint.state.optimizer_shards import OptimizerViews
 from framework.checkpoint.state.reader import StoredState, describe_lacking
 from framework.checkpoint.state.tensor_split import parts_of, whole_shape
 from framework.checkpoint.state.weight_names import Names, opened
-from framework.config.base import is_plain
 from framework.engine import random_state
 from framework.engine.adam_kernel import keep_kernels, kernels_of
 from framework.engine.checkpoint_bytes import lacking_weights
@@ -189,18 +188,17 @@ def _options(engine: deepspeed.DeepSpeedEngine) -> list[dict[str, Any]]:
     """Return the plain values in each group of the optimizer, without those that a schedule
     moves.
     """
+    from framework.engine.parameter_groups import plain_options
+
     left_out = {"params", "lr", "initial_lr"}
     schedule = engine.lr_scheduler
     if isinstance(schedule, OwnSchedule) or getattr(schedule, "cycle_momentum", False):
         left_out |= {"betas", "momentum"}
-    all_options = []
-    for group in getattr(engine.optimizer, "param_groups", []):
-        options: dict[str, Any] = {}
-        for name, value in group.items():
-            if name in left_out or not is_plain(value):
-                continue
-            options[name] = list(value) if isinstance(value, tuple) else value
-        all_options.append(options)
+    all_options = plain_options(engine, left_out=left_out)
+    for options in all_options:
+        for name, value in options.items():
+            if isinstance(value, tuple):  # a checkpoint may have it as a list
+                options[name] = list(value)
     return all_options
 
 

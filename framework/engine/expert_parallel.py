@@ -198,7 +198,7 @@ def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[s
     }
     packed = _expert_parts(engine.module)
     for name, tensor in rank_state.items():
-        if name in packed and tensor.numel():  # stage 3 leaves empty ones
+        if name in packed:
             state |= _joined_experts(name, tensor, packed[name])
             continue
         expert = EXPERT.search(name)
@@ -224,16 +224,24 @@ def _gathered_experts(
     """Return one weight of the experts of all ranks of a group, by name, on its first rank; nothing
     on the others. Collective in the group.
     """
-    writer = _writer_of(mixture)
-    if torch.distributed.get_rank() != writer:
-        torch.distributed.gather(tensor.detach(), None, dst=writer, group=mixture.group)
-        return {}
-    parts = [torch.empty_like(tensor) for _ in range(mixture.size)]
-    torch.distributed.gather(tensor.detach(), parts, dst=writer, group=mixture.group)
     experts: dict[str, torch.Tensor] = {}
-    for position, part in enumerate(parts):
-        experts[shift_expert(name, position * mixture.num_own)] = part.cpu()
+    for position, part in enumerate(_gathered(tensor, mixture.group)):
+        experts[shift_expert(name, position * mixture.num_own)] = part
     return experts
+
+
+def _gathered(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """Return the tensors of all ranks of a group, in host memory, on its first rank; none on the
+    others. Collective in the group.
+    """
+    writer = torch.distributed.get_global_rank(group, 0)
+    if torch.distributed.get_rank() != writer:
+        torch.distributed.gather(tensor.detach(), None, dst=writer, group=group)
+        return []
+    size = torch.distributed.get_world_size(group)
+    parts = [torch.empty_like(tensor) for _ in range(size)]
+    torch.distributed.gather(tensor.detach(), parts, dst=writer, group=group)
+    return [part.cpu() for part in parts]
 
 
 def _save_layers(
@@ -283,16 +291,12 @@ def _joined_experts(name: str, tensor: torch.Tensor, part: RankPart) -> dict[str
     """Return a weight with the packed experts of all ranks of the first group, by name, on rank 0;
     nothing on the others. Collective in the first group.
     """
-    rank = torch.distributed.get_rank()
-    if rank >= part.size:
+    if torch.distributed.get_rank() >= part.size:
         return {}
-    group = groups._get_expert_parallel_group(_group_name(part.size))
-    if rank != 0:
-        torch.distributed.gather(tensor.detach(), None, dst=0, group=group)
+    parts = _gathered(tensor, groups._get_expert_parallel_group(_group_name(part.size)))
+    if not parts:
         return {}
-    parts = [torch.empty_like(tensor) for _ in range(part.size)]
-    torch.distributed.gather(tensor.detach(), parts, dst=0, group=group)
-    return {name: part.split.whole([own.cpu() for own in parts])}
+    return {name: part.split.whole(parts)}
 
 
 def _load_rank_state(
@@ -303,7 +307,7 @@ def _load_rank_state(
     packed = _expert_parts(engine.module)
     rank_state: dict[str, torch.Tensor] = {}
     for name, tensor in checkpoint["module"].items():
-        if name in packed and tensor.numel():
+        if name in packed:
             rank_state[name] = packed[name].of(tensor)
         elif not elsewhere(name):
             rank_state[name] = tensor

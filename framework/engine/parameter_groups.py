@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -10,6 +10,7 @@ import deepspeed
 import torch
 from torch import nn
 
+from framework.config.base import is_plain
 from framework.config.freezing import entry_of, scheduled
 from framework.config.groups import group_values, in_order, refuse_unmatched_groups
 from framework.config.optimizer import Muon, has_groups
@@ -166,3 +167,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
             inner.state = self.state
             inner.param_groups = self._groups(by_muon)
             inner.step()
+
+
+def plain_options(
+    engine: deepspeed.DeepSpeedEngine, *, left_out: Collection[str]
+) -> list[dict[str, Any]]:
+    """Return the plain values in each group of the optimizer, without those `left_out`."""
+    all_options = []
+    for group in getattr(engine.optimizer, "param_groups", []):
+        options = {}
+        for name, value in group.items():
+            if name not in left_out and is_plain(value):
+                options[name] = value
+        all_options.append(options)
+    return all_options

@@ -436,19 +436,26 @@ def test_adapters_in_stages_resume_to_the_bit_and_move(runs: Path) -> None:
         assert max(float((whole[name] - other[name]).abs().max()) for name in whole) < 1e-4
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_exports_of_stages_are_those_of_peft(runs: Path, tmp_path: Path, model: str) -> None:
-    stage = {"gpt": 0, "llama": 1}[model]
-    run, values = runs / f"{model}-sgd-z{stage}-piped", config(runs, model, "sgd", stage)
-    export(str(run), tmp_path / "adapter", adapter=True)
+def compare_with_peft(run: Path, values: dict[str, Any], folder: Path) -> None:
+    """Hold what peft computes with a run's exported adapter against the run's model, and against
+    the model without it.
+    """
+    export(str(run), folder, adapter=True)
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
-    loaded = peft.PeftModel.from_pretrained(build(values), str(tmp_path / "adapter")).eval()
+    loaded = peft.PeftModel.from_pretrained(build(values), str(folder)).eval()
     with torch.no_grad():
         expected = loaded(tokens)
         found = framework.load(run, trust=True)(tokens)
         base = build(values).eval()(tokens)
     assert float((found - expected).abs().max()) < 1e-5
     assert float((base - expected).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_exports_of_stages_are_those_of_peft(runs: Path, tmp_path: Path, model: str) -> None:
+    stage = {"gpt": 0, "llama": 1}[model]
+    run, values = runs / f"{model}-sgd-z{stage}-piped", config(runs, model, "sgd", stage)
+    compare_with_peft(run, values, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -632,15 +639,7 @@ def test_exports_compute_what_the_trained_model_does(
 def test_other_forms_of_adapters_are_those_of_peft(runs: Path, tmp_path: Path, name: str) -> None:
     run = runs / name
     values = varied(runs, name)
-    export(str(run), tmp_path / "adapter", adapter=True)
-    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
-    loaded = peft.PeftModel.from_pretrained(build(values), str(tmp_path / "adapter")).eval()
-    with torch.no_grad():
-        expected = loaded(tokens)
-        found = framework.load(run, trust=True)(tokens)
-        base = build(values).eval()(tokens)
-    assert float((found - expected).abs().max()) < 1e-5
-    assert float((base - expected).abs().max()) > 1e-2
+    compare_with_peft(run, values, tmp_path / "adapter")
 
 
 def test_a_run_in_few_bits_resumes_to_the_bit_and_moves(runs: Path) -> None:

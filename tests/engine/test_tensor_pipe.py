@@ -4,7 +4,6 @@ gradient norms within 1e-5, and resume to the bit.
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from framework.recipes.text.prepare import prepare
 from tests.engine.pipe_oracle import plain_run
 from tests.engine.saved_runs import read_weights
-from tests.engine.test_tensor import BERT, CLIP, GPT, LLAMA
+from tests.engine.test_tensor import BERT, CLIP, GPT, LLAMA, text
 from tests.launched import fewer, rarely, read_metrics, series, train_cases
+
+__all__ = ["text"]  # a fixture
 
 pytestmark = pytest.mark.slow
 
@@ -82,17 +82,6 @@ RARE_FOUR = [
     Case("theirs", 0),
 ]
 RARE_EIGHT = [Case("llama", 1), Case("bert", 1), Case("theirs", 0)]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token folder of a real module."""
-    folder = tmp_path_factory.mktemp("text")
-    source = Path(textwrap.__file__).read_text(encoding="utf-8")
-    for start in range(0, 16_000, 800):
-        (folder / f"{start:05}.txt").write_text(source[start : start + 800], encoding="utf-8")
-    prepare([str(path) for path in sorted(folder.glob("*.txt"))], str(folder / "tokens"))
-    return folder / "tokens"
 
 
 def values(case: Case, folder: Path, text: Path, **more: dict[str, Any]) -> dict[str, Any]:
