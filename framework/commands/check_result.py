@@ -118,8 +118,9 @@ def _check_run_config(
 
         problems = [*release_note(file, against.release), *problems]
         problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
-    problems += map(source.locate, _too_large(plan, target))
-    summary = one_line(plan)
+    too_large = list(_too_large(plan, target))
+    problems += map(source.locate, too_large)
+    summary = one_line(plan, fits=not too_large)
     if run.choice:
         summary += f"; {run.choice}"
     return CheckResult(file, tuple(problems), summary)
@@ -178,10 +179,11 @@ def _too_large(plan: Plan, target: Hardware | None) -> Iterator[Problem]:
     """Warn of a plan of a known model that does not fit the device."""
     if target is None:
         return
-    from framework.plan.memory import NotEstimatedError, estimate
+    from framework.plan.candidate import judge
+    from framework.plan.memory import NotEstimatedError
 
     try:
-        reason = target.lacking(target.with_beside(estimate(plan), plan))
+        reason = judge(plan, target).lacking(target)
     except NotEstimatedError:
         return
     if reason:

@@ -524,7 +524,7 @@ def _largest_first(components: Mapping[str, float]) -> list[tuple[str, float]]:
 
 def _findings(question: _Question, planned: Candidate, result: SearchResult) -> Iterator[Problem]:
     """Warn of a plan that does not fit the memory, with the nearest that does as the fix."""
-    reason = question.target.lacking(planned.memory)
+    reason = planned.lacking(question.target)
     if not reason:
         return
     if result.ranked:

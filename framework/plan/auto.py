@@ -23,7 +23,7 @@ from framework.config.load import Source
 from framework.config.run_config import AUTO, RunConfig
 from framework.errors import ConfigError, Problem, UsageError
 from framework.plan.alternatives import settings_text, size_text, with_settings
-from framework.plan.candidate import Candidate, fullest
+from framework.plan.candidate import Candidate, fullest, judge
 from framework.plan.cluster import GPU_VARIABLE, Cluster
 from framework.plan.devices import Machine, find_device, tables
 from framework.plan.hardware import Hardware
@@ -221,10 +221,16 @@ def resolve(
     if config.batch.accumulation_steps is None:
         free.add(ACCUMULATION)
     request = Request(config, cluster, target, free, num_train_samples, work)
-    best = _fastest(request, source)
-    settings = _chosen_settings(config, best)
+    settings = _chosen_settings(config, _fastest(request, source))
+    chosen = _config_with(config, settings, source)
+    plan = make_plan(chosen, cluster, num_train_samples=num_train_samples)
+    best = judge(plan, target, work=work)
+    reason = best.lacking(target)
+    if reason:  # a search judges in the same way, and this would be its fault
+        fix = "write the values, and report this: the search took it to fit"
+        raise _refused("auto-nothing-fits", reason, fix, min(config.auto), source)
     line = f"auto: {settings_text(settings)}: {choice_text(best, target)}"
-    return _config_with(config, settings, source), settings, line
+    return chosen, settings, line
 
 
 def _refuse_unknown_device(

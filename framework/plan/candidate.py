@@ -84,6 +84,12 @@ class Candidate:
             return None
         return self.time.samples_per_second
 
+    def lacking(self, target: Hardware) -> str:
+        """Return the reason why it does not fit, in words; empty if it does, or if that is not
+        known. Every command judges a plan by this.
+        """
+        return target.lacking(self.memory, self.plan.cluster.devices_per_host)
+
     @cached_property
     def traffic_bytes(self) -> float:
         """Bytes that a rank sends for each sample of the run.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from framework.errors import counted
 from framework.plan.alternatives import size_text
 from framework.plan.device_overhead import beside_tensors
 from framework.plan.devices import Machine
@@ -45,18 +46,23 @@ class Hardware:
         """Return a plan's memory with what it takes of these devices beside its tensors."""
         return replace(memory, beside=beside_tensors(memory, plan, self.name))
 
-    def lacking(self, memory: Memory) -> str:
-        """Return the reason why a run does not fit; empty if it does, or if the memory of the
-        devices is not known.
+    def lacking(self, memory: Memory, ranks_per_host: int) -> str:
+        """Return the reason why a run does not fit its devices or a host, which holds the parts of
+        `ranks_per_host` ranks; empty if it does, or if their memory is not known.
         """
         limit = self.usable_bytes(memory)
         peak_bytes = memory.total(memory.peak)
-        if limit is None or peak_bytes <= limit:
-            return ""
-        return (
-            f"each rank takes {size_text(peak_bytes)}, and {self.name} has {size_text(limit)} "
-            "usable"
-        )
+        if limit is not None and peak_bytes > limit:
+            return (
+                f"each rank takes {size_text(peak_bytes)}, and {self.name} has {size_text(limit)} "
+                "usable"
+            )
+        on_host = sum(memory.host.values()) * ranks_per_host
+        if self.host_bytes is not None and on_host > self.host_bytes:
+            ranks = counted(ranks_per_host, "rank")
+            host = size_text(self.host_bytes)
+            return f"{ranks} take {size_text(on_host)} of a host that has {host}"
+        return ""
 
 
 UNKNOWN: Final = Hardware()

@@ -354,12 +354,15 @@ def _too_few_samples(config: RunConfig, layout: Layout, samples: int) -> Problem
     return Problem("dataset-smaller-than-batch", reason, fix, key, layout.global_size)
 
 
-def one_line(plan: Plan) -> str:
-    """Summarise a plan without problems: how a step is made and how long it takes to the end."""
+def one_line(plan: Plan, *, fits: bool = True) -> str:
+    """Summarise a plan without errors: how a step is made and how long it takes to the end; `fits`:
+    the devices are not known to be too small for it.
+    """
     length = str(plan.length)
     if plan.length.total_steps is None:
         length = f"length {length}"
-    return f"fine on {plan.cluster}: {plan.layout}, {length}"
+    verdict = "fine on" if fits else "too large for"
+    return f"{verdict} {plan.cluster}: {plan.layout}, {length}"
 
 
 def loss_tile(config: RunConfig, micro_size: int) -> int:

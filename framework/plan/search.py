@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final, Literal
 
-from framework.errors import ConfigError, counted
+from framework.errors import ConfigError
 from framework.plan.alternatives import settings_text, size_text, with_settings
 from framework.plan.candidate import Candidate, fullest, judge, least_bytes, strategy_of
 from framework.plan.hardware import Hardware
@@ -32,7 +32,7 @@ from framework.plan.search_space import (
     all_batches,
     all_strategies,
 )
-from framework.plan.work import ModelWork, work_of
+from framework.plan.work import work_of
 
 # Factor of speed that a larger micro-batch has to gain, where its size is free: less makes no
 # difference, as estimates are not that exact.
@@ -90,18 +90,10 @@ class SearchResult:
         memory = smallest.memory
         limit = self.target.usable_bytes(memory)
         if limit is None or smallest.peak_bytes <= limit:
-            return self._lack_of_host(smallest)
+            return smallest.lacking(self.target)
         least = settings_text(strategy_of(smallest))
         takes = f"the least is {size_text(smallest.peak_bytes)}, with {least}: {fullest(memory)}"
         return f"{takes}; {size_text(limit)} are usable"
-
-    def _lack_of_host(self, smallest: Candidate) -> str:
-        ranks = smallest.plan.cluster.devices_per_host
-        on_host = sum(smallest.memory.host.values())
-        return (
-            f"{counted(ranks, 'rank')} take {size_text(ranks * on_host)} of a host that "
-            f"has {size_text(self.target.host_bytes or 0)}"
-        )
 
 
 def search(request: Request, *, is_quick: bool = False) -> SearchResult:
@@ -193,9 +185,6 @@ class _Evaluator:
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
         self._beyond: set[tuple[Any, ...]] = set()  # `_states_of` strategies that are `_TOO_LARGE`
-        # Micro-batch, whether the stage is 3, and tile -> work: no other part of a strategy changes
-        # it.
-        self._works: dict[tuple[int, bool, int], ModelWork | None] = {}
 
     def best(self, strategy: Settings) -> Candidate | None:
         """Return the best candidate of one strategy that fits; None if none does, and the reason is
@@ -274,10 +263,9 @@ class _Evaluator:
         try:
             config = with_settings(request.config, settings)
             plan = make_plan(config, request.cluster, num_train_samples=request.num_train_samples)
-            work = self._work(plan)
-            if self.is_quick and self._is_beyond(plan, work):
+            if self.is_quick and self._is_beyond(plan):
                 return _Refusal(_TOO_LARGE)
-            return judge(plan, request.target, settings=settings, work=work)
+            return judge(plan, request.target, settings=settings, work=request.work)
         except ConfigError as error:
             problem = error.problems[0]
             why = f"{problem.key}: {problem.reason} [{problem.kind}]"
@@ -286,22 +274,13 @@ class _Evaluator:
             self.unknown = self.unknown or error
             return _Refusal(f"its memory is not known: {error}", is_of_batch=True)
 
-    def _is_beyond(self, plan: Plan, work: ModelWork | None) -> bool:
+    def _is_beyond(self, plan: Plan) -> bool:
         """Check whether a plan is known to take more than a device has, with any batch."""
+        work = self.request.work or work_of(plan)
         if not work:
             return False
         memory_bytes = self.request.target.memory_bytes or inf
         return least_bytes(plan, work) > memory_bytes
-
-    def _work(self, plan: Plan) -> ModelWork | None:
-        micro_size = plan.layout.micro_size
-        key = (micro_size, plan.config.zero.stage == 3, plan.config.training.mlp_tile)
-        if key not in self._works:
-            if self.request.work is None:
-                self._works[key] = work_of(plan)
-            else:
-                self._works[key] = self.request.work.of_samples(micro_size)
-        return self._works[key]
 
     def smallest(self) -> Candidate | None:
         """Return the smallest candidate of those that do not fit; None if none is known.
@@ -316,12 +295,7 @@ class _Evaluator:
 
     def fits(self, candidate: Candidate) -> bool:
         """Check whether the device holds a candidate, and the host holds all its ranks' parts."""
-        target = self.request.target
-        limit = target.usable_bytes(candidate.memory)
-        if limit is not None and candidate.peak_bytes > limit:
-            return False
-        on_host = sum(candidate.memory.host.values()) * self.request.cluster.devices_per_host
-        return target.host_bytes is None or on_host <= target.host_bytes
+        return not candidate.lacking(self.request.target)
 
     def losers(self) -> Iterator[Loser]:
         """Yield the strategies that fit on no device, the smallest first, then the refused ones;
