@@ -14,9 +14,9 @@ help() {
 ./launch.sh train CONFIG [key=value ...] [--num_gpus N] [--master_port P] [--deepspeed_config FILE] [--dry_run]
                                   on this machine; with -H HOSTFILE on its hosts, through ssh
 ./launch.sh node CONFIG [key=value ...] [--nnodes N --node_rank R --master_addr A --master_port P --num_gpus G]
-                                  one member without ssh: in a pod, under srun, by hand (`python -m framework launch node`)
+                                  one member without ssh: in a pod, under srun, by hand (`dsf launch node`)
 ./launch.sh check|plan|render|schema|import|new|inspect|report|bench|prepare|generate|export|evaluate|predict|lr-range|doctor|launch ...
-                                  the same as `python -m framework check ...`: --help tells of each
+                                  the same as `dsf check ...`: --help tells of each
 ./launch.sh docs                  set up, then build the documentation: site/index.html, for a browser without a network
 ./launch.sh test [pytest options] set up, then run the tests (all of them, or what the options choose)
 ./launch.sh setup [text|data|lora|fp8|bench|docs|dev ...]
@@ -52,7 +52,7 @@ has_torch() { (cd / && "$1" -c 'import importlib.util as u, sys; sys.exit(u.find
 
 # An active environment is used when it has torch; nothing that is in it is changed.
 use_active() {
-    local prefix=$1 kind=$2 python=$1/bin/python
+    local prefix=$1 kind=$2 python=$1/bin/python how=''
     [[ -n $prefix && -x $python && ! $prefix -ef $VENV ]] || return 1
     if ! has_torch "$python"; then
         say "environment: the active $kind $prefix has no torch and is left alone"
@@ -60,7 +60,8 @@ use_active() {
     fi
     runs "$python" || { say "environment: the active $kind $prefix has a Python older than 3.10"; exit "$NO_PYTHON"; }
     PY=$python
-    say "environment: the active $kind $prefix, used as it is"
+    [[ -x $prefix/bin/dsf ]] || how="; for \`dsf\` in it: pip install --no-deps -e $(printf %q "$ROOT")"
+    say "environment: the active $kind $prefix, used as it is$how"
 }
 
 # The tested version first, then the others that all pinned packages support.
@@ -92,7 +93,7 @@ find_uv() {
 
 # ------------------------------------------------------------------------------------------------------ installing
 
-# Where `python -m framework` and `tensorboard` are typed by hand, the environment has to be active; %q: a path with blanks.
+# Where `dsf` and `tensorboard` are typed by hand, the environment has to be active; %q: a path with blanks.
 tell_ready() {
     local script=$VENV/bin/activate how=''
     [[ ! $PWD -ef $ROOT ]] || script=.venv/bin/activate
@@ -278,12 +279,12 @@ set_up() {
 # From another folder everything is named by its whole path, so that the commands in the summary work there, too.
 train_quickstart() {
     set_up train
-    [[ ! $PWD -ef $ROOT ]] || exec "$PY" -m framework launch ds_configs/quickstart.yaml --fit_batch "$@"
+    [[ ! $PWD -ef $ROOT ]] || exec "$PY" -m framework train ds_configs/quickstart.yaml --fit_batch "$@"
     local word output=("run.output_dir='${ROOT//\'/\'\'}/runs'")
     for word in "$@"; do
         [[ $word != run.output_dir=* ]] || output=() # a setting is given once
     done
-    exec "$PY" -m framework launch "$ROOT/ds_configs/quickstart.yaml" --fit_batch ${output[@]+"${output[@]}"} "$@"
+    exec "$PY" -m framework train "$ROOT/ds_configs/quickstart.yaml" --fit_batch ${output[@]+"${output[@]}"} "$@"
 }
 
 # ---------------------------------------------------------------------------------------------------------- commands
@@ -297,7 +298,7 @@ main() {
         train)
             [[ $# -gt 0 ]] || { say 'launch.sh train: name a run config, for example ds_configs/quickstart.yaml'; exit "$USAGE"; }
             set_up train
-            exec "$PY" -m framework launch "$@"
+            exec "$PY" -m framework train "$@"
             ;;
         node)
             [[ $# -gt 0 ]] || { say 'launch.sh node: name a run config, for example ds_configs/quickstart.yaml'; exit "$USAGE"; }

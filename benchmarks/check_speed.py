@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TARGET_ONE_SECONDS = 0.35
 TARGET_MANY_SECONDS = 5.0
-# As `python -m framework`; at the end it prints its memory and the heavy modules that it holds.
+# As `dsf`; at the end it prints its memory and the heavy modules that it holds.
 PROGRAM = """
 import sys
 from framework.cli import main

@@ -3,7 +3,7 @@
     python examples/sweep_optuna.py [number of trials]
 
 The study is a file: started again, it goes on. Each trial has a run folder under runs/sweep, with
-its report; `python -m framework report runs/sweep/*` draws them over each other. Needs `pip install
+its report; `dsf report runs/sweep/*` draws them over each other. Needs `pip install
 optuna`.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m framework`, also installed as `dsf`."""
+"""The program `dsf`, also `python -m framework`."""
 
 import os
 import signal
@@ -9,6 +9,12 @@ from framework.errors import EXIT_CONFIG, EXIT_STOPPED
 
 def main() -> int:
     """Run the command line, or print one line if a package of the base install is missing."""
+    if os.getpid() == 1 and sys.argv[1:2] == ["launch"]:
+        # Process 1 of a container never gets a signal that it does not handle, and the imports take
+        # half a second.
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_STOPPED))
+    # before a launcher adds to it; see report/summary.py
+    os.environ.setdefault("DSF_SHELL_PATH", os.environ.get("PATH", ""))
     try:
         from framework.cli import main as run
 
@@ -18,18 +24,12 @@ def main() -> int:
             raise
         print(
             f"{sys.executable} has no package {error.name}: this is not the environment of "
-            "dsf-trainer; source .venv/bin/activate, call ./launch.sh instead of python -m "
-            "framework, or pip install -e . in the checkout [package-missing]",
+            "dsf-trainer; source .venv/bin/activate, call ./launch.sh instead of dsf, or pip "
+            "install -e . in the checkout [package-missing]",
             file=sys.stderr,
         )
         return EXIT_CONFIG
 
 
 if __name__ == "__main__":
-    if os.getpid() == 1 and sys.argv[1:2] == ["launch"]:
-        # Process 1 of a container never gets a signal that it does not handle, and the imports take
-        # half a second.
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_STOPPED))
-    # before a launcher adds to it; see report/summary.py
-    os.environ.setdefault("DSF_SHELL_PATH", os.environ.get("PATH", ""))
     sys.exit(main())

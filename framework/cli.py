@@ -15,7 +15,7 @@ from framework.system.arguments import CommandParser
 from framework.system.output import write
 from framework.system.parent_watch import record_failure
 
-_STARTS_A_RUN: Final = "launch"
+_STARTS_A_RUN: Final = ("train", "launch")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _starts_a_run(words: Sequence[str]) -> bool:
-    if words[:1] != [_STARTS_A_RUN]:
+    if not words or words[0] not in _STARTS_A_RUN:
         return False
     command, _ = find_command(words)  # `launch k8s` is another command
-    return command.name == _STARTS_A_RUN
+    return command.name in _STARTS_A_RUN
 
 
 def _run(words: Sequence[str]) -> int:
@@ -66,9 +66,7 @@ def _parser() -> CommandParser:
     """Return a parser of the words before a command, with all commands in its help; plug-ins that
     cannot be used are printed.
     """
-    parser = CommandParser(
-        prog="python -m framework", description="Typed training runs on DeepSpeed."
-    )
+    parser = CommandParser(prog="dsf", description="Typed training runs on DeepSpeed.")
     parser.add_argument(
         "--version", action="version", version=f"dsf-trainer {framework.__version__}"
     )

@@ -124,7 +124,7 @@ class LoadedRun:
         max_restarts = self.config.supervision.max_restarts
         if max_restarts and not is_supervised:
             reason = "no launcher starts the run again here"
-            fix = "start it by `python -m framework launch`"
+            fix = "start it by `dsf train`"
             key = "supervision.max_restarts"
             problem = Problem("not-supervised", reason, fix, key, max_restarts, severity="warning")
             notes.append(self.source.locate(problem))

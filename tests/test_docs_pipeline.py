@@ -102,10 +102,10 @@ def test_the_commands_of_the_page_print_what_it_states(
 ) -> None:
     """Typed in the checkout: the file of the page is one that is shipped."""
     monkeypatch.chdir(ROOT)
-    steps = re.findall(r"^\$ (python -m framework check .*)\n(.*)$", PAGE, re.MULTILINE)
+    steps = re.findall(r"^\$ (dsf check .*)\n(.*)$", PAGE, re.MULTILINE)
     assert len(steps) == 3
     for command, line in steps:
-        assert main(shlex.split(command)[3:]) == 2
+        assert main(shlex.split(command)[1:]) == 2
         assert capsys.readouterr().err.splitlines() == [line]
 
 

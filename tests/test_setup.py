@@ -186,7 +186,11 @@ def test_an_active_environment_with_torch_is_used_as_it_is(
 ) -> None:
     done = machine.run("setup", **{variable: torch_environment})
     assert done.returncode == 0
-    assert done.stderr == f"environment: the active {kind} {torch_environment}, used as it is\n"
+    checkout = str(machine.checkout).replace(" ", "\\ ")
+    assert done.stderr == (
+        f"environment: the active {kind} {torch_environment}, used as it is; for `dsf` in it: "
+        f"pip install --no-deps -e {checkout}\n"
+    )
     assert machine.calls() == ""
     assert not (machine.checkout / ".venv").exists()
 
@@ -227,7 +231,7 @@ def test_arguments_pass_through_exactly(machine: Machine, torch_environment: str
     assert done.returncode == 75
     assert machine.calls().splitlines() == [
         "call: python -m framework",
-        "word: launch",
+        "word: train",
         *[f"word: {word}" for word in words],
         f"cwd: {machine.elsewhere}",
         "OMP_NUM_THREADS: ",
@@ -244,7 +248,7 @@ def test_without_a_command_the_quickstart_is_trained(
     machine.run(*settings, cwd=machine.checkout, CONDA_PREFIX=torch_environment)
     words = "".join(
         f"word: {word}\n"
-        for word in ("launch", "ds_configs/quickstart.yaml", "--fit_batch", *settings)
+        for word in ("train", "ds_configs/quickstart.yaml", "--fit_batch", *settings)
     )
     calls = machine.calls()
     assert calls.startswith(f"call: python -m framework\n{words}cwd: {machine.checkout}\n")
@@ -257,7 +261,7 @@ def test_from_elsewhere_the_quickstart_has_whole_paths(
     """What the run prints at its end are commands for the folder that it was started in."""
     machine.run("optimizer.lr=0.1", CONDA_PREFIX=torch_environment)
     assert machine.calls().startswith(
-        f"call: python -m framework\nword: launch\nword: {machine.checkout}/ds_configs/quickstart.yaml\n"
+        f"call: python -m framework\nword: train\nword: {machine.checkout}/ds_configs/quickstart.yaml\n"
         "word: --fit_batch\n"
         f"word: run.output_dir='{machine.checkout}/runs'\nword: optimizer.lr=0.1\ncwd: {machine.elsewhere}\n"
     )

@@ -3,7 +3,7 @@ chart.
 
 python -m tools.planner_page        after the planner has changed; a test keeps the pages current
 
-In a page, a line ``$ python -m framework plan ...`` in a block of code gets the command's output,
+In a page, a line ``$ dsf plan ...`` in a block of code gets the command's output,
 and what stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` gets a table of this file.
 """
 
@@ -43,9 +43,7 @@ from framework.plan.work import weights_alone
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = ("README.md", "docs/index.md", "docs/planner.md")
 CHART: Final = "docs/planner.svg"
-_COMMAND: Final = re.compile(
-    r"^\$ python -m framework (plan .*)\n(?:(?!```|\$ ).*\n)*", re.MULTILINE
-)
+_COMMAND: Final = re.compile(r"^\$ dsf (plan .*)\n(?:(?!```|\$ ).*\n)*", re.MULTILINE)
 # What is measured is another every time.
 _MEASURED: Final = re.compile("--(measure|trials|explain-oom)")
 _TABLE: Final = re.compile(r"(<!-- table: (\w+) -->\n)(?:.*\n)*?(<!-- end -->)")
@@ -103,7 +101,7 @@ def _filled(text: str, folder: Path) -> str:
         if match[0].endswith("\n...\n"):  # the page shows the first lines
             num_lines = match[0].count("\n") - 2
             answer = "".join(answer.splitlines(keepends=True)[:num_lines]) + "...\n"
-        return f"$ python -m framework {match[1]}\n{answer}"
+        return f"$ dsf {match[1]}\n{answer}"
 
     tables: Mapping[str, Callable[[], Iterator[Sequence[str]]]] = {
         "wall": _wall,

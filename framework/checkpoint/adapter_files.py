@@ -84,7 +84,7 @@ def _absent(folder: Path) -> Problem | None:
     fix = f"name a folder with {DESCRIPTION} and {WEIGHTS}"
     if (folder / "checkpoints").is_dir() or (folder / "manifest.json").is_file():
         reason = "it is a run or a checkpoint, and no folder of adapters"
-        fix = f"write one: python -m framework export {folder} FOLDER --adapter"
+        fix = f"write one: dsf export {folder} FOLDER --adapter"
     elif (folder / "adapter_model.bin").is_file():
         reason = "its weights are a pickle, which could be a program"
         fix = "load it with peft, and save_pretrained: it writes safetensors"

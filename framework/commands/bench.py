@@ -160,7 +160,7 @@ def _share_windows(num_windows: int, most_starts: int) -> list[int]:
 
 def _parser() -> CommandParser:
     bench = CommandParser(
-        prog="python -m framework bench",
+        prog="dsf bench",
         allow_abbrev=False,
         description="Time variants of a run and compare them with the first: each is trained for "
         "real, in turn, with evaluation, checkpoints and sinks off.",

@@ -1,4 +1,4 @@
-"""What a command of `python -m framework` is, for commands of other packages.
+"""What a command of `dsf` is, for commands of other packages.
 
 A package offers one as an entry point of the group `dsf.commands`, under the command's name:
 

@@ -148,7 +148,7 @@ def _choose_hosts(arguments: argparse.Namespace) -> tuple[ChosenHost, ...]:
 
 def _parser() -> CommandParser:
     parser = CommandParser(
-        prog="python -m framework doctor",
+        prog="dsf doctor",
         description="Is this machine, or are these hosts, fit to train?",
         allow_abbrev=False,
     )

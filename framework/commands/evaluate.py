@@ -127,9 +127,7 @@ def config_to_evaluate(
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     about = "Measure a checkpoint on evaluation data."
-    parser = CommandParser(
-        prog="python -m framework evaluate", allow_abbrev=False, description=about
-    )
+    parser = CommandParser(prog="dsf evaluate", allow_abbrev=False, description=about)
     option = parser.add_argument
     option(
         "checkpoint",

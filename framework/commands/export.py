@@ -371,7 +371,7 @@ def _taken(out: Path, reason: str, fix: str) -> ConfigError:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
-        prog="python -m framework export",
+        prog="dsf export",
         allow_abbrev=False,
         description="Write the weights of a checkpoint, of any layout, for other programs.",
     )

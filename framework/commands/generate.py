@@ -392,7 +392,7 @@ def _tokenizer_of_folder(path: str, key: str) -> Tokenizer:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
-        prog="python -m framework generate",
+        prog="dsf generate",
         description="Print a sample of text from a checkpoint of a GPT.",
     )
     option = parser.add_argument

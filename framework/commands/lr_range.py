@@ -211,9 +211,7 @@ def main(words: Sequence[str]) -> int:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     about = "Find a learning rate: train for some steps at one that grows until the loss explodes."
-    parser = CommandParser(
-        prog="python -m framework lr-range", allow_abbrev=False, description=about
-    )
+    parser = CommandParser(prog="dsf lr-range", allow_abbrev=False, description=about)
     option = parser.add_argument
     option("config", metavar="CONFIG", help="run config, YAML or JSON")
     option("settings", nargs="*", metavar="key=value", help="settings that win over the file")

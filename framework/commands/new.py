@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
     arguments = parse_command("new", _add_arguments, words)
     written = new(arguments.name)
     print("\n".join(map(str, written)))
-    print(f"\ncd {arguments.name}\npython -m framework launch run.yaml")
+    print(f"\ncd {arguments.name}\ndsf train run.yaml")
     return EXIT_OK
 
 

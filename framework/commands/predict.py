@@ -396,9 +396,7 @@ def _paths_in(data: Any) -> list[str] | None:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     about = "Write what a trained model makes of inputs."
-    parser = CommandParser(
-        prog="python -m framework predict", allow_abbrev=False, description=about
-    )
+    parser = CommandParser(prog="dsf predict", allow_abbrev=False, description=about)
     option = parser.add_argument
     option(
         "checkpoint",

@@ -1,4 +1,4 @@
-"""The table of all commands of `python -m framework`: built-in ones, and commands of installed
+"""The table of all commands of `dsf`: built-in ones, and commands of installed
 packages, which are entry points of the group `dsf.commands`.
 
 A command's module is imported when the command is called. `framework.registry` looks for installed
@@ -164,8 +164,13 @@ BUILT_IN: Final = (
         "framework.commands.bench:bench",
     ),
     BuiltIn(
+        "train",
+        "train here, or with -H on other hosts: train CONFIG [key=value ...] [-H HOSTFILE]",
+        "framework.launch.local:train",
+    ),
+    BuiltIn(
         "launch",
-        "train: launch CONFIG [key=value ...] [-H HOSTFILE]; launch node: one member without ssh",
+        "the same as train; launch node: one member without ssh",
         "framework.launch.local:launch",
     ),
     BuiltIn(
@@ -239,7 +244,4 @@ def _no_command(word: str) -> UsageError:
         fix = f"choose from {', '.join(names)}"
     else:
         fix = f"did you mean {guess}?"
-    return UsageError(
-        f"python -m framework: argument COMMAND: invalid choice: {word!r} ({fix}); see "
-        "python -m framework --help"
-    )
+    return UsageError(f"dsf: argument COMMAND: invalid choice: {word!r} ({fix}); see dsf --help")

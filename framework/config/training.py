@@ -516,7 +516,7 @@ class Checkpoint(_Often):
 
 
 class Supervision(Section):
-    """Starts after a failure, by `python -m framework launch` on this machine or through ssh, each
+    """Starts after a failure, by `dsf train` on this machine or through ssh, each
     from the newest sound checkpoint; not after a request to stop, a refused configuration, or the
     same error at the same step again.
     """

@@ -20,7 +20,7 @@ TOKENIZER_FILE: Final = "tokenizer.json"
 KEPT_TOKENIZER: Final = "tokenizer"
 PartName = Literal["train", "eval"]
 PART_WORDS: Final[dict[PartName, str]] = {"train": "training", "eval": "evaluation"}
-PREPARE: Final = "make it again with python -m framework prepare"
+PREPARE: Final = "make it again with dsf prepare"
 _LARGEST_META_BYTES: Final = 1 << 20
 _ITEM_BYTES: Final = {"uint16": 2, "uint32": 4}
 
@@ -99,7 +99,7 @@ def read_meta(path: str, key: str) -> tuple[Path, Meta]:
     """
     folder = Path(os.path.expanduser(path))  # noqa: PTH111 - pathlib raises for an unknown user
     if not os.path.isdir(folder):  # noqa: PTH112 - and for a name that is too long
-        fix = "name one made by python -m framework prepare"
+        fix = "name one made by dsf prepare"
         raise ConfigError.of("text-not-found", f"there is no folder {folder}", fix, key, path)
     file = folder / META_FILE
     if not file.is_file():

@@ -256,7 +256,7 @@ def python_sources() -> Corpus:
     texts = _texts(folder)
     if len(texts) < 20:  # too few to divide between training and evaluation
         reason = f"this Python has no sources in {folder}"
-        fix = "name a folder made by python -m framework prepare"
+        fix = "name a folder made by dsf prepare"
         raise ConfigError.of("text-not-found", reason, fix, "data.path", None)
     share = EvaluationShare(_EVAL_FRACTION)
     training = []

@@ -30,9 +30,7 @@ def parse(
 
     Raises UsageError for an unknown option or a wrong value.
     """
-    parser = CommandParser(
-        prog=f"python -m framework {command}", description=description, allow_abbrev=False
-    )
+    parser = CommandParser(prog=f"dsf {command}", description=description, allow_abbrev=False)
     about = "the run config, and settings that win over it"
     parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=about)
     add_options(parser, request_type)

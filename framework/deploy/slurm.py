@@ -143,7 +143,7 @@ def main(words: Sequence[str]) -> int:
     name = request.name or config.run.name
     request = replace(request, words=[path, *overrides], name=name, max_restarts=max_restarts)
     load_run(path, overrides).checked_plan(request.cluster)
-    text = script(request, made_by=f"python -m framework launch slurm {shlex.join(words)}")
+    text = script(request, made_by=f"dsf launch slurm {shlex.join(words)}")
     hand_out(text, to=None if request.dry_run else request.out, mark=_MARK)
     return errors.EXIT_OK
 

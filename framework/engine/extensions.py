@@ -27,8 +27,7 @@ _COMPLAINT: Final = re.compile(
 _NO_REASON: Final = ("ninja:", "collect2:", "Set TORCHDYNAMO_VERBOSE")
 _LONGEST_COMPLAINT: Final = 300
 _FIX: Final = (
-    "repair that on this machine (python -m framework doctor checks compiler, ninja and "
-    "headers), and start again"
+    "repair that on this machine (dsf doctor checks compiler, ninja and headers), and start again"
 )
 
 

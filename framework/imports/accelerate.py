@@ -55,7 +55,7 @@ def _leave_out_processes(arguments: ForeignArguments) -> None:
     num_machines = arguments.take("num_machines", 1)
     if num_processes > 1:
         options = launch_options(num_processes, num_machines)
-        reason = f"at the start: ./launch.sh train FILE {options}"
+        reason = f"at the start: dsf train FILE {options}"
         arguments.omit("num_processes", str(num_processes), reason)
 
 
@@ -79,7 +79,7 @@ def _take_deepspeed(arguments: ForeignArguments, section: WatchedSection) -> Non
     arguments.add_deepspeed(config_file, "deepspeed_config", _find_keys_beside_a_file)
     hostfile = section.get("deepspeed_hostfile")
     if hostfile:
-        reason = f"at the start: ./launch.sh train FILE -H {hostfile}"
+        reason = f"at the start: dsf train FILE -H {hostfile}"
         arguments.omit("deepspeed_config.deepspeed_hostfile", None, reason)
 
 

@@ -419,7 +419,7 @@ def refused_beside_json(argument: str, value: Any, reason: str) -> Problem:
 
 
 def launch_options(num_gpus: Any, num_nodes: Any) -> str:
-    """Return the options of ``launch.sh train`` for several nodes, or else for devices."""
+    """Return the options of ``dsf train`` for several nodes, or else for devices."""
     if num_nodes > 1:
         return f"-H HOSTFILE, {num_nodes} hosts"
     return f"--num_gpus {num_gpus}"

@@ -89,7 +89,7 @@ def _leave_out_devices(arguments: ForeignArguments) -> None:
     num_nodes = arguments.take("num_nodes")
     if devices not in ("auto", 1, "1", None) or num_nodes > 1:
         options = launch_options(devices, num_nodes)
-        reason = f"at the start: ./launch.sh train FILE {options}"
+        reason = f"at the start: dsf train FILE {options}"
         arguments.omit("devices", str(devices), reason)
     accelerator = "DeepSpeed's accelerator of this machine, or DS_ACCELERATOR"
     arguments.leave_out("accelerator", accelerator)

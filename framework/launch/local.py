@@ -1,4 +1,4 @@
-"""Start of a run on this machine, by ``python -m framework launch CONFIG [key=value ...]``.
+"""Start of a run on this machine, by ``dsf train CONFIG [key=value ...]``.
 
 The `deepspeed` command that it prints, pasted into a shell, trains the same run. A machine that
 would be one of several nodes is refused.
@@ -43,7 +43,15 @@ def launch(argv: Sequence[str]) -> int:
     """
     if argv[:1] == ["node"]:
         return be_a_node(argv[1:])
-    options = parse(argv)
+    return _launched(parse(argv))
+
+
+def train(argv: Sequence[str]) -> int:
+    """Do the same under the name that most users know; `node` is no word of it."""
+    return _launched(parse(argv, command="train"))
+
+
+def _launched(options: LaunchOptions) -> int:
     alone = None
     if options.hostfile is not None:
         alone = _alone_in_hostfile(options)
@@ -192,7 +200,7 @@ def _ranks(options: LaunchOptions, job: LoadedRun, devices: LocalDevices) -> Set
     if here is None:
         kind = os.environ.get("DS_ACCELERATOR") or devices.kind
         if options.fit_batch:
-            how = "start ./launch.sh train CONFIG --num_gpus N"
+            how = "start dsf train CONFIG --num_gpus N"
         else:
             how = "give --num_gpus N"
         raise UsageError(

@@ -1,4 +1,4 @@
-"""One node of a job: ``python -m framework launch node CONFIG [...]``, or `launch` on one machine.
+"""One node of a job: ``dsf launch node CONFIG [...]``, or `launch` on one machine.
 
 environment, flags -> HostTopology -> checked plan -> meet the other agents -> run_attempt -> exit
 code, one last line

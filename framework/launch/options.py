@@ -239,12 +239,12 @@ _WITHOUT_HOSTS: Final = frozenset(
 )
 
 
-def parse(argv: Sequence[str]) -> LaunchOptions:
-    """Read the command line of `launch`; a UsageError if it is wrong."""
+def parse(argv: Sequence[str], *, command: str = "launch") -> LaunchOptions:
+    """Read the command line of `launch`, or of `train`; a UsageError if it is wrong."""
     options = _parsed(
         LaunchOptions,
         argv,
-        "launch",
+        command,
         "Train on this machine, or with -H on the hosts of a hostfile, through ssh. `launch node` "
         "is one member without ssh; `launch k8s` and `launch slurm` print what a cluster is given.",
         "CONFIG [key=value ...] [--num_gpus N] [--master_port P] [-H HOSTFILE ...] "
@@ -258,13 +258,13 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
             is_given = field_.metadata and getattr(options, field_.name) != field_.default
             if is_given and field_.name not in _WITHOUT_HOSTS:
                 idle.append(flags_of(field_)[0])
-        refuse_idle("launch", idle)
+        refuse_idle(command, idle)
     if options.fit_batch and (options.hostfile is not None or options.num_gpus):
         raise UsageError(
-            "launch: --fit_batch chooses a number of devices of this machine; leave -H and "
+            f"{command}: --fit_batch chooses a number of devices of this machine; leave -H and "
             "--num_gpus out"
         )
-    refuse_choice("launch", options)
+    refuse_choice(command, options)
     return options
 
 
@@ -322,7 +322,7 @@ def _parsed(
         UsageError: the run config is missing, or stands behind a setting.
     """
     parser = CommandParser(
-        prog=f"python -m framework {command}",
+        prog=f"dsf {command}",
         description=about,
         usage=f"%(prog)s {usage}",
         allow_abbrev=False,

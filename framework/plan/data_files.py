@@ -45,7 +45,7 @@ def _not_here(problem: Problem, *, data_elsewhere: bool) -> Problem:
         return problem
     fix = "name the folder"
     if problem.kind == "text-not-found":
-        fix = "make it with python -m framework prepare"
+        fix = "make it with dsf prepare"
     severity = problem.severity
     if data_elsewhere:
         fix += ", or start where it is"

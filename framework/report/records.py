@@ -237,7 +237,7 @@ def _note_metrics(run: RunRecords, place: ReadPosition, stride: int) -> None:
     if stride > 1:
         run.notes.append(
             f"metrics.jsonl has {place.num_lines:,} points: one of {stride} was read; "
-            f"all of them: python -m framework report {run.folder}"
+            f"all of them: dsf report {run.folder}"
         )
     elif run.clock.is_thinned:
         run.notes.append(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # person's own shell, and how the script is called from there.
 SHELL_PATH: Final = "DSF_SHELL_PATH"
 DOOR: Final = "DSF_DOOR"
+PROGRAM: Final = "dsf"
 # Half a million points of 500 bytes. To read them takes 0.7 s of a processor; a page may cost the
 # end of a run one.
 _LARGEST_METRICS: Final = 256 << 20
@@ -190,8 +191,7 @@ def write_report(folder: Path) -> Path | None:
 
         if (folder / "metrics.jsonl").stat().st_size > _LARGEST_METRICS:
             print_line(
-                "note: metrics.jsonl is large; for its page: python -m framework report "
-                f"{shlex.quote(str(folder))}"
+                f"note: metrics.jsonl is large; for its page: dsf report {shlex.quote(str(folder))}"
             )
             return None
         write_page(folder, folder / REPORT)
@@ -265,7 +265,7 @@ def print_end(
     if goodput:
         rows.append(("goodput", goodput))
     rows.append(("run folder", str(result.folder)))
-    rows += _best_checkpoint(result)
+    rows += _best_checkpoint(result, environment)
     if report is not None:
         rows.append(("report", str(report)))
     if plan.config.monitors.tensorboard:
@@ -287,7 +287,9 @@ def _losses(result: RunResult) -> list[tuple[str, str]]:
     return rows
 
 
-def _best_checkpoint(result: RunResult) -> Iterator[tuple[str, str]]:
+def _best_checkpoint(
+    result: RunResult, environment: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """Yield where the best checkpoint is, and the command that exports it."""
     if result.best is None:
         return
@@ -297,7 +299,7 @@ def _best_checkpoint(result: RunResult) -> Iterator[tuple[str, str]]:
         return
     yield "best checkpoint", str(checkpoint)
     folder = shlex.quote(str(result.folder))
-    yield "to export it", f"python -m framework export {folder} OUT --step best"
+    yield "to export it", f"{_door(environment)} export {folder} OUT --step best"
 
 
 def _phases(metrics: Mapping[str, float], step: float) -> list[str]:
@@ -349,12 +351,17 @@ def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, st
     for setting in changed:
         replaced.add(setting.partition("=")[0])
     command = [word for word in words if not _sets(word, replaced)]
-    if DOOR in environment:
-        door = f"{environment[DOOR]} train"
-    else:
-        door = f"{_program(Path(sys.executable).name, environment)} -m framework launch"
     command += _rank_options(plan)
-    print_line(f"try next: {door} {shlex.join(command + changed)}")
+    print_line(f"try next: {_door(environment)} train {shlex.join(command + changed)}")
+
+
+def _door(environment: Mapping[str, str]) -> str:
+    """Return how the calling shell starts a command of ours, without the command's name."""
+    if DOOR in environment:
+        return environment[DOOR]
+    if Path(sys.executable).with_name(PROGRAM).exists():
+        return _program(PROGRAM, environment)
+    return f"{_program(Path(sys.executable).name, environment)} -m framework"
 
 
 def _next_settings(config: RunConfig) -> list[str]:

@@ -27,7 +27,7 @@ class CommandParser(argparse.ArgumentParser):
         flag = re.match(r"argument (--\w+).*: expected one argument$", message)
         if flag:  # argparse takes the next word for another option
             message += f" (if it begins with a dash, write {flag[1]}=-...)"
-        command = self.prog.removeprefix("python -m framework ")
+        command = self.prog.removeprefix("dsf ")
         raise UsageError(f"{command}: {message}; see {self.prog} --help")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
@@ -91,7 +91,7 @@ def parse_command(
         UsageError: the words are wrong.
         HelpShown: the words request the help, which is printed.
     """
-    parser = CommandParser(prog=f"python -m framework {name}", description=description)
+    parser = CommandParser(prog=f"dsf {name}", description=description)
     add_arguments(parser)
     arguments, rest = parser.parse_known_args(words)
     unrecognized = rest

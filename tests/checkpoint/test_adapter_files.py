@@ -121,7 +121,7 @@ def test_what_is_no_folder_of_adapters_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").touch()
     assert "a pickle, which could be a program" in stated(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    assert f"python -m framework export {tmp_path} FOLDER --adapter" in stated(tmp_path)
+    assert f"dsf export {tmp_path} FOLDER --adapter" in stated(tmp_path)
     written(tmp_path)
     (tmp_path / WEIGHTS).write_bytes(b"cut")
     assert "is damaged, or no file of peft's" in stated(tmp_path)

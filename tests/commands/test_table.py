@@ -61,7 +61,7 @@ def test_a_command_of_another_package_is_called_and_listed(tmp_path: Path) -> No
     listed = call(tmp_path, "--help")
     assert (listed.returncode, listed.stderr) == (0, "")
     assert "tally       count the settings\n" in listed.stdout
-    assert call(tmp_path, "tally", "--help").stdout.startswith("usage: python -m framework tally ")
+    assert call(tmp_path, "tally", "--help").stdout.startswith("usage: dsf tally ")
 
 
 def test_its_errors_end_it_as_ours_do(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from framework.data.tokens import open_token_folder, verify_token_folder
 from framework.errors import ConfigError
 from framework.recipes.text.prepare import prepare
 
-FIX = "make it again with python -m framework prepare"
+FIX = "make it again with dsf prepare"
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ BATCH = {"train_batch_size": 8}
 
 def test_the_committed_schema_is_current() -> None:
     assert json.loads(json.dumps(deepspeed_schema())) == SCHEMA, (
-        "refresh it: python -m framework schema deepspeed > deepspeed_lint/deepspeed.schema.json"
+        "refresh it: dsf schema deepspeed > deepspeed_lint/deepspeed.schema.json"
     )
 
 

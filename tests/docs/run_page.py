@@ -59,14 +59,13 @@ class Page:
             for command, shown in _COMMAND.findall(body):
                 yield command, shown, self._run(command.replace("\\\n", " "))
             for line in body.splitlines() if language == "bash" else ():
-                if (words := shlex.split(line, comments=True))[1:2] in (["train"], ["node"]):
+                words = shlex.split(line, comments=True)
+                if words[:2] == ["dsf", "train"] or words[:3] == ["dsf", "launch", "node"]:
                     with (
                         contextlib.redirect_stdout(io.StringIO()),
                         contextlib.redirect_stderr(io.StringIO()),
                     ):
-                        assert (
-                            main(["launch", *words[1 + (words[1] == "train") :], "--dry_run"]) == 0
-                        ), line
+                        assert main([*words[1:], "--dry_run"]) == 0, line
 
     def _run(self, command: str) -> str:
         words, target = shlex.split(command, comments=True), ""
@@ -81,9 +80,7 @@ class Page:
         return "" if target else output
 
     def _ours(self, words: list[str]) -> str:
-        ours = words[3:] if words[:3] == ["python", "-m", "framework"] else ["launch", *words[2:]]
-        if words[0] == "./launch.sh" and words[1] != "train":
-            ours = ["launch", *words[1:]] if words[1] == "node" else words[1:]
+        ours = words[1:]
         # without measured rates
         own_cache = {"COLUMNS": "120", "XDG_CACHE_HOME": str(self._folder / ".cache")}
         with (
@@ -103,12 +100,12 @@ class Page:
         )
         codes = job.wait(TIMEOUT_SECONDS)
         assert not any(codes), job.stated()
-        return job.stated(0).replace("python -m framework launch", "./launch.sh train")
+        return job.stated(0).replace(f"{sys.prefix}/bin/", "")
 
 
 def trained(words: list[str]) -> tuple[str, list[str], int] | None:
     """Script, arguments and ranks of a command that trains; None for any other."""
-    if words[:2] == ["./launch.sh", "train"] and "--dry_run" not in words:
+    if words[:2] == ["dsf", "train"] and "--dry_run" not in words:
         ranks = int(words[words.index("--num_gpus") + 1]) if "--num_gpus" in words else 2
         return (
             "train.py",

@@ -271,7 +271,7 @@ def test_every_option_that_a_page_names_is_an_option() -> None:
     named: set[str] = set()
     for path in [*DOCS.glob("*.md"), *DOCS.glob("tutorials/*.md"), ROOT / "README.md"]:
         for line in re.findall(
-            r"^(?:\$ )?(?:python -m framework|\./launch\.sh) .*$",
+            r"^(?:\$ )?(?:dsf|\./launch\.sh) .*$",
             path.read_text(encoding="utf-8"),
             re.MULTILINE,
         ):

@@ -43,12 +43,10 @@ def test_what_is_left_out_is_marked(shown: list[str], printed: list[str], holds:
 
 def test_figures_of_a_training_may_differ_and_words_may_not() -> None:
     def lines(text: str) -> list[str]:
-        return comparable("./launch.sh train run.yaml --num_gpus 2", text)
+        return comparable("dsf train run.yaml --num_gpus 2", text)
 
     assert lines("step 8/32  loss 0.5, 1,200 samples/s") == lines(
         "step 8/32  loss 0.51,   90 samples/s"
     )
     assert lines("loss 0.5") != lines("lr 0.5")
-    assert comparable("python -m framework check a.yaml", "8 devices") != comparable(
-        "x", "9 devices"
-    )
+    assert comparable("dsf check a.yaml", "8 devices") != comparable("x", "9 devices")

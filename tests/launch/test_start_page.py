@@ -24,23 +24,22 @@ COMMANDS = [words for line in BLOCKS.splitlines() if (words := shlex.split(line,
 
 
 def ours(words: list[str]) -> list[str]:
-    """Return the arguments of `python -m framework`; none for other programs."""
-    if words[0] == "./launch.sh":
-        return ["launch", *({"train": [], "node": ["node"]}[words[1]]), *words[2:]]
-    return words[3:] if words[:3] == ["python", "-m", "framework"] else []
+    """Return the arguments of `dsf`; none for other programs."""
+    if words[0] == "dsf":
+        return words[1:]
+    return []
 
 
 def test_every_way_has_its_block() -> None:
     """The headings promise one for each."""
-    started = {
-        words[0] if words[0] != "python" or words[1] != "-m" else " ".join(words[3:5])
-        for words in COMMANDS
-    }
+    started = {words[0] for words in COMMANDS}
+    started |= {" ".join(words[1:3]) for words in COMMANDS if words[:2] == ["dsf", "launch"]}
     assert started >= {
-        "./launch.sh",
+        "dsf",
         "deepspeed",
         "torchrun",
         "python",
+        "launch node",
         "launch k8s",
         "launch slurm",
     }
@@ -48,7 +47,9 @@ def test_every_way_has_its_block() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [ours(words) for words in COMMANDS if ours(words)[:1] == ["launch"]], ids=" ".join
+    "words",
+    [ours(words) for words in COMMANDS if ours(words)[:1] in (["train"], ["launch"])],
+    ids=" ".join,
 )
 def test_our_commands_would_start(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands run on machines with four GPUs."""

@@ -37,7 +37,7 @@ def test_the_rendering_is_current(path: Path) -> None:
         + "\n"
     )
     assert (RENDERED / f"{path.stem}.json").read_text() == text, (
-        f"refresh it: python -m framework render ds_configs/{path.stem}.yaml --num_gpus {DEVICES} "
+        f"refresh it: dsf render ds_configs/{path.stem}.yaml --num_gpus {DEVICES} "
         f"> ds_configs/rendered/{path.stem}.json"
     )
 

@@ -172,7 +172,7 @@ def test_the_best_so_far_is_reported_with_its_step(
     print_end(best, plan(), environment=HERE)
     shown = capsys.readouterr().out
     assert f"best checkpoint      {tmp_path}/checkpoints/global_step77\n" in shown
-    assert f"python -m framework export {tmp_path} OUT --step best\n" in shown
+    assert f"dsf export {tmp_path} OUT --step best\n" in shown
 
 
 DOOR = {"DSF_DOOR": "./launch.sh", "PATH": ""}
@@ -217,14 +217,14 @@ SECOND = "precision.dtype=autocast run.name=second"
             {},
             "cpu",
             {"PATH": ""},
-            f"{sys.executable} -m framework launch a.yaml {SECOND}",
+            f"{Path(sys.executable).parent}/dsf train a.yaml {SECOND}",
         ),
         (
             ["a.yaml"],
             {},
             "cpu",
             {"PATH": str(Path(sys.executable).parent)},
-            f"{Path(sys.executable).name} -m framework launch a.yaml {SECOND}",
+            f"dsf train a.yaml {SECOND}",
         ),
     ],
 )
@@ -243,7 +243,7 @@ def test_what_to_try_next_can_be_pasted(
     made = make_plan(config_from_values(values), Cluster(devices_per_host=2, device=device))
     print_next(made, words, environment=environment)
     assert capsys.readouterr().out == f"try next: {reported}\n"
-    request = parse(shlex.split(reported)[2 if "DSF_DOOR" in environment else 4 :])
+    request = parse(shlex.split(reported)[2:])
     assert [request.config, *request.overrides] == [*words, *reported.split()[-2:]]
 
 
@@ -347,7 +347,7 @@ def test_the_page_of_very_many_points_is_left_to_the_command(
     with (folder / "metrics.jsonl").open("r+b") as stream:
         stream.truncate(300 << 20)  # a hole, which takes no space
     assert write_report(folder) is None
-    place = f"python -m framework report '{folder}'"
+    place = f"dsf report '{folder}'"
     assert capsys.readouterr().out == f"note: metrics.jsonl is large; for its page: {place}\n"
 
 

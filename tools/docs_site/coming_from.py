@@ -61,7 +61,7 @@ def coming_from_page() -> str:
         "needed* and *cannot*",
         "have the reason. Whole examples: [Hugging Face](tutorials/from-huggingface.md),",
         "[Lightning](tutorials/from-lightning.md), [raw DeepSpeed](tutorials/from-deepspeed.md).\n",
-        "`python -m framework import FILE` takes these arguments over from a file: `TrainingArguments` as JSON or YAML",
+        "`dsf import FILE` takes these arguments over from a file: `TrainingArguments` as JSON or YAML",
         "(`to_json_string()`, or what `HfArgumentParser` reads), the file of `accelerate config`,",
         "Lightning's CLI config, DeepSpeed's JSON. What is not taken over is named at the top of the result, with its",
         "reason.\n",

@@ -92,11 +92,11 @@ def config_page() -> str:
     """Every key with type, default, meaning and the DeepSpeed key that it becomes."""
     lines = [
         "# Config keys\n",
-        "Every key of a run config, from its JSON Schema (`python -m framework schema`). Every key may",
+        "Every key of a run config, from its JSON Schema (`dsf schema`). Every key may",
         "be left out, unless",
         "it is *required*. Settings on a command line are dotted: `optimizer.lr=0.01`. Behind an arrow",
         "stand the keys of",
-        "DeepSpeed's JSON that a key decides; `python -m framework render FILE` prints their values.\n",
+        "DeepSpeed's JSON that a key decides; `dsf render FILE` prints their values.\n",
     ]
     theirs = _rendered()
     for title, path, schema in {
@@ -128,7 +128,7 @@ def config_page() -> str:
         "config decides in",
         "part (`zero_optimization`, `fp16`, `optimizer` ...) take their other keys here too. A key that",
         "a section above",
-        "decides is refused [section-clash]. `python -m framework schema deepspeed` has a sentence for each key.\n",
+        "decides is refused [section-clash]. `dsf schema deepspeed` has a sentence for each key.\n",
     ]
     return "\n".join(lines)
 
@@ -307,9 +307,8 @@ def commands_page() -> str:
     """Every command with its options."""
     lines = [
         "# Commands\n",
-        "`python -m framework COMMAND`, installed as `dsf COMMAND`; in a checkout `./launch.sh COMMAND`",
-        "sets up an environment",
-        "first (`train` there is `launch`, `node` is `launch node`). `key=value` are settings that win",
+        "`dsf COMMAND`, also `python -m framework COMMAND`; in a checkout `./launch.sh COMMAND` sets up",
+        "an environment first (`node` there is `launch node`). `key=value` are settings that win",
         "over the file.\n",
     ]
     helps = {command.name: command.help for command in BUILT_IN}

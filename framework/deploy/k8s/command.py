@@ -130,9 +130,9 @@ def _heading(request: K8sRequest, words: Sequence[str]) -> str:
     if request.nodes > _LOGS_AT_ONCE:
         logs += f" --max-log-requests={request.nodes}"
     return (
-        f"Made by: python -m framework launch k8s {printable(shlex.join(words))}\n"
+        f"Made by: dsf launch k8s {printable(shlex.join(words))}\n"
         f"Start: kubectl apply {namespace}-f FILE   Watch: {logs}\n"
-        "After a change: python -m framework launch k8s --lint FILE"
+        "After a change: dsf launch k8s --lint FILE"
     )
 
 

@@ -18,7 +18,7 @@ class _Text(DataKind):
 
     looks_at_files: ClassVar[str] = "framework.recipes.text.files:look_at_tokens"
     path: OptionalPath = None
-    """Folder made by ``python -m framework prepare``; left out: the sources of Python's own
+    """Folder made by ``dsf prepare``; left out: the sources of Python's own
     standard library, byte by byte (vocabulary 261), some megabytes that need no download and differ
     between Python versions.
     """

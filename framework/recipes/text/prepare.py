@@ -1,8 +1,8 @@
 """The command `prepare`: text files in, a token folder out. It needs numpy and no torch.
 
-python -m framework prepare INPUT... OUT_DIR [--tokenizer bytes | FILE.json |
+dsf prepare INPUT... OUT_DIR [--tokenizer bytes | FILE.json |
                                               --train-tokenizer bpe:VOCAB_SIZE]
-python -m framework prepare --verify DIR
+dsf prepare --verify DIR
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def _refuse_used_folder(out: str) -> None:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
-        prog="python -m framework prepare",
+        prog="dsf prepare",
         usage="%(prog)s [options] INPUT... OUT_DIR | --verify DIR",
         description="Turn text into numbered tokens for data: {kind: text} and {kind: text_pairs}.",
     )

@@ -36,8 +36,8 @@ def test_the_page_on_check_is_true(
         if words[0] == "cat":
             Path(words[1]).write_text("\n".join([*lines, ""]), encoding="utf-8")
             continue
-        assert words[:3] == ["python", "-m", "framework"]
-        main(words[3:])
+        assert words[0] == "dsf"
+        main(words[1:])
         out, err = capsys.readouterr()
         assert [*out.splitlines(), *err.splitlines()] == lines, command
         commands += 1

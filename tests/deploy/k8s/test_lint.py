@@ -196,7 +196,7 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
     (
         "command",
         "job.yaml",
-        lambda d: container(d).update(command=["bash", "-c", "python -m framework launch node x"]),
+        lambda d: container(d).update(command=["bash", "-c", "dsf launch node x"]),
     ),
     ("command", "job.yaml", lambda d: container(d)["command"].insert(0, "/usr/bin/supervisord")),
     (
