@@ -24,6 +24,9 @@ from framework.models.survey import meta_module
 Put = Callable[[nn.Module, str], object]
 """Puts first weights into the module of a layer, given its name."""
 
+Add = Callable[..., nn.Module]
+"""Puts adapters into a model, as `add_adapters` does."""
+
 
 def adapted_model(
     layers: Sequence[Layer],
@@ -32,6 +35,7 @@ def adapted_model(
     seed: int,
     built: Collection[str] = (),
     put: Put = lambda module, name: None,
+    add: Add = add_adapters,
 ) -> nn.Module:
     """Return all layers as one model with adapters; of tied ones the first alone.
 
@@ -41,6 +45,7 @@ def adapted_model(
         seed: of weights and adapters.
         built: names of the layers with numbers; all others are on the meta device.
         put: called with every layer that has numbers, before it gets adapters.
+        add: puts the adapters into the model that all layers become.
 
     Raises:
         ConfigError: as `add_adapters`.
@@ -56,7 +61,7 @@ def adapted_model(
         else:
             module = meta_module(layer, number, seed)
         register_module(whole, layer.name, module)
-    whole = add_adapters(whole, lora, seed=seed)
+    whole = add(whole, lora, seed=seed)
     adapted = {
         name.partition(".lora_")[0] for name, _ in whole.named_parameters() if is_adapter(name)
     }
@@ -87,7 +92,14 @@ def trained_shapes_of_layers(
 
 
 def adapted_layers(
-    layers: Sequence[Layer], lora: LoRA, *, seed: int, start: int, stop: int, put: Put
+    layers: Sequence[Layer],
+    lora: LoRA,
+    *,
+    seed: int,
+    start: int,
+    stop: int,
+    put: Put,
+    add: Add = add_adapters,
 ) -> tuple[tuple[Layer, ...], nn.Module]:
     """Return the layers, those from `start` up to, but without, `stop` built and with adapters; and
     the whole model that they are in, its other layers without numbers.
@@ -97,7 +109,7 @@ def adapted_layers(
     """
     firsts = first_of_ties(layers)
     built = {firsts.get(layer.tied, layer.name) for layer in layers[start:stop]}
-    whole = adapted_model(layers, lora, seed=seed, built=built, put=put)
+    whole = adapted_model(layers, lora, seed=seed, built=built, put=put, add=add)
     adapted: list[Layer] = []
     for layer in layers:
         place = firsts.get(layer.tied, layer.name)

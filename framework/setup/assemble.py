@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from framework.engine.profile import Profiler
     from framework.engine.rank_groups import RankGroups
     from framework.engine.tensor_cut import TensorCut
+    from framework.engine.tensor_plans import KnownPlan
     from framework.setup.pipeline_stages import CutModel
 
 # Logged losses in a row that may be infinite in fp16, where their steps are skipped: the dynamic
@@ -126,16 +127,10 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
         refuse_unsupported(module, plan.config, prefix=f"{layer}.")
         refuse_sparse_gradients(module, plan.config, prefix=f"{layer}.")
         store_in_rows(module)
-        if cut.tensor_plan is not None:
+        if cut.tensor_plan is not None and lora is None:
             if tensor_cut is None:
-                from framework.engine.tensor_cut import TensorCut
-
-                tensor_cut = TensorCut(
-                    grid.get_slice_parallel_group(),
-                    plan.config.parallel.tensor_plan,
-                    parts.task,
-                    known=cut.tensor_plan,
-                )
+                group = grid.get_slice_parallel_group()
+                tensor_cut = _stage_cut(prepared, cut.tensor_plan, group)
             tensor_cut.layer(layer, module)
         tile = plan.config.training.mlp_tile
         if tile:
@@ -180,30 +175,60 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
     return stage
 
 
+def _stage_cut(prepared: Prepared, known: KnownPlan, group: Any) -> TensorCut:
+    """Return what cuts the layers of this rank's stage for its tensor group."""
+    from framework.engine.tensor_cut import TensorCut
+
+    config_plan = prepared.plan.config.parallel.tensor_plan
+    return TensorCut(group, config_plan, prepared.parts.task, known=known)
+
+
 def _adapted_stage(prepared: Prepared, cut: CutModel, lora: LoRA) -> tuple[Layer, ...]:
     """Return the layers of a pipeline; this rank's stage has them built and with adapters."""
     from framework.engine.weights import put_layer_weights
     from framework.setup.adapted_stages import adapted_layers
 
-    layout = prepared.plan.layout
+    plan = prepared.plan
+    layout = plan.layout
     weights = prepared.weights
     assert not isinstance(weights, SavedCheckpoint)
     stage = layout.stage_of(rank())
+    tensor_cut: TensorCut | None = None
+    if cut.tensor_plan is not None:
+        from framework.engine.rank_groups import make_groups
+
+        tensor_cut = _stage_cut(prepared, cut.tensor_plan, make_groups(layout).tensor)
 
     def put(module: torch.nn.Module, layer: str) -> None:
-        """Give a layer its first weights; adapters change the names of its modules."""
-        if prepared.plan.config.precision.dtype not in HALF:
+        """Give a layer its first weights, and leave this rank's part; adapters change the names of
+        its modules.
+        """
+        if plan.config.precision.dtype not in HALF:
             as_fp32(module)
         if weights is not None:
             put_layer_weights(module, weights, layer=layer)
+        if tensor_cut is not None:
+            tensor_cut.layer(layer, module)
+
+    def add(model: torch.nn.Module, lora: LoRA, *, seed: int) -> torch.nn.Module:
+        """Put adapters into all layers, once each is known to be cut well."""
+        if tensor_cut is None:
+            from framework.models.adapters import add_adapters
+
+            return add_adapters(model, lora, seed=seed)
+        from framework.engine.tensor_adapters import add_divided_adapters
+
+        tensor_cut.check_stages()
+        return add_divided_adapters(model, lora, seed=seed)
 
     layers, whole = adapted_layers(
         cut.layers,
         lora,
-        seed=prepared.plan.config.run.seed,
+        seed=plan.config.run.seed,
         start=cut.table.bounds[stage],
         stop=cut.table.bounds[stage + 1],
         put=put,
+        add=add,
     )
     if prepared.adapter is not None:
         from framework.engine.adapter_weights import put_adapter

@@ -174,8 +174,6 @@ def _taken_apart(
     if hasattr(model, "set_attn_implementation") and not lists_layers(model):  # of transformers
         from framework.models.transformers_layers import TransformersLayers
 
-        if plan.config.parallel.tensor > 1:
-            raise _not_divided(model, plan.config.parallel.tensor)
         if is_packed:
             from framework.setup.packed_rows import keep_texts_apart_in_layers
 
@@ -201,16 +199,6 @@ def _taken_apart(
         fix = "set data.packing: false"
         raise ConfigError.of("packing-not-separated", reason, fix, "data.packing", True)
     return layers, around
-
-
-def _not_divided(model: Any, size: int) -> ConfigError:
-    """Return the error of a model of transformers in stages that tensor groups would divide."""
-    reason = (
-        f"stages of a {type(model).__name__} that tensor groups divide were not held against one "
-        "process"
-    )
-    fix = "set parallel.tensor: 1 or parallel.pipe: 1, or give the model a method layers()"
-    return ConfigError.of("not-with-tensor", reason, fix, "parallel.tensor", size)
 
 
 def _refuse_own_forward(task: Task) -> None:

@@ -46,6 +46,8 @@ ROUTES = {
     "spread-again": "spread",
     "out-of-a-group": "spread",
     "into-a-group": "undivided",
+    "staged-dropped-again": "staged-dropped",
+    "out-of-stages": "staged",
 }
 BEGUN = (0, 3)
 
@@ -88,6 +90,15 @@ FOUR = {
 }
 
 
+# In two stages that tensor groups of two divide.
+_STAGES = {"parallel": {"pipe": 2}, "batch": {"global_size": BATCH, "micro_size": 2}}
+FOUR |= {
+    "gpt-z0-staged": Case("gpt", 0, ROWS_AND_COLUMNS, sections=_STAGES),
+    "gpt-z1-staged": Case("gpt", 1, ROWS_AND_COLUMNS, "adamw", _STAGES, 1e-4),
+    "theirs-z1-staged": Case("llama", 1, THEIR_HEAD, sections=_STAGES),
+}
+
+
 def values(name: str, case: Case, folder: Path, *, tensor: int = 2) -> dict[str, Any]:
     """The run of a case."""
     model = "llama" if case.model == "llama" else "gpt"
@@ -117,6 +128,20 @@ def kept(folder: Path, name: str, *, tensor: int = 2, stage: int = 3) -> dict[st
     if name in ROUTES:
         source = folder / ROUTES[name] / "checkpoints" / "global_step2"
         made["checkpoint"]["resume"] = str(source)
+    return made
+
+
+def staged(folder: Path, name: str, *, is_staged: bool = True) -> dict[str, Any]:
+    """A run of four steps as `kept` has them, of a model of transformers, on four ranks: in stages
+    that tensor groups divide, or with all of the model on each rank.
+    """
+    made = kept(folder, name, tensor=2 if is_staged else 1, stage=1)
+    made["model"] = test_lora.MODELS["llama"]
+    made["training"]["lora"] |= {"target_modules": THEIR_HEAD["target_modules"]}
+    made["training"]["lora"] |= {"modules_to_save": THEIR_HEAD["modules_to_save"]}
+    if is_staged:
+        made["parallel"] |= {"pipe": 2}
+        made["batch"] = {"global_size": BATCH, "micro_size": 2}
     return made
 
 
@@ -191,9 +216,11 @@ def two_ranks(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("four-ranks")
     write_tokens(folder)
-    train_cases(
-        [values(name, case, folder) for name, case in FOUR.items()], num_ranks=4, folder=folder
-    )
+    runs = [values(name, case, folder) for name, case in FOUR.items()]
+    for name in ("staged-dropped", "staged-dropped-again", "staged"):
+        runs.append(staged(folder, name))
+    runs.append(staged(folder, "out-of-stages", is_staged=False))
+    train_cases(runs, num_ranks=4, folder=folder)
     return folder
 
 
@@ -231,22 +258,22 @@ def test_a_group_goes_on_from_adapters_that_peft_wrote(two_ranks: Path, stage: i
     hold(two_ranks / f"begun-z{stage}", begun(two_ranks, stage), 1e-5, is_begun=True)
 
 
-@pytest.mark.parametrize("name", ["dropped", "spread"])
-def test_a_resumed_group_is_the_unbroken_one_to_the_bit(two_ranks: Path, name: str) -> None:
+def hold_resumed(folder: Path, name: str) -> None:
+    """Compare a resumed run with the unbroken one, to the bit."""
     for average in (False, True):
-        whole = test_lora.weights(two_ranks / name, 4, average=average)
-        again = test_lora.weights(two_ranks / f"{name}-again", 4, average=average)
+        whole = test_lora.weights(folder / name, 4, average=average)
+        again = test_lora.weights(folder / f"{name}-again", 4, average=average)
         assert [*whole] == [*again]
         assert all(torch.equal(whole[name], again[name]) for name in whole)
-        before = test_lora.weights(two_ranks / name, 2, average=average)
+        before = test_lora.weights(folder / name, 2, average=average)
         assert not any(torch.equal(whole[name], before[name]) for name in whole)
 
 
-@pytest.mark.parametrize("name", ["out-of-a-group", "into-a-group"])
-def test_a_run_moves_between_sizes_of_the_group(two_ranks: Path, name: str) -> None:
-    moved = test_lora.weights(two_ranks / name, 4)
-    whole = test_lora.weights(two_ranks / ROUTES[name], 4)
-    assert bool(moved.checkpoint.manifest.get("tensor")) == (name == "into-a-group")
+def hold_moved(folder: Path, name: str, *, is_divided: bool) -> None:
+    """Compare a run that goes on in another layout with the unbroken one."""
+    moved = test_lora.weights(folder / name, 4)
+    whole = test_lora.weights(folder / ROUTES[name], 4)
+    assert bool(moved.checkpoint.manifest.get("tensor")) == is_divided
     assert set(moved) == set(whole)
     for weight in whole:
         torch.testing.assert_close(moved[weight], whole[weight], atol=1e-4, rtol=0.0)
@@ -254,15 +281,45 @@ def test_a_run_moves_between_sizes_of_the_group(two_ranks: Path, name: str) -> N
     assert moved.checkpoint.manifest["base"] == base, "frozen weights are the same, however divided"
 
 
+@pytest.mark.parametrize("name", ["dropped", "spread"])
+def test_a_resumed_group_is_the_unbroken_one_to_the_bit(two_ranks: Path, name: str) -> None:
+    hold_resumed(two_ranks, name)
+
+
+def test_resumed_stages_of_groups_are_the_unbroken_ones_to_the_bit(four_ranks: Path) -> None:
+    hold_resumed(four_ranks, "staged-dropped")
+
+
+@pytest.mark.parametrize("name", ["out-of-a-group", "into-a-group"])
+def test_a_run_moves_between_sizes_of_the_group(two_ranks: Path, name: str) -> None:
+    hold_moved(two_ranks, name, is_divided=name == "into-a-group")
+
+
+def test_a_run_moves_out_of_stages_of_groups(four_ranks: Path) -> None:
+    hold_moved(four_ranks, "out-of-stages", is_divided=False)
+
+
 @pytest.mark.parametrize("name", ["gpt-z0", "ends-z3", "theirs-z3", "dora-z3"])
 def test_exports_are_those_of_one_process(two_ranks: Path, tmp_path: Path, name: str) -> None:
-    config = values(name, CASES[name], two_ranks)
+    hold_exports(two_ranks, CASES[name], tmp_path, name)
+
+
+@pytest.mark.parametrize("name", ["gpt-z0-staged", "theirs-z1-staged"])
+def test_exports_of_stages_are_those_of_one_process(
+    four_ranks: Path, tmp_path: Path, name: str
+) -> None:
+    hold_exports(four_ranks, FOUR[name], tmp_path, name)
+
+
+def hold_exports(folder: Path, case: Case, tmp_path: Path, name: str) -> None:
+    """Compare the logits of exported adapters, and of merged weights, with plain PyTorch's."""
+    config = values(name, case, folder)
     _, _, model = plain(config)
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
-    within = 100 * CASES[name].within
-    export(str(two_ranks / name), tmp_path / "adapter", adapter=True)
+    within = 100 * case.within
+    export(str(folder / name), tmp_path / "adapter", adapter=True)
     loaded = peft.PeftModel.from_pretrained(test_lora.build(config), str(tmp_path / "adapter"))
-    merged = framework.load(two_ranks / name, trust=True)
+    merged = framework.load(folder / name, trust=True)
     with torch.no_grad():
         expected = model.eval()(tokens)
         assert float((loaded.eval()(tokens) - expected).abs().max()) < within

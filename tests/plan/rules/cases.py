@@ -821,7 +821,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
                 batch={"accumulation_steps": 64},
             ),
             "cuda",
-            "not-with-lora",
+            None,
         ),
         (
             GPT | {"training": {"lora": {"target_modules": ["query"]}, "freeze": ["embed.*"]}},
