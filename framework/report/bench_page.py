@@ -111,4 +111,4 @@ def _verdict(sentences: Sequence[str], notes: Sequence[str]) -> str:
         paragraphs += f"<p><strong>{text(sentence)}.</strong></p>"
     for note in notes:
         paragraphs += f"<p>{text(note)}.</p>"
-    return f'<div class="verdict" style="border-left-color:var(--l0)">{paragraphs}</div>'
+    return f'<div class="outcome" style="border-left-color:var(--l0)">{paragraphs}</div>'

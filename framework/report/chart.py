@@ -38,6 +38,7 @@ class Chart:
         columns, rows: its table.
         wide: a second drawing for wide screens; empty if one size is enough.
         note: line below its table.
+        remark: line below the drawing, on what its curves are.
     """
 
     slug: str
@@ -47,6 +48,7 @@ class Chart:
     rows: Sequence[Sequence[str]]
     wide: str = ""
     note: str = ""
+    remark: str = ""
 
     MARK: ClassVar = b'fill="var(--paper)"'
     """In every file of a chart."""

@@ -56,6 +56,7 @@ STYLE: Final = (
     ".l{fill:none;stroke-width:1.6;stroke-linejoin:round}.chart "
     ".a{stroke:var(--paper);stroke-width:.7}.chart .w,.chart "
     ".r{stroke:var(--ink);fill:none}.chart .r{stroke-dasharray:3 3}"
+    + ".chart .h{fill:transparent}.chart .h:hover{fill:var(--soft);fill-opacity:.15}"
     + "".join(map(_class_styles, range(STYLES)))
 )
 # A part has the same colour in every chart; parts that are not listed take the next one.

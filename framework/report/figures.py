@@ -219,35 +219,77 @@ def goodput_line(attributed: Goodput) -> str:
     return f"{attributed.share:.1%} of {duration(total)}: {', '.join(shown)}"
 
 
-def headline(run: RunRecords) -> list[tuple[str, str]]:
-    """Return the figures for the top of the page: label and text."""
-    rows = _progress(run)
-    rows += _speed(run)
-    mean = means(run)
-    if "memory/device_peak_bytes" in mean:
-        rows.append(("peak device memory", size(mean["memory/device_peak_bytes"])))
-    if "memory/host_peak_bytes" in mean:
-        rows.append(("peak host memory", size(mean["memory/host_peak_bytes"])))
-    attributed = goodput(run)
-    if attributed is not None:
-        rows.append(("goodput", f"{attributed.share:.1%}"))
-    return rows
+def headline(run: RunRecords) -> dict[str, list[tuple[str, str]]]:
+    """Return the figures for the top of the page, label and text, by what a reader asks for: the
+    result first, then the time that it took, then speed and memory.
+    """
+    groups = {
+        "Result": _results(run),
+        "Time": _time_taken(run),
+        "Speed and memory": _speed(run) + _memory(run),
+    }
+    return {name: rows for name, rows in groups.items() if rows}
 
 
-def _progress(run: RunRecords) -> list[tuple[str, str]]:
-    """Return how far the run has come, and its losses and best evaluations."""
-    rows = [("steps", _steps_text(run))]
-    if run.epochs.finite:
-        rows.append(("epochs", f"{run.epochs.finite[-1][1]:.4g}"))
-    spent = seconds(run)
-    if spent:
-        rows.append(("duration", duration(spent)))
+def main_metric(run: RunRecords) -> str:
+    """Return the name of the metric that stands for the result: the one that
+    `checkpoint.keep_best` names, else the first of the evaluations that is not a loss, else the
+    first of their losses; empty if nothing was evaluated.
+    """
+    names = list(eval_metrics(run))
+    kept = run.setting("checkpoint", "keep_best")
+    if kept in names:
+        return str(kept)
+    for name in names:
+        if not name.endswith("/loss"):
+            return name
+    return names[0] if names else ""
+
+
+def result_text(run: RunRecords) -> str:
+    """Return the best value of the main metric with its step, and the last value where it is
+    another; without evaluations the last training loss. Empty if nothing was measured.
+    """
+    metric = main_metric(run)
+    if metric:
+        series = run.metrics[metric]
+        step, value = best(metric, series)
+        last_step, last = series.finite[-1]
+        if last == value:
+            return f"{metric} {number(value)}, best at step {step:,}"
+        return f"{metric} {number(value)}, best at step {step:,} ({number(last)} at {last_step:,})"
+    loss = run.metrics.get("train/loss", Series()).finite
+    if loss:
+        return f"train/loss {number(loss[-1][1])} at step {loss[-1][0]:,}, not evaluated"
+    return ""
+
+
+def _results(run: RunRecords) -> list[tuple[str, str]]:
+    """Return the best evaluations, the main metric first, and the last training loss."""
+    rows = []
+    metrics = eval_metrics(run)
+    main = main_metric(run)
+    for name in sorted(metrics, key=lambda name: name != main):
+        step, value = best(name, metrics[name])
+        rows.append((f"best {name}", f"{number(value)} at step {step:,}"))
     loss = run.metrics.get("train/loss", Series()).finite
     if loss:
         rows.append(("last train/loss", number(loss[-1][1])))
-    for name, series in eval_metrics(run).items():
-        step, value = best(name, series)
-        rows.append((f"best {name}", f"{number(value)} at step {step:,}"))
+    return rows
+
+
+def _time_taken(run: RunRecords) -> list[tuple[str, str]]:
+    """Return how far the run has come, the time that it took, and the share that trained."""
+    rows = []
+    spent = seconds(run)
+    if spent:
+        rows.append(("duration", duration(spent)))
+    rows.append(("steps", _steps_text(run)))
+    if run.epochs.finite:
+        rows.append(("epochs", f"{run.epochs.finite[-1][1]:.4g}"))
+    attributed = goodput(run)
+    if attributed is not None:
+        rows.append(("goodput", f"{attributed.share:.1%}"))
     return rows
 
 
@@ -274,10 +316,13 @@ def _speed(run: RunRecords) -> list[tuple[str, str]]:
     for name, label, unit in (
         ("throughput/tokens_per_sec", "tokens per second", "tokens/s"),
         ("throughput/samples_per_sec", "samples per second", "samples/s"),
-        ("throughput/tflops", "tflops", "TFLOP/s per device"),
     ):
         if name in mean:
             rows.append((label, f"{number(mean[name])} {unit}"))
+    if "throughput/tflops" in mean:
+        unit, factor = flops_unit(mean["throughput/tflops"])
+        value = number(factor * mean["throughput/tflops"])
+        rows.append(("arithmetic", f"{value} {unit} per device"))
     if "throughput/mfu" in mean:
         rows.append(("MFU", f"{mean['throughput/mfu']:.1%}"))
     if "time/step_ms" in mean:
@@ -286,6 +331,18 @@ def _speed(run: RunRecords) -> list[tuple[str, str]]:
     if factor >= SLOW_RANK:
         _, rank = run.metrics["ranks/slowest"].finite[-1]
         rows.append(("slowest rank", f"{rank:.0f} works {factor:.2f} times as long"))
+    return rows
+
+
+def _memory(run: RunRecords) -> list[tuple[str, str]]:
+    mean = means(run)
+    rows = []
+    for name, label in (
+        ("memory/device_peak_bytes", "peak device memory"),
+        ("memory/host_peak_bytes", "peak host memory"),
+    ):
+        if name in mean:
+            rows.append((label, size(mean[name])))
     return rows
 
 
@@ -356,6 +413,28 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} TiB"
+
+
+def byte_unit(largest: float) -> tuple[str, float]:
+    """Return the unit in which the largest of some numbers of bytes is at least 1, and its bytes."""
+    num_bytes = 1.0
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if largest < 1024 * num_bytes:
+            return unit, num_bytes
+        num_bytes *= 1024
+    return "TiB", num_bytes
+
+
+def flops_unit(largest: float) -> tuple[str, float]:
+    """Return the unit in which the largest of some rates in TFLOP/s is at least 1, and the factor
+    from TFLOP/s.
+    """
+    factor = 1.0
+    for unit in ("TFLOP/s", "GFLOP/s"):
+        if largest * factor >= 1:
+            return unit, factor
+        factor *= 1000.0
+    return "MFLOP/s", factor
 
 
 def duration(spent: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,6 +19,7 @@ from framework.report.chart import (
     left_of_ticks,
     make_legend,
     svg_element,
+    text,
     ticks,
 )
 from framework.report.chart_style import STYLES
@@ -115,6 +116,7 @@ def line_chart(
     has_wide: bool = False,
     from_zero: bool = False,
     across: Across = OVER_STEPS,
+    remark: str = "",
 ) -> Chart | None:
     """Draw values over steps, or over something else; None if no point is a number.
 
@@ -129,6 +131,7 @@ def line_chart(
         has_wide: also a drawing for wide screens.
         from_zero: the axis begins at 0.
         across: the axis below.
+        remark: line below the drawing.
     """
     shown = [line for line in lines if line.series.finite]
     if not shown:
@@ -147,7 +150,7 @@ def line_chart(
     )
     columns, rows, note = series_table(shown)
     wide = drawing.svg(980, 340) if has_wide else ""
-    return Chart(slug, title, drawing.svg(400, 250), columns, rows, wide, note)
+    return Chart(slug, title, drawing.svg(400, 250), columns, rows, wide, note, remark)
 
 
 def _range(lines: Sequence[Line], reference: tuple[str, float] | None) -> tuple[float, float]:
@@ -189,9 +192,9 @@ class _LineDrawing:
         low, high = self._bounds()
         heights = ticks(low, high, is_log=self.is_log)
         left = left_of_ticks(heights)
-        first = min(line.series.steps[0] for line in self.lines)
-        last = max(line.series.steps[-1] for line in self.lines)
-        frame = Frame(left, top + 18, width - 14, height - 36, first, last, low, high, self.is_log)
+        first, last = self._ends_across()
+        # The highest tick stands below the name of the axis.
+        frame = Frame(left, top + 26, width - 14, height - 36, first, last, low, high, self.is_log)
         parts = [legend, draw_axes(frame, heights, self.axis, top, self.across)]
         columns = max(40, min(int(frame.right - frame.left), 2400 // len(self.lines)))
         for line in self.lines:
@@ -200,7 +203,18 @@ class _LineDrawing:
             y = frame.y(self.reference[1])
             parts.append(f'<path class="r" d="M{frame.left:.1f} {y:.1f}H{frame.right:.1f}"/>')
         parts += self._drawn_marks(frame)
+        parts += hover_strips(self.lines, frame, most=int(width / 8), across=self.across)
         return svg_element(self.slug, self.title, self.described, (width, height), parts)
+
+    def _ends_across(self) -> tuple[float, float]:
+        """Return the ends of the axis below: the first and the last step; 0 for a first step that
+        is near it, so that a run which starts afresh begins at the axis.
+        """
+        first = min(line.series.steps[0] for line in self.lines)
+        last = max(line.series.steps[-1] for line in self.lines)
+        if self.across is OVER_STEPS and 0 < first <= 0.25 * last:
+            first = 0
+        return first, last
 
     @property
     def _kinds(self) -> list[str]:
@@ -231,6 +245,8 @@ class _LineDrawing:
         pad = 0.04 * (high - low) or abs(high) * 0.1 or 1.0
         if low == 0 and high > 0:
             return low, high + pad
+        if 0 < low < pad + 0.3 * high:
+            return 0.0, high + pad  # near enough to 0 to show how near
         return low - pad, high + pad
 
     def _drawn_marks(self, frame: Frame) -> Iterator[str]:
@@ -287,6 +303,46 @@ def _curve(line: Line, frame: Frame, columns: int) -> str:
     if not line.shows_points or len(dots) > 60:
         dots = []
     return f'<path class="l l{line.style % STYLES}" d="{"".join(strokes)}"/>{"".join(dots)}'
+
+
+def hover_strips(
+    lines: Sequence[Line], frame: Frame, *, most: int, across: Across
+) -> Iterator[str]:
+    """Draw upright strips over the frame that show under the pointer what the lines are there: at
+    most `most`, each from its last step with a value, as far as the one before.
+    """
+    steps = set[int]()
+    for line in lines:
+        steps.update(line.series.steps)
+    ordered = sorted(steps)
+    stride = -(-len(ordered) // most) or 1
+    ends = ordered[::-1][::stride][::-1]
+    positions = [0] * len(lines)
+    for place, end in enumerate(ends):
+        values = []
+        for index, line in enumerate(lines):
+            after = bisect_right(line.series.steps, end)
+            if after > positions[index]:
+                step = line.series.steps[after - 1]
+                at = "" if step == end else f" at {across[1](step)}"
+                values.append(f"{line.label}: {number(line.series.values[after - 1])}{at}")
+                positions[index] = after
+        left = frame.left
+        if place:
+            left = frame.x((ends[place - 1] + end) / 2)
+        right = frame.right
+        if place + 1 < len(ends):
+            right = frame.x((end + ends[place + 1]) / 2)
+        about = "\n".join([f"{across[0]} {across[1](end)}", *values])
+        yield (
+            f'<rect class="h" x="{left:.1f}" y="{frame.top:.0f}" width="{right - left:.1f}" '
+            f'height="{frame.bottom - frame.top:.0f}"><title>{_tooltip(about)}</title></rect>'
+        )
+
+
+def _tooltip(words: str) -> str:
+    """Escape a text of several lines for the title of an element."""
+    return "\n".join(map(text, words.split("\n")))
 
 
 def _sample(line: Line) -> str:

@@ -20,6 +20,7 @@ from framework.report.figures import (
     moment,
     number,
     outcome,
+    result_text,
     state,
     verdict_of,
 )
@@ -53,27 +54,39 @@ p {margin: .3em 0}
 ul {margin: .4em 0; padding-left: 1.2em; overflow-wrap: anywhere}
 a {color: var(--l0)}
 .soft {color: var(--soft)}
-.verdict {margin: 16px 0; padding: 12px 16px; border: 1px solid var(--grid); \
+.outcome {margin: 16px 0; padding: 12px 16px; border: 1px solid var(--grid); \
 border-left: 5px solid; border-radius: 6px}
-.verdict p {overflow-wrap: anywhere}
-.verdict strong {font-size: 1.12rem}
+.outcome p {overflow-wrap: anywhere}
+.outcome strong {font-size: 1.12rem}
+.badge {display: inline-block; margin-left: .5em; font-size: .8rem; font-weight: 600; line-height: 1.5; \
+padding: 0 .7em; border: 1px solid; border-radius: 1em; vertical-align: middle}
+.finished {color: #1a7f37}
+.stopped {color: #8a5a00}
 .failed {color: #c0182b}
-@media (prefers-color-scheme: dark) {.failed {color: #ff8a94}}
+.open {color: var(--soft)}
+@media screen and (prefers-color-scheme: dark) {
+  .finished {color: #4ac26b}
+  .stopped {color: #d4a72c}
+  .failed {color: #ff8a94}
+}
 nav {margin: 0 0 14px}
 nav a {margin-right: 14px; display: inline-block}
-.tiles {display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); \
-gap: 10px; margin: 18px 0}
-.tiles div {border: 1px solid var(--grid); border-radius: 6px; padding: 8px 12px; min-width: 0}
+.tiles {display: flex; flex-wrap: wrap; gap: 10px; margin: 10px 0}
+.tiles div {flex: 1 1 140px; border: 1px solid var(--grid); border-radius: 6px; \
+padding: 8px 12px; min-width: 0}
 .tiles dt {font-size: .8rem; color: var(--soft); overflow-wrap: anywhere}
 .tiles dd {margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums}
+.tiles.results dd {font-size: 1.45rem}
 .tiles span {display: block; font-size: .8rem; font-weight: 400}
-.charts {display: grid; \
-grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 14px}
-figure {margin: 0; border: 1px solid var(--grid); border-radius: 6px; padding: 8px; min-width: 0}
-figure svg {display: block; width: 100%; height: auto}
-.wide {grid-column: 1 / -1}
+.charts {display: grid; grid-template-columns: repeat(6, 1fr); gap: 14px}
+figure {grid-column: span 6; margin: 0; border: 1px solid var(--grid); border-radius: 6px; \
+padding: 8px; min-width: 0}
+figure svg {display: block; width: 100%; max-width: 520px; height: auto}
+.wide svg {max-width: none}
 .wide .large {display: none}
+@media (min-width: 740px) {.third, .half {grid-column: span 3} .last {grid-column: span 6}}
 @media (min-width: 860px) {.wide .large {display: block} .wide .small {display: none}}
+@media (min-width: 1100px) {.third {grid-column: span 2} .half {grid-column: span 3}}
 details {margin: .3em 0}
 summary {cursor: pointer; font-size: .85rem; color: var(--soft)}
 .scroll {overflow-x: auto; max-width: 100%}
@@ -87,8 +100,9 @@ pre {font: 12px/1.45 ui-monospace, monospace; margin: 0}
 @media print {
   body {font-size: 11px}
   nav, summary {display: none}
-  figure, .verdict, .tiles div {break-inside: avoid}
-  .charts {grid-template-columns: 1fr 1fr}
+  figure, .outcome, .tiles div {break-inside: avoid}
+  .third, .half {grid-column: span 3}
+  .last {grid-column: span 6}
   .scroll {max-height: none !important}
 }
 """
@@ -118,7 +132,8 @@ def page(runs: Sequence[RunRecords], *, refresh_seconds: int = 0) -> str:
         _cut(title, 160),
         sections,
         about="Report of training",
-        top=_verdicts(runs),
+        badge=_badge(runs[0]) if len(runs) == 1 else "",
+        top="".join(_outcome(run, style, len(runs) > 1) for style, run in enumerate(runs)),
         lead=_headline_figures(runs),
         refresh_seconds=refresh_seconds,
     )
@@ -136,6 +151,7 @@ def document(
     *,
     about: str,
     top: str,
+    badge: str = "",
     lead: str = "",
     refresh_seconds: int = 0,
 ) -> str:
@@ -145,6 +161,7 @@ def document(
         title: heading of the page.
         sections: heading and HTML of each.
         about: line above the title.
+        badge: HTML beside the title.
         top: HTML before the links to the sections.
         lead: HTML after them.
         refresh_seconds: after how long a browser loads it anew; 0 for never.
@@ -168,7 +185,7 @@ def document(
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<style>{STYLE}{_PAGE_STYLE}</style></head>\n"
-        f'<body><header><p class="soft">{text(about)}</p><h1>{text(title)}</h1>{top}'
+        f'<body><header><p class="soft">{text(about)}</p><h1>{text(title)}{badge}</h1>{top}'
         f'<nav aria-label="Sections">{links}</nav></header>\n<main>{lead}{body}</main>\n'
         f'<footer class="soft">Written by dsf-trainer {written}</footer></body></html>\n'
     )
@@ -181,35 +198,51 @@ def write_page(folder: Path, out: Path) -> None:
     replace_text(out, page([read_run(folder, most_points=MOST_POINTS_AT_END)]))
 
 
-def _verdicts(runs: Sequence[RunRecords]) -> str:
-    """Return the verdict of each run, how far it came, and what its folder lacks."""
-    parts = []
-    for style, run in enumerate(runs):
-        verdict = verdict_of(run)
-        name = f"{text(run.name)}: " if len(runs) > 1 else ""
-        notes = list(run.notes)
-        for change in changes(run):
-            notes.append(f"changed after step {change['step']}: {'; '.join(change['changes'])}")
-        if run.last_error and run.last_error != error_of(run):
-            notes.append(f"last error: {run.last_error}")
-        about = f"{text(_sentence(state(run)))}{text(_where(run))}"
-        parts.append(
-            f'<div class="verdict" style="border-left-color:var(--l{style % 6})">'
-            f"{_failure(run, name)}<p><strong>{name}"
-            f"{text(verdict.sentence)}.</strong></p><p>Try next: {text(verdict.advice)}.</p>"
-            f'<p class="soft">{about}</p>{_list(notes)}</div>'
-        )
-    return "".join(parts)
-
-
-def _failure(run: RunRecords, name: str) -> str:
-    """Return the line of a run that failed, which comes before any verdict; empty for others."""
-    if outcome(run) != "failed":
-        return ""
+def _outcome(run: RunRecords, style: int, has_name: bool) -> str:
+    """Return what a reader asks first of a run: how it ended, its result, its error; then what it
+    ran on, what bounds its speed, and what its folder lacks.
+    """
+    verdict = verdict_of(run)
+    name = ""
+    if has_name:
+        name = f"{text(run.name)} {_badge(run)} "
+    sentences = _sentence(state(run))
+    result = result_text(run)
+    if result:
+        sentences += f" {result}."
+    error = ""
+    if outcome(run) == "failed":
+        error = f'<p class="failed">{text(error_of(run))}</p>'
     return (
-        f'<p class="failed"><strong>{name}{text(_sentence(state(run)))}</strong> '
-        f"{text(error_of(run))}</p>"
+        f'<div class="outcome" style="border-left-color:var(--l{style % 6})">'
+        f"<p><strong>{name}{text(sentences)}</strong></p>{error}"
+        f'<p class="soft">{text(_where(run).strip())}</p>'
+        f"<p><b>Speed:</b> {text(verdict.sentence)}. "
+        f"<b>Try next:</b> {text(verdict.advice)}.</p>{_list(_notes(run))}</div>"
     )
+
+
+def _notes(run: RunRecords) -> list[str]:
+    """Return what the folder lacks, settings that were changed, and the error of an earlier start."""
+    notes = list(run.notes)
+    for change in changes(run):
+        notes.append(f"changed after step {change['step']}: {'; '.join(change['changes'])}")
+    if run.last_error and run.last_error != error_of(run):
+        notes.append(f"last error: {run.last_error}")
+    return notes
+
+
+def _badge(run: RunRecords) -> str:
+    state_name = outcome(run)
+    return f'<span class="badge {state_name}">{_BADGES[state_name]}</span>'
+
+
+_BADGES: Final = {
+    "finished": "finished",
+    "stopped": "stopped",
+    "failed": "failed",
+    "open": "not ended",
+}
 
 
 def _sentence(words: str) -> str:
@@ -218,16 +251,15 @@ def _sentence(words: str) -> str:
 
 def _where(run: RunRecords) -> str:
     """Return device, model and dates in a line; what is not known is left out."""
-    config = run.config
     cluster = run.section("cluster")
-    model = _value_of(config, "model", "kind") or _value_of(config, "model", "target") or "unknown"
+    model = run.setting("model", "kind") or run.setting("model", "target") or "unknown"
     device = run.environment.get("device", cluster.get("device"))
     facts = [f"model {show_value(model)}"]
     world_size = cluster.get("world_size")
     if world_size is not None and device is not None:
         facts.append(f"{world_size} x {device}")
-    dtype = _value_of(config, "precision", "dtype")
-    stage = _value_of(config, "zero", "stage")
+    dtype = run.setting("precision", "dtype")
+    stage = run.setting("zero", "stage")
     if dtype is not None and stage is not None:
         facts.append(f"{dtype}, ZeRO {stage}")
     stamps = run.clock.finite_values
@@ -239,21 +271,34 @@ def _where(run: RunRecords) -> str:
     return line
 
 
-def _value_of(values: Mapping[str, Any], section: str, key: str) -> Any:
-    """Return the value of a key in a section of `values`, or None."""
-    entries = values.get(section)
-    if isinstance(entries, Mapping):
-        return entries.get(key)
-    return None
-
-
 def _headline_figures(runs: Sequence[RunRecords]) -> str:
-    """Return the headline figures: tiles of one run, a table of several."""
+    """Return the headline figures: tiles of one run; of several a table, below the settings in
+    which they differ.
+    """
     if len(runs) == 1:
-        return _tiles(headline(runs[0]))
-    columns = [dict(headline(run)) for run in runs]
+        rows = ""
+        for name, entries in headline(runs[0]).items():
+            rows += _tiles(name, entries)
+        return rows
+    columns = []
+    for run in runs:
+        column: dict[str, str] = {}
+        for entries in headline(run).values():
+            column.update(entries)
+        columns.append(column)
     table = _rows_of(columns)
-    return _table(["", *_run_names(runs)], table, label="Headline figures")
+    for row in table:
+        _explain_gaps(row, runs)
+    return _differences(runs) + _table(["", *_run_names(runs)], table, label="Headline figures")
+
+
+def _explain_gaps(row: list[str], runs: Sequence[RunRecords]) -> None:
+    """Fill the cells of a row for figures that a run does not have."""
+    for index, run in enumerate(runs, start=1):
+        if not row[index]:
+            is_evaluation = row[0].startswith("best ")
+            was_evaluated = bool(eval_metrics(run))
+            row[index] = "not measured" if was_evaluated or not is_evaluation else "not evaluated"
 
 
 def _run_names(runs: Sequence[RunRecords]) -> list[str]:
@@ -276,36 +321,60 @@ def _rows_of(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
     return rows
 
 
-def _tiles(figures: Sequence[tuple[str, str]]) -> str:
+def _tiles(name: str, entries: Sequence[tuple[str, str]]) -> str:
+    """Return a row of tiles: what a figure is, its value, and its unit or step below."""
     tiles = ""
-    for label, value in figures:
+    for label, value in entries:
         below = ""
         if label != "duration":
-            # The unit, or the step, of a number stands below it.
             value, _, below = value.partition(" ")
         tiles += (
             f"<div><dt>{text(label)}</dt><dd>{text(value)} <span>{text(below)}</span></dd></div>"
         )
-    return f'<dl class="tiles">{tiles}</dl>'
+    kind = " results" if name == "Result" else ""
+    return f'<dl class="tiles{kind}" aria-label="{text(name)}">{tiles}</dl>'
 
 
 def figures(charts: Sequence[Chart]) -> str:
-    """Return charts side by side, each with its data as a table."""
-    content = "".join(map(_figure, charts))
+    """Return charts side by side, each with its data as a table, in rows that they fill: a chart
+    with a wide drawing takes one, the others stand in threes, and in twos where one would be left.
+    """
+    content = ""
+    narrow = []
+    for chart in charts:
+        if chart.wide:
+            content += _figure(chart, "wide")
+        else:
+            narrow.append(chart)
+    shapes = _shapes(len(narrow))
+    for chart, shape in zip(narrow, shapes, strict=True):
+        content += _figure(chart, shape)
     return f'<div class="charts">{content}</div>'
 
 
-def _figure(chart: Chart) -> str:
-    shape = ""
+def _shapes(count: int) -> list[str]:
+    """Return the share of a row that each of some charts takes; on screens that fit two, `last` is
+    the one without a neighbour.
+    """
+    if count == 1:
+        return ["whole"]
+    num_halves = {0: 0, 1: 4, 2: 2}[count % 3]
+    shapes = ["third"] * (count - num_halves) + ["half"] * num_halves
+    if count % 2:
+        shapes[-1] += " last"
+    return shapes
+
+
+def _figure(chart: Chart, shape: str) -> str:
     drawings = chart.svg
     if chart.wide:
-        shape = " class=wide"
         drawings = f'<div class="small">{chart.svg}</div><div class="large">{chart.wide}</div>'
     data = _table(chart.columns, chart.rows, label=f"Data of {chart.title}")
     if chart.note:
         data += f'<p class="soft">{text(chart.note)}</p>'
+    remark = f'<p class="soft">{text(chart.remark)}</p>' if chart.remark else ""
     return (
-        f'<figure{shape} id="chart-{chart.slug}">{drawings}'
+        f'<figure class="{shape}" id="chart-{chart.slug}">{drawings}{remark}'
         f"<details><summary>Data: {text(chart.title)}</summary>{data}</details></figure>"
     )
 
@@ -315,10 +384,7 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[tuple[str, str]]:
     yield "Profile", _for_each(runs, _profile)
     yield "Evaluation", _for_each(runs, _evaluation)
     yield "Events", _for_each(runs, _events)
-    configs = "".join(map(_config, runs))
-    if len(runs) > 1:
-        configs = _differences(runs) + configs
-    yield "Config", configs
+    yield "Config", "".join(map(_config, runs))
     yield "Environment", _environment(runs)
 
 

@@ -130,6 +130,15 @@ class RunRecords:
             return section
         return {}
 
+    def setting(self, section: str, key: str) -> Any:
+        """Return a value of the run's config, such as `checkpoint` `keep_best`; None if the config
+        does not have it.
+        """
+        entries = self.config.get(section)
+        if isinstance(entries, Mapping):
+            return entries.get(key)
+        return None
+
     def happened(self, *kinds: str) -> list[dict[str, Any]]:
         """Return the events of some kinds."""
         return [event for event in self.events if event["kind"] in kinds]

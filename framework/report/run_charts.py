@@ -10,7 +10,16 @@ from typing import Any, Final, TypeVar
 from framework.report.area_chart import area_chart
 from framework.report.bar_chart import bar_chart
 from framework.report.chart import Chart
-from framework.report.figures import PHASE_NAMES, duration, means, number, size, time_split
+from framework.report.figures import (
+    PHASE_NAMES,
+    byte_unit,
+    duration,
+    flops_unit,
+    means,
+    number,
+    size,
+    time_split,
+)
 from framework.report.goodput import goodput
 from framework.report.line_chart import Line, Mark, line_chart
 from framework.report.profile import timeline_of
@@ -26,13 +35,12 @@ _CURVES: Final[Mapping[str, tuple[str, str]]] = {
 _RATES: Final[Mapping[str, tuple[str, str, float]]] = {
     "throughput/tokens_per_sec": ("Throughput in tokens", "tokens/s", 1.0),
     "throughput/samples_per_sec": ("Throughput in samples", "samples/s", 1.0),
-    "throughput/tflops": ("Arithmetic per device", "TFLOP/s", 1.0),
+    "throughput/tflops": ("Arithmetic per device", "TFLOP/s", 1.0),  # or a smaller unit
     "throughput/mfu": ("Model FLOPs utilization (MFU)", "% of peak", 100.0),
     "time/step_ms": ("Time of a step", "ms", 1.0),
 }
 _SHOWN_ELSEWHERE: Final = ("time/", "memory/", "eval/")
 _MOST_OTHERS: Final = 24
-_GIB: Final = 1 << 30
 
 
 def charts_of(runs: Sequence[RunRecords]) -> dict[str, list[Chart]]:
@@ -111,7 +119,21 @@ def _loss(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
         for step, value in zip(loss.steps, loss.values, strict=True):
             if not isfinite(value):
                 marks.append(Mark("nan", step))
-    yield line_chart("loss", "Loss", "loss", lines, marks=marks, has_wide=True)
+    yield line_chart(
+        "loss", "Loss", "loss", lines, marks=marks, has_wide=True, remark=_smoothing(runs)
+    )
+
+
+def _smoothing(runs: Sequence[RunRecords]) -> str:
+    """Return why the losses of training and evaluation do not compare, if labels are smoothed."""
+    for run in runs:
+        share = run.setting("task", "label_smoothing")
+        if isinstance(share, int | float) and share > 0:
+            return (
+                f"train/loss is of smoothed labels (task.label_smoothing: {share}) and stays "
+                "above eval/loss, which is of the labels themselves."
+            )
+    return ""
 
 
 def _is_loss(name: str) -> bool:
@@ -149,9 +171,19 @@ def _rates(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
         planned = None
         if name == "time/step_ms" and len(runs) == 1:
             planned = _planned_step(runs[0])
+        if name == "throughput/tflops":
+            unit, factor = flops_unit(_largest(runs, name))
         slug = name.replace("/", "-")
         lines = _lines(runs, name, factor=factor)
         yield line_chart(slug, title, unit, lines, from_zero=True, reference=planned)
+
+
+def _largest(runs: Sequence[RunRecords], metric: str) -> float:
+    """Return the largest finite value of a metric in any run; 0 without one."""
+    largest = 0.0
+    for run in runs:
+        largest = max([largest, *run.metrics.get(metric, Series()).finite_values])
+    return largest
 
 
 def _planned_step(run: RunRecords) -> tuple[str, float] | None:
@@ -239,17 +271,20 @@ def _prefix(run: RunRecords, runs: Sequence[RunRecords]) -> str:
 
 def _memory(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
     bars = []
+    longest = 0.0
     for run in runs:
         for label, parts in _memory_bars(run):
             bars.append((_prefix(run, runs) + label, parts))
+            longest = max(longest, sum(num_bytes for _, num_bytes in parts))
     title = "Peak memory of a device: plan and run"
-    yield bar_chart("memory-plan", title, "GiB", bars, show=size, shown_unit=_GIB)
+    unit, divisor = byte_unit(longest)
+    yield bar_chart("memory-plan", title, unit, bars, show=size, shown_unit=divisor)
     for index, name in enumerate(_names(runs, "memory/")[:_MOST_OTHERS]):
         factor = 1.0
         unit = name
         if name.endswith("_bytes"):
-            factor = 1.0 / _GIB
-            unit = "GiB"
+            unit, divisor = byte_unit(_largest(runs, name))
+            factor = 1.0 / divisor
         reference = None
         if len(runs) == 1 and name == "memory/device_peak_bytes":
             peak = plan_peak(runs[0])

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from framework.report.figures import best, headline, means, state, summary, time_split
+from framework.report.figures import (
+    best,
+    byte_unit,
+    flops_unit,
+    headline,
+    means,
+    result_text,
+    state,
+    summary,
+    time_split,
+)
 from framework.report.page import page
 from framework.report.records import Series, read_run
 from tests.report.made_runs import EVENTS, PARTS, point, points, write_run
@@ -111,7 +121,10 @@ def test_an_error_of_an_earlier_start_is_not_of_this_one(tmp_path: Path) -> None
 
 def test_headline_and_summary_agree(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
-    rows = dict(headline(run))
+    groups = headline(run)
+    assert list(groups) == ["Result", "Time", "Speed and memory"]
+    assert groups["Result"][0] == ("best eval/accuracy", "0.8333 at step 100")
+    rows = dict(row for rows in groups.values() for row in rows)
     assert rows["best eval/accuracy"] == "0.8333 at step 100"
     assert rows["MFU"] == "35.0%"
     assert rows["peak device memory"] == "2.5 GiB"
@@ -119,3 +132,28 @@ def test_headline_and_summary_agree(tmp_path: Path) -> None:
     assert found["best"]["eval/accuracy"] == {"step": 100, "value": pytest.approx(100 / 120)}
     assert found["verdict"]["kind"] == "compute-bound"
     assert found["step"] == found["total_steps"] == 100
+
+
+def test_the_metric_of_the_result_is_the_one_that_is_kept(tmp_path: Path) -> None:
+    plain = read_run(write_run(tmp_path / "plain"))
+    assert result_text(plain) == "eval/accuracy 0.8333, best at step 100"
+    kept = read_run(
+        write_run(
+            tmp_path / "kept",
+            config={"checkpoint": {"keep_best": "eval/loss"}},
+            lines=[point(1, eval__loss=0.5, eval__accuracy=0.9), point(2, eval__loss=0.75)],
+        )
+    )
+    assert result_text(kept) == "eval/loss 0.5, best at step 1 (0.75 at 2)"
+    bare = read_run(write_run(tmp_path / "bare", lines=[point(3, train__loss=0.25)]))
+    assert result_text(bare) == "train/loss 0.25 at step 3, not evaluated"
+    assert result_text(read_run(write_run(tmp_path / "none", lines=[point(3)]))) == ""
+
+
+def test_units_are_those_of_the_largest_value() -> None:
+    assert byte_unit(1000) == ("B", 1)
+    assert byte_unit(4.35 * 2**20) == ("MiB", 2**20)
+    assert byte_unit(3 * 2**50) == ("TiB", 2**40)
+    assert flops_unit(312.0) == ("TFLOP/s", 1)
+    assert flops_unit(0.0027) == ("GFLOP/s", 1e3)
+    assert flops_unit(1e-5) == ("MFLOP/s", 1e6)

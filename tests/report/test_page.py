@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from framework.report.page import page, write_page
+from framework.report.page import _shapes, page, write_page
 from framework.report.records import read_run
 from framework.report.run_charts import charts_of
-from tests.report.made_runs import CONFIG, PLAN, point, points, write_run
+from tests.report.made_runs import CONFIG, EVENTS, PLAN, START, point, points, write_run
 
 VOID = {"meta", "link", "br"}
 
@@ -105,6 +105,56 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     ]
 
 
+def test_the_outcome_and_the_result_stand_before_the_speed(tmp_path: Path) -> None:
+    text = page([read_run(write_run(tmp_path / "made"))])
+    order = [
+        '<span class="badge finished">finished</span>',
+        "Finished after 100 steps. eval/accuracy 0.8333, best at step 100.",
+        "<b>Speed:</b> compute-bound",
+        "<b>Try next:</b>",
+        "best eval/accuracy",
+        "<dt>duration</dt>",
+        "<dt>mean step</dt>",
+    ]
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+    failed = [*EVENTS, {"kind": "end", "time_seconds": START + 90, "error": "no space"}]
+    text = page([read_run(write_run(tmp_path / "failed", events=failed))])
+    assert '<span class="badge failed">failed</span>' in text
+    assert text.index("no space") < text.index("<b>Speed:</b>")
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_charts_fill_their_rows(count: int) -> None:
+    width_of = {"third": 2, "half": 3, "whole": 6}
+    shapes = _shapes(count)
+    row = 0
+    for shape in shapes:
+        row += width_of[shape.partition(" ")[0]]
+        assert row <= 6
+        row %= 6
+    assert row == 0
+    # On screens that fit two, only the last one may be alone, and takes the whole row.
+    assert [shape.endswith(" last") or shape == "whole" for shape in shapes] == (
+        [False] * (count - 1) + [count % 2 == 1]
+    )
+
+
+def test_values_are_shown_under_the_pointer_without_a_script(tmp_path: Path) -> None:
+    lines = [point(step, train__loss=1 / step, eval__loss=2 / step) for step in (1, 2, 4)]
+    lines[1].pop("eval/loss")
+    text = page([read_run(write_run(tmp_path / "run", lines=lines))])
+    assert "<title>optimizer step 2\ntrain/loss: 0.5</title>" in text
+    assert "<title>optimizer step 4\ntrain/loss: 0.25\neval/loss: 0.5</title>" in text
+
+
+def test_smoothed_labels_are_named_where_losses_do_not_compare(tmp_path: Path) -> None:
+    smoothed = CONFIG | {"task": {"kind": "classification", "label_smoothing": 0.1}}
+    text = page([read_run(write_run(tmp_path / "run", config=smoothed))])
+    assert "train/loss is of smoothed labels (task.label_smoothing: 0.1)" in text
+    assert "smoothed" not in page([read_run(write_run(tmp_path / "other"))])
+
+
 def test_what_is_known_is_shown_whatever_its_name(tmp_path: Path) -> None:
     config = CONFIG | {"model": {"target": "my.models:NoneOfThem"}}
     write_run(tmp_path / "run", config=config)
@@ -154,6 +204,7 @@ def test_several_runs_stand_over_each_other_with_what_differs(tmp_path: Path) ->
     assert "optimizer.lr\n0.001\n0.002\n" in text
     assert "optimizer.eps\n1.0e-08\n" in text or "optimizer.eps\n1e-08\n" in text
     assert "optimizer.kind\n" not in text
+    assert text.index("optimizer.lr\n") < text.index("best eval/accuracy\n")
     charts = {
         chart.slug: chart
         for charts in charts_of([read_run(folder) for folder in folders]).values()

@@ -153,7 +153,7 @@ def test_how_far_a_run_came_is_not_read_from_its_metrics_alone(tmp_path: Path) -
     run = read_run(folder := write_run(tmp_path / "run", lines=points(range(1, 12)), events=events))
     assert (run.last_logged_step, run.last_step) == (11, 60)
     assert state(run) == "reached 60 of 100 steps; it trains, or was ended from outside"
-    assert dict(headline(run))["steps"] == "60 of 100"
+    assert dict(headline(run)["Time"])["steps"] == "60 of 100"
     assert (
         "metrics.jsonl ends with step 11; by its events and checkpoints the run came to step 60"
         in run.notes

@@ -118,7 +118,7 @@ def test_files_that_may_grow_no_more_cost_their_lines(runs: tuple[Path, list[str
     )
     assert "disk: finished after 60 steps" in printed[1]
     run = read_run(folder / "disk")
-    assert (state(run), dict(headline(run))["steps"]) == ("finished after 60 steps", "60")
+    assert (state(run), dict(headline(run)["Time"])["steps"]) == ("finished after 60 steps", "60")
 
 
 @pytest.mark.slow
