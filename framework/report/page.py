@@ -51,6 +51,7 @@ h1 {font-size: 1.7rem; line-height: 1.2; margin: .1em 0; overflow-wrap: anywhere
 h2 {font-size: 1.15rem; margin: 2em 0 .7em; padding-top: .6em; border-top: 1px solid var(--grid)}
 h3 {font-size: 1rem; margin: 1em 0 .3em; overflow-wrap: anywhere}
 p {margin: .3em 0}
+main > p {margin-top: 1em}
 ul {margin: .4em 0; padding-left: 1.2em; overflow-wrap: anywhere}
 a {color: var(--l0)}
 .soft {color: var(--soft)}
@@ -289,7 +290,8 @@ def _headline_figures(runs: Sequence[RunRecords]) -> str:
     table = _rows_of(columns)
     for row in table:
         _explain_gaps(row, runs)
-    return _differences(runs) + _table(["", *_run_names(runs)], table, label="Headline figures")
+    figures = _table(["", *_run_names(runs)], table, label="Headline figures")
+    return f"{_differences(runs)}<p>Headline figures:</p>{figures}"
 
 
 def _explain_gaps(row: list[str], runs: Sequence[RunRecords]) -> None:
@@ -297,8 +299,9 @@ def _explain_gaps(row: list[str], runs: Sequence[RunRecords]) -> None:
     for index, run in enumerate(runs, start=1):
         if not row[index]:
             is_evaluation = row[0].startswith("best ")
-            was_evaluated = bool(eval_metrics(run))
-            row[index] = "not measured" if was_evaluated or not is_evaluation else "not evaluated"
+            row[index] = "-"
+            if is_evaluation and not eval_metrics(run):
+                row[index] = "not evaluated"
 
 
 def _run_names(runs: Sequence[RunRecords]) -> list[str]:
