@@ -184,6 +184,7 @@ def with_scores(work: ModelWork, scores: int) -> ModelWork:
             part = replace(
                 part,
                 masked_flops=0,
+                score_flops=part.score_flops + part.masked_flops,
                 moved_bytes=part.moved_bytes + moved_bytes,
                 saved_bytes=part.saved_bytes + saved_bytes,
                 split_bytes=part.split_bytes + saved_bytes,

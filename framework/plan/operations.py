@@ -120,6 +120,9 @@ class Tape:
         moved_bytes: bytes that all its other operations read and write.
         frozen_flops: operations that the backward pass leaves out, of twice `flops`: gradients of
             weights that are not trained, and of inputs that nothing trained comes before.
+        score_flops: the part of `flops` of products without a weight, such as the scores of
+            attention, without masked ones.
+        frozen_score_flops: the part of `frozen_flops` of such products.
         again_flops: the part of `flops` that runs again in the backward pass in any case.
         again_bytes: bytes that other operations move in the backward pass for it.
         products: matrix products and convolutions of the part.
@@ -145,6 +148,8 @@ class Tape:
     masked_flops: int = 0
     moved_bytes: int = 0
     frozen_flops: int = 0
+    score_flops: int = 0
+    frozen_score_flops: int = 0
     again_flops: int = 0
     again_bytes: int = 0
     products: int = 0
@@ -160,6 +165,8 @@ class Tape:
         self.masked_flops = 0
         self.moved_bytes = 0
         self.frozen_flops = 0
+        self.score_flops = 0
+        self.frozen_score_flops = 0
         self.again_flops = 0
         self.again_bytes = 0
         self.products = 0
@@ -683,15 +690,13 @@ class Tape:
         """Apply attention in one kernel, which keeps inputs, output and a sum for each row."""
         batch, heads, length, _ = query.shape
         flops = int(_attention_flops(query) / texts)
-        if is_causal:
-            self.masked_flops += masked(flops, ceil(length / texts))
+        hidden = masked(flops, ceil(length / texts)) if is_causal else 0
         sums = Value((batch, heads, length), _FP32, has_gradient=False)
         saves = [query, key, value, sums]
         if mask is not None:
             saves.append(Value(mask.shape, query.width, has_gradient=False))
         made = self.run(query, key, value, shape=query.shape, saves=saves, flops=flops)
-        if not made.has_gradient:
-            self.frozen_flops += 2 * flops
+        self._note_scores(flops, hidden, flows=made.has_gradient)
         self.note_product(made, sums)
         return self.save_output(made)
 
@@ -711,8 +716,7 @@ class Tape:
         """
         batch, heads, length, _ = query.shape
         flops = ring * _attention_flops(query)
-        if is_causal:
-            self.masked_flops += masked(flops, length * ring)
+        hidden = masked(flops, length * ring) if is_causal else 0
         travelling = (prod(key.shape) + prod(value.shape),)
         wide = self.run(query, shape=query.shape, width=_FP32, has_gradient=False)
         sent = self.run(key, value, shape=travelling, has_gradient=False)
@@ -739,6 +743,7 @@ class Tape:
             temporary=in_fp32 + of_chunk + 2 * sent.num_bytes,
             holds=[wide, sent, coming],
         )
+        self._note_scores(flops, hidden, flows=made.has_gradient)
         self.note_product(made, sums)
         return self.save_output(made)
 
@@ -763,9 +768,18 @@ class Tape:
             flops=product_flops,
             holds=[*wide, queries, keys],
         )
-        if not mixed.has_gradient:
-            self.frozen_flops += 4 * product_flops
+        self._note_scores(2 * product_flops, 0, flows=mixed.has_gradient)
         return self.run(self.cast(mixed, query.width), shape=query.shape)
+
+    def _note_scores(self, flops: int, hidden: int, *, flows: bool) -> None:
+        """Count operations of attention as products without a weight; fused kernels leave out
+        `hidden` of them, and without a gradient there is no backward pass.
+        """
+        self.masked_flops += hidden
+        self.score_flops += flops - hidden
+        if not flows:
+            self.frozen_flops += 2 * flops
+            self.frozen_score_flops += 2 * flops
 
     def cross_entropy(self, logits: Value, targets: Value) -> Value:
         """Map logits (samples, classes) and class numbers to a sum, in fp32.
@@ -800,6 +814,8 @@ class Tape:
         trained = sum(prod(shape) for name, shape in new.items() if self.is_trained(name))
         flops = inner.flops * rows // tile
         self.frozen_flops += inner.frozen_flops * rows // tile
+        self.score_flops += inner.score_flops * rows // tile
+        self.frozen_score_flops += inner.frozen_score_flops * rows // tile
         self.again_flops += flops
         # Of the sum over tiles: it is read and written, and a tile's gradient is read.
         sums = ceil(rows / tile) * trained * (2 * _FP32 + value.width)

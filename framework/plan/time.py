@@ -271,47 +271,33 @@ class _Step:
         """Return the elements of weights in a part's matrix products: shared ones and frozen ones
         included.
         """
-        trained = part.num_params + part.shared_params
-        if not self.work.frozen or not self.work.num_tokens:
-            return trained
-        num_frozen = self.work.num_frozen(part)
-        if num_frozen:
-            return trained + num_frozen
-        return trained or part.flops / 2 / self.work.num_tokens
+        weights = part.num_params + part.shared_params
+        if self.work.frozen:
+            weights += self.work.num_frozen(part)
+        return weights
 
-    def products(self, part: LayerWork) -> float:
-        """Return the seconds of a part's matrix products, forward.
-
-        Products without a weight are counted as scores of attention, without masked ones.
+    def products(self, part: LayerWork) -> tuple[float, float]:
+        """Return the forward and backward seconds of a part's products with weights: two products
+        backward for a trained weight, one for a frozen one.
         """
         by = self.by
         rates = self.rates
-        if not part.flops:
-            return 0.0
-        weights = self.weights(part)
+        if not part.weight_flops:
+            return 0.0, 0.0
         plateau = rates.plateau
         if self.is_hopper:
             plateau = rates.plateau_hopper
         fastest = self.fastest
         if self.is_rounded(part):
             fastest = self.fastest_rounded
-        saturation = sqrt(fastest / 1e15 * by.tensor / max(weights, 1))
+        saturation = sqrt(fastest / 1e15 * by.tensor / max(self.weights(part), 1))
         reached = plateau / (1 + rates.width * saturation)
-        seconds = self.weight_flops(part) / reached / fastest
-        return self.samples * seconds / by.tensor / by.sequence + self.scores(part)
+        seconds = self.samples / reached / fastest / by.tensor / by.sequence
+        again = part.again_flops + by.products_again * part.weight_flops
+        return seconds * part.weight_flops, seconds * (part.backward_weight_flops + again)
 
-    def weight_flops(self, part: LayerWork) -> float:
-        """Return the operations of a part's products with its weights."""
-        weights = self.weights(part)
-        flops: float = part.flops - part.masked_flops
-        if not weights:
-            return 0.0
-        if self.work.num_tokens is not None:
-            flops = min(2 * self.work.num_tokens * weights, flops)
-        return flops
-
-    def scores(self, part: LayerWork) -> float:
-        """Return the seconds of a part's products without a weight, forward.
+    def scores(self, part: LayerWork) -> tuple[float, float]:
+        """Return the forward and backward seconds of a part's products without a weight.
 
         Around a ring of r teams the last one sees all chunks where attention is causal, and the
         others wait for it: r chunks, of (r + 1) / 2 that a team computes in the mean.
@@ -320,11 +306,11 @@ class _Step:
         attention = self.rates.attention
         if self.is_hopper:
             attention = self.rates.attention_hopper
-        flops = part.flops - part.masked_flops - self.weight_flops(part)
-        seconds = self.samples * flops / attention / self.fastest / by.tensor / by.sequence
+        seconds = self.samples / attention / self.fastest / by.tensor / by.sequence
         if part.masked_flops > 0:
             seconds *= 2 * by.ring / (by.ring + 1)
-        return seconds
+        backward = part.backward_score_flops + by.products_again * part.score_flops
+        return seconds * part.score_flops, seconds * backward
 
     @property
     def is_hopper(self) -> bool:
@@ -364,24 +350,27 @@ class _Step:
 
     def part(self, part: LayerWork, *, is_loss: bool) -> tuple[Seconds, Seconds]:
         """Return the forward and backward seconds of one part and one micro-batch, by component."""
-        product = self.products(part)
+        of_weights, of_gradients = self.products(part)
+        of_scores, of_score_gradients = self.scores(part)
+        product = of_weights + of_scores
+        products_back = of_gradients + of_score_gradients
+        again = self.by.recomputed
+        products_again = self.by.products_again * product
+        if is_loss:
+            again = 0.0
+            products_back -= products_again
+            products_again = 0.0
         moved = self.moved(part, is_loss=is_loss)
         least = self.rates.launch_seconds if part.flops else 0.0
         launch = max(least - product - moved, 0.0)
-        again = 0.0 if is_loss else self.by.recomputed
-        products_again = 0.0 if is_loss else self.by.products_again
         round_forward, round_backward = self.roundings(part)
         forward = {"compute": product, "memory-bound operations": moved, "launch": launch}
         forward["rounding to fp8"] = round_forward
-        # Each product has two in the backward pass, less those for frozen weights; of other
-        # operations as much is moved as forward.
-        further = (part.again_flops - part.frozen_flops) / max(part.flops, 1)
-        products_back = (2 + products_again + further) * product
-        frozen_back = 2 - part.frozen_flops / max(part.flops, 1)
+        # Of operations that are no products as much is moved as forward.
         backward = {
             "compute": products_back,
             "memory-bound operations": (1 + again) * moved + self.moved_for_tiles(part),
-            "launch": max(least - frozen_back * product - moved, 0.0) + again * launch,
+            "launch": max(least - (products_back - products_again) - moved, 0.0) + again * launch,
             "rounding to fp8": round_backward + again * round_forward,
         }
         if not is_loss and part.count > 1:
@@ -432,7 +421,7 @@ class _Step:
         if by.ring == 1:
             return
         keys = 2 * output * by.key_share
-        of_chunk = self.scores(part) / by.ring
+        of_chunk = self.scores(part)[0] / by.ring
         sent = self.collectives.send(keys, team * by.tensor, 1)
         yield "ring of keys", (by.ring - 1, by.ring - 1), max(sent - of_chunk, 0.0)
         in_fp32 = 4 / by.weight_bytes * keys

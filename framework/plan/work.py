@@ -58,6 +58,9 @@ class LayerWork:
         masked_flops: the part of `flops` that fused kernels of causal attention leave out.
         frozen_flops: operations that its backward pass leaves out, of twice `flops`, as weights are
             not trained.
+        score_flops: the part of `flops` of products without a weight, such as the scores of
+            attention, without masked ones.
+        frozen_score_flops: the part of `frozen_flops` of such products.
         is_product: whether it is one product with one weight: the weight's gradient is made while
             its output's is there.
         product_bytes: bytes of the outputs of its products, which selective recomputation keeps.
@@ -93,6 +96,25 @@ class LayerWork:
     widest_bytes: int = 0
     again_flops: int = 0
     again_bytes: int = 0
+    score_flops: int = 0
+    frozen_score_flops: int = 0
+
+    @property
+    def weight_flops(self) -> int:
+        """Operations of its products with weights, trained or frozen."""
+        return self.flops - self.masked_flops - self.score_flops
+
+    @property
+    def backward_weight_flops(self) -> int:
+        """Operations of their gradients: two products for each one with a trained weight, one with
+        a frozen one, none where nothing trained comes before.
+        """
+        return 2 * self.weight_flops - (self.frozen_flops - self.frozen_score_flops)
+
+    @property
+    def backward_score_flops(self) -> int:
+        """Operations of the gradients of products without a weight: two for each one."""
+        return max(2 * self.score_flops - self.frozen_score_flops, 0)
 
     def scaled(self, count: int, num_samples: int) -> LayerWork:
         """Return the work on `count` samples, of that on `num_samples`."""
@@ -566,6 +588,8 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
         widest_bytes=tape.widest_bytes,
         again_flops=tape.again_flops,
         again_bytes=tape.again_bytes,
+        score_flops=tape.score_flops,
+        frozen_score_flops=tape.frozen_score_flops,
     )
     return part, made
 

@@ -108,11 +108,28 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.records.append(self.current)
         return self.current
 
-    def count(self, flops: int, causal_length: int = 0) -> None:
-        """Add operations; causal attention states the length of its sequences."""
-        self.current.figures["flops"] += flops
-        if causal_length:
-            self.current.figures["masked"] += masked(flops, causal_length)
+    def count(self, flops: int, operands: Sequence[Tensor]) -> None:
+        """Add the operations of a product with a weight.
+
+        `operands`: the two that it multiplies; one without a gradient spares the backward pass one
+        of its two products.
+        """
+        figures = self.current.figures
+        figures["flops"] += flops
+        figures["frozen"] += sum(flops for tensor in operands if not tensor.requires_grad)
+
+    def count_scores(self, flops: int, operands: Sequence[Tensor], causal_length: int = 0) -> None:
+        """Add the operations of products without a weight, such as attention's; causal attention
+        states the length of its sequences.
+        """
+        figures = self.current.figures
+        hidden = masked(flops, causal_length) if causal_length else 0
+        figures["flops"] += flops
+        figures["masked"] += hidden
+        figures["scores"] += flops - hidden
+        if not any(tensor.requires_grad for tensor in operands):
+            figures["frozen"] += 2 * flops
+            figures["frozen_scores"] += 2 * flops
 
     def _add_storage(self, tensor: Tensor) -> None:
         """Count the bytes of a tensor's storage until it is freed; a weight's do not count."""
@@ -143,6 +160,10 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             figures["widest"] = max(figures["widest"], storage.nbytes())
         return tensor
 
+    def _has_weight(self, operands: Sequence[Tensor]) -> bool:
+        """Check whether one of the tensors is a weight, or a view of one."""
+        return any(each.untyped_storage()._cdata in self._of_weights for each in operands)
+
     def has_saved(self, tensor: Tensor) -> bool:
         """Check whether the tensor's storage is saved for the backward pass."""
         return tensor.untyped_storage()._cdata in self._saved
@@ -163,10 +184,19 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Add the operations of a matrix product, or the bytes that another operation moves."""
         count_flops = flop_registry.get(func._overloadpacket)
         if count_flops is not None:
-            # the fifth argument of the CPU's fused attention; no other has a truth value there
-            is_causal = args[4:5] == (True,)
-            causal_length = args[0].shape[-2] if is_causal else 0
-            self.count(int(count_flops(*args, **kwargs, out_val=result)), causal_length)
+            flops = int(count_flops(*args, **kwargs, out_val=result))
+            operands = _tensors(args)
+            if func in _BATCHED_PRODUCTS and self._has_weight(operands):
+                self.count(flops, operands[-2:])
+            elif func in _BATCHED_PRODUCTS or "attention" in func.__name__:
+                # the fifth argument of the CPU's fused attention; no other has a truth value there
+                is_causal = args[4:5] == (True,)
+                causal_length = args[0].shape[-2] if is_causal else 0
+                self.count_scores(flops, operands, causal_length)
+            elif func is torch.ops.aten.addmm.default:  # the first one is added
+                self.count(flops, operands[1:3])
+            else:
+                self.count(flops, operands[:2])
             if func not in _BATCHED_PRODUCTS:
                 self.current.figures["products"] += _total_bytes(_tensors(result))
             return
@@ -273,7 +303,8 @@ class _AsOnGPU(TorchFunctionMode):
         is_causal = kwargs.get("is_causal", args[5:6] == (True,))  # the sixth argument
         # Two products: of queries and keys, and of their scores and the values.
         flops = 2 * query.numel() // size * key.shape[-2] * (size + value.shape[-1])
-        self._ledger.count(flops, query.shape[-2] if is_causal else 0)
+        causal_length = query.shape[-2] if is_causal else 0
+        self._ledger.count_scores(flops, (query, key, value), causal_length)
         output = _FusedAttention.apply(query, key, value)
         log_sums_bytes = 4 * query.numel() // size
         self._ledger.current.figures["products"] += _bytes(output) + log_sums_bytes
@@ -292,11 +323,13 @@ def trace_work(
         device: the kind of device that the run will use.
 
     Raises:
+        NotTracedError: the model has recurrent layers of torch's.
         Exception: the model's code fails, for example because it reads numbers of a tensor.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model = _build_model(config, parts)
+        _refuse_recurrent(model)
         buffer_bytes = _total_bytes(model.buffers())
         inputs, targets = tree_map_only(Tensor, fake.from_tensor, batch)
         samples = parts.task.num_samples(targets)
@@ -320,6 +353,22 @@ def trace_work(
     frozen = _shapes(model, trained=False)
     layers = tuple(_layer_works(ledger, model))
     return ModelWork(trained, buffer_bytes, layers, samples, _num_tokens(inputs), frozen)
+
+
+class NotTracedError(Exception):
+    """A module has work that a pass on fake tensors does not show."""
+
+
+def _refuse_recurrent(model: nn.Module) -> None:
+    """Raise NotTracedError for `nn.RNN`, `nn.LSTM` and `nn.GRU`: their kernels keep a workspace
+    for the backward pass, which cuDNN and oneDNN size, and count as one operation without products.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise NotTracedError(
+                f"{name or 'the model'} is a recurrent layer ({type(module).__name__}): what its "
+                "kernels compute and keep for the backward pass is known to cuDNN and oneDNN alone"
+            )
 
 
 def _shapes(model: nn.Module, *, trained: bool) -> dict[str, tuple[int, ...]]:
@@ -550,6 +599,9 @@ def _layer_work(
         num_params=num_params,
         flops=figures["flops"],
         masked_flops=figures["masked"],
+        score_flops=figures["scores"],
+        frozen_flops=figures["frozen"],
+        frozen_score_flops=figures["frozen_scores"],
         moved_bytes=figures["moved"],
         saved_bytes=figures["saved"],
         split_bytes=0,
@@ -596,6 +648,8 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
         return {"unknown": str(error.problems[0])}
     try:
         return {"work": asdict(trace_work(config, parts, batch, device=question["device"]))}
+    except NotTracedError as error:
+        return {"unknown": str(error)}
     except Exception as error:  # the user's code may do anything with tensors without numbers
         return {"unknown": f"it does not run without numbers: {in_one_line(error)}"}
 

@@ -245,7 +245,8 @@ def test_a_ring_sends_keys_and_their_gradients_beside_its_scores() -> None:
     # gradients in fp32, of keys in bf16
     assert found["ring of gradients"] == pytest.approx(8 * 2 * (start + 2 * output / 1e11))
     # 1e11 of its operations are scores, and as many are masked: the last rank sees both chunks
-    scores = replace(BLOCK, flops=BLOCK.flops + 2 * 10**11, masked_flops=10**11)
+    flops = BLOCK.flops + 2 * 10**11
+    scores = replace(BLOCK, flops=flops, score_flops=10**11, masked_flops=10**11)
     work = replace(WORK, parts=(scores, HEAD, LOSS))
     hidden = step_time(work, Parallelism(sequence=4, ring=2), MACHINE, IDEAL).seconds
     assert "ring of keys" not in hidden
@@ -278,14 +279,12 @@ def test_narrow_products_are_slower() -> None:
 
 def test_what_no_weight_takes_part_in_has_the_rate_of_attention() -> None:
     rates = replace(IDEAL, attention=0.5)
-    scores = replace(BLOCK, flops=BLOCK.flops + 10**11)
-    for own, more in (((scores, HEAD, LOSS), 8), ((BLOCK, replace(HEAD, num_params=0), LOSS), 0)):
-        found = step_time(replace(WORK, parts=own), Parallelism(), MACHINE, rates).seconds[
-            "compute"
-        ]
-        slower = more * 2e11 if more else 1e11
-        assert found == pytest.approx(seconds(rates=rates)["compute"] + 3 * slower / 1e14)
-    half = replace(scores, masked_flops=10**11 // 2)
+    scores = replace(BLOCK, flops=BLOCK.flops + 10**11, score_flops=10**11)
+    found = step_time(replace(WORK, parts=(scores, HEAD, LOSS)), Parallelism(), MACHINE, rates)
+    assert found.seconds["compute"] == pytest.approx(
+        seconds(rates=rates)["compute"] + 3 * 8 * 2e11 / 1e14
+    )
+    half = replace(scores, score_flops=10**11 // 2, masked_flops=10**11 // 2)
     found = step_time(replace(WORK, parts=(half, HEAD, LOSS)), Parallelism(), MACHINE, rates)
     assert found.seconds["compute"] == pytest.approx(
         seconds(rates=rates)["compute"] + 3 * 8 * 1e11 / 1e14
@@ -293,11 +292,36 @@ def test_what_no_weight_takes_part_in_has_the_rate_of_attention() -> None:
     assert found.model_flops == 3 * (8 * scores.flops + HEAD.flops), (
         "utilisation counts masked ones"
     )
-    tied = replace(HEAD, num_params=0, shared_params=HEAD.num_params)
-    found = step_time(
-        replace(WORK, parts=(BLOCK, tied, LOSS)), Parallelism(), MACHINE, rates
-    ).seconds["compute"]
-    assert found == pytest.approx(seconds(rates=rates)["compute"])
+
+
+@pytest.mark.parametrize(
+    ("frozen", "frozen_scores", "backward"),
+    [
+        (0, 0, 2 * 2 + 2 * 1),  # all is trained
+        (2 * 10**11, 0, 1 * 2 + 2 * 1),  # weights are frozen, and a gradient flows to inputs
+        (2 * (2 + 1) * 10**11, 2 * 10**11, 0),  # nothing is trained up to here
+    ],
+)
+def test_products_have_their_own_gradients_each(
+    frozen: int, frozen_scores: int, backward: float
+) -> None:
+    """Two products for one with a trained weight, one for a frozen one, two for scores."""
+    rates = replace(IDEAL, attention=0.5)
+    block = replace(
+        BLOCK,
+        flops=BLOCK.flops + 10**11,
+        score_flops=10**11,
+        frozen_flops=frozen,
+        frozen_score_flops=frozen_scores,
+        count=1,
+    )
+    found = step_time(replace(WORK, parts=(block, LOSS)), Parallelism(), MACHINE, rates)
+    weights, scores = 2e11 / 1e14, 1e11 / 1e14 / 0.5
+    expected = weights + scores
+    if backward:
+        expected += 2 * scores + (2 - frozen / 2e11) * weights
+    assert found.seconds["compute"] == pytest.approx(expected)
+    assert block.backward_weight_flops + block.backward_score_flops == backward * 10**11
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from framework.plan.plan import make_plan
 from framework.plan.work import LayerWork, model_work
 from framework.recipes.language_models.gpt import GPT
 from framework.setup.components import Parts
-from framework.setup.trace import trace_work
+from framework.setup.trace import NotTracedError, trace_work
 from framework.tasks.classification import Classification
 from framework.tasks.task import Task
 from tests.jobs.live_bytes import Saved
@@ -91,20 +91,26 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Task]] = {
 }
 
 
-def config_of(dtype: str = "fp32") -> Any:
+def config_of(dtype: str = "fp32", freeze: tuple[str, ...] = ()) -> Any:
     values = {
         "data": {"kind": "digits"},
         "batch": {"micro_size": MICRO},
         "precision": {"dtype": dtype},
+        "training": {"freeze": list(freeze)},
     }
     return config_from_values(values)
 
 
 def traced(
-    build: Callable[[], nn.Module], inputs: Any, task: Task, dtype: str = "fp32", **options: Any
+    build: Callable[[], nn.Module],
+    inputs: Any,
+    task: Task,
+    dtype: str = "fp32",
+    freeze: tuple[str, ...] = (),
+    **options: Any,
 ) -> Any:
     parts: Any = Parts(build, splits=None, task=task)  # type: ignore[arg-type]
-    return trace_work(config_of(dtype), parts, (inputs, LABELS), **options)
+    return trace_work(config_of(dtype, freeze), parts, (inputs, LABELS), **options)
 
 
 @pytest.mark.slow
@@ -178,6 +184,9 @@ def figures(part: LayerWork) -> list[float]:
         part.num_params,
         part.flops,
         part.masked_flops,
+        part.score_flops,
+        part.frozen_flops,
+        part.frozen_score_flops,
         part.saved_bytes,
         part.output_bytes,
         part.input_bytes,
@@ -193,6 +202,46 @@ class AsksForNumbers(nn.Linear):
 def test_a_model_that_asks_for_numbers_has_no_trace() -> None:
     with pytest.raises(DataDependentOutputException):
         traced(lambda: AsksForNumbers(4, 3), torch.zeros(MICRO, 4), Classification())
+
+
+class Perceptron(nn.Sequential):
+    """Two layers, and a product of values that no weight takes part in."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Linear(8, 3))
+
+    def forward(self, value: Tensor) -> Tensor:
+        made = super().forward(value).unsqueeze(-1)
+        return (made @ made.transpose(1, 2) @ made).squeeze(-1)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "backward"),
+    [
+        # of the first layer no gradient of the inputs, of the second both
+        ((), 1 * 32 + 2 * 24),
+        (("0[.].*",), 1 * 24),
+        (("1[.].*",), 1 * 32 + 1 * 24),
+    ],
+)
+def test_a_frozen_weight_has_no_product_for_its_gradient(
+    freeze: tuple[str, ...], backward: int
+) -> None:
+    work = traced(Perceptron, torch.zeros(MICRO, 4), Classification(), freeze=freeze)
+    assert sum(part.weight_flops for part in work.parts) == 2 * MICRO * (32 + 24)
+    assert sum(part.score_flops for part in work.parts) == 2 * MICRO * 2 * 9
+    assert sum(part.backward_weight_flops for part in work.parts) == 2 * MICRO * backward
+    assert sum(part.backward_score_flops for part in work.parts) == 2 * 2 * MICRO * 2 * 9
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, value: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(value)[0]
+
+
+def test_recurrent_layers_are_not_estimated() -> None:
+    with pytest.raises(NotTracedError, match="the model is a recurrent layer"):
+        traced(lambda: Recurrent(4, 3), torch.zeros(MICRO, 5, 4), Classification())
 
 
 @pytest.mark.slow
