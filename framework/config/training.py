@@ -898,15 +898,15 @@ class MaskedLM(TaskKind):
 
 
 class ModelLoss(TaskKind):
-    """The loss that the model returns, as transformers' models do: batches are mappings, which it
-    takes whole as keyword arguments.
+    """The loss that the model returns, alone or with its outputs, as transformers' models do:
+    batches are mappings, which it takes whole as keyword arguments, or tuples, as positional ones.
     """
 
     builds: ClassVar[str] = "framework.tasks.model_loss:ModelLoss"
     metrics: ClassVar[tuple[str, ...]] = ("loss",)
     kind: Literal["model_loss"] = "model_loss"
     labels: str = "labels"
-    """Key of the labels in a batch."""
+    """Key of the labels in a batch that is a mapping; of a tuple the last item is the labels."""
     mean_over: Literal["samples", "labels", "next_labels"] = "samples"
     """What that loss is a mean over, so that micro-batches and ranks are added up exactly: samples,
     labels that are not `ignore_index`, or those without the first of each row (causal language

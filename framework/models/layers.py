@@ -2,8 +2,9 @@
 pipeline stages.
 
 A `Layer` is a recipe, so that a pipeline stage builds its own layers only. `LayeredModel` is the
-plain form of such a list; `as_layers` finds the list in an `nn.Sequential`, in a list of modules
-and in any module with a method `layers()`.
+plain form of such a list; `as_layers` finds the list in an `nn.Sequential`, in a list of modules,
+functions and DeepSpeed's `LayerSpec`s, in a `PipelineModule` and in any module with a method
+`layers()`.
 
 The weights of a recipe are drawn under a seed of their own (from the model's seed and the layer's
 number), never from a stream that runs through the layers before it: initial weights do not depend
@@ -354,8 +355,10 @@ def as_layers(model: Any) -> list[Layer]:
 
     Args:
         model: a `LayeredModel`; a module with a method ``layers()`` that returns (name, module)
-            pairs; an `nn.Sequential`, nested ones included; a list or tuple of modules. One module
-            in two places is two layers.
+            pairs; an `nn.Sequential`, nested ones included; a list or tuple of modules, functions
+            without weights, `Layer`s and DeepSpeed's `LayerSpec`s and `TiedLayerSpec`s; a
+            `PipelineModule` that was made within `pipelines_unbuilt`. One module in two places is
+            two layers.
 
     Raises:
         ConfigError: kind ``model-not-layered`` or ``model-layers-incomplete``.
@@ -364,13 +367,12 @@ def as_layers(model: Any) -> list[Layer]:
         return model.layers()
     if lists_layers(model):
         return _layers_by_method(model)
-    if isinstance(model, _SEQUENCES) and not _has_own_forward(model):
-        modules = _named_items(model)
-        if modules and all(isinstance(module, nn.Module) for module in modules.values()):
-            layers: list[Layer] = []
-            for name, module in modules.items():
-                layers.extend(_flat_layers(name, module))
-            return layers
+    if isinstance(model, _SEQUENCES) and not _has_own_forward(model) and len(model):
+        return _layers_of_items(model)
+    from framework.models.layer_specs import arguments_of, builders_of, is_pipeline
+
+    if is_pipeline(model) and arguments_of(model) is not None:
+        return _layers_of_items(builders_of(model))
     reason, fix = _why_not_layered(model)
     raise ConfigError.of("model-not-layered", reason, fix, "model", type(model).__name__)
 
@@ -417,24 +419,15 @@ def _why_not_layered(model: Any) -> tuple[str, str]:
             "it has a forward() of its own, which may do more than call its modules in turn",
             advice,
         )
+    from framework.models.layer_specs import is_pipeline
+
+    if is_pipeline(model):
+        reason = "the PipelineModule is built already, with the layers of one stage"
+        return reason, "give its list of layers, or a function that returns the PipelineModule"
     if not isinstance(model, _SEQUENCES):
         reason = "it is not a sequence of layers, so only its forward() knows where it can be cut"
         return reason, f"make it an nn.Sequential, return a list of layers, or {advice}"
-    items = list(model)
-    if not items:
-        return "it is a sequence of no layers", "put at least one into it"
-    if any(isinstance(item, Layer) for item in items):
-        number = next(n for n, item in enumerate(items) if not isinstance(item, Layer))
-        reason = f"item {number} of the list is no Layer, and others are"
-        return reason, "write a Layer for every item, or a module for every item"
-    number = next(n for n, item in enumerate(items) if not isinstance(item, nn.Module))
-    item = items[number]
-    item_name = getattr(item, "__name__", type(item).__name__)
-    return (
-        f"item {number} of the list ({item_name}) is not a module",
-        "put a module in its place, such as nn.ReLU() for torch.relu and nn.Flatten() for "
-        "torch.flatten",
-    )
+    return "it is a sequence of no layers", "put at least one into it"
 
 
 def _layers_by_method(model: nn.Module) -> list[Layer]:
@@ -469,6 +462,68 @@ def _layers_by_method(model: nn.Module) -> list[Layer]:
             fix = "name the module that holds it"
             raise refusal("model-layers-incomplete", reason, fix)
     return [_built_layer(name, module) for name, module in pairs]
+
+
+def _layers_of_items(sequence: Any) -> list[Layer]:
+    """Return the layers of a sequence, named as in an `nn.Sequential`.
+
+    Raises:
+        ConfigError: kind ``model-not-layered``: an item is no layer; kind ``tied-layers-differ``.
+    """
+    layers: list[Layer] = []
+    for number, (name, item) in enumerate(_named_items(sequence).items()):
+        if isinstance(item, nn.Module):
+            layers.extend(_flat_layers(name, item))
+        elif isinstance(item, Layer):
+            layers.append(item)
+        else:
+            layers.append(_other_layer(name, item, number, sequence))
+    return layers
+
+
+def _other_layer(name: str, item: Any, number: int, sequence: Sequence[Any]) -> Layer:
+    """Return the layer of an item that is neither a module nor a `Layer`.
+
+    Raises:
+        ConfigError: as `_layers_of_items`.
+    """
+    from framework.models.layer_specs import Function, is_spec, name_of, why_no_function
+
+    if is_spec(item):
+        return _layer_of_spec(name, item, sequence)
+    refusal = why_no_function(item)
+    if refusal is not None:
+        reason, fix = refusal
+        reason = f"item {number} of the list ({name_of(item)}) {reason}"
+        raise ConfigError.of("model-not-layered", reason, fix, "model", "list")
+    return _built_layer(name, Function(item))
+
+
+def _layer_of_spec(name: str, spec: Any, sequence: Sequence[Any]) -> Layer:
+    """Return DeepSpeed's recipe of a layer as ours; `sequence` has the others of its tie.
+
+    Raises:
+        ConfigError: kind ``tied-layers-differ``.
+    """
+    from framework.models.layer_specs import is_tied
+
+    if not is_tied(spec):
+        return Layer(name, spec.build)
+    first = next(item for item in sequence if is_tied(item) and item.key == spec.key)
+    if spec.typename is not first.typename:
+        reason = (
+            f"it is a {spec.typename.__name__}, and the first layer of its tie {spec.key} a "
+            f"{first.typename.__name__}: one stage that holds both would have one module of them"
+        )
+        fix = f"make both a {first.typename.__name__}, and give the second a forward_fn"
+        raise ConfigError.of("tied-layers-differ", reason, fix, "model", f"item {name}")
+    return Layer(
+        name,
+        spec.build,
+        call=spec.forward_fn,
+        tied=spec.key,
+        tied_weights=tuple(spec.tied_weight_attr),
+    )
 
 
 def _flat_layers(name: str, module: nn.Module) -> Iterator[Layer]:

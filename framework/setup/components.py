@@ -25,7 +25,7 @@ from framework.data.order import LATEST_ORDER, Ordering, Share
 from framework.data.splits import Splits, as_splits
 from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, Problem
-from framework.models.layers import Layer, LayeredModel, as_layers
+from framework.models.layers import LayeredModel, as_layers
 from framework.models.unsupported import refuse_unsupported
 from framework.plan.plan import Plan
 from framework.plan.rules.model import vocabulary_problem
@@ -41,6 +41,7 @@ from framework.setup.user_code import (
     takes,
     type_name,
 )
+from framework.system.log import warn
 from framework.tasks.task import Task, as_task
 from framework.train.callbacks import EVENTS, EarlyStopping, ReduceOnPlateau
 
@@ -349,9 +350,12 @@ def model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], 
     if model is None:
         factory = config.model.factory()
         check_arguments(load_target(factory.path, key="model.target"), factory.kwargs, key="model")
-        return lambda: as_module(call_factory(factory, key="model"))
+        build = partial(call_factory, factory, key="model")
+        if config.model.is_own_code:
+            return partial(_built_by, build, config)
+        return lambda: as_module(build())
     if isinstance(model, (torch.nn.Module, list, tuple)):
-        return lambda: as_module(model)
+        return partial(_built_by, lambda: model, config)
     if not callable(model):
         reason = (
             "it is neither a torch.nn.Module nor a list of layers, nor a callable that builds one"
@@ -360,7 +364,56 @@ def model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], 
         raise ConfigError.of("model-target-result", reason, fix, "model", type_name(model))
     fix = "hand over functools.partial(...) with its arguments, or the built model"
     check_handed_over(model, key="model", call="()", fix=fix)
-    return lambda: as_module(model())
+    return partial(_built_by, model, config)
+
+
+def _built_by(build: Callable[[], Any], config: RunConfig) -> torch.nn.Module:
+    """Return the model that a function of the user's builds; a `PipelineModule` as its layers."""
+    from framework.models.layer_specs import is_pipeline, pipelines_unbuilt
+
+    with pipelines_unbuilt():
+        model = build()
+    if is_pipeline(model):
+        _check_arguments_of(model, config)
+        return _stacked(model)
+    return as_module(model)
+
+
+def _check_arguments_of(pipeline: Any, config: RunConfig) -> None:
+    """Refuse a `PipelineModule` with a loss where the run names none, and warn of its arguments
+    that the run config decides.
+
+    Raises:
+        ConfigError: kind ``pipeline-loss``.
+    """
+    from framework.models.layer_specs import DECIDED, arguments_of, name_of
+
+    arguments = arguments_of(pipeline)
+    if arguments is None:
+        return
+    loss = arguments["loss_fn"]
+    if loss is not None and "task" not in config.model_fields_set:
+        reason = (
+            f"its PipelineModule has the loss_fn {name_of(loss)}, and the loss of a run is its "
+            "task, which is not given"
+        )
+        fix = "name the loss: task: {target: my_module:my_loss}, or fit(..., task=my_loss)"
+        raise ConfigError.of("pipeline-loss", reason, fix, "task")
+    ours = {
+        "num_stages": config.parallel.pipe,
+        "partition_method": config.parallel.partition,
+        "activation_checkpoint_interval": config.training.recompute_every,
+    }
+    others = []
+    for name, key in DECIDED.items():
+        if (arguments[name] or 0) != ours[name]:
+            others.append(f"{name}={arguments[name]} ({key} is {ours[name]})")
+    if others:
+        warn(
+            f"model: of its PipelineModule the layers are taken, and not {', '.join(others)} "
+            "[pipeline-settings-left-out]",
+            is_of_all_ranks=True,
+        )
 
 
 def _refusing_unsupported(
@@ -383,15 +436,22 @@ def as_module(model: Any) -> torch.nn.Module:
         raise ConfigError.of(
             "model-target-result", reason, "return a module", "model", type_name(model)
         )
-    layers = list(model)
-    if layers and all(isinstance(layer, Layer) for layer in layers):
-        try:
-            return LayeredModel(layers)
-        except ValueError as error:
-            raise ConfigError.of(
-                "layers-do-not-fit", str(error), "correct the list", "model"
-            ) from error
-    return LayeredModel(as_layers(model), taken_from=model)
+    return _stacked(model, taken_from=model)
+
+
+def _stacked(model: Any, *, taken_from: Any = None) -> LayeredModel:
+    """Return the layers of a list or of a `PipelineModule` as a module.
+
+    Raises:
+        ConfigError: as `as_layers`; kind ``layers-do-not-fit``.
+    """
+    layers = as_layers(model)
+    try:
+        return LayeredModel(layers, taken_from=taken_from)
+    except ValueError as error:
+        raise ConfigError.of(
+            "layers-do-not-fit", str(error), "correct the list", "model"
+        ) from error
 
 
 def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:

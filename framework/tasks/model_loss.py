@@ -24,8 +24,9 @@ _FEWEST_PADDED: Final = 4
 class ModelLoss(Task):
     """Minimises the loss that the model returns.
 
-    A batch is a mapping, which the model takes whole as keyword arguments. The model returns its
-    loss as the attribute or the key ``loss``, or first in a tuple.
+    A batch is a mapping, which the model takes whole as keyword arguments, or a tuple, which it
+    takes whole as positional arguments. The model returns its loss alone, as the attribute or the
+    key ``loss``, or in a tuple: the only 0-d tensor in it, or the first item.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class ModelLoss(Task):
         """Describe the model's loss.
 
         Args:
-            labels: key of the labels in a batch.
+            labels: key of the labels in a batch; of a tuple the last item is the labels.
             mean_over: the model's loss is a mean over samples, over labels that are not
                 `ignore_index`, or over such labels without the first of each row (``next_labels``).
             ignore_index: the label that the loss leaves out.
@@ -55,19 +56,33 @@ class ModelLoss(Task):
         Raises:
             ConfigError: kind ``task-batch``: the batch is no mapping, or has no labels.
         """
-        if isinstance(batch, Mapping) and isinstance(batch.get(self.labels), Tensor):
-            return batch, batch[self.labels]
+        labels = self._labels_in(batch)
+        if labels is not None and isinstance(batch, Mapping):
+            return batch, labels
+        if labels is not None:
+            return tuple(batch), labels
         if isinstance(batch, Mapping):
             description = f"with {', '.join(map(str, batch))}"
         else:
             description = f"a {type(batch).__name__}"
         reason = (
-            f"a batch is a mapping with {self.labels}, and the data yields one that is "
-            f"{description}"
+            f"a batch is a mapping with {self.labels}, or a tuple that ends with the labels, and "
+            f"the data yields one that is {description}"
         )
         raise ConfigError.of(
             "task-batch", reason, "name the key of the labels", "task.labels", self.labels
         )
+
+    def _labels_in(self, batch: Any) -> Tensor | None:
+        """Return the labels of a batch, or None if it has none."""
+        labels: Any = None
+        if isinstance(batch, Mapping):
+            labels = batch.get(self.labels)
+        elif isinstance(batch, list | tuple) and len(batch) > 1:
+            labels = batch[-1]
+        if isinstance(labels, Tensor):
+            return labels
+        return None
 
     def loss(self, outputs: Any, targets: Tensor) -> Ratio:
         """Return the model's loss, a mean, as a sum and its count.
@@ -78,9 +93,8 @@ class ModelLoss(Task):
         mean = _loss_in(outputs)
         if not isinstance(mean, Tensor) or mean.numel() != 1:
             reason = f"the model returned no loss, but {type(outputs).__name__}"
-            raise ConfigError.of(
-                "task-loss-result", reason, "return it as `loss`", "task.kind", "model_loss"
-            )
+            fix = "return it alone as a 0-d tensor, or as `loss`"
+            raise ConfigError.of("task-loss-result", reason, fix, "task.kind", "model_loss")
         if is_summed_by_torch(mean):
             raise refusal("task.kind", "model_loss")
         count = self.count(targets)
@@ -109,10 +123,8 @@ class ModelLoss(Task):
         """
         if self.mean_over == "samples" or self._num_inspected >= _NUM_INSPECTED:
             return
-        if not isinstance(batch, Mapping):
-            return
-        labels = batch.get(self.labels)
-        if not isinstance(labels, Tensor) or labels.device.type != "cpu":
+        labels = self._labels_in(batch)
+        if labels is None or labels.device.type != "cpu":
             return
         if labels.ndim < 2 or labels.numel() < 4:
             return
@@ -135,11 +147,17 @@ class ModelLoss(Task):
 
 
 def _loss_in(outputs: Any) -> Any:
+    """Return what stands for the loss in a model's outputs, or None."""
+    if isinstance(outputs, Tensor) and outputs.ndim == 0:
+        return outputs
     if isinstance(outputs, Mapping):
         return outputs.get("loss")
     if hasattr(outputs, "loss"):
         return outputs.loss
     if isinstance(outputs, tuple) and outputs:
+        scalars = [item for item in outputs if isinstance(item, Tensor) and item.ndim == 0]
+        if len(scalars) == 1:
+            return scalars[0]
         return outputs[0]
     return None
 

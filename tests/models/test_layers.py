@@ -179,13 +179,6 @@ class Doubles(nn.Sequential):
         (FailsWithinLayers(), "model-not-layered", "its layers() fails: TypeError: "),
         (Doubles(nn.Linear(2, 2)), "model-not-layered", "a forward() of its own"),
         ([], "model-not-layered", "it is a sequence of no layers"),
-        (
-            [nn.ReLU(), torch.relu],
-            "model-not-layered",
-            "item 1 of the list (relu) is not a module; put a module in its place",
-        ),
-        ([Layer("a", nn.ReLU), nn.ReLU()], "model-not-layered", "item 1 of the list is no Layer"),
-        ([nn.ReLU(), Layer("a", nn.ReLU)], "model-not-layered", "item 0 of the list is no Layer"),
         (Told(complete=False), "model-layers-incomplete", "head.weight"),
     ],
 )

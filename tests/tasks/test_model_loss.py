@@ -18,7 +18,17 @@ LABELS = torch.tensor([[1, 2, -100], [-100, 3, 4]])
 @pytest.mark.parametrize(
     ("mean_over", "count"), [("samples", 2), ("labels", 4), ("next_labels", 3)]
 )
-@pytest.mark.parametrize("outputs", [{"loss": torch.tensor(2.0)}, (torch.tensor(2.0), None)])
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"loss": torch.tensor(2.0)},
+        (torch.tensor(2.0), None),
+        torch.tensor(2.0),
+        (torch.zeros(2, 3), torch.tensor(2.0)),
+        (torch.tensor(2.0), torch.tensor(7.0)),
+    ],
+    ids=["key", "first", "alone", "the only 0-d tensor", "first of two"],
+)
 def test_a_mean_becomes_a_sum(mean_over: Any, count: int, outputs: Any) -> None:
     task = ModelLoss(mean_over=mean_over)
     inputs, targets = task.split({"x": torch.zeros(2), "labels": LABELS})
@@ -37,7 +47,21 @@ def test_a_batch_without_labels_adds_nothing() -> None:
     assert (float(loss.total), int(loss.count)) == (0.0, 0)
 
 
-@pytest.mark.parametrize("batch", [(torch.zeros(2), LABELS), {"x": torch.zeros(2)}])
+def test_a_tuple_ends_with_the_labels_and_goes_whole_to_the_model() -> None:
+    """As ``logits, loss = model(x, y)`` of minGPT and nanoGPT."""
+    task = ModelLoss(mean_over="labels")
+    inputs, targets = task.split([torch.zeros(2), LABELS])
+    assert targets is LABELS
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return x, (y > 0).sum() + x.sum()
+
+    loss = task.loss(task.forward(Model(), inputs), targets)
+    assert (float(loss.value), int(loss.count)) == (4.0, 4)
+
+
+@pytest.mark.parametrize("batch", [(torch.zeros(2), [1, 2]), (LABELS,), {"x": torch.zeros(2)}])
 def test_what_has_no_labels_is_refused(batch: Any) -> None:
     with pytest.raises(ConfigError, match=r"a mapping with labels.*\[task-batch\]"):
         ModelLoss(mean_over="samples").split(batch)
