@@ -5,6 +5,7 @@ amounts to.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from framework.errors import EXIT_OK, UsageError
@@ -12,12 +13,15 @@ from framework.imports.deepspeed import Imported, import_document, run_config_te
 from framework.imports.kind_of_file import read_deepspeed_json
 from framework.imports.trainers import import_arguments, read_arguments
 from framework.system.arguments import CommandParser, parse_command
+from framework.system.log import print_problem
 
 
 def main(words: Sequence[str]) -> int:
     """Print the run config; returns the exit code."""
     arguments = parse_command("import", _add_arguments, words)
     imported = _import(arguments.file, release=arguments.deepspeed)
+    for problem in imported.not_taken:
+        print_problem(replace(problem, severity="warning"))
     print(run_config_text(imported, name=arguments.file), end="")
     return EXIT_OK
 
@@ -43,4 +47,4 @@ def _import(name: str, *, release: str | None) -> Imported:
     if document is None:
         takes = "DeepSpeed JSON, TrainingArguments, an accelerate config or Lightning's CLI config"
         raise UsageError(f"{name}: this is a run config already; import takes {takes}")
-    return import_document(document, release=release)
+    return import_document(document, release=release, partly=True)

@@ -3,8 +3,8 @@
 What the file leaves out is written down as DeepSpeed decides it, where our default is another.
 "auto", which only other tools fill in, becomes our default, with a comment. Keys without effect are
 named at the top. What a run config cannot express, and a key that this release does not read and
-that was on, is a problem, and then there is no run config. The ways in which the rendering differs
-from the file on purpose:
+that was on, is a problem: there is no run config then, or, for the command `import`, one without
+it that names it (`partly`). The ways in which the rendering differs from the file on purpose:
 
 - `steps_per_print`, `tensorboard`, `csv_monitor`: the Trainer reports; the engine stays silent
 (`training.log_every`, `monitors`);
@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +35,7 @@ from deepspeed_lint.text.hjson import parse_hjson, read_hjson
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH
 from framework.config.load import Source, config_from_values
 from framework.config.run_config import RunConfig, kind_of_default
-from framework.errors import ConfigError, Problem, printable
+from framework.errors import ConfigError, Problem, printable, show_value
 from framework.imports.deepspeed_sections import (
     NO_KEY,
     DeepSpeedReader,
@@ -61,6 +61,8 @@ _BATCH: Final = (
 # releases that are off.
 _LEFT_OUT: Final = frozenset({"auto-value", "inert-key"})
 _GONE: Final = frozenset({"removed-key", "key-of-another-release"})
+# Keys that the command `import` names and goes on without.
+_WITHOUT_A_WORD: Final = _GONE | {"unknown-key"}
 # Rendered in any case, so not worth a line.
 _SILENT: Final[Values] = {
     "wall_clock_breakdown": False,
@@ -85,6 +87,21 @@ _SERVICE_KEYS_LEFT_OUT: Final = (
 )
 
 
+_IN_TENSOR_GROUPS: Final = (
+    "it does something in stages that tensor groups divide: write it under deepspeed.pipeline "
+    "beside parallel.pipe and parallel.tensor"
+)
+# Key of DeepSpeed's section `pipeline` -> why a run config does without it.
+_OF_PIPELINES: Final = {
+    "stages": "DeepSpeed does nothing with it: PipelineModule decides, and parallel.pipe here",
+    "partition": "DeepSpeed does nothing with it: PipelineModule decides, parallel.partition here",
+    "seed_layers": "DeepSpeed does nothing with it: PipelineModule(seed_layers=...) decides",
+    "use_reentrant": "a run recomputes layers without re-entrance, with the same numbers",
+    "pipe_partitioned": _IN_TENSOR_GROUPS,
+    "grad_partitioned": _IN_TENSOR_GROUPS,
+}
+
+
 @dataclass(frozen=True)
 class Imported:
     """A run config, with what became of the keys of the file.
@@ -95,12 +112,14 @@ class Imported:
         left_out: keys of the file that have no effect, each with the reason.
         sources: run-config key -> the key of the file that decided it; the other values are
             defaults.
+        not_taken: keys that a run config cannot express, or that the release does not read.
     """
 
     values: Values
     comments: Mapping[str, str]
     left_out: tuple[Omission, ...]
     sources: Mapping[str, str]
+    not_taken: tuple[Problem, ...] = ()
 
     def decided_sections(self) -> set[str]:
         """Return the names of the sections in which the file decides something."""
@@ -118,20 +137,30 @@ def import_deepspeed(
     return import_document(Document(name, dict(values)), release=release).values
 
 
-def import_document(document: Document, *, release: str | None = None) -> Imported:
+def import_document(
+    document: Document, *, release: str | None = None, partly: bool = False
+) -> Imported:
     """Import a DeepSpeed JSON as `import_deepspeed` does, and keep the comments.
+
+    Args:
+        document: the JSON.
+        release: whose keys it has.
+        partly: whether a key that a run config cannot express is left out, and named in
+            `not_taken`, instead of refused.
 
     Raises:
         ConfigError: as there; the problems name the lines of the document.
     """
     table = load_table(release)
     wrong = [problem for problem in lint(document, release=release) if _stops(problem)]
-    if wrong:
-        raise ConfigError(without_placeholders(wrong, file=document.name))
+    gone = [problem for problem in wrong if problem.kind in _WITHOUT_A_WORD]
+    if not partly or len(gone) < len(wrong):
+        _raise_any(without_placeholders(wrong, file=document.name))
     reader = DeepSpeedReader(Facts(document.value, table.release), table)
     sections = _sections(reader)
-    if reader.problems:
-        raise ConfigError([placed(document, problem, at_top=False) for problem in reader.problems])
+    refused = [placed(document, problem, at_top=False) for problem in reader.problems]
+    if not partly:
+        _raise_any(refused)
     sections["data"] = _placeholder_data(sections["batch"], reader)
     values = {key: section for key, section in sections.items() if section}
     try:
@@ -143,7 +172,15 @@ def import_document(document: Document, *, release: str | None = None) -> Import
         ]
         problems.sort(key=lambda problem: (problem.line, problem.column))
         raise ConfigError(problems) from None
-    return Imported(values, reader.comments, tuple(reader.left_out), reader.sources)
+    gone_keys = {problem.key for problem in gone}
+    left_out = tuple(omission for omission in reader.left_out if omission.key not in gone_keys)
+    return Imported(values, reader.comments, left_out, reader.sources, (*gone, *refused))
+
+
+def _raise_any(problems: Sequence[Problem]) -> None:
+    """Raise ConfigError for the problems, if there are any."""
+    if problems:
+        raise ConfigError(problems)
 
 
 def _stops(problem: Problem) -> bool:
@@ -220,13 +257,17 @@ def _batch(reader: DeepSpeedReader) -> Values:
 
 
 def _training(reader: DeepSpeedReader) -> Values:
-    """Return `training:` from clipping and printing; refuses step boundaries that DeepSpeed does
+    """Return `training:` from clipping, printing and recomputed layers; refuses step boundaries that DeepSpeed does
     not decide.
     """
     section: Values = {"clip_grad_norm": reader.take("gradient_clipping", 1.0)}
     steps_per_print = reader.take("steps_per_print", None)
     if isinstance(steps_per_print, int) and steps_per_print != _SILENT["steps_per_print"]:
         section["log_every"] = steps_per_print
+    interval = reader.take("pipeline.activation_checkpoint_interval", 0)
+    if interval:
+        section["recompute_every"] = interval
+    _leave_out_pipeline_keys(reader)
     if reader.comments.pop("training.log_every", None):
         reader.leave_out("steps_per_print", "auto", "training.log_every has a default")
     reader.mark_handled("managed_gradient_accumulation")
@@ -237,6 +278,19 @@ def _training(reader: DeepSpeedReader) -> Values:
             "remove it",
         )
     return section
+
+
+def _leave_out_pipeline_keys(reader: DeepSpeedReader) -> None:
+    """List keys of `pipeline` that the code decides, or that change no number, as left out."""
+    for name, reason in _OF_PIPELINES.items():
+        path = f"pipeline.{name}"
+        reader.mark_handled(path)
+        key = reader.key(path)
+        value = reader.facts.get(path)
+        if not reader.facts.given(path) or key is None:
+            continue
+        if key.status == "inert" or not is_default(key, value):
+            reader.leave_out(path, value, reason)
 
 
 def _monitors(reader: DeepSpeedReader) -> Values:
@@ -394,6 +448,11 @@ def run_config_text(imported: Imported, *, name: str) -> str:
         name: the file that it was imported from.
     """
     lines = [f"# Imported from {printable(name)}. Model, data and task are not in it: write yours."]
+    if imported.not_taken:
+        lines.append("# NOT TAKEN OVER, so that the run trains without it:")
+        for problem in imported.not_taken:
+            shown = f"{problem.key}: {show_value(problem.value)}"
+            lines.append(f"#   {printable(f'{shown} ({problem.reason}; {problem.fix})')}")
     if imported.left_out:
         lines.append("# Left out, because it has no effect or is decided elsewhere:")
         lines += [f"#   {printable(str(omission))}" for omission in imported.left_out]

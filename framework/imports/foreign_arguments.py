@@ -78,6 +78,7 @@ class ForeignArguments:
         sections: sections of the run config.
         comments: run-config key -> comment beside it.
         left_out: arguments that are not taken over, for the top of the file.
+        not_taken: keys of a DeepSpeed JSON that a run config cannot express.
         sources: run-config key -> the argument that decided it.
         decided_by_json: run-config keys that a DeepSpeed JSON beside the arguments decided, or has
             as "auto".
@@ -89,6 +90,7 @@ class ForeignArguments:
     comments: dict[str, str] = field(default_factory=dict)
     left_out: list[Omission] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
+    not_taken: tuple[Problem, ...] = ()
     decided_by_json: set[str] = field(default_factory=set)
     _taken: set[str] = field(default_factory=set)
     _watched: dict[str, WatchedSection] = field(default_factory=dict)
@@ -244,7 +246,7 @@ class ForeignArguments:
                 raise ConfigError(conflicts)
         if self.tool == "lightning.Trainer":
             document = replace(document, value=_LIGHTNING_FILLS | document.value)
-        self._join(import_document(document))
+        self._join(import_document(document, partly=True))
 
     def _join(self, imported: Imported) -> None:
         """Merge the import of a DeepSpeed JSON into the sections; it wins over the arguments."""
@@ -260,6 +262,7 @@ class ForeignArguments:
             for omission in imported.left_out
             if omission.key not in _LIGHTNING_FILLS or omission.shown != "auto"
         ]
+        self.not_taken = imported.not_taken
         self.decided_by_json = {*imported.sources, *autos}
 
     def _deepspeed_json(self, config: Any, argument: str) -> Document:
@@ -348,7 +351,8 @@ class ForeignArguments:
             raise ConfigError(
                 [self._under_its_argument(problem) for problem in error.problems]
             ) from None
-        return Imported(self.sections, self.comments, tuple(self.left_out), self.sources)
+        left_out = tuple(self.left_out)
+        return Imported(self.sections, self.comments, left_out, self.sources, self.not_taken)
 
     def _leave_out_unread(self, name: str, section: WatchedSection) -> None:
         for key, value in section.unread().items():

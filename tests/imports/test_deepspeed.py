@@ -739,7 +739,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["import", str(run)]) == 64
     assert "run config already" in capsys.readouterr().err
     file.write_text('{"train_batch_size": 64,\n "sequence_parallel_size": 2}')
-    assert main(["import", str(file)]) == 78
+    assert main(["import", str(file)]) == 0
     assert (
         f"{file}:2: sequence_parallel_size = 2: DeepSpeed would divide the model itself"
         in capsys.readouterr().err
@@ -785,3 +785,58 @@ def test_micro_batches_of_zenflow_are_those_of_a_step(
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
     found = import_deepspeed(batch | {"zero_optimization": zero, "optimizer": optimizer})
     assert found["batch"] == {**expected, "accumulation_steps": 4}
+
+
+PIPELINE = {
+    "activation_checkpoint_interval": 2,
+    "stages": 4,
+    "seed_layers": True,
+    "use_reentrant": False,
+    "grad_partitioned": False,
+    "pipe_partitioned": True,
+}
+
+
+def test_the_section_of_pipelines() -> None:
+    """As the one of a script with a `PipelineModule`; what the code decides is named."""
+    found = imported({"pipeline": PIPELINE})
+    assert found.values["training"]["recompute_every"] == 2
+    assert found.sources["training.recompute_every"] == "pipeline.activation_checkpoint_interval"
+    assert [omission.key for omission in found.left_out] == [
+        "pipeline.stages",
+        "pipeline.seed_layers",
+        "pipeline.use_reentrant",
+        "pipeline.grad_partitioned",
+    ]
+    assert all(omission.reason for omission in found.left_out)
+    json_again = rendered({**found.values, "parallel": {"pipe": 2}})
+    assert json_again["pipeline"] == {"activation_checkpoint_interval": 2}
+
+
+def test_the_command_goes_on_without_keys_that_have_no_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    values = {
+        "gradient_clipping": 0.5,
+        "scheduler": {"type": "StepLR", "params": {"step_size": 3}},
+        "sparse_attention": {"mode": "fixed"},
+        "gradient_cliping": 1.0,
+    }
+    file.write_text(json.dumps(BATCH | values))
+    assert main(["import", str(file)]) == 0
+    printed = capsys.readouterr()
+    assert parse_document(printed.out, name="run.yaml").value["training"]["clip_grad_norm"] == 0.5
+    for key, kind in {
+        "scheduler.type": "not-expressible",
+        "sparse_attention": "removed-key",
+        "gradient_cliping": "unknown-key",
+    }.items():
+        (line,) = [line for line in printed.err.splitlines() if f"{key} = " in line]
+        assert line.startswith("warning: ")
+        assert f"[{kind}]" in line
+        assert f"#   {key}: " in printed.out, "the file names it as well"
+    with pytest.raises(ConfigError):
+        import_deepspeed(BATCH | values)
+    file.write_text(json.dumps(BATCH | {"zero_optimization": {"stage": 7}}))
+    assert main(["import", str(file)]) == 78, "DeepSpeed refuses it"

@@ -22,6 +22,8 @@ _TITLES: Final = {
     "Lightning Trainer": "Every argument of `lightning.Trainer`.",
     "accelerate Accelerator": "Every argument of `accelerate.Accelerator`.",
     "deepspeed.initialize": "Every argument of `deepspeed.initialize`; its JSON is below.",
+    "PipelineModule": "Every argument of `deepspeed.pipe.PipelineModule` ([page](pipeline.md)).",
+    "The DeepSpeed engine": "What a script calls; line by line: [from raw DeepSpeed](tutorials/from-deepspeed.md).",
 }
 _JSON: Final = (
     "Every top-level key of its JSON; what is inside of them: [config keys](reference/config.md)."
