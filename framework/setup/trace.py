@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -41,6 +41,7 @@ from framework.setup.components import Parts, gather_parts, optimizer_maker
 from framework.setup.pipeline_stages import answer, first_batch
 from framework.setup.user_code import Objects
 from framework.setup.user_optimizer import measure_optimizer
+from framework.setup.weightless import build_weightless
 
 # A module with a larger share of the weights than this is divided into the modules in it.
 _LARGEST_SHARE = 0.5
@@ -327,9 +328,10 @@ def trace_work(
         Exception: the model's code fails, for example because it reads numbers of a tensor.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    model = build_weightless(parts.build_model, fake)
+    _refuse_recurrent(model)
     with fake:
-        model = _build_model(config, parts)
-        _refuse_recurrent(model)
+        model = _prepared(model, config)
         buffer_bytes = _total_bytes(model.buffers())
         inputs, targets = tree_map_only(Tensor, fake.from_tensor, batch)
         samples = parts.task.num_samples(targets)
@@ -380,9 +382,8 @@ def _shapes(model: nn.Module, *, trained: bool) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _build_model(config: RunConfig, parts: Parts) -> nn.Module:
-    with _without_truncated_draws():
-        model = parts.build_model()
+def _prepared(model: nn.Module, config: RunConfig) -> nn.Module:
+    """Return the model with what the config has of frozen weights, tiles and adapters."""
     freeze(model, config.training.freeze)
     if config.training.mlp_tile:
         from framework.models.tiled_perceptron import tile_perceptrons
@@ -419,19 +420,6 @@ def _run_forward(
         ).sum()
         record.figures["output"] = _bytes(total)
     return total
-
-
-@contextmanager
-def _without_truncated_draws() -> Iterator[None]:
-    """Let torch leave truncated normals out: it draws them again until all are within bounds, and
-    fake tensors have no numbers to compare.
-    """
-    original = nn.init._no_grad_trunc_normal_
-    nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = original
 
 
 def _num_tokens(inputs: Any) -> int | None:
