@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 
 def build_weightless(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
@@ -41,7 +41,7 @@ def _weights_of(mode: FakeTensorMode) -> Iterator[None]:
         if param is not None and _is_real(param):
             module._parameters[name] = _fake_weight(param, mode)
 
-    nn.Module.register_parameter = register_fake  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_fake  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -50,7 +50,7 @@ def _weights_of(mode: FakeTensorMode) -> Iterator[None]:
 
 def _is_real(tensor: Tensor) -> bool:
     """Check whether a tensor has numbers. Lazy modules have weights without a shape: they stay."""
-    return not isinstance(tensor, FakeTensor | UninitializedTensorMixin)
+    return not isinstance(tensor, FakeTensor) and not is_lazy(tensor)
 
 
 def _fake_weight(weight: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:

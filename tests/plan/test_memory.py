@@ -467,6 +467,30 @@ def expert_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         yield f"own-experts-z{stage}-by-{'-and-'.join(parallel)}", values, tokens
 
 
+def built_with_numbers_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
+    """A model of timm, which computes with numbers where it is built, at every stage."""
+    if importlib.util.find_spec("timm") is None:
+        return
+    args = {"model_name": "vit_tiny_patch16_224", "img_size": 64, "depth": 2, "num_classes": 10}
+    for stage in range(4):
+        zero = {"stage": stage, "reduce_bucket_size": 600_000} if stage else {}
+        values = {
+            "model": {"target": "timm:create_model", "args": args | {"drop_path_rate": 0.1}},
+            "data": {
+                "kind": "synthetic_images",
+                "image_size": 64,
+                "channels": 3,
+                "num_classes": 10,
+            },
+            "task": {"kind": "classification"},
+            "zero": zero,
+            "batch": {"micro_size": 8, "accumulation_steps": 1},
+            "training": {"max_steps": 9},
+        }
+        batch = [["float32", [8, 3, 64, 64]], ["int64", [8]]]
+        yield f"traced-timm-z{stage}", values, batch
+
+
 CASES = {
     name: (config, batch)
     for name, config, batch in (
@@ -478,6 +502,7 @@ CASES = {
         *fp8_cases(),
         *zenflow_cases(),
         *expert_cases(),
+        *built_with_numbers_cases(),
     )
 }
 
@@ -523,6 +548,7 @@ def measured(
                     "own-tensor-4-pipe-z1",
                     "own-lora-",
                     "own-experts",
+                    "traced-timm-z3",
                 )
             )
         ]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from framework.commands.torch_child import ask_child
@@ -57,6 +57,14 @@ def of_transformers(name: str, **options: Any) -> Callable[[], nn.Module]:
     return build
 
 
+def of_timm(name: str, **options: Any) -> Callable[[], nn.Module]:
+    """A model with a rate of dropped paths, which grows from layer to layer: numbers in its
+    constructor.
+    """
+    values = {"num_classes": 10, "drop_path_rate": 0.1, **options}
+    return lambda: pytest.importorskip("timm").create_model(name, **values)
+
+
 IMAGES, TOKENS = torch.zeros(MICRO, 3, 64, 64), torch.zeros(MICRO, 32, dtype=torch.int64)
 LABELS = torch.zeros(MICRO, dtype=torch.int64)
 SHAPE = {
@@ -77,6 +85,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Task]] = {
     "vit": (of_torchvision("VisionTransformer", **VIT), IMAGES, Classification()),
     "convnext": (of_torchvision("convnext_tiny"), IMAGES, Classification()),
     "efficientnet": (of_torchvision("efficientnet_b0"), IMAGES, Classification()),
+    "timm-vit": (
+        of_timm("vit_tiny_patch16_224", img_size=64, depth=3),
+        IMAGES,
+        Classification(),
+    ),
+    "timm-deit": (
+        of_timm("deit_tiny_distilled_patch16_224", img_size=64, depth=3),
+        IMAGES,
+        Classification(),
+    ),
+    "timm-swin": (
+        of_timm("swin_tiny_patch4_window7_224", img_size=64, window_size=4, depths=(2, 2)),
+        IMAGES,
+        Classification(),
+    ),
+    "timm-convnext": (of_timm("test_convnext"), IMAGES, Classification()),
     "gpt2": (
         of_transformers("GPT2LMHeadModel", n_embd=64, n_layer=3, n_head=4),
         TOKENS,
