@@ -228,6 +228,57 @@ def test_a_model_that_asks_for_numbers_has_no_trace() -> None:
         traced(lambda: AsksForNumbers(4, 3), torch.zeros(MICRO, 4), Classification())
 
 
+class Computed(nn.Module):
+    """Has numbers of its own in the constructor: a rate for each layer, a mask that it reads, and
+    weights that are drawn within bounds; two layers share a weight.
+    """
+
+    def __init__(self, depth: int = 3, width: int = 4) -> None:
+        super().__init__()
+        rates = [float(rate.item()) for rate in torch.linspace(0, 0.2, depth)]
+        first = nn.Linear(width, width)
+        layers: list[nn.Module] = [first]
+        for rate in rates:
+            layers += [nn.Linear(width, width), nn.Dropout(rate)]
+        self.layers = nn.Sequential(*layers)
+        self.register_buffer("scales", torch.linspace(0.5, 1, width))
+        self.largest = float(self.get_buffer("scales").max())
+        self.scale = nn.Parameter(torch.full((width,), self.largest))
+        self.head = nn.Linear(width, width)
+        self.head.weight = first.weight
+        for weight in self.parameters():
+            nn.init.trunc_normal_(weight, std=0.02)
+
+    def forward(self, value: Tensor) -> Any:
+        value = value * self.scale * self.get_buffer("scales")
+        return self.head(self.layers(value))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_model_that_computes_numbers_where_it_is_built_has_a_trace(dtype: str) -> None:
+    built: list[Computed] = []
+
+    def build() -> nn.Module:
+        built.append(Computed())
+        return built[0]
+
+    work = traced(build, torch.zeros(MICRO, 4), Classification(), dtype)
+    (model,) = built
+    assert model.largest == 1
+    assert dict(work.weights) == {
+        name: tuple(weight.shape) for name, weight in Computed().named_parameters()
+    }
+    assert work.buffer_bytes == 4 * 4
+    tensors = [*model.parameters(), *model.buffers()]
+    assert all(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+def test_modules_have_real_weights_after_a_trace() -> None:
+    with pytest.raises(DataDependentOutputException):
+        traced(lambda: AsksForNumbers(4, 3), torch.zeros(MICRO, 4), Classification())
+    assert not isinstance(nn.Linear(2, 2).weight, FakeTensor)
+
+
 class Perceptron(nn.Sequential):
     """Two layers, and a product of values that no weight takes part in."""
 
