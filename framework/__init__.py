@@ -1,6 +1,7 @@
 """dsf-trainer: describe a training run once, check it on a laptop, train it with DeepSpeed.
 
 The public names are imported on first use, so that `check`, `plan` and `render` never load torch.
+Those of `framework.sections`, the sections of a run config, are public here as well.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from framework import sections
     from framework.commands.predict import predict
     from framework.config.load import load_config
-    from framework.config.run_config import RunConfig
     from framework.errors import ConfigError
     from framework.imports.deepspeed import import_deepspeed
     from framework.own_loop import OpenEngine, open_engine
     from framework.plan.cluster import Cluster
     from framework.plan.plan import make_plan
     from framework.plan.render import render
+    from framework.sections import *  # noqa: F403
+    from framework.sections import RunConfig
     from framework.setup.trained import load
     from framework.tasks.task import Ratio, Task
     from framework.train.callbacks import State
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from framework.training import fit
 
 __version__ = "0.1.0"
-__all__ = [
+__all__: list[str] = [
     "Cluster",
     "ConfigError",
     "Monitor",
@@ -44,6 +47,8 @@ __all__ = [
     "predict",
     "render",
 ]
+if TYPE_CHECKING:
+    __all__ += sections.__all__  # type: ignore[has-type]
 
 _HOME = {
     "Cluster": "framework.plan.cluster",
@@ -52,7 +57,7 @@ _HOME = {
     "OpenEngine": "framework.own_loop",
     "Point": "framework.train.monitors.base",
     "Ratio": "framework.tasks.task",
-    "RunConfig": "framework.config.run_config",
+    "RunConfig": "framework.sections",
     "State": "framework.train.callbacks",
     "Task": "framework.tasks.task",
     "fit": "framework.training",
@@ -66,11 +71,19 @@ _HOME = {
 }
 
 
+_SECTIONS = "framework.sections"
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'framework' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name[:1].isupper():
+        sections = importlib.import_module(_SECTIONS)
+        if name in sections.__all__:
+            return getattr(sections, name)
+    raise AttributeError(f"module 'framework' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    sections = importlib.import_module(_SECTIONS)
+    return sorted({*globals(), *__all__, *sections.__all__})

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -15,6 +15,7 @@ from framework.engine import workarounds  # noqa: F401  # before all that import
 from framework.engine.backward_passes import BackwardPasses
 from framework.engine.distributed import rank
 from framework.engine.plain_engine import PlainEngine
+from framework.engine.schedules import MakeSchedule
 from framework.engine_protocol import EVALUATING, SAVING, StepResult, WeightDoors, evaluate_sets
 from framework.errors import (
     ConfigError,
@@ -29,7 +30,16 @@ from framework.run import opened
 from framework.setup.assemble import make_eval_loaders, make_schedule
 from framework.setup.open_run import OpenRun
 from framework.setup.prepare_run import prepare
-from framework.setup.user_code import Objects, config_with_objects
+from framework.setup.user_code import (
+    ConfigSource,
+    MakeOptimizer,
+    ModelSource,
+    Objects,
+    config_with_objects,
+    names_section,
+    read_given,
+    refuse_unknown_arguments,
+)
 from framework.system.clock import now
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.launcher_rank import take_rank
@@ -56,7 +66,17 @@ class _OfTheLoop:
 
 
 @contextmanager
-def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator[OpenEngine]:
+def open_engine(
+    config: ConfigSource,
+    *further: NoReturn,  # so that type checkers refuse them as well
+    model: ModelSource | None = None,
+    train_data: Any = None,
+    eval_data: Any = None,
+    task: Any = None,
+    optimizer: MakeOptimizer | None = None,
+    scheduler: MakeSchedule | None = None,
+    **unknown: NoReturn,
+) -> Iterator[OpenEngine]:
     """Open a run for a loop of the user's own, on every rank; `checkpoint.resume` sets its start.
 
     At the end of the block it is saved if `checkpoint.at_end` is set. After `should_stop` was true
@@ -65,14 +85,16 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
 
     Args:
         config: as `fit` takes it.
-        parts: model, train_data, eval_data, task, optimizer, scheduler, as `fit` takes them;
-            without data, here or in the config, the loop has its own.
+        model, train_data, eval_data, task, optimizer, scheduler: as `fit` takes them; without
+            data, here or in the config, the loop has its own.
 
     Raises:
         ConfigError: as `fit`; or the length of the run is not set; or ranks share samples; or the
             config sets what only the loop of `fit` does.
     """
     end_in_one_line()
+    has_callbacks = bool(unknown.pop("callbacks", ()))  # refused beside what else `fit` does
+    refuse_unknown_arguments(unknown, further=further, function="open_engine")
     if _OPEN:
         request = _OPEN[0].request
         handling: AbstractContextManager[object] = nullcontext()  # the first engine handles it
@@ -81,18 +103,14 @@ def open_engine(config: RunConfig | Mapping[str, Any], **parts: Any) -> Iterator
         handling = request.handling()
     with refusing_exits():
         take_rank(os.environ)
-        if isinstance(config, RunConfig):
-            has_data_section = "data" in config.model_fields_set
-        else:
-            has_data_section = "data" in config
-        has_own_data = "train_data" not in parts and not has_data_section
+        values, source = read_given(config)
+        has_own_data = train_data is None and not names_section(values, "data")
         if has_own_data:
-            parts["train_data"] = _OfTheLoop()
-        objects = Objects(**parts)
-        config = _without_hang_watch(config_with_objects(config, objects))
-        has_callbacks = bool(objects.callbacks)
-        _refuse_work_of_fit(config, has_own_data=has_own_data, has_callbacks=has_callbacks)
-        prepared = prepare(config, objects=objects)
+            train_data = _OfTheLoop()
+        objects = Objects(model, train_data, eval_data, task, optimizer, scheduler=scheduler)
+        described = _without_hang_watch(config_with_objects(values, objects, source=source))
+        _refuse_work_of_fit(described, has_own_data=has_own_data, has_callbacks=has_callbacks)
+        prepared = prepare(described, objects=objects, source=source)
     with handling, opened(prepared, request) as run:
         engine = OpenEngine(run, request)
         reason = "interrupted"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from framework.config.load import Source
-from framework.config.run_config import RunConfig
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
 from framework.engine.schedules import MakeSchedule
 from framework.plan.plan import Plan
@@ -15,10 +14,12 @@ from framework.report.run_result import RunResult
 from framework.run import run_prepared
 from framework.setup.prepare_run import prepare
 from framework.setup.user_code import (
+    ConfigSource,
     MakeOptimizer,
     ModelSource,
     Objects,
     config_with_objects,
+    read_given,
     refuse_unknown_arguments,
 )
 from framework.system.exits import end_in_one_line, refusing_exits
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def fit(
-    config: RunConfig | Mapping[str, Any],
+    config: ConfigSource,
     *further: NoReturn,  # so that type checkers refuse them as well
     model: ModelSource | None = None,
     train_data: Any = None,
@@ -49,8 +50,8 @@ def fit(
     (`framework.system.exits`).
 
     Args:
-        config: a RunConfig, or nested dicts; the section of what is handed over may hold its other
-            keys.
+        config: a RunConfig, nested dicts, or the path of a YAML or JSON file; the section of what
+            is handed over may hold its other keys.
         model: an `nn.Module` or a list of layers, or a callable that builds one.
         train_data, eval_data: datasets of (inputs, target), map-style or streams, or the pair of
             both as `train_data`; for evaluation also several by name, whose metrics are
@@ -76,7 +77,9 @@ def fit(
     with request.handling():
         with refusing_exits():
             take_rank(os.environ)
-            prepared = prepare(config_with_objects(config, objects), objects=objects)
+            values, source = read_given(config)
+            described = config_with_objects(values, objects, source=source)
+            prepared = prepare(described, objects=objects, source=source)
         return run_prepared(prepared, request)
 
 

@@ -24,7 +24,7 @@ PUBLIC_NAMES = 17
 # Before the first step of a run of LeNet on two ranks. Rank 0 prints an estimate of the memory and
 # writes the metrics.
 MODULES = {0: 168, 1: 150}
-BYTES_OF_SOURCE = {0: 1_336_000, 1: 1_114_000}
+BYTES_OF_SOURCE = {0: 1_342_000, 1: 1_120_000}
 
 
 def options() -> set[tuple[str, str]]:

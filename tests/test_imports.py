@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"system", "text", "deepspeed_lint", "config", "token files"},
     # Sections of recipes, their work and their files. Rooms of the trainer find them by name.
     "recipe kinds": {"system", "config", "plan", "token files"},
+    "sections": {"system", "config", "recipe kinds"},  # public names of both
     "engine protocol": {"system"},
     "checkpoint": {"system", "config", "engine protocol"},
     "train": {"system", "text", "checkpoint", "engine protocol"},
@@ -188,6 +189,7 @@ HALVES = {
 }
 LIGHT = (
     "recipe kinds",
+    "sections",
     "problems",
     "system",
     "text",

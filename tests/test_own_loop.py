@@ -137,6 +137,10 @@ class TestOnTwoRanks:
             for name in ("own", "apart"):
                 loss = read_metrics(folder / f"runs/{name}{stage}")[-1]["eval/loss"]
                 assert loss == pytest.approx(found[f"fit{stage}"], rel=1e-6)
+            history = found[f"history{stage}"]
+            logged = series(folder / f"runs/fit{stage}", "train/loss")
+            assert history["train/loss"] == [[*logged], [*logged.values()]]
+            assert history["eval/loss"] == [[6], [found[f"fit{stage}"]]]
             assert (folder / f"runs/apart{stage}/checkpoints/global_step6/manifest.json").is_file()
 
     def test_a_signal_to_one_rank_stops_and_saves_and_the_run_goes_on(

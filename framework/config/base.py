@@ -29,7 +29,9 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     StringConstraints,
+    ValidationError,
 )
+from pydantic._internal._model_construction import ModelMetaclass
 from pydantic_core import (
     CoreSchema,
     PydanticCustomError,
@@ -118,7 +120,27 @@ class Factory:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-class Section(BaseModel):
+if TYPE_CHECKING:  # type checkers take a section's arguments from its fields
+    _SectionType = ModelMetaclass
+else:
+
+    class _SectionType(type(BaseModel)):
+        """Type of all sections; `explained` turns pydantic's error of a section that a program
+        makes into a ConfigError, once `framework.sections` has set it.
+        """
+
+        explained = None
+
+        def __call__(cls, **values: Any) -> Any:
+            try:
+                return super().__call__(**values)
+            except ValidationError as error:
+                if _SectionType.explained is None:
+                    raise
+                raise _SectionType.explained(error, cls) from None
+
+
+class Section(BaseModel, metaclass=_SectionType):
     """One section of a run config."""
 
     # Group of `framework.registry` that has the kinds derived from this class.

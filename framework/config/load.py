@@ -4,8 +4,9 @@ place. There is no other way from files into `RunConfig`.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -125,7 +126,7 @@ def load_with_source(
     else:
         document = document_of(text, Path(path), name=name)
     values, source = _with_overrides(document, overrides)
-    problems = [source.locate(problem) for problem in _missing_objects(values)]
+    problems = [source.locate(problem) for problem in missing_objects(values)]
     try:
         config = config_from_values(values, source=source).noting_auto(source.was_auto)
     except ConfigError as error:
@@ -133,6 +134,16 @@ def load_with_source(
     if problems:
         raise ConfigError(problems)
     return config, source
+
+
+def read_values(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Source]:
+    """Read the plain values of a run config for `fit`, and the source of each.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no mapping of sections.
+    """
+    name = os.fspath(path)
+    return _with_overrides(read_document(Path(name).expanduser(), name=name), ())
 
 
 def load_known(
@@ -234,11 +245,15 @@ def _refuse_doubled(overrides: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-def _missing_objects(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Find sections of a resolved config with an object that only another process had."""
-    for name in ("model", "data", "task", "optimizer"):
+def missing_objects(values: Mapping[str, Any], *, given: Container[str] = ()) -> Iterator[Problem]:
+    """Find sections of a resolved config with an object that only another process had; those in
+    `given` are handed over again.
+    """
+    for name in ("model", "data", "task", "optimizer", "scheduler"):
         section = values.get(name)
-        if isinstance(section, Mapping) and section.get("object") is not None:
+        if name in given or not isinstance(section, Mapping):
+            continue
+        if section.get("object") is not None:
             yield Problem(
                 "object-not-given",
                 "it was handed over from Python and exists only there",
@@ -262,8 +277,8 @@ def config_from_values(
         return values
     if not isinstance(values, Mapping):
         raise UsageError(
-            f"a config is a RunConfig or nested dicts, not a {type(values).__name__}; read files "
-            "with load_config"
+            f"a config is a RunConfig, nested dicts or the path of a file, not a "
+            f"{type(values).__name__}"
         )
     source = source or Source()
     try:

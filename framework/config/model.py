@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
@@ -44,6 +44,8 @@ class Classifier(ModelKind):
 # A named size fills in every field of a language model that is not written down.
 
 Size = Mapping[str, Any]
+# Default of such a field: pydantic takes it as none, and type checkers as one.
+OF_THE_SIZE: Final[Any] = ...
 
 
 class LanguageModel(ModelKind):
@@ -54,25 +56,25 @@ class LanguageModel(ModelKind):
     sizes: ClassVar[Mapping[str, Size]]
     own_fields: ClassVar[frozenset[str]] = frozenset({"kind", "size"})
 
-    vocab_size: PositiveCount
+    vocab_size: PositiveCount = OF_THE_SIZE
     """Number of different tokens."""
-    max_positions: PositiveCount
+    max_positions: PositiveCount = OF_THE_SIZE
     """Tokens of the longest sequence."""
-    hidden_size: PositiveCount
+    hidden_size: PositiveCount = OF_THE_SIZE
     """Width of the vector that stands for a token between blocks."""
-    num_layers: PositiveCount
+    num_layers: PositiveCount = OF_THE_SIZE
     """Number of transformer blocks."""
-    num_heads: PositiveCount
+    num_heads: PositiveCount = OF_THE_SIZE
     """Attention heads of a block; a divisor of hidden_size."""
-    mlp_size: PositiveCount
+    mlp_size: PositiveCount = OF_THE_SIZE
     """Width inside the multi-layer perceptron of a block; left out, it follows hidden_size as in
     the named size.
     """
-    dropout: Fraction
+    dropout: Fraction = OF_THE_SIZE
     """Probability that a value is dropped while training: embeddings, attention weights, what a
     block adds.
     """
-    norm_eps: Positive
+    norm_eps: Positive = OF_THE_SIZE
     """Added to the variance in a normalisation."""
 
     @model_validator(mode="before")

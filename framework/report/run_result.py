@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from framework.train.best import Best
 from framework.train.trainer import Outcome
+
+if TYPE_CHECKING:
+    from framework.report.history import History
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,15 @@ class RunResult:
     tokens_per_sec: float = 0.0
     best: Best | None = None
     ended_early: str = ""
+
+    @cached_property
+    def history(self) -> Mapping[str, History]:
+        """Every logged value of each metric, of training and of evaluations, with its step; also of
+        earlier processes that this one went on from. Read from the run folder at first use.
+        """
+        from framework.report.history import read_history  # few ask for it
+
+        return read_history(self.folder)
 
     @classmethod
     def of(cls, outcome: Outcome, *, folder: Path, start_step: int, best: Best | None) -> RunResult:

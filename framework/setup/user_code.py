@@ -27,7 +27,7 @@ import torch
 
 from framework.config.base import Factory, Object, is_plain, plain_values
 from framework.config.data import DataObject
-from framework.config.load import config_from_values
+from framework.config.load import Source, config_from_values, missing_objects, read_values
 from framework.config.optimizer import OptimizerObject
 from framework.config.run_config import RunConfig
 from framework.data.splits import Splits, given_splits
@@ -38,6 +38,9 @@ from framework.models.layers import Layer
 LayerList = Sequence[torch.nn.Module] | Sequence[Layer]
 ModelSource = torch.nn.Module | LayerList | Callable[[], torch.nn.Module | LayerList]
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+# What `fit` and `open_engine` take as a config: the classes, nested dicts, or the path of a file.
+ConfigSource = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
 
 # Keys with which a section names its part.
 _TAGS: Final = ("kind", "target", "object")
@@ -84,22 +87,49 @@ class Objects:
         return given_splits(self.train_data, self.eval_data)
 
 
-def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects) -> RunConfig:
+def read_given(config: ConfigSource) -> tuple[RunConfig | Mapping[str, Any], Source]:
+    """Return a config that was handed over, which is read if it is the path of a file, and the
+    places of its values.
+    """
+    if isinstance(config, (str, os.PathLike)):
+        return read_values(config)
+    return config, Source()
+
+
+def names_section(values: RunConfig | Mapping[str, Any], name: str) -> bool:
+    """Check whether a config has a section, rather than its defaults."""
+    if isinstance(values, RunConfig):
+        return name in values.model_fields_set
+    return name in values
+
+
+def config_with_objects(
+    values: RunConfig | Mapping[str, Any], objects: Objects, *, source: Source | None = None
+) -> RunConfig:
     """Validate a config from Python; sections of objects that are handed over name these.
 
     Raises:
         ConfigError: with every problem found.
         UsageError: it is no config at all.
     """
+    source = source or Source()
     # The default model reads images of the default data: it hardly ever fits the user's own data.
-    if objects.train_data is not None and objects.model is None and not _names_model(values):
+    if (
+        objects.train_data is not None
+        and objects.model is None
+        and not names_section(values, "model")
+    ):
         fix = "hand over model=..., or name one in the config's model section"
         raise ConfigError.of(
             "model-not-given", "train_data was handed over, and no model", fix, "model"
         )
     if isinstance(values, Mapping):
+        problems = missing_objects(values, given=_sections(objects))
+        located = [source.locate(problem) for problem in problems]
+        if located:
+            raise ConfigError(located)
         values = _with_sections(plain_values(values), objects)
-    config = config_from_values(values)
+    config = config_from_values(values, source=source)
     _refuse_devices_in_notebook(config)
     return describe_objects(config, objects)
 
@@ -115,12 +145,6 @@ def _refuse_devices_in_notebook(config: RunConfig) -> None:
         reason = "a notebook is one process with one device"
         fix = f"start a script: deepspeed --num_gpus {num_devices} train.py"
         raise ConfigError.of("devices-of-notebook", reason, fix, key, num_devices)
-
-
-def _names_model(values: RunConfig | Mapping[str, Any]) -> bool:
-    if isinstance(values, RunConfig):
-        return "model" in values.model_fields_set
-    return "model" in values
 
 
 def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
@@ -253,12 +277,15 @@ _INSTEAD: Final[Mapping[str, str]] = json.loads(
 )
 
 
-def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = ()) -> None:
-    """Refuse arguments that `fit` does not take.
+def refuse_unknown_arguments(
+    names: Iterable[str], *, further: Sequence[Any] = (), function: str = "fit"
+) -> None:
+    """Refuse arguments that `fit`, or `open_engine`, does not take.
 
     Args:
-        names: keyword arguments that `fit` does not take.
+        names: keyword arguments that it does not take.
         further: positional arguments after the config.
+        function: which of the two.
 
     Raises:
         ConfigError: kind ``unknown-argument``, with a problem for each name.
@@ -266,10 +293,11 @@ def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = (
     if further:
         types = ", ".join(type(argument).__name__ for argument in further)
         reason = "only the config is taken by its place, as the first argument"
-        fix = f"write fit(config, {'=..., '.join(_KNOWN[1:])}=...)"
-        raise ConfigError.of("unknown-argument", reason, fix, "fit", types)
+        known = _KNOWN[1:] if function == "fit" else _KNOWN[1:-1]  # a loop calls its own callbacks
+        fix = f"write {function}(config, {'=..., '.join(known)}=...)"
+        raise ConfigError.of("unknown-argument", reason, fix, function, types)
     problems = [
-        Problem("unknown-argument", "fit() takes no such argument", _fix(name), name)
+        Problem("unknown-argument", f"{function}() takes no such argument", _fix(name), name)
         for name in names
     ]
     if problems:

@@ -236,8 +236,8 @@ def test_settings_and_paths_are_distinguished(word: str, setting: bool) -> None:
     assert is_setting(word) is setting
 
 
-def test_from_python_a_path_is_pointed_to_load_config() -> None:
-    with pytest.raises(UsageError, match="read files with load_config"):
+def test_what_is_no_config_is_named() -> None:
+    with pytest.raises(UsageError, match="a config is a RunConfig, nested dicts or the path of a"):
         config_from_values("x.yaml")  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import framework
+from framework.config.run_config import RunConfig
 from framework.engine.distributed import process_group
 from framework.errors import FrameworkError, RunStopped
 from tests.places import ROOT
@@ -45,6 +46,25 @@ def digits(stage: int, steps: int = 6, **sections: Any) -> dict[str, Any]:
         "monitors": QUIET,
         **sections,
     }
+
+
+def as_fit_takes_it(values: dict[str, Any]) -> RunConfig | dict[str, Any] | Path:
+    """A config as classes at stage 0, as a file at stage 2, as nested dicts at stage 3."""
+    stage = values["zero"]["stage"]
+    if stage == 0:
+        return framework.RunConfig(
+            run=framework.Run(**values["run"]),
+            data=framework.Digits(),
+            batch=framework.Batch(**values["batch"]),
+            training=framework.Training(**values["training"]),
+            zero=framework.Zero(stage=0),
+            monitors=framework.Monitors(**values["monitors"]),
+        )
+    if stage == 2:
+        path = Path(f"asked-by-{os.environ['RANK']}.json")
+        path.write_text(json.dumps(values), encoding="utf-8")
+        return path
+    return values
 
 
 def loop(
@@ -111,8 +131,12 @@ def main() -> None:
         for stage in (0, 2, 3):
             found[f"own{stage}"] = loop(digits(stage))
             loop(digits(stage, run={"name": f"apart{stage}"}), apart=True)
-            result = framework.fit(digits(stage, run={"name": f"fit{stage}"}))
+            result = framework.fit(as_fit_takes_it(digits(stage, run={"name": f"fit{stage}"})))
             found[f"fit{stage}"] = result.metrics["eval/loss"]
+            found[f"history{stage}"] = {
+                name: (result.history[name].steps, result.history[name].values)
+                for name in ("train/loss", "eval/loss")
+            }
         try:
             loop(digits(2, 500, run={"name": "stopped"}), asks_at=3)
         except RunStopped as error:

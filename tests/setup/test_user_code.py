@@ -24,7 +24,7 @@ from framework.data.splits import Splits
 from framework.errors import ConfigError, UsageError
 from framework.recipes.image_sets.kinds import Digits
 from framework.setup.components import gather_parts
-from framework.setup.user_code import Objects, config_with_objects
+from framework.setup.user_code import Objects, config_with_objects, read_given
 from framework.tasks.classification import Classification
 from framework.tasks.task import Task
 
@@ -279,8 +279,22 @@ class TestPlainValues:
     def test_a_config_is_taken_as_it_is(self) -> None:
         config = config_from_values({"run": {"name": "x"}})
         assert config_with_objects(config, Objects()) == config
-        with pytest.raises(UsageError, match="read files with load_config"):
-            taken("x.yaml")
+        with pytest.raises(UsageError, match="or the path of a file, not a int"):
+            taken(3)
+
+    def test_a_file_is_read_and_its_problems_have_their_lines(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.yaml"
+        path.write_text("run: {name: x}\nmodel: {object: a.Net}\nbatch: {size: 3}\n")
+        values, source = read_given(path)
+        net = Objects(model=nn.Linear(3, 2))
+        with pytest.raises(ConfigError, match=rf"^{path}:3: batch.size = 3: ") as caught:
+            config_with_objects(values, net, source=source)
+        assert len(caught.value.problems) == 1
+        with pytest.raises(ConfigError, match=rf"^{path}:2: model.object = a.Net: .*object-not"):
+            config_with_objects(values, Objects(), source=source)
+        path.write_text("run: {name: x}\nmodel: {object: a.Net}\n")
+        config = config_with_objects(*read_given(str(path))[:1], net)
+        assert config.model.object == "torch.nn.modules.linear.Linear"
 
 
 def test_a_task_of_ones_own_stays_itself() -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from unittest import mock
 
 import framework
+from framework import sections
 from framework.commands.table import BUILT_IN
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, TYPED
 from framework.config.schema import schema_text
@@ -448,7 +449,7 @@ def python_page() -> str:
         if name == "RunConfig":
             lines += [
                 f"{_first(thing.__doc__)} Its keys: [config keys](config.md). Made by `load_config`, or of",
-                "nested dicts.\n",
+                f"the classes of its sections: {', '.join(f'`{each}`' for each in sections.__all__)}.\n",
             ]
         else:
             lines += [f"```python\n{_signature(name, thing)}\n```\n", *_doc(thing)]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from framework.config.base import Positive, PositiveCount
 from framework.config.data import BYTE_VOCAB_SIZE
-from framework.config.model import LanguageModel, MoE, Size
+from framework.config.model import OF_THE_SIZE, LanguageModel, MoE, Size
 
 _TRANSFORMERS: Final = "framework.recipes.language_models:transformers.json"
 
@@ -130,25 +130,25 @@ class GPT(LanguageModel):
     """Named size: what every other field is unless it is written down. tiny: bytes, for a laptop;
     the others as published.
     """
-    num_kv_heads: PositiveCount
+    num_kv_heads: PositiveCount = OF_THE_SIZE
     """Heads of keys and values, a divisor of num_heads; fewer than num_heads share them
     (grouped-query attention).
     """
-    positions: Literal["learned", "rotary"]
+    positions: Literal["learned", "rotary"] = OF_THE_SIZE
     """How a token's place is told: a learned vector that is added, or a rotation of queries and
     keys (Su et al. 2021).
     """
-    rope_theta: Positive
+    rope_theta: Positive = OF_THE_SIZE
     """Base of the rotary wavelengths."""
-    norm: Literal["layernorm", "rmsnorm"]
+    norm: Literal["layernorm", "rmsnorm"] = OF_THE_SIZE
     """Normalisation before attention, before the perceptron and at the end."""
-    mlp: Literal["gelu", "swiglu"]
+    mlp: Literal["gelu", "swiglu"] = OF_THE_SIZE
     """Perceptron of a block: two matrices around GELU (tanh form, as GPT-2), or three with a gate
     (Shazeer 2020).
     """
-    bias: bool
+    bias: bool = OF_THE_SIZE
     """Whether linear layers and layernorm have a bias."""
-    tie_embeddings: bool
+    tie_embeddings: bool = OF_THE_SIZE
     """Whether the output layer uses the matrix of the token embedding."""
     moe: MoE | None = None
     """Experts in place of the perceptrons of some blocks."""
@@ -169,7 +169,7 @@ class BERT(LanguageModel):
     kind: Literal["bert"] = "bert"
     size: Literal["tiny", "mini", "small", "medium", "base", "large"] = "tiny"
     """Named size: what every other field is unless it is written down."""
-    num_types: PositiveCount
+    num_types: PositiveCount = OF_THE_SIZE
     """Number of segments that a token may belong to."""
     num_classes: PositiveCount | None = None
     """Classes of a text, from a head on [CLS]; null: the heads of pre-training."""
