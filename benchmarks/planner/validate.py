@@ -219,8 +219,10 @@ def parallelism_of(point: Point) -> Parallelism:
     sums_in_fp32 = "DEFAULT" in (point["note"] or "")
     if is_bigscience and point["precision"] == "bf16":
         sums_in_fp32 = True
-    # a bucket of FSDP is a block
-    bucket = 12 * point["model"]["hidden"] ** 2 if is_fsdp else bucket_of(point)
+    bucket = bucket_of(point)
+    prefetch = 50_000_000
+    if is_fsdp:  # blocks are summed and gathered
+        bucket = prefetch = 12 * point["model"]["hidden"] ** 2
     return Parallelism(
         data=data,
         pipe=pipe,
@@ -234,6 +236,9 @@ def parallelism_of(point: Point) -> Parallelism:
         gradient_bytes=4 if sums_in_fp32 else 2,
         recomputed=_RECOMPUTED[recompute_of(point)],
         bucket=bucket,
+        prefetch=prefetch,
+        persistent=0 if is_fsdp else 100_000,
+        reuse=10**12 if is_fsdp else 10**9,
         overlaps=is_fsdp or stage in (0, 3),
         scatters=is_fsdp or stage == 3,
         live=0 if stage == 3 else 10**12,

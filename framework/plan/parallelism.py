@@ -57,8 +57,9 @@ class Parallelism:
         scatters: each rank gets its part of the sums alone, as with FSDP; DeepSpeed does so at
             stage 3 only, `engine/flat_sums.py` at stages 1 and 2.
         coalesces: gradients of stage 2 are summed once in a step, not after each micro-batch.
-        bucket: elements of gradients that are summed at once.
-        prefetches: weights of stage 3 are gathered ahead of their use.
+        bucket: elements of gradients that are summed at once (`zero.reduce_bucket_size`).
+        prefetch: elements of weights that stage 3 gathers ahead of their use; 0: none.
+        reuse: elements of weights between two uses of one at stage 3 up to which it stays whole.
         live: elements of weights that stay whole at stage 3 between the forward and the backward
             pass.
         persistent: elements up to which a weight stays whole at stage 3.
@@ -95,7 +96,8 @@ class Parallelism:
     scatters: bool = False
     coalesces: bool = False
     bucket: int = 50_000_000
-    prefetches: bool = True
+    prefetch: int = 50_000_000
+    reuse: int = 1_000_000_000
     live: int = 1_000_000_000
     persistent: int = 100_000
     by_weight: bool = True
@@ -151,7 +153,8 @@ class Parallelism:
             scatters=stage == 3 or (gradients_wait and may_sum_flat(config, layout)),
             coalesces=coalesces(config, layout),
             bucket=zero.reduce_bucket_size,
-            prefetches=zero.stage3_prefetch_bucket_size > 0,
+            prefetch=zero.stage3_prefetch_bucket_size,
+            reuse=zero.stage3_max_reuse_distance,
             live=zero.stage3_max_live_parameters,
             persistent=zero.stage3_param_persistence_threshold,
             joins_gradients=stage in (1, 2),

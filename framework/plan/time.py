@@ -2,17 +2,19 @@
 machine, without torch.
 
 What is sent, and when, was read in DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`,
-`runtime/engine.py`, `runtime/pipe/engine.py`) and our `engine/gradient_sums.py`.
+`runtime/engine.py`, `runtime/pipe/engine.py`) and our `engine/gradient_sums.py`; sizes of messages
+are those of `framework.plan.messages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod, sqrt
 from typing import Any
 
+from framework.plan import messages
 from framework.plan.collectives import Collectives, needed
 from framework.plan.devices import Machine
 from framework.plan.fitted_rates import OF_PROCESSORS, RATES, Rates
@@ -20,6 +22,7 @@ from framework.plan.muon import flops_of_rank, muon_matrices, sent_numbers
 from framework.plan.operations import Shape
 from framework.plan.parallelism import Parallelism
 from framework.plan.plan import Plan
+from framework.plan.rank_memory import EXPERTS
 from framework.plan.work import LayerWork, ModelWork
 
 Seconds = dict[str, float]
@@ -115,6 +118,23 @@ def step_time(
     return _Step(work, parallelism, machine, rates or usual).time()
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Weights that the same ranks hold.
+
+    Attributes:
+        own: elements of each trained weight, in the model's order, of all pipeline stages.
+        frozen: the same of those that are not trained.
+        ranks: how many ranks hold the same ones.
+        stride: how many ranks lie between two of them.
+    """
+
+    own: list[int]
+    frozen: list[int]
+    ranks: int
+    stride: int
+
+
 class _Step:
     """Seconds of an optimizer step, component by component; `forward` and `backward` are those of
     the passes of one micro-batch.
@@ -147,10 +167,10 @@ class _Step:
         if by.rounding_bytes:
             in_fp8 = needed(device.flops_per_second.get("fp8"), "peak in fp8", device)
             self.fastest_rounded = in_fp8 * (self.fastest / self.peak)
-        num_params = sum(part.num_params * part.count for part in work.parts)
-        num_frozen = sum(map(prod, work.frozen.values()))
-        self.stage_params = num_params / by.pipe / by.tensor
-        self.held_params = self.stage_params + num_frozen / by.pipe / by.tensor
+        self.num_own = sum(sum(group.own) for group in self.groups)
+        self.num_held = self.num_own + sum(sum(group.frozen) for group in self.groups)
+        self.stage_params = self.num_own / by.pipe
+        self.held_params = self.num_held / by.pipe
 
     def time(self) -> StepTime:
         """Return all components of the step, those that take no time left out."""
@@ -430,6 +450,38 @@ class _Step:
 
     # What a step has beside its passes.
 
+    @cached_property
+    def groups(self) -> list[_Group]:
+        """The weights of a rank by the ranks that hold the same ones: experts are on fewer."""
+        by = self.by
+        own = self.sizes_of(self.work.weights)
+        if not self.work.weights:
+            for part in self.work.parts:
+                own[False] += [part.num_params // by.tensor] * part.count
+        frozen = self.sizes_of(self.work.frozen)
+        groups = [_Group(own[False], frozen[False], self.ranks, by.tensor)]
+        if own[True] or frozen[True]:
+            ranks = max(self.ranks // by.expert, 1)
+            groups.append(_Group(own[True], frozen[True], ranks, by.tensor * by.expert))
+        return groups
+
+    def sizes_of(self, weights: Mapping[str, Shape]) -> dict[bool, list[int]]:
+        """Return the elements of the weights that a rank holds, of those that are no expert's and
+        of those that are; a part of each matrix with tensor parallelism.
+        """
+        by = self.by
+        sizes: dict[bool, list[int]] = {False: [], True: []}
+        for name, shape in weights.items():
+            is_expert = by.expert > 1 and EXPERTS in name
+            size = prod(shape) // by.tensor
+            if is_expert and len(shape) > 2:  # all experts of a layer in one
+                size //= by.expert
+            sizes[is_expert].append(size)
+        if any(len(shape) > 2 for name, shape in weights.items() if EXPERTS in name):
+            return sizes
+        sizes[True] = sizes[True][: len(sizes[True]) // by.expert]
+        return sizes
+
     def gradient_sums(self, backward: float) -> float:
         """Return the seconds of the sums of gradients over the data-parallel ranks, without what
         hides behind the backward pass.
@@ -438,42 +490,94 @@ class _Step:
         one in the open.
         """
         by = self.by
-        if self.ranks == 1:
-            return 0.0
-        num_buckets = max(ceil(self.stage_params / by.bucket), 1)
-        bucket_bytes = by.gradient_bytes * self.stage_params / num_buckets
-        if by.scatters:
-            bucket_seconds = self.collectives.scatter(bucket_bytes, self.ranks, by.tensor)
-        else:
-            bucket_seconds = self.collectives.all_reduce(bucket_bytes, self.ranks, by.tensor)
-        hidden = 0.0
-        if by.overlaps:
-            computing = self.rates.overlap * backward / num_buckets
-            hidden = (num_buckets - 1) * min(bucket_seconds, computing)
+        seconds = 0.0
+        for group in self.groups:
+            if group.ranks == 1 or not group.own:
+                continue
+            send = self.collectives.all_reduce
+            if by.scatters:
+                send = self.collectives.scatter
+            beside = 0.0
+            if by.overlaps:
+                beside = self.rates.overlap * backward * sum(group.own) / self.num_own
+            sums = self.sums(group.own)
+            seconds += self.in_the_open(sums, by.gradient_bytes, send, group, beside)
         num_sums = 1
         if by.zero_stage > 1 and not by.coalesces:
             num_sums = by.accumulation
-        return num_sums * (num_buckets * bucket_seconds - hidden)
+        return num_sums * seconds
+
+    def sums(self, sizes: Sequence[int]) -> list[int]:
+        """Return the messages in which gradients of these weights are summed, the last ones of the
+        model first.
+        """
+        by = self.by
+        backwards = sizes[::-1]
+        if by.zero_stage in (1, 2) and by.scatters:
+            return messages.flat(sum(sizes), by.bucket)
+        if by.zero_stage:
+            return messages.bounded(backwards, by.bucket)
+        if by.pipe > 1:
+            return messages.filled(sizes, messages.PIPELINE_BUCKET)
+        return messages.bounded(backwards, messages.DDP_BUCKET)
+
+    def in_the_open(
+        self,
+        sizes: Sequence[int],
+        width: int,
+        send: Callable[[float, int, int], float],
+        group: _Group,
+        beside: float,
+    ) -> float:
+        """Return the seconds of messages that nothing hides.
+
+        Args:
+            sizes: elements of each, of the whole model: a pipeline stage has its part of them.
+            width: bytes of an element.
+            send: of `Collectives`.
+            group: who takes part.
+            beside: seconds of computation that hide what is sent beside it: all but one message,
+                which nothing is beside.
+        """
+        if not sizes:
+            return 0.0
+        num = max(len(sizes) / self.by.pipe, 1.0)
+        size = width * sum(sizes) / self.by.pipe / num
+        each = send(size, group.ranks, group.stride)
+        return num * each - (num - 1) * min(each, beside / num)
 
     def weight_gathers(self, forward: float, backward: float) -> float:
         """Return the seconds of the gathers of weights: once a step at stages 1 and 2; at stage 3
-        for each pass, ahead of their use.
+        for each pass, ahead of their use, and of small weights once a step.
         """
         by = self.by
-        if self.ranks == 1 or not by.zero_stage:
+        if not by.zero_stage:
             return 0.0
-        gathered = self.held_params if by.zero_stage == 3 else self.stage_params
-        num_buckets = max(ceil(gathered / by.bucket), 1)
-        bucket_bytes = by.weight_bytes * gathered / num_buckets
-        bucket_seconds = self.collectives.scatter(bucket_bytes, self.ranks, by.tensor)
-        if by.zero_stage < 3:
-            return num_buckets * bucket_seconds
-        ahead = self.rates.overlap if by.prefetches else 0.0
         seconds = 0.0
-        for pass_seconds in (forward, backward)[: self.gathers]:
-            hidden = (num_buckets - 1) * min(bucket_seconds, ahead * pass_seconds / num_buckets)
-            seconds += num_buckets * bucket_seconds - hidden
-        return by.accumulation * seconds
+        for group in self.groups:
+            if group.ranks == 1:
+                continue
+            if by.zero_stage < 3:
+                once = messages.whole(group.own)
+                seconds += self.gather(once, group, 0.0)
+                continue
+            held = group.own + group.frozen
+            once = messages.small(held, by.persistent)
+            seconds += self.gather(once, group, 0.0)
+            spread = messages.ahead(
+                held, prefetch=by.prefetch, live=by.live, persistent=by.persistent
+            )
+            ahead = self.rates.overlap if by.prefetch else 0.0
+            ahead *= sum(held) / self.num_held
+            passes = self.gather(spread, group, ahead * forward)
+            passes += (self.gathers - 1) * self.gather(spread, group, ahead * backward)
+            seconds += by.accumulation * passes
+        return seconds
+
+    def gather(self, sizes: Sequence[int], group: _Group, beside: float) -> float:
+        """Return the seconds of gathers of weights, as `in_the_open`."""
+        send = self.collectives.scatter
+        return self.in_the_open(sizes, self.by.weight_bytes, send, group, beside)
 
     def host_work(self, forward: float, backward: float) -> float:
         """Return the seconds of a micro-batch in which the device waits for the host, which handles
@@ -486,10 +590,23 @@ class _Step:
         once = self.rates.weight_seconds * num_weights / by.pipe
         return max(once - forward, 0.0) + max((1 + by.recomputed) * once - backward, 0.0)
 
-    @property
-    def gathers(self) -> int:
-        """Passes of a micro-batch for which stage 3 gathers the weights."""
-        return 1 if self.held_params <= self.by.live else 2
+    @cached_property
+    def gathers(self) -> float:
+        """How often stage 3 gathers the weights for a micro-batch.
+
+        Once if all may stay whole; else for the forward and for the backward pass. A recomputed
+        layer is run forward and then backward, in the other order: its weights stay whole if no
+        more than `reuse` elements are used in between (`__params_to_release` of
+        runtime/zero/partitioned_param_coordinator.py), and are gathered a third time if not.
+        """
+        by = self.by
+        if self.held_params <= by.live:
+            return 1.0
+        layers = [self.weights(part) for part in self.work.parts if part.count > 1]
+        between = 2 * max(layers, default=0.0) / by.tensor
+        if not between:
+            return 2.0
+        return 2.0 + by.recomputed * max(1 - by.reuse / between, 0.0)
 
     def copies(self) -> float:
         """Return the seconds of copies in the device's memory: of gradients into sums and buckets,
@@ -505,7 +622,8 @@ class _Step:
     def share(self) -> float:
         """Elements of a device's share of the optimizer's state."""
         if self.by.zero_stage:
-            return self.stage_params / self.ranks
+            shares = sum(sum(group.own) / group.ranks for group in self.groups)
+            return shares / self.by.pipe
         return self.stage_params
 
     def offload_transfers(self, backward: float) -> float:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from framework.config.load import config_from_values
 from framework.config.optimizer import Muon
 from framework.plan.cluster import Cluster
+from framework.plan.collectives import Collectives
 from framework.plan.devices import Device, Machine, Network
 from framework.plan.fitted_rates import Rates
 from framework.plan.flops import flops_per_step
@@ -146,7 +147,7 @@ def test_stages_send_what_deepspeed_sends(
     not of the paper).
     """
     options = {"zero_stage": stage, "accumulation": accumulation, "scatters": stage == 3, "live": 0}
-    found = seconds(data=8, overlaps=False, prefetches=False, **options)
+    found = seconds(data=8, overlaps=False, prefetch=0, **options)
     once = 7 / 8 * 2 * PARAMS / 1e11
     # starts of the buckets come on top
     assert found["gradient sums"] == pytest.approx(sums * once, rel=0.08)
@@ -160,11 +161,93 @@ def test_models_below_the_live_limit_stay_gathered_for_the_backward_pass() -> No
     assert freed == pytest.approx(2 * stays)
 
 
+def test_experts_are_summed_and_gathered_by_the_ranks_that_hold_the_same_ones() -> None:
+    shapes = {
+        f"blocks.{block}.mlp.experts.{n}.up": (10**4, 10**4) for block in (0, 1) for n in range(4)
+    }
+    work = replace(WORK, weights={"embed.weight": (10**4, 10**4), **shapes})
+    for stage in (0, 1, 2):
+        by = Parallelism(data=8, expert=4, zero_stage=stage, overlaps=False)
+        found = step_time(work, by, MACHINE, IDEAL).seconds
+        # of 9e8 elements a rank has the first and two more, which two ranks hold
+        dense, experts = 2 * 1e8 / 1e11, 2 * 2e8 / 1e11
+        sent = 7 / 8 * dense + 1 / 2 * experts
+        assert found["gradient sums"] == pytest.approx(2 * sent, rel=0.03)
+        assert found.get("weight gathers", sent) == pytest.approx(sent, rel=0.03)
+        share = 3e8 if stage == 0 else 1e8 / 8 + 2e8 / 2
+        assert found["optimizer"] == pytest.approx(share * 34 / 1e12)
+
+
+def test_a_recomputed_layer_is_gathered_again_where_its_weights_were_let_go() -> None:
+    by = {"data": 8, "zero_stage": 3, "live": 0, "prefetch": 0, "recomputed": 1.0}
+    # forward, and backward of a block that is run again: 2e8 elements from one use to the next
+    stays, goes = (seconds(reuse=reuse, **by)["weight gathers"] for reuse in (2 * 10**8, 10**8))
+    assert goes / stays == pytest.approx(2.5 / 2)
+
+
+CHANGES = {
+    1: {
+        "reduce_bucket_size": (10**6, {"gradient sums"}),
+        "allgather_bucket_size": (10**6, set()),
+        "stage3_prefetch_bucket_size": (10**6, set()),
+        "stage3_param_persistence_threshold": (0, set()),
+    },
+    3: {
+        "reduce_bucket_size": (10**6, {"gradient sums"}),
+        "allgather_bucket_size": (10**6, set()),
+        "stage3_prefetch_bucket_size": (10**6, {"weight gathers"}),
+        "stage3_param_persistence_threshold": (10**7, {"weight gathers"}),
+        # weights that are gathered once more are copied once more, too
+        "stage3_max_live_parameters": (10**6, {"weight gathers", "copies"}),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "key"),
+    [(stage, key) for stage in (1, 2, 3) for key in CHANGES[3 if stage == 3 else 1]],
+)
+def test_each_bucket_changes_its_own_component_alone(stage: int, key: str) -> None:
+    value, expected = CHANGES[3 if stage == 3 else 1][key]
+    found = []
+    for more in ({}, {key: value}):
+        machine = replace(Machine.listed("a100-80gb"), devices_per_host=4)
+        found.append(planned(8, machine, zero={"stage": stage, **more})[0].seconds)
+    before, after = found
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert changed == expected
+
+
+def test_more_devices_make_a_fixed_batch_faster_at_stage_3() -> None:
+    """As measured with 175 billion weights on 384 to 1,536 A100 (benchmarks/planner/points.json,
+    narayanan-2021).
+    """
+    times = []
+    for hosts, micro in ((48, 4), (96, 2), (192, 1)):
+        model = {"kind": "gpt", "hidden_size": 12288, "num_layers": 96, "num_heads": 96}
+        config = config_from_values(
+            {
+                "model": model | {"vocab_size": 51200, "max_positions": 2048, "dropout": 0.0},
+                "data": {"kind": "text", "sequence_length": 2048},
+                "task": {"kind": "causal_lm"},
+                "batch": {"micro_size": micro},
+                "precision": {"dtype": "bf16"},
+                "zero": {"stage": 3},
+                "training": {"max_steps": 10, "recompute_every": 1},
+            }
+        )
+        plan = make_plan(config, Cluster(devices_per_host=8, num_hosts=hosts))
+        work = named_work(config, 1)
+        assert work is not None
+        times.append(estimate_time(plan, work, Machine.listed("a100-80gb")).total)
+    assert times[0] > times[1] > times[2]
+
+
 def test_frozen_weights_are_gathered_and_never_summed() -> None:
     frozen = replace(WORK, frozen={"old.weight": (1000, 850_000)})  # as many as are trained
-    by = Parallelism(data=8, zero_stage=3, live=0, prefetches=False, overlaps=False, scatters=True)
+    by = Parallelism(data=8, zero_stage=3, live=0, prefetch=0, overlaps=False, scatters=True)
     own, more = (step_time(work, by, MACHINE, IDEAL).seconds for work in (WORK, frozen))
-    assert more["weight gathers"] == pytest.approx(2 * own["weight gathers"])
+    assert more["weight gathers"] == pytest.approx(2 * own["weight gathers"], rel=0.02)
     assert (more["gradient sums"], more["optimizer"]) == (own["gradient sums"], own["optimizer"])
 
 
@@ -198,9 +281,10 @@ def test_sums_hide_behind_the_backward_pass_but_for_the_last_bucket() -> None:
         seconds(rates=rates, data=8, micro_size=8, overlaps=each)["gradient sums"]
         for each in (0, 1)
     )
-    assert hidden == pytest.approx(shown / 17)  # 8.5e8 elements in buckets of 5e7
-    one = seconds(rates=rates, data=8, micro_size=8, overlaps=True, bucket=10**9)["gradient sums"]
-    assert one > 0.9 * shown
+    assert hidden == pytest.approx(shown / 9)  # nine weights, each larger than a bucket
+    by = {"data": 8, "micro_size": 8, "zero_stage": 1, "bucket": 10**9}
+    one, alone = (seconds(rates=rates, overlaps=each, **by)["gradient sums"] for each in (1, 0))
+    assert one == alone
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
@@ -218,12 +302,31 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
 def test_tensor_parallelism_splits_products_and_sums_twice_a_pass() -> None:
     found = seconds(tensor=8, block_sums=(2, 2))
     assert found["compute"] == pytest.approx(seconds()["compute"] / 8)
+    # NCCL's protocol of small messages: a later start, shorter steps, and 0.92 of the bandwidth
     assert found["tensor parallel"] == pytest.approx(
-        8 * 4 * (8.4e-6 + 2 * 7 * 3.4e-6 + 2 * 7 / 8 * 2e6 / 1e11)
+        8 * 4 * (14e-6 + 2 * 7 * 1.9e-6 + 2 * 7 / 8 * 2e6 / 1e11 / 0.92)
     )
     # half of what a block saves is split, and its loss; the other half each rank moves whole
     moved = 2 * (8 * 4e8 * (0.5 + 0.5 / 8) + 1e8 / 8) / 1e12
     assert found["memory-bound operations"] == pytest.approx(moved, rel=1e-2)
+
+
+def test_collectives_follow_the_links() -> None:
+    """The protocol of large messages over NVLink and over PCIe; the switch of a host adds up."""
+    size = 1e9
+    ring = 8.4e-6 + 14 * 3.4e-6 + 2 * 7 / 8 * size / 1e11
+    assert Collectives(MACHINE, 1.0).all_reduce(size, 8, 1) == pytest.approx(ring)
+    pcie = replace(MACHINE, device=replace(DEVICE, link_bytes_per_second=3e10))
+    over_pcie = 8.4e-6 + 14 * 5.7e-6 + 2 * 7 / 8 * size / 1e11
+    assert Collectives(pcie, 1.0).all_reduce(size, 8, 1) == pytest.approx(over_pcie)
+    hopper = replace(MACHINE, device=replace(DEVICE, capability=(9, 0)))
+    found = Collectives(hopper, 1.0)
+    assert found.all_reduce(size, 8, 1) == pytest.approx(ring, rel=0.3)
+    assert found.all_reduce(size, 8, 1) < ring / 1.25
+    assert found.all_reduce(size, 4, 1) == Collectives(MACHINE, 1.0).all_reduce(size, 4, 1)
+    assert found.scatter(size, 8, 1) == Collectives(MACHINE, 1.0).scatter(size, 8, 1)
+    measured = replace(hopper, measured=frozenset({"collective_bytes_per_second"}))
+    assert Collectives(measured, 1.0).all_reduce(size, 8, 1) == pytest.approx(ring)
 
 
 def test_sequence_and_expert_parallelism_exchange_values() -> None:
@@ -361,7 +464,8 @@ def test_measured_overheads_count() -> None:
     machine = replace(MACHINE, step_overhead_seconds=0.5, all_reduce_latency_seconds=0.1)
     found = step_time(WORK, Parallelism(data=8, bucket=10**9), machine, IDEAL).seconds
     assert found["step overhead"] == 0.5
-    assert found["gradient sums"] == pytest.approx(0.1 + 2 * 7 / 8 * 2 * PARAMS / 1e11)
+    # nine weights of which each is a bucket of its own
+    assert found["gradient sums"] == pytest.approx(9 * 0.1 + 2 * 7 / 8 * 2 * PARAMS / 1e11)
 
 
 LAYOUTS = st.builds(
@@ -376,7 +480,7 @@ LAYOUTS = st.builds(
     recomputed=st.sampled_from([0.0, 0.5, 1.0]),
     overlaps=st.booleans(),
     scatters=st.booleans(),
-    prefetches=st.booleans(),
+    prefetch=st.sampled_from([0, 5 * 10**7]),
     bucket=st.sampled_from([10**6, 5 * 10**7, 10**10]),
     is_offloaded=st.booleans(),
 )
