@@ -83,6 +83,9 @@ StepRange = Annotated[
 
 
 def _suggest_import_path(text: str) -> str:
+    file = re.fullmatch(r"(?:\./)?([\w./]+)\.py(?::(\w+))?", text)
+    if file:
+        return f"write {file[1].replace('/', '.')}:{file[2] or 'NAME'}"
     module, _, name = text.rpartition(".")
     guess = f"{module}:{name}"
     if re.match(_IMPORT_PATH, guess):

@@ -18,8 +18,9 @@ from pydantic_core import ErrorDetails
 
 from deepspeed_lint.text.document import KeyPath
 from deepspeed_lint.text.typos import nearest
-from framework.config.base import WORDS_OF_PATTERNS, choices_of, members_of
+from framework.config.base import WORDS_OF_PATTERNS, Target, choices_of, members_of
 from framework.config.deepspeed_words import OWNED, place_here
+from framework.config.other_words import OtherWord, meaning, same_key, value_here
 from framework.errors import Problem, Written, show_value
 
 _WORDS: Final = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -33,6 +34,13 @@ _OUT_OF_RANGE: Final[Mapping[str, Sequence[str]]] = _WORDS["out_of_range"]
 # Keys where people write null to turn something off.
 _TURNS_OFF: Final[Mapping[str, str]] = {
     "training.clip_grad_norm": "write 0 to turn clipping off, or leave the key out for 1.0"
+}
+# Section -> the key that a number in the section's place means.
+MAIN_KEYS: Final[Mapping[str, str]] = {
+    "zero": "stage",
+    "batch": "global_size",
+    "training.lora": "r",
+    "training.ema": "decay",
 }
 TRUTH: Final[Mapping[str, str]] = dict.fromkeys(
     ("yes", "on", "y", "true", "1"), "true"
@@ -110,6 +118,8 @@ def _problem(
             fix = f'write "{value}", in quotes'
         if value is None and key in _TURNS_OFF:
             fix = _TURNS_OFF[key]
+        if key in MAIN_KEYS and isinstance(value, (int, float)) and not isinstance(value, bool):
+            fix = f"write {{{MAIN_KEYS[key]}: {show_value(value)}}}"
         return path, Problem("wrong-type", reason, fix, key, value)
     if kind == "string_pattern_mismatch":
         reason, suggest = WORDS_OF_PATTERNS[context["pattern"]]
@@ -167,7 +177,8 @@ def fields_of(owner: Any) -> Mapping[str, FieldInfo]:
 
 def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -> Problem:
     """Return the problem of a key that the section `owner` does not have, with the best guess at
-    what was meant: DeepSpeed's name, a key of another section of `root`, or a similar key.
+    what was meant: a name of DeepSpeed or of another tool, a key of another section of `root`, or
+    a similar key.
     """
     name = str(path[-1])
     key = ".".join(map(str, path))
@@ -176,11 +187,14 @@ def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -
     guess = nearest(name, known)
     place = place_here(name)
     homes = list(homes_of(name, root))
+    word = None if _is_own_code(owner) else meaning(name, str(path[0]))
     if name == "kind" and "target" in known:
         reason = "the section names a target as well"
         fix = "keep kind or target, not both"
-    elif place and (len(path) == 1 or name in OWNED):
+    elif place and (len(path) == 1 or name in OWNED) and not is_plain_switch(name, value):
         fix = place
+    elif word is not None and not is_at_home(word, homes):
+        fix = word.hint()
     elif homes:
         reason = "there is no such key here"
         fix = f"it exists as {' and '.join(homes[:3])}"
@@ -191,6 +205,25 @@ def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -
     else:
         fix = "remove it"
     return Problem("unknown-key", reason, fix, key, value)
+
+
+def _is_own_code(owner: Any) -> bool:
+    return isinstance(owner, type) and issubclass(owner, Target)
+
+
+def is_plain_switch(name: str, value: Any) -> bool:
+    """Check whether a name of DeepSpeed's is meant as a key of ours of the same name: `compile:
+    true` is one, `compile: {deepcompile: true}` is DeepSpeed's section.
+    """
+    return name not in OWNED and not isinstance(value, Mapping) and same_key(name) is not None
+
+
+def is_at_home(word: OtherWord, homes: Sequence[str]) -> bool:
+    """Check whether the places of a key of ours are all that a word of other tools adds."""
+    if not homes:
+        return False
+    places = {home.partition(" ")[0] for home in homes}
+    return not word.keys or bool(places & set(word.keys))
 
 
 # Kinds for code of the user's own, which has its own keys.
@@ -225,8 +258,8 @@ def _unknown_kind(path: KeyPath, value: Any, union: Any) -> tuple[KeyPath, Probl
     if not isinstance(value, Mapping):
         reason, fix = _wrong_type(value, _SECTION)
         if isinstance(value, str):
-            guess = value if value in choices else nearest(value, choices) or choices[0]
-            fix = f"write {{{tag_key}: {guess}}}"
+            guess, remark = _kind_for(path, tag_key, value, choices) or (choices[0], "")
+            fix = f"write {{{tag_key}: {guess}}}{remark}"
         return path, Problem("wrong-type", reason, fix, ".".join(map(str, path)), value)
     kind = value.get(tag_key)
     if kind is None and value.get("target") is not None:
@@ -239,7 +272,7 @@ def _unknown_kind(path: KeyPath, value: Any, union: Any) -> tuple[KeyPath, Probl
     key = ".".join(map(str, kind_path))
     if kind is None:
         reason = "the section does not say which kind it is"
-        fix = f"add {tag_key}: one of {choices_text}"
+        fix = f"add {tag_key}: one of {choices_text}{_other_words_in(value, path, union)}"
         if path == ("data",) and tag_key not in value:
             fix += (
                 "; keys without a kind belong to data that Python hands over (train_data=...), "
@@ -248,12 +281,50 @@ def _unknown_kind(path: KeyPath, value: Any, union: Any) -> tuple[KeyPath, Probl
         return kind_path, Problem("missing-kind", reason, fix, key)
     if path[0] == "optimizer" and str(kind).lower() in _OTHER_OPTIMIZERS:
         return kind_path, _other_optimizer(key, kind)
-    similar = nearest(str(kind), choices)
+    similar = _kind_for(path, tag_key, str(kind), choices)
     if similar:
-        fix = f"did you mean '{similar}'? known: {choices_text}"
+        fix = f"did you mean '{similar[0]}'{similar[1]}? known: {choices_text}"
     else:
         fix = f"known: {choices_text}"
     return kind_path, Problem("unknown-kind", "there is no such kind", fix, key, kind)
+
+
+def _kind_for(
+    path: KeyPath, tag_key: str, text: str, choices: Sequence[str]
+) -> tuple[str, str] | None:
+    """Return the kind that a text means, and a remark in brackets or nothing: the kind itself, a
+    value of another tool, or a misspelt one.
+    """
+    if text in choices:
+        return text, ""
+    here = value_here(".".join(map(str, (*path, tag_key))), text)
+    if here is not None:
+        ours, remark = here
+        return ours, f" ({remark})" if remark else ""
+    similar = nearest(text, choices)
+    if similar is not None:
+        return similar, ""
+    return None
+
+
+def _other_words_in(section: Mapping[str, Any], path: KeyPath, union: Any) -> str:
+    """Return what keys of other tools mean in a section without a kind, to stand behind a fix: a
+    kind that is written as a switch, such as `bf16: true`, or another name of a key.
+    """
+    tag_key, choices = choices_of(union)
+    hints = []
+    known = {name for member in members_of(union).values() for name in member.model_fields}
+    for name in map(str, section):
+        here = value_here(".".join(map(str, (*path, tag_key))), name)
+        if name in choices:
+            hints.append(f"for {name} write {tag_key}: {name}")
+        elif here is not None:
+            hints.append(f"for {name} write {tag_key}: {here[0]}")
+        else:
+            word = meaning(name, str(path[0]))
+            if word is not None and word.keys and name not in known:
+                hints.append(word.hint())
+    return "".join(f"; {hint}" for hint in hints)
 
 
 def _other_optimizer(key: str, kind: Any) -> Problem:

@@ -27,7 +27,17 @@ from deepspeed_lint.text.edits import (
 from deepspeed_lint.text.typos import only_alike
 from framework.config.base import choices_of
 from framework.config.edits import edited
-from framework.config.explain import TRUTH, WANTED, descend, explain, fields_of, homes_of
+from framework.config.explain import (
+    MAIN_KEYS,
+    TRUTH,
+    WANTED,
+    descend,
+    explain,
+    fields_of,
+    homes_of,
+    is_at_home,
+)
+from framework.config.other_words import meaning, same_key, value_here
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError
 
@@ -121,6 +131,8 @@ def _candidates(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Ed
         yield from _for_unknown_key(path, owner, values)
     elif kind in ("union_tag_not_found", "union_tag_invalid"):
         yield from _for_unknown_kind(path, value, annotation)
+    elif path == ("zero",) and isinstance(value, int) and not isinstance(value, bool):
+        yield (ReplaceValue(path, {MAIN_KEYS["zero"]: value}),)
     elif kind in WANTED:
         converted = _convert(value, WANTED[kind])
         if converted is not None:
@@ -128,12 +140,21 @@ def _candidates(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Ed
 
 
 def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> Iterator[Edits]:
-    """Yield another name in the same section, or the move to the only section that has the name."""
+    """Yield the key that another tool's word names, another name in the same section, or the move
+    to the only section that has the name.
+    """
     name = str(path[-1])
     known = fields_of(owner)
     if name == "kind" and "target" in known:
         return
+    same = same_key(name, str(path[0]))
+    if same is not None and same.count(".") == 1:
+        yield from _moved(path, same, values)
+        return
     homes = list(homes_of(name, RunConfig))
+    word = meaning(name, str(path[0]))
+    if word is not None and not is_at_home(word, homes):
+        return  # another tool's word, for which there is more than one answer
     guess = only_alike(name, known, least=_ALIKE)
     siblings = at(values, path[:-1])
     is_plain = not isinstance(siblings[name], (Mapping, list))
@@ -141,18 +162,25 @@ def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> It
         yield (RenameKey(path, guess),)
     # A home such as "zero.x of cpu" is in one kind of a section only.
     if len(homes) == 1 and guess is None and is_plain and " " not in homes[0]:
-        section, _, key = homes[0].partition(".")
-        home = values.get(section)
-        move = MoveMember(path, (section, key))
-        if section not in values:
-            # A section that is written needs its kind, the default's.
-            edits: list[Edit] = []
-            for tag, kind in kind_of_default(section).items():
-                edits.append(InsertMember((section, tag), kind))
-            edits.append(move)
-            yield tuple(edits)
-        elif isinstance(home, Mapping) and home and key not in home:
-            yield (move,)
+        yield from _moved(path, homes[0], values)
+
+
+def _moved(path: KeyPath, to: str, values: Mapping[str, Any]) -> Iterator[Edits]:
+    """Yield what makes a member the key ``section.key`` named `to`, if that is not set."""
+    section, _, key = to.partition(".")
+    home = values.get(section)
+    if section not in values:
+        # A section that is written needs its kind, the default's.
+        edits: list[Edit] = []
+        for tag, kind in kind_of_default(section).items():
+            edits.append(InsertMember((section, tag), kind))
+        edits.append(MoveMember(path, (section, key)))
+        yield tuple(edits)
+    elif isinstance(home, Mapping) and home and key not in home:
+        if path[:-1] == (section,):
+            yield (RenameKey(path, key),)
+        else:
+            yield (MoveMember(path, (section, key)),)
 
 
 def _for_unknown_kind(path: KeyPath, value: Any, union: Any) -> Iterator[Edits]:
@@ -164,6 +192,9 @@ def _for_unknown_kind(path: KeyPath, value: Any, union: Any) -> Iterator[Edits]:
         written = value.get(tag_key)
         if isinstance(written, str):
             guess = only_alike(written, choices, least=_KIND_ALIKE)
+            here = value_here(".".join(map(str, (*path, tag_key))), written)
+            if here is not None:
+                guess = here[0] if not here[1] else None
             if guess is not None:
                 yield (ReplaceValue((*path, tag_key), guess),)
 

@@ -2,7 +2,7 @@
 
 The module of each trainer takes the arguments one by one and puts what they mean under run-config
 keys. Arguments that no module takes are listed as left out, with the reason from
-`tables/coming_from.yaml`.
+`framework.config.other_words`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
-
-import yaml
 
 from deepspeed_lint.lint import placed
 from deepspeed_lint.text.document import Document
 from framework.config.load import config_from_values
+from framework.config.other_words import answers
 from framework.errors import ConfigError, Problem, show_value
 from framework.imports.deepspeed import Imported, import_document
 from framework.imports.deepspeed_sections import Omission
@@ -362,7 +360,7 @@ class ForeignArguments:
             self.omit(f"{name}.{key}", show_value(value), reason)
 
     def _reason(self, name: str) -> str:
-        """Return why an argument has no key, or what to see, by `tables/coming_from.yaml`."""
+        """Return why an argument has no key, or what to see, by the table of other words."""
         answer = answers()[_TITLES[self.tool]].get(name)
         if answer is None:
             return f"not an argument of {self.tool} that is known here"
@@ -427,19 +425,3 @@ def launch_options(num_gpus: Any, num_nodes: Any) -> str:
     if num_nodes > 1:
         return f"-H HOSTFILE, {num_nodes} hosts"
     return f"--num_gpus {num_gpus}"
-
-
-@cache
-def answers() -> dict[str, dict[str, str]]:
-    """Read, per tool, what becomes of each argument: tool -> argument -> answer, as the docs show.
-
-    A row of the table may hold several arguments with one answer.
-    """
-    tables = yaml.safe_load((_TABLES / "coming_from.yaml").read_text(encoding="utf-8"))
-    answers_by_tool: dict[str, dict[str, str]] = {}
-    for tool, rows in tables.items():
-        answers_by_tool[tool] = {}
-        for names, answer in rows.items():
-            for name in names.split(","):
-                answers_by_tool[tool][name.strip()] = answer
-    return answers_by_tool

@@ -132,6 +132,8 @@ def assumption(document: Document, *, as_run_config: bool) -> Iterator[Problem]:
         return
     our_keys = [name for name in values if name in OURS]
     deepspeed_keys = _deepspeed_keys(values)
+    if our_keys and deepspeed_keys and as_run_config:
+        deepspeed_keys = [name for name in deepspeed_keys if not _is_plain_switch(name, values)]
     if not our_keys or not deepspeed_keys:
         return
     if as_run_config:
@@ -154,6 +156,13 @@ def assumption(document: Document, *, as_run_config: bool) -> Iterator[Problem]:
         column,
         severity="note",
     )
+
+
+def _is_plain_switch(name: str, values: Mapping[str, Any]) -> bool:
+    """Check whether a name of DeepSpeed's is meant as a key of ours of the same name."""
+    from framework.config.explain import is_plain_switch
+
+    return is_plain_switch(name, values[name])
 
 
 def tool_of(values: Any) -> Tool | None:

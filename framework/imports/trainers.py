@@ -3,7 +3,7 @@ Lightning's CLI config.
 
 What a run config has a key for is taken over, with the defaults of the other tool written down
 where ours differ. The rest is listed at the top of what is printed, with the reason
-(`tables/coming_from.yaml`), unless it is what the tool does anyway
+(the table of `framework.config.other_words`), unless it is what the tool does anyway
 (`tables/trainer_defaults.json`). A DeepSpeed JSON that a file names or holds is imported too; where
 it has "auto", the arguments beside it decide, as there.
 """
@@ -20,13 +20,13 @@ from deepspeed_lint.text.document import YAML_ENDINGS, Document, parse_document,
 from framework.errors import ConfigError, Problem
 from framework.imports.accelerate import take_accelerate_config
 from framework.imports.deepspeed import Imported
-from framework.imports.foreign_arguments import MAPPINGS, ForeignArguments, answers
+from framework.imports.foreign_arguments import MAPPINGS, ForeignArguments
 from framework.imports.hugging_face import take_training_arguments
 from framework.imports.kind_of_file import Tool, foreign_problem, tool_of, with_last_of_duplicates
 from framework.imports.lightning import take_lightning_config
 from framework.system.log import print_problem
 
-__all__ = ["answers", "import_arguments", "read_arguments"]
+__all__ = ["import_arguments", "read_arguments"]
 
 _TAKERS: Final[Mapping[Tool, Callable[[ForeignArguments], None]]] = {
     "transformers.TrainingArguments": take_training_arguments,

@@ -122,7 +122,7 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     "number and list for a section": (
         "zero: 3\noptimizer: [adamw]\ndeepspeed: true\n",
         [
-            ":1: zero = 3: a whole number where a section of keys belongs; write its keys under it [wrong-type]",
+            ":1: zero = 3: a whole number where a section of keys belongs; write {stage: 3} [wrong-type]",
             ":2: optimizer = [adamw]: a list where a section of keys belongs; write its keys under it [wrong-type]",
             ":3: deepspeed = true: a truth value where a section of keys belongs; write its keys under it [wrong-type]",
         ],

@@ -1,4 +1,4 @@
-"""The page "where is what I know": arguments of other tools and our keys, from `coming_from.yaml`;
+"""The page "where is what I know": arguments of other tools and our keys, from `other_words.yaml`;
 keys of DeepSpeed's JSON from the tables of the framework.
 """
 
@@ -9,21 +9,23 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-import yaml
-
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH
+from framework.config.other_words import SEVERAL_TOOLS, rows_by_tool, value_rows
 from framework.plan.rules.passthrough import REMOVED, not_in_a_run
 from tools.docs_site.kinds import ROOT
 
-DATA: Final = ROOT / "framework/imports/tables/coming_from.yaml"
 _REASON: Final = re.compile(r"(not needed|not a key|cannot): ")
 _TITLES: Final = {
     "Hugging Face TrainingArguments": "Every field of `transformers.TrainingArguments`.",
     "Lightning Trainer": "Every argument of `lightning.Trainer`.",
     "accelerate Accelerator": "Every argument of `accelerate.Accelerator`.",
+    "Lightning ModelCheckpoint": "Every argument of `lightning.pytorch.callbacks.ModelCheckpoint`.",
+    "Lightning EarlyStopping": "Every argument of `lightning.pytorch.callbacks.EarlyStopping`.",
     "deepspeed.initialize": "Every argument of `deepspeed.initialize`; its JSON is below.",
     "PipelineModule": "Every argument of `deepspeed.pipe.PipelineModule` ([page](pipeline.md)).",
     "The DeepSpeed engine": "What a script calls; line by line: [from raw DeepSpeed](tutorials/from-deepspeed.md).",
+    "torchtitan": "Keys of its `JobConfig` that have another name here.",
+    SEVERAL_TOOLS: "Names that are typed often, in scripts and configs of any tool.",
 }
 _JSON: Final = (
     "Every top-level key of its JSON; what is inside of them: [config keys](reference/config.md)."
@@ -66,9 +68,10 @@ def coming_from_page() -> str:
         "`dsf import FILE` takes these arguments over from a file: `TrainingArguments` as JSON or YAML",
         "(`to_json_string()`, or what `HfArgumentParser` reads), the file of `accelerate config`,",
         "Lightning's CLI config, DeepSpeed's JSON. What is not taken over is named at the top of the result, with its",
-        "reason.\n",
+        "reason. In a run config, `check` answers each of these words with its key, and `check --fix` writes",
+        "the key where it means the same.\n",
     ]
-    tables = yaml.safe_load(DATA.read_text(encoding="utf-8")) | {"Raw DeepSpeed": dict(json_keys())}
+    tables = rows_by_tool() | {"Raw DeepSpeed": dict(json_keys())}
     for tool, rows in tables.items():
         about = _TITLES.get(tool, _JSON)
         lines += [f"## {tool}\n", f"{about}\n", "| there | here |", "|---|---|"]
@@ -76,6 +79,17 @@ def coming_from_page() -> str:
             there = ", ".join(f"`{name.strip()}`" for name in names.split(","))
             lines.append(f"| {there} | {_shown(answer)} |")
         lines.append("")
+    lines += [
+        "## Values\n",
+        "Of keys that have the same name.\n",
+        "| key | there | here |",
+        "|---|---|---|",
+    ]
+    for key, rows in value_rows().items():
+        for names, answer in rows.items():
+            there = ", ".join(f"`{name}`" for name in names.split(", "))
+            lines.append(f"| `{key}` | {there} | {_shown(answer)} |")
+    lines.append("")
     return "\n".join(lines)
 
 
