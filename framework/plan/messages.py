@@ -8,6 +8,7 @@ keys than what is summed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Final
 
 from framework.plan.flat_sums import most_in_message
@@ -75,8 +76,8 @@ def flat(total: int, bucket: int) -> list[int]:
     engine/flat_sums.py does at stages 1 and 2.
     """
     width = max(most_in_message(bucket), 1)
-    whole, rest = divmod(total, width)
-    messages = [width] * whole
+    num_whole, rest = divmod(total, width)
+    messages = list(repeat(width, num_whole))
     if rest:
         messages.append(rest)
     return messages

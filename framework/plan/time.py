@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from math import ceil, prod, sqrt
 from typing import Any
 
@@ -457,7 +458,7 @@ class _Step:
         own = self.sizes_of(self.work.weights)
         if not self.work.weights:
             for part in self.work.parts:
-                own[False] += [part.num_params // by.tensor] * part.count
+                own[False] += repeat(part.num_params // by.tensor, part.count)
         frozen = self.sizes_of(self.work.frozen)
         groups = [_Group(own[False], frozen[False], self.ranks, by.tensor)]
         if own[True] or frozen[True]:
