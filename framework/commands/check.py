@@ -17,7 +17,12 @@ from framework.commands.check_result import (
     check_file,
     check_json,
 )
-from framework.commands.cluster_options import add_cluster_options, find_cluster, split_words
+from framework.commands.cluster_options import (
+    add_cluster_options,
+    add_host_memory,
+    find_cluster,
+    split_words,
+)
 from framework.errors import ConfigError, StorageError, UsageError
 from framework.system.arguments import CommandParser, parse_command, refuse
 from framework.system.output import write
@@ -69,6 +74,7 @@ def _add_arguments(check: CommandParser) -> None:
     )
     option("--gpu", metavar="KIND", help="judge for this GPU, for example h100-80gb")
     add_cluster_options(check)
+    add_host_memory(check)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -93,6 +99,7 @@ def _context(arguments: argparse.Namespace) -> CheckContext:
     return CheckContext(
         cluster=find_cluster(arguments),
         gpu=find_gpu(arguments.gpu),
+        host_bytes=arguments.host_memory,
         release=release,
         reader=arguments.reader,
         data_elsewhere=arguments.data_elsewhere,

@@ -31,6 +31,7 @@ class CheckContext:
     Attributes:
         cluster: where they are to run, or None if the command line does not name it.
         gpu: which GPU, or None if the command line does not name it.
+        host_bytes: memory of a host; None: not known.
         release: DeepSpeed's version; None: the newest known.
         reader: the program that reads DeepSpeed JSON first; None: the file shows it.
         data_elsewhere: data that is not here is a warning, not an error.
@@ -38,6 +39,7 @@ class CheckContext:
 
     cluster: Cluster | None = None
     gpu: GpuKind | None = None
+    host_bytes: int | None = None
     release: str | None = None
     reader: Reader | None = None
     data_elsewhere: bool = False
@@ -118,11 +120,13 @@ def _check_run_config(
 
         problems = [*release_note(file, against.release), *problems]
         problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
-    too_large = list(_too_large(plan, target))
+    too_large, estimates = _held_against(plan, target)
     problems += map(source.locate, too_large)
     summary = one_line(plan, fits=not too_large)
     if run.choice:
         summary += f"; {run.choice}"
+    else:
+        summary += estimates
     return CheckResult(file, tuple(problems), summary)
 
 
@@ -175,26 +179,40 @@ def _document(text: str, file: str) -> Document:
         raise ConfigError(template or error.problems) from None
 
 
-def _too_large(plan: Plan, target: Hardware | None) -> Iterator[Problem]:
-    """Warn of a plan of a known model that does not fit the device."""
+def _held_against(plan: Plan, target: Hardware | None) -> tuple[list[Problem], str]:
+    """Hold the estimate of a known model's plan against the devices and hosts.
+
+    Returns:
+        A warning if it does not fit, and what it was held against, in words; both empty if the
+        devices or the memory of the plan are not known.
+    """
     if target is None:
-        return
+        return [], ""
+    from framework.plan.alternatives import size_text
     from framework.plan.candidate import judge
     from framework.plan.memory import NotEstimatedError
 
     try:
-        reason = judge(plan, target).lacking(target)
+        planned = judge(plan, target)
     except NotEstimatedError:
-        return
-    if reason:
-        yield Problem(
-            "memory-too-small",
-            f"{reason}, by estimate",
-            f"`plan --search --gpu {target.name}` finds what fits",
-            "zero.stage",
-            plan.config.zero.stage,
-            severity="warning",
-        )
+        return [], ""
+    usable = target.usable_text(planned.memory)
+    text = f"; {size_text(planned.peak_bytes)} of {usable}, by estimate"
+    on_host = target.host_text(planned.memory, plan.cluster.devices_per_host)
+    if on_host:
+        text += f"; {on_host}"
+    reason = planned.lacking(target)
+    if not reason:
+        return [], text
+    warning = Problem(
+        "memory-too-small",
+        f"{reason}, by estimate",
+        f"`plan --search --gpu {target.name}` finds what fits",
+        "zero.stage",
+        plan.config.zero.stage,
+        severity="warning",
+    )
+    return [warning], text
 
 
 def _target(against: CheckContext) -> Hardware | None:
@@ -207,7 +225,9 @@ def _target(against: CheckContext) -> Hardware | None:
         devices_per_host = against.cluster.devices_per_host
     else:
         devices_per_host = 1
-    return listed_target(against.gpu.name, devices_per_host=devices_per_host)
+    return listed_target(
+        against.gpu.name, devices_per_host=devices_per_host, host_bytes=against.host_bytes
+    )
 
 
 def _errors_of_known(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,6 +13,9 @@ from framework.plan.cluster import Cluster
 from framework.system.arguments import whole
 
 _num_devices: Final = whole(1, 10**18, "{} is not a number of devices; write 1 or more")
+
+
+_UNITS: Final = {"GiB": 2**30, "TiB": 2**40, "GB": 10**9, "TB": 10**12}
 
 
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +46,26 @@ def add_run_config(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="settings that win over the file",
     )
+
+
+def add_host_memory(parser: argparse.ArgumentParser) -> None:
+    """Add ``--host_memory``: what no list of devices knows."""
+    parser.add_argument(
+        "--host_memory",
+        "--host-memory",
+        type=_size,
+        metavar="SIZE",
+        help="memory of a host, for example 1500GiB or 2TB, which offloading must fit",
+    )
+
+
+def _size(text: str) -> int:
+    """Return a size with its unit in bytes."""
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?) ?(\w+)", text, re.ASCII)
+    if match is None or match[2] not in _UNITS:
+        units = ", ".join(_UNITS)
+        raise argparse.ArgumentTypeError(f"{text} is not a size: write a number and one of {units}")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -249,9 +249,13 @@ def _find_target(arguments: argparse.Namespace, cluster: Cluster) -> Hardware:
     """Return the devices of ``--gpu`` as they are listed, or those of this machine as measured."""
     if arguments.gpu:
         return listed_target(
-            arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network
+            arguments.gpu,
+            devices_per_host=cluster.devices_per_host,
+            network=arguments.network,
+            host_bytes=arguments.host_memory,
         )
-    return measured_target(cluster) or Hardware()
+    target = measured_target(cluster) or Hardware()
+    return replace(target, host_bytes=arguments.host_memory)
 
 
 def _print_json(
@@ -340,7 +344,7 @@ def _answer(question: _Question) -> _Answer:
     except NotEstimatedError as error:
         return _not_estimated(question, error)
     candidates = _candidates_to_show(question, planned, result)
-    head = list(_memory_lines(planned.memory, target, kept=plan.config.checkpoint.keep_last))
+    head = list(_memory_lines(planned, target))
     head += _time_lines(planned.time, target)
     lines = list(_strategy_lines(question, planned, result, candidates))
     section: dict[str, Any] = {
@@ -467,19 +471,23 @@ def _order_text(shown: Sequence[Candidate], target: Hardware) -> str:
     return f"the least traffic first, speed unknown: {why}"
 
 
-def _memory_lines(memory: Memory, target: Hardware, *, kept: int) -> Iterator[str]:
-    """Yield lines on the memory of a rank; `kept`: number of checkpoints that stay on disk."""
-    peak = memory.peak
+def _memory_lines(planned: Candidate, target: Hardware) -> Iterator[str]:
+    """Yield lines on the memory of a rank, of a host, and on disk."""
+    memory = planned.memory
+    kept = planned.plan.config.checkpoint.keep_last
     yield f"{'memory':<10}{_memory_text(memory, target)}"
     for label, components in (
-        ("at most", memory.moments[peak]),
+        ("at most", memory.moments[memory.peak]),
         ("beside tensors", memory.beside),
-        ("host", memory.host),
+        ("host, a rank", memory.host),
         ("drive", memory.drive),
     ):
         sizes = [f"{name} {size_text(size)}" for name, size in _largest_first(components)]
         if sizes:
             yield f"{_INDENT}{label}: {', '.join(sizes)}"
+    on_host = target.host_text(memory, planned.plan.cluster.devices_per_host)
+    if on_host:
+        yield f"{_INDENT}on hosts: {on_host}"
     saved = size_text(memory.saved_bytes)
     all_saved = size_text((kept + 1) * memory.saved_bytes)
     on_disk = f"{saved} a checkpoint, {all_saved} for {kept} kept and one being written"
@@ -491,12 +499,9 @@ def _memory_text(memory: Memory, target: Hardware) -> str:
     between = size_text(memory.total("between"))
     at_most = size_text(memory.total(peak))
     text = f"{between} on each rank between steps, {at_most} at most ({_MOMENTS[peak]})"
-    usable = target.usable_bytes(memory)
+    usable = target.usable_text(memory)
     if usable:
-        text += f" of {size_text(usable)} usable"
-    host = sum(memory.host.values())
-    if host:
-        text += f", {size_text(host)} on the host"
+        text += f" of {usable}"
     text += "; estimated"
     if memory.stage is not None:
         text += f", stage {memory.stage}, the fullest"

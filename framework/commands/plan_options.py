@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from framework.commands.cluster_options import add_cluster_options, add_run_config
+from framework.commands.cluster_options import add_cluster_options, add_host_memory, add_run_config
 from framework.system.arguments import CommandParser, whole
 
 
@@ -59,3 +59,4 @@ def add_plan_options(plan: CommandParser) -> None:
     )
     add_run_config(plan)
     add_cluster_options(plan)
+    add_host_memory(plan)

@@ -54,6 +54,10 @@ class Run(Section):
     """torch.distributed backend; left out: the device's own (nccl on NVIDIA, gloo on CPU, hccl on
     Ascend).
     """
+    memory_margin: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of a device's usable memory that estimates leave free: `plan`, `check` and `auto` take
+    a run to fit if it needs no more than the rest.
+    """
 
     @property
     def folder(self) -> Path:

@@ -297,10 +297,13 @@ def chosen_here(
 def choice_text(best: Candidate, target: Hardware) -> str:
     """Return memory and speed of a choice, in words that show how far they are known."""
     memory = size_text(best.peak_bytes)
-    usable = target.usable_bytes(best.memory)
+    usable = target.usable_text(best.memory)
     if usable:
-        memory += f" of {size_text(usable)}"
+        memory += f" of {usable}"
     memory += f" on each rank at most ({fullest(best.memory)})"
+    on_host = target.host_text(best.memory, best.plan.cluster.devices_per_host)
+    if on_host:
+        memory += f", {on_host}"
     if best.samples_per_second is None:
         why = "no device named"
         if target.name:

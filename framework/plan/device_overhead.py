@@ -13,7 +13,9 @@ from framework.plan.memory import Memory
 from framework.plan.plan import Plan
 
 
-def beside_tensors(memory: Memory, plan: Plan, device: str) -> dict[str, int]:
+def beside_tensors(
+    memory: Memory, plan: Plan, device: str, memory_bytes: int | None = None
+) -> dict[str, int]:
     """Estimate the bytes beside the tensors of a rank at its fullest moment, by component.
 
     Args:
@@ -22,6 +24,7 @@ def beside_tensors(memory: Memory, plan: Plan, device: str) -> dict[str, int]:
         device: name of the GPU, as ``--gpu`` takes it; without published figures it has the figures
             of a device that the source does not name. Empty or ``cpu``: there is nothing beside
             tensors, or nothing is known.
+        memory_bytes: of the device: tensors beyond it leave no pieces in it; None: not known.
     """
     if device in ("", "cpu") or plan.cluster.device == "cpu":
         return {}
@@ -31,6 +34,8 @@ def beside_tensors(memory: Memory, plan: Plan, device: str) -> dict[str, int]:
     # not fit each other.
     moment = memory.moments[memory.peak]
     passing = moment.get("activations", 0) + moment.get("logits and loss", 0)
+    if memory_bytes is not None:
+        passing = min(passing, memory_bytes)
     components = {
         "CUDA context": value_of(listed["context_bytes"]),
         "NCCL": num_communicators(plan) * value_of(listed["communicator_bytes"]),

@@ -12,6 +12,10 @@ from framework.plan.devices import Machine
 from framework.plan.memory import Memory
 from framework.plan.plan import Plan
 
+MARGIN: Final = "margin"
+"""Component of `Memory.beside`: what an estimate leaves free, as it may err (``run.memory_margin``).
+"""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -37,14 +41,47 @@ class Hardware:
         return ", ".join(text for text in (self.name, self.rates) if text)
 
     def usable_bytes(self, memory: Memory) -> int | None:
-        """Return the bytes of a device that are left to tensors; None: its memory is not known."""
+        """Return the bytes of a device that are left to tensors, without the margin; None: its
+        memory is not known.
+        """
         if self.memory_bytes is None:
             return None
         return max(self.memory_bytes - sum(memory.beside.values()), 0)
 
     def with_beside(self, memory: Memory, plan: Plan) -> Memory:
-        """Return a plan's memory with what it takes of these devices beside its tensors."""
-        return replace(memory, beside=beside_tensors(memory, plan, self.name))
+        """Return a plan's memory with what it takes of these devices beside its tensors, and the
+        margin that the run's config leaves free (`MARGIN`).
+        """
+        beside = beside_tensors(memory, plan, self.name, self.memory_bytes)
+        share = plan.config.run.memory_margin
+        if self.memory_bytes is not None and share:
+            beside[MARGIN] = int(share * max(self.memory_bytes - sum(beside.values()), 0))
+        return replace(memory, beside=beside)
+
+    def usable_text(self, memory: Memory) -> str:
+        """Return the usable bytes, and the margin beside them, in words; empty: not known."""
+        limit = self.usable_bytes(memory)
+        if limit is None:
+            return ""
+        text = f"{size_text(limit)} usable"
+        margin = memory.beside.get(MARGIN, 0)
+        if margin:
+            text += f" (run.memory_margin: {margin / (limit + margin):.2g})"
+        return text
+
+    def host_text(self, memory: Memory, ranks_per_host: int) -> str:
+        """Return what the ranks of a host take of its memory, and whether it was held against what
+        a host has, in words; empty if they take nothing.
+        """
+        on_host = host_bytes(memory, ranks_per_host)
+        if not on_host:
+            return ""
+        text = f"{size_text(on_host)} on each host"
+        if ranks_per_host > 1:
+            text += f", {size_text(on_host / ranks_per_host)} a rank"
+        if self.host_bytes is None:
+            return f"{text}; not checked, as --host_memory is not given"
+        return f"{text}, of {size_text(self.host_bytes)}"
 
     def lacking(self, memory: Memory, ranks_per_host: int) -> str:
         """Return the reason why a run does not fit its devices or a host, which holds the parts of
@@ -53,16 +90,19 @@ class Hardware:
         limit = self.usable_bytes(memory)
         peak_bytes = memory.total(memory.peak)
         if limit is not None and peak_bytes > limit:
-            return (
-                f"each rank takes {size_text(peak_bytes)}, and {self.name} has {size_text(limit)} "
-                "usable"
-            )
-        on_host = sum(memory.host.values()) * ranks_per_host
+            usable = self.usable_text(memory)
+            return f"each rank takes {size_text(peak_bytes)}, and {self.name} has {usable}"
+        on_host = host_bytes(memory, ranks_per_host)
         if self.host_bytes is not None and on_host > self.host_bytes:
             ranks = counted(ranks_per_host, "rank")
             host = size_text(self.host_bytes)
             return f"{ranks} take {size_text(on_host)} of a host that has {host}"
         return ""
+
+
+def host_bytes(memory: Memory, ranks_per_host: int) -> int:
+    """Return the bytes that all ranks of a host take of its memory."""
+    return sum(memory.host.values()) * ranks_per_host
 
 
 UNKNOWN: Final = Hardware()

@@ -93,7 +93,7 @@ class SearchResult:
             return smallest.lacking(self.target)
         least = settings_text(strategy_of(smallest))
         takes = f"the least is {size_text(smallest.peak_bytes)}, with {least}: {fullest(memory)}"
-        return f"{takes}; {size_text(limit)} are usable"
+        return f"{takes}; {self.target.usable_text(memory)}"
 
 
 def search(request: Request, *, is_quick: bool = False) -> SearchResult:
@@ -280,7 +280,7 @@ class _Evaluator:
         if not work:
             return False
         memory_bytes = self.request.target.memory_bytes or inf
-        return least_bytes(plan, work) > memory_bytes
+        return least_bytes(plan, work) > memory_bytes * (1 - plan.config.run.memory_margin)
 
     def smallest(self) -> Candidate | None:
         """Return the smallest candidate of those that do not fit; None if none is known.

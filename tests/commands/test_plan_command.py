@@ -79,7 +79,7 @@ def test_one_output_has_everything(capsys: Capture) -> None:
     ]
     assert "cluster   8 hosts x 8 cuda devices = 64 ranks" in out
     assert re.search(
-        r"^memory    .* GiB on each rank between steps, .* GiB at most \(in the .*\) of 77.[0-9]+ GiB usable",
+        r"^memory    .* GiB on each rank between steps, .* GiB at most \(in the .*\) of 69.[0-9]+ GiB usable \(run.memory_margin: 0.1\)",
         out,
         re.MULTILINE,
     )
@@ -139,9 +139,41 @@ def test_losers_give_the_reason(capsys: Capture) -> None:
 def test_what_no_tensor_holds_is_named(capsys: Capture) -> None:
     out = plan(*GPT, "zero.stage=1", "--gpu", "a100-80gb", capsys=capsys)
     assert re.search(
-        r"^ {10}beside tensors: .*NCCL 1.34 GiB, CUDA context 942.1 MiB", out, re.MULTILINE
+        r"^ {10}beside tensors: margin 7.[0-9]+ GiB, NCCL 1.34 GiB, CUDA context 942.1 MiB",
+        out,
+        re.MULTILINE,
     )
     assert "beside tensors" not in plan(*GPT, capsys=capsys)
+
+
+def test_what_offloading_takes_is_held_against_a_host(capsys: Capture) -> None:
+    words = [*GPT, "zero.offload_optimizer.device=cpu", "--gpu", "a100-80gb"]
+    line = r"^ {10}on hosts: ([\d.]+) (GiB|MiB) on each host, ([\d.]+) (GiB|MiB) a rank(.*)$"
+    found = re.search(line, plan(*words, capsys=capsys), re.MULTILINE)
+    assert found is not None
+    in_mib = {"GiB": 1024, "MiB": 1}
+    on_host = float(found[1]) * in_mib[found[2]]
+    assert on_host == pytest.approx(8 * float(found[3]) * in_mib[found[4]], rel=0.01)
+    assert found[5] == "; not checked, as --host_memory is not given"
+    enough = plan(*words, "--host_memory", "1TB", capsys=capsys)
+    assert re.search(line[:-5] + ", of 931.32 GiB$", enough, re.MULTILINE)
+    assert "memory-too-small" not in enough
+    out = plan(*words, "--host_memory", "1GiB", capsys=capsys)
+    assert re.search(r"8 ranks take [\d.]+ [GM]iB of a host that has 1.00 GiB; ", out)
+    assert main(["plan", *words, "--host_memory", "64"]) == 64
+    assert "64 is not a size: write a number and one of GiB, TiB" in capsys.readouterr().err
+
+
+def test_the_margin_is_a_key_and_decides(capsys: Capture) -> None:
+    """A plan that takes 95 % of what is usable fits without a margin only."""
+    words = [*GPT, "zero.stage=3", "--gpu", "a100-80gb"]
+    planned = json.loads(plan(*words, "--json", capsys=capsys))["memory"]
+    most = planned["total_bytes"][planned["peak"]]
+    usable = 10 * planned["beside_tensors_bytes"]["margin"]
+    share = 1 - most / usable
+    for setting, warns in ((share + 0.01, True), (share - 0.01, False)):
+        out = plan(*words, f"run.memory_margin={setting:.3f}", capsys=capsys)
+        assert ("memory-too-small" in out) == warns
 
 
 def test_without_a_device_the_order_reports_it(capsys: Capture) -> None:
@@ -155,7 +187,9 @@ def test_without_a_device_the_order_reports_it(capsys: Capture) -> None:
 def test_what_does_not_fit_is_reported_with_what_would(capsys: Capture) -> None:
     out = plan(*GPT, "zero.stage=0", "--gpu", "a100-40gb", capsys=capsys)
     warning = out[out.index("warning: ") :]
-    assert "and a100-40gb has 36.87 GiB usable; set zero.stage: " in warning
+    assert (
+        "and a100-40gb has 33.18 GiB usable (run.memory_margin: 0.1); set zero.stage: " in warning
+    )
     assert warning.rstrip().endswith("[memory-too-small]")
     fits = plan(
         *GPT, "zero.stage=3", "training.recompute_every=1", "--gpu", "a100-80gb", capsys=capsys
@@ -176,7 +210,7 @@ def test_nothing_fits_names_the_constraint_and_the_devices(capsys: Capture) -> N
         capsys=capsys,
     )
     assert re.search(
-        r"nothing fits: the least is [\d.]+ GiB, with zero\.stage: 3, .*; 1[34].[0-9]+ GiB are usable; ",
+        r"nothing fits: the least is [\d.]+ GiB, with zero\.stage: 3, .*; 1[23].[0-9]+ GiB usable \(run.memory_margin: 0.1\); ",
         out,
     )
     assert re.search(r"; use \d+ devices with zero\.stage: \d.* \[memory-too-small\]", out)
