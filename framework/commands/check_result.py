@@ -7,7 +7,7 @@ that checking one file takes (`benchmarks/check_speed.py`): they are imported wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING

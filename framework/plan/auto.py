@@ -33,6 +33,7 @@ from framework.plan.plan import make_plan
 from framework.plan.search import search
 from framework.plan.search_space import ACCUMULATION, MICRO, Request
 from framework.plan.work import ModelWork
+from framework.system.limits import host_memory_bytes
 from framework.system.output import write
 
 _PROBE_SECONDS: Final = 20
@@ -40,7 +41,6 @@ _PROBE_SECONDS: Final = 20
 _CLOSE: Final = 0.1
 # Of a machine at rest the same product differs by a few percent.
 MOST_SPREAD: Final = 0.25
-_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> Hardware:
@@ -130,14 +130,6 @@ def conditions(rates: Mapping[str, Any]) -> str:
     if rates["spread"] > MOST_SPREAD:
         text += f", unsteady: the same took up to {rates['spread']:.0%} longer"
     return text
-
-
-def host_memory_bytes() -> int:
-    """Return the memory of this machine, or of the container that this process is in."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # without a limit the file has the word max
-        return min(memory, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
-    return memory
 
 
 def _ask_driver() -> tuple[str, int] | None:

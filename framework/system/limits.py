@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +21,8 @@ _MARGIN_SHARE: Final = 0.05
 # Files with the limit and the usage of a group, and the prefix of names in its statistics.
 _VERSION_2: Final = ("memory.max", "memory.current", "")
 _VERSION_1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -137,3 +140,11 @@ def require(wanted: int, what: str, *, fix: str = "") -> None:
         raise_limit = f"ulimit -n {wanted}, which needs root or limits.conf"
         fix = f"{raise_limit}, or {fix}" if fix else raise_limit
         raise ConfigError.of("nofile-low", reason, fix, key="ulimit -n", value=soft)
+
+
+def host_memory_bytes() -> int:
+    """Return the memory of this machine, or of the container that this process is in."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # without a limit the file has the word max
+        return min(memory, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
+    return memory

@@ -79,7 +79,8 @@ def test_one_output_has_everything(capsys: Capture) -> None:
     ]
     assert "cluster   8 hosts x 8 cuda devices = 64 ranks" in out
     assert re.search(
-        r"^memory    .* GiB on each rank between steps, .* GiB at most \(in the .*\) of 69.[0-9]+ GiB usable \(run.memory_margin: 0.1\)",
+        r"^memory    .* GiB on each rank between steps, .* GiB at most \(in the .*\) "
+        r"of 69.[0-9]+ GiB usable \(run.memory_margin: 0.1\)",
         out,
         re.MULTILINE,
     )
@@ -210,7 +211,8 @@ def test_nothing_fits_names_the_constraint_and_the_devices(capsys: Capture) -> N
         capsys=capsys,
     )
     assert re.search(
-        r"nothing fits: the least is [\d.]+ GiB, with zero\.stage: 3, .*; 1[23].[0-9]+ GiB usable \(run.memory_margin: 0.1\); ",
+        r"nothing fits: the least is [\d.]+ GiB, with zero\.stage: 3, .*; "
+        r"1[23].[0-9]+ GiB usable \(run.memory_margin: 0.1\); ",
         out,
     )
     assert re.search(r"; use \d+ devices with zero\.stage: \d.* \[memory-too-small\]", out)

@@ -30,6 +30,7 @@ from framework.errors import ConfigError, Problem, Severity, counted
 from framework.hosts.cores import bind_ranks
 from framework.hosts.devices import LocalDevices, find_devices, usable_cores
 from framework.hosts.rank_environment import added_environment
+from framework.system.limits import host_memory_bytes
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 RDMA_DEVICES: Final = Path("/dev/infiniband")
@@ -72,6 +73,7 @@ def examine(
         "devices": (check_devices, requirements, environment),
         "cores": (check_cores, requirements, environment),
         "shared memory": (check_shared_memory, requirements),
+        "host memory": (check_host_memory, requirements),
         "locked memory": (check_locked_memory,),
         "open files": (check_open_files, requirements),
         "compiled ops": (check_ops, requirements, of_ranks),
@@ -123,6 +125,23 @@ def check_shared_memory(requirements: Requirements, folder: Path = SHARED_MEMORY
         fix = "docker run --shm-size=1g; in a pod an emptyDir of medium Memory mounted there"
         problems.append(warning("shm-small", reason, fix, key=str(folder), value=outcome))
     return Check("shared memory", outcome, problems)
+
+
+def check_host_memory(requirements: Requirements, total: int | None = None) -> Check:
+    """Hold the memory of this machine, `total` bytes, against what ranks take of it by estimate."""
+    if total is None:
+        total = host_memory_bytes()
+    taken = requirements.host_bytes
+    outcome = size_text(total)
+    if not taken:
+        return Check("host memory", outcome)
+    outcome += f", {size_text(taken)} of it for what its ranks offload, by estimate"
+    if taken <= total:
+        return Check("host memory", outcome)
+    reason = f"its ranks take {size_text(taken)} of it for what they offload, by estimate"
+    fix = "use more hosts, or fewer ranks on each; `plan` shows the parts"
+    problem = warning("host-memory-small", reason, fix, key="host memory", value=size_text(total))
+    return Check("host memory", outcome, [problem])
 
 
 def check_locked_memory(folder: Path = RDMA_DEVICES) -> Check:

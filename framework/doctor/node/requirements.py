@@ -37,6 +37,8 @@ class Requirements:
             them.
         inputs: files and folders that are read, as key of the run config and path.
         targets: modules of the user's own that the config names.
+        host_bytes: memory that all ranks of a host take of it for what is offloaded and for
+            saves in the background, by estimate; 0: none, or not estimated.
         compiles: whether torch.compile's inductor makes kernels.
         config_hash: of the resolved config; hosts must agree. Empty without a run config.
     """
@@ -52,6 +54,7 @@ class Requirements:
     nvme_folders: tuple[Path, ...] = ()
     inputs: tuple[tuple[str, Path], ...] = ()
     targets: tuple[str, ...] = ()
+    host_bytes: int = 0
     compiles: bool = False
     config_hash: str = ""
 
@@ -93,9 +96,26 @@ def requirements_of(plan: Plan) -> Requirements:
         nvme_folders=tuple(Path(each.nvme_path) for each in offloads if each.device == "nvme"),
         inputs=tuple(_inputs(config)),
         targets=tuple(sorted(modules)),
+        host_bytes=_bytes_on_host(plan),
         compiles=getattr(config.training.compile, "backend", "") in BY_INDUCTOR,
         config_hash=config_hash(config),
     )
+
+
+def _bytes_on_host(plan: Plan) -> int:
+    """Estimate the bytes that all ranks of a host take of its memory (`Requirements.host_bytes`).
+
+    On processors the host is the device, and a run takes more of it.
+    """
+    if plan.cluster.device == "cpu":
+        return 0
+    from framework.plan.hardware import host_bytes
+    from framework.plan.memory import NotEstimatedError, estimate
+
+    try:
+        return host_bytes(estimate(plan), plan.cluster.devices_per_host)
+    except NotEstimatedError:
+        return 0
 
 
 def requirements_without_config(cluster: Cluster) -> Requirements:

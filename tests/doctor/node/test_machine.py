@@ -11,10 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from framework.doctor.node.machine import check_cores, check_name, check_shared_memory, check_user
-from framework.doctor.node.requirements import Requirements
+from framework.config.load import config_from_values
+from framework.doctor.node.machine import (
+    check_cores,
+    check_host_memory,
+    check_name,
+    check_shared_memory,
+    check_user,
+)
+from framework.doctor.node.requirements import Requirements, requirements_of
 from framework.plan.cluster import Cluster
 from framework.plan.compiled_ops import Op
+from framework.plan.plan import make_plan
 from tests.doctor.node.broken import QUICKSTART, doctor, findings, why_no_mounts
 from tests.launched import ROOT, job_environment
 
@@ -149,6 +157,30 @@ def test_a_user_without_a_name(environment: dict[str, str], kinds: str) -> None:
     with os.fdopen(read) as reported:
         assert reported.read() == kinds
     os.waitpid(child, 0)
+
+
+def test_a_host_is_held_against_what_its_ranks_offload() -> None:
+    values = {
+        "model": {"kind": "gpt", "size": "llama-3-8b"},
+        "data": {"kind": "text", "sequence_length": 4096},
+        "task": {"kind": "causal_lm"},
+        "precision": {"dtype": "bf16"},
+        "batch": {"micro_size": 1},
+        "training": {"max_steps": 10},
+        "zero": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+    taken = {}
+    for ranks, device in ((4, "cuda"), (8, "cuda"), (8, "cpu")):
+        cluster = Cluster(devices_per_host=ranks, device=device)
+        wanted = requirements_of(make_plan(config_from_values(values), cluster))
+        taken[ranks, device] = wanted.host_bytes
+        if device == "cuda":  # 16 bytes of each of eight billion weights, at least
+            assert wanted.host_bytes > 16 * 8e9
+            small = check_host_memory(wanted, total=64 * 2**30)
+            assert [problem.kind for problem in small.problems] == ["host-memory-small"]
+            assert not check_host_memory(wanted, total=2 * wanted.host_bytes).problems
+    assert taken[8, "cpu"] == 0
+    assert taken[8, "cuda"] == pytest.approx(taken[4, "cuda"], rel=0.2)
 
 
 @pytest.mark.slow
