@@ -13,8 +13,7 @@ from framework.plan.memory import Memory
 from framework.plan.plan import Plan
 
 MARGIN: Final = "margin"
-"""Component of `Memory.beside`: what an estimate leaves free, as it may err (``run.memory_margin``).
-"""
+"""Component of `Memory.beside`: what ``run.memory_margin`` leaves free, as estimates err."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Builds a model whose weights and buffers have shapes and no numbers; all else is as it is built
-for a run.
+"""Builds a model with weights and buffers that have shapes and no numbers; all else is as it is
+built for a run.
 
 Constructors may compute with numbers (a rate of each layer, a mask of positions): only what a
 module registers is without them.
