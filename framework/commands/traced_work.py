@@ -54,34 +54,40 @@ def find_own_work(plan: Plan) -> ModelWork | None:
     if plan.cluster.device == "cpu":
         device = "cpu"
     place = _cache_file(plan, device)
-    kept = _kept_work(place)
-    if kept is not None:
-        return kept
-    reported = ask_child(
-        "trace", plan, longest_seconds=_LONGEST_SECONDS, needs=("torch", "deepspeed"), device=device
-    )
-    if "unknown" in reported:
-        raise NoAnswerError(reported["unknown"])
-    _keep_work(place, reported["work"])
-    return _work_of(reported["work"])
+    answer = _kept_answer(place)
+    if answer is None:
+        needs = ("torch", "deepspeed")
+        answer = ask_child(
+            "trace", plan, longest_seconds=_LONGEST_SECONDS, needs=needs, device=device
+        )
+        if "work" in answer or answer.get("is_final"):
+            _keep_answer(place, answer)
+    if "unknown" in answer:
+        raise NoAnswerError(answer["unknown"])
+    return _work_of(answer["work"])
 
 
-def _kept_work(place: Path | None) -> ModelWork | None:
-    """Return the work in a file of the cache; None if there is none, or of another version."""
+def _kept_answer(place: Path | None) -> dict[str, Any] | None:
+    """Return the child's answer in a file of the cache: the work, or why it is not known; None if
+    there is none, or of another version.
+    """
+    if place is None:
+        return None
     try:
-        if place is not None:
-            return _work_of(json.loads(place.read_text(encoding="utf-8")))
+        answer = json.loads(place.read_text(encoding="utf-8"))
+        if "unknown" not in answer:
+            _work_of(answer["work"])
     except (OSError, ValueError, TypeError, KeyError):  # not there, or of another version
-        pass
-    return None
+        return None
+    return dict(answer)
 
 
-def _keep_work(place: Path | None, work: Mapping[str, Any]) -> None:
+def _keep_answer(place: Path | None, answer: Mapping[str, Any]) -> None:
     if place is None:
         return
     with suppress(OSError):  # a folder that may not be written to
         place.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(place, json.dumps(work))
+        replace_text(place, json.dumps(answer))
 
 
 def find_own_optimizer(plan: Plan) -> str:

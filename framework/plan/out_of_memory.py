@@ -123,6 +123,24 @@ _COMPONENTS: Final = {
     r"|(optim|optimizers|adam|lion|lamb)/\w+\.py step$",
     "logits and loss": r"(cross_entropy|nll_loss|log_softmax|compute_loss_func|ForCausalLMLoss)$",
 }
+# Pattern of a line of source that Python quotes before a message -> moment and component, for logs
+# that hold no frames.
+_QUOTED: Final = {
+    r"state\[.\w+.\] = torch\.(zeros|empty|full)_like\(": ("step", "optimizer state"),
+    r"\b(denom|(max_)?exp_avg(_sq)?s?(_sqrt)?|square_avgs?|momentum_buffer)\b": (
+        "step",
+        "optimizer copies",
+    ),
+    r"\b(run_)?backward\(": ("backward", ""),
+    r"\b(cross_entropy|nll_loss|log_softmax|lm_head)\w*\(|\blogits\b": (
+        "forward",
+        "logits and loss",
+    ),
+    r"\bF\.(linear|conv\d?d|silu|gelu|softmax|dropout|scaled_dot_product_attention)\(": (
+        "forward",
+        "activations",
+    ),
+}
 # Less is the driver's, or of texts that round.
 _SIZABLE: Final = 2**28
 _BEYOND_ALL: Final = 2**60
@@ -140,7 +158,7 @@ class Shortage:
         stated: the line with the message.
         moment: a key of `IN_WORDS`, or empty.
         place: file and function in that moment: the innermost outside torch and deepspeed, or the
-            first one.
+            first one; without frames the line of source that is quoted.
         component: of the estimate, if the function that allocates shows it.
         is_stage_3: whether ZeRO's stage 3 is in the traceback.
         sizes: name -> bytes as the text has them: ``asked``, ``capacity``, ``free``, ``allocated``,
@@ -176,8 +194,24 @@ def read_shortage(text: str) -> Shortage | None:
         for number, line in enumerate(lines):
             if pattern.search(line):
                 message = _message_at(lines, number, kind)
-                return shortage_of(kind, message, _frames_before(lines, number))
+                shortage = shortage_of(kind, message, _frames_before(lines, number))
+                if kind == "device" and not shortage.moment:
+                    shortage = _placed_by_source(shortage, lines[:number])
+                return shortage
     return None
+
+
+def _placed_by_source(shortage: Shortage, before: Sequence[str]) -> Shortage:
+    """Return a shortage of unknown moment, placed by the line of source that Python quotes last
+    before its message.
+    """
+    for line in reversed(before[-2:]):
+        for pattern, (moment, component) in _QUOTED.items():
+            if re.search(pattern, line):
+                component = shortage.component or component
+                place = f"`{line.strip(' `')}`"
+                return replace(shortage, moment=moment, component=component, place=place)
+    return shortage
 
 
 def _without_box(text: str) -> str:
@@ -302,6 +336,9 @@ def _sizes(message: str) -> dict[str, int]:
     if "reserved" in sizes:
         sizes["unused"] = max(sizes.pop("reserved") - sizes.get("allocated", 0), 0)
     own = sizes.pop("own", None)
+    held = sizes.get("allocated", 0) + sizes.get("unused", 0)
+    if own is not None and own < held:  # the driver does not know the process, and has 0 of it
+        own = None
     others = _bytes_of_others(sizes, own, _process_sizes(message))
     if others >= _SIZABLE:
         sizes["others"] = others

@@ -622,7 +622,7 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``work`` as plain values, or the optimizer's state; or ``unknown``, the reason why
-        neither can be found.
+        neither can be found; with a true ``is_final`` it holds as long as the code is the same.
     """
     config = config_from_values(question["config"])
     cluster = Cluster(**question["cluster"])
@@ -637,9 +637,12 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {"work": asdict(trace_work(config, parts, batch, device=question["device"]))}
     except NotTracedError as error:
-        return {"unknown": str(error)}
+        return {"unknown": str(error), "is_final": True}
     except Exception as error:  # the user's code may do anything with tensors without numbers
-        return {"unknown": f"it does not run without numbers: {in_one_line(error)}"}
+        # a package or a file that is missing may be there the next time
+        is_final = not isinstance(error, ImportError | OSError)
+        reason = f"it does not run without numbers: {in_one_line(error)}"
+        return {"unknown": reason, "is_final": is_final}
 
 
 def _describe_optimizer(config: RunConfig) -> dict[str, Any]:

@@ -171,4 +171,17 @@ CUDA kernel errors might be asynchronously reported at some other API call, so t
 OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 23.99 GiB total capacity; 22.83 GiB already \
 allocated; 0 bytes free; 23.15 GiB reserved in total by PyTorch)
 """,
+    # hiyouga/LlamaFactory #1221: ZeRO-2 on eight V100; a line of source, and no frames
+    "step-quoted": """\
+`denom = (exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(eps)
+torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.14 GiB (GPU 5; 31.75 GiB total capacity; 28.28 \
+GiB already allocated; 1.95 GiB free; 28.28 GiB reserved in total by PyTorch) If reserved memory is >> allocated \
+memory try setting max_split_size_mb to avoid fragmentation.
+""",
+    # modelscope/ms-swift #5943: the driver has no memory of the process
+    "own-unknown": """\
+[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.15 \
+GiB of which 2.65 GiB is free. Including non-PyTorch memory, this process has 0 bytes memory in use. Of the allocated \
+memory 48.16 GiB is allocated by PyTorch, and 3.21 GiB is reserved by PyTorch but unallocated.
+""",
 }

@@ -44,6 +44,8 @@ MIB = 2**20
         ("hip", "device", "", ""),
         ("pinned", "pinned", "start", ""),
         ("rich", "device", "step", "optimizer copies"),
+        ("step-quoted", "device", "step", "optimizer copies"),
+        ("own-unknown", "device", "", ""),
     ],
 )
 def test_a_text_shows_what_lacked_memory_when_and_for_what(
@@ -86,6 +88,10 @@ def test_a_text_shows_what_lacked_memory_when_and_for_what(
                 "others": 1.55,
             },
         ),
+        (
+            "own-unknown",
+            {"asked": 8, "capacity": 79.15, "free": 2.65, "allocated": 48.16, "unused": 3.21},
+        ),
         ("host", {"asked": 4009910272 / GIB}),
         ("nccl-log", {"asked": 6291456 / GIB}),
     ],
@@ -95,6 +101,31 @@ def test_the_sizes_are_the_messages(name: str, sizes: dict[str, float]) -> None:
     assert found is not None
     assert found.sizes is not None
     assert {key: size / GIB for key, size in found.sizes.items()} == pytest.approx(sizes, abs=0.011)
+
+
+_OF_TORCH = (
+    ("exp_avg_sq_sqrt = torch._foreach_sqrt(device_exp_avg_sqs)", "step", "optimizer copies"),
+    ("state['exp_avg'] = torch.zeros_like(p)", "step", "optimizer state"),
+    ("return Variable._execution_engine.run_backward(", "backward", ""),
+    ("loss.backward()", "backward", ""),
+    ("logits = logits.float()", "forward", "logits and loss"),
+    ("return F.linear(input, self.weight, self.bias)", "forward", "activations"),
+    ("raise error", "", ""),
+)
+
+
+@pytest.mark.parametrize(("line", "moment", "component"), _OF_TORCH)
+def test_without_frames_the_line_that_python_quotes_shows_the_moment(
+    line: str, moment: str, component: str
+) -> None:
+    found = read_shortage(f"    {line}\n{TEXTS['own-unknown']}")
+    assert found is not None
+    assert (found.moment, found.component) == (moment, component)
+    assert found.place == (f"`{line}`" if moment else "")
+    # frames say more than a line
+    with_frames = read_shortage(f"    {line}\n{TEXTS['backward-zero3']}")
+    assert with_frames is not None
+    assert with_frames.moment == "backward"
 
 
 def test_pieces_and_other_processes_are_reported() -> None:
