@@ -40,6 +40,7 @@ def fit(
     optimizer: MakeOptimizer | None = None,
     scheduler: MakeSchedule | None = None,
     callbacks: Sequence[Any] = (),
+    metrics: Any = None,
     **unknown: NoReturn,
 ) -> RunResult:
     """Train, and return how it ended. Called on every rank.
@@ -64,6 +65,8 @@ def fit(
         callbacks: objects with some of ``on_start``, ``on_gradients``, ``on_step``, ``on_log``,
             ``on_evaluation``, ``on_save`` and ``on_end``, each called with a `framework.State` on
             every rank.
+        metrics: of torchmetrics, over all samples of each evaluation: a Metric, a
+            MetricCollection, or a dict of several by name, beside those of `evaluation.metrics`.
 
     Raises:
         ConfigError: the run cannot work as described; no process group was started.
@@ -72,7 +75,7 @@ def fit(
     """
     end_in_one_line()
     refuse_unknown_arguments(unknown, further=further)
-    objects = Objects(model, train_data, eval_data, task, optimizer, callbacks, scheduler)
+    objects = Objects(model, train_data, eval_data, task, optimizer, callbacks, scheduler, metrics)
     request = StopRequest()
     with request.handling():
         with refusing_exits():

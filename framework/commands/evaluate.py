@@ -48,7 +48,8 @@ def main(words: Sequence[str]) -> int:
     take_rank(os.environ)
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config, source = config_to_evaluate(checkpoint, arguments.settings, num_ranks=num_ranks)
-    saved = saved_config(checkpoint, *_sections_to_trust(source), trust=arguments.trust)
+    sections = _sections_to_trust(config, source)
+    saved = saved_config(checkpoint, *sections, trust=arguments.trust)
     weights = arguments.weights or saved.evaluation.weights
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     prepared = prepare(config, source=source)
@@ -83,14 +84,15 @@ def main(words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _sections_to_trust(source: Source) -> list[str]:
+def _sections_to_trust(config: RunConfig, source: Source) -> list[str]:
     """Return the sections with a target that only the checkpoint names: one of the command line
     needs no --trust.
     """
     sections = []
-    for name in ("model", "data", "task"):
-        if source.place((name, "target"))[0] != COMMAND_LINE:
-            sections.append(name)
+    metrics = [("evaluation", "metrics", name) for name in config.evaluation.metrics]
+    for path in [("model",), ("data",), ("task",), *metrics]:
+        if source.place((*path, "target"))[0] != COMMAND_LINE:
+            sections.append(".".join(path))
     return sections
 
 

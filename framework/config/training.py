@@ -421,6 +421,14 @@ class _Often(Section):
         return any(getattr(self, name) for name in ("every_epochs", "every_steps", "every_minutes"))
 
 
+_METRIC_NAME: Final = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$"
+WORDS_OF_PATTERNS[_METRIC_NAME] = (
+    "not the name of a metric",
+    lambda text: "use letters, digits, _, - and .",
+)
+MetricName = Annotated[str, StringConstraints(pattern=_METRIC_NAME)]
+
+
 class Evaluation(_Often):
     """When the evaluation data is measured."""
 
@@ -446,6 +454,10 @@ class Evaluation(_Often):
     """
     weights: Literal["trained", "ema"] = "trained"
     """What is measured: the weights as trained, or their moving average (needs `training.ema`)."""
+    metrics: dict[MetricName, Target] = Field(default_factory=dict)
+    """Metrics of torchmetrics over all samples, by name: ``{auroc: {target: torchmetrics:AUROC,
+    args: {task: multiclass, num_classes: 10}}}`` (docs/custom-metrics.md).
+    """
 
 
 # Numbers of an optimizer that its moments do not depend on, and sections that leave no state.

@@ -285,6 +285,12 @@ def _sampler_maker(
     )
 
 
+class FirstBatch(list[tuple[Any, bool]]):
+    """The first batch of a pass of `of_batches`."""
+
+    of_batches = 1
+
+
 class EvalLoader:
     """Batches of one rank as (batch, counts).
 
@@ -335,7 +341,7 @@ class EvalLoader:
         """Return the number of batches, the same on every rank."""
         return len(self._batches)
 
-    def first(self) -> list[tuple[Any, bool]]:
+    def first(self) -> FirstBatch:
         """Read the first batch alone, as every pass does.
 
         It is read by a worker where passes are: what a dataset opens at its first sample must not
@@ -353,10 +359,12 @@ class EvalLoader:
         with explaining_data(self._claims):
             batches = iter(loader)
             try:
-                return [(batch, counts) for batch in batches]
+                found = FirstBatch((batch, counts) for batch in batches)
             except Exception:
                 end_workers(batches)
                 raise
+        found.of_batches = len(self)
+        return found
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
         """Yield the batches of one pass. The global random state is left as it was; the draws of

@@ -450,6 +450,11 @@ class StreamEvalLoader:
         self._num_workers = min(num_workers, 1)
         self._claims = claims
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the ranks take the batches of the stream in turns; otherwise each has a part."""
+        return not 1 < self._world_size <= num_divisions(self._dataset)
+
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
         """Yield the batches of one pass. Collective: before every batch the ranks agree whether any
         has one left. A rank without one repeats its last, which does not count.

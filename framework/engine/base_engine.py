@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -21,6 +22,7 @@ from framework.engine.collective_timeout import collective_timeout
 from framework.engine.distributed import device, gather
 from framework.engine.garbage import Garbage
 from framework.engine.held_weights import further_names, is_frozen, state_of
+from framework.engine.metrics import Evaluation
 from framework.engine.modes import Modes
 from framework.engine.phases import phases_of
 from framework.engine.plain_weights import PlainWeights
@@ -38,7 +40,7 @@ from framework.plan.compiling import uses_deepcompile
 from framework.plan.flat_sums import coalesces
 from framework.plan.plan import Plan
 from framework.system.files import FileRecord, NewFile
-from framework.tasks.task import Positions, Task
+from framework.tasks.task import Positions, Task, collects
 
 if TYPE_CHECKING:
     from framework.checkpoint.save_stream import OpenFile
@@ -59,6 +61,10 @@ class BaseEngine:
 
     tensor_check: GradientCheck | None = None
     """Compares gradients of the weights that a tensor group does not divide."""
+    is_trying = False
+    """Whether evaluation is tried before the first step."""
+    tables: Mapping[str, Any] = MappingProxyType({})
+    """Of the last evaluation, on rank 0: metrics that are matrices, as rows, by name."""
     _before_step: Callable[[], object] | None = None
 
     def __init__(
@@ -189,6 +195,21 @@ class BaseEngine:
         from framework.engine.evaluation_trial import trying_evaluation
 
         return trying_evaluation(self)
+
+    def _begin_evaluation(self, batches: Any) -> Evaluation:
+        """Begin a pass over the batches of a loader."""
+        task = self._task
+        if not collects(task) and task.added_metrics is None:
+            return Evaluation(task)
+        from framework.engine.evaluation import WholeEvaluation
+
+        return WholeEvaluation(task, self._layout, batches, is_trial=self.is_trying)
+
+    def _end_evaluation(self, evaluation: Evaluation) -> dict[str, float]:
+        """Return the metrics of a pass. Collective."""
+        figures = evaluation.figures()
+        self.tables = evaluation.tables
+        return figures
 
     def pass_over(self, micro_batches: Iterator[Any]) -> PassedStep:
         assert self.bad_steps is not None

@@ -28,6 +28,8 @@ def trying_evaluation(engine: BaseEngine) -> Iterator[None]:
     with ExitStack() as ending:
         if generators is not None:
             ending.callback(random_state.restore, generators)
+        engine.is_trying = True
+        ending.callback(setattr, engine, "is_trying", False)
         if show is not None:
             vars(engine)["show_batch"] = None
             ending.callback(vars(engine).__setitem__, "show_batch", show)

@@ -169,6 +169,30 @@ class EvalSums:
         return metrics
 
 
+class Evaluation:
+    """What is measured in one pass over an evaluation set: sums of every batch.
+
+    Attributes:
+        looks_at_all: whether whole outputs are read, which no layer may keep to itself.
+        tables: after `figures`, on rank 0: metrics that are matrices, as rows, by name.
+    """
+
+    looks_at_all = False
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._sums = EvalSums(device())
+        self.tables: dict[str, list[list[float]]] = {}
+
+    def add(self, outputs: Any, targets: Any, *, counts: bool) -> None:
+        """Add a batch; one that does not count only makes its metrics known."""
+        self._sums.add(self._task.measure(outputs, targets), counts=counts)
+
+    def figures(self) -> dict[str, float]:
+        """Return all metrics under their public names, alike on every rank. Collective."""
+        return self._sums.metrics(self._task)
+
+
 def _as_float(name: str, value: Any, *, task: Task) -> float:
     """Return a metric that `Task.derive` computed as a float; raise ConfigError if it is none."""
     try:

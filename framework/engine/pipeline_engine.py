@@ -29,7 +29,7 @@ from framework.checkpoint.state.weight_names import Names, names_of
 from framework.engine.base_engine import BaseEngine
 from framework.engine.distributed import claims_error_report, device, gather, rank
 from framework.engine.initialize import MakeOptimizer, initialize
-from framework.engine.metrics import EvalSums
+from framework.engine.metrics import Evaluation
 from framework.engine.schedules import MakeSchedule
 from framework.engine.step import Step
 from framework.engine.step_batches import StepLoss
@@ -351,21 +351,21 @@ class _LastStageLoss:
         self._task = task
         self._judge = around.judge
         self.of_step: StepLoss | None = None  # on ranks of the last stage
-        self.sums: EvalSums | None = None  # during an evaluation
+        self.evaluation: Evaluation | None = None
         self.counts: Iterator[bool] = iter(())  # whether the batches of an evaluation count
 
     def __call__(self, outputs: Any, hidden: _HiddenTargets) -> torch.Tensor:
-        """Return the loss of a micro-batch, 0-d; in an evaluation add its metrics to `sums`, and
+        """Return the loss of a micro-batch, 0-d; in an evaluation add its metrics to that, and
         return 0.
         """
         if self._judge is not None:
             outputs = self._judge(outputs, hidden.targets)
-        if self.sums is None:
+        if self.evaluation is None:
             assert self.of_step is not None
             loss = self.of_step(outputs, hidden.targets)
             refuse_without_graph(loss, outputs)
             return loss
-        self.sums.add(self._task.measure(outputs, hidden.targets), counts=next(self.counts))
+        self.evaluation.add(outputs, hidden.targets, counts=next(self.counts))
         return torch.zeros((), device=device())
 
 
@@ -461,8 +461,8 @@ class PipelineEngine(BaseEngine):
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> Mapping[str, float]:
         share_buffers(self.engine)
-        sums = EvalSums(device())
-        self._loss.sums = sums
+        evaluation = self._begin_evaluation(batches)
+        self._loss.evaluation = evaluation
         is_at_end = self.engine.is_first_stage() or self.engine.is_last_stage()
         if isinstance(batches, Sized) and not is_at_end:
             # a stage between others needs their number only
@@ -479,9 +479,9 @@ class PipelineEngine(BaseEngine):
                         return {}
                     self._evaluate_alike(chunk)
         finally:
-            self._loss.sums = None
+            self._loss.evaluation = None
             self._forget_shapes()  # training batches have a size of their own
-        return sums.metrics(self._task)
+        return self._end_evaluation(evaluation)
 
     def _evaluate_alike(self, pairs: list[tuple[Any, bool]]) -> None:
         """Evaluate batches of one size, in pairs with whether they count: the stages agree only

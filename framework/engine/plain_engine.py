@@ -18,7 +18,6 @@ from framework.engine.base_engine import BaseEngine
 from framework.engine.distributed import device, device_name
 from framework.engine.gradient_sums import sum_gradients
 from framework.engine.initialize import MakeOptimizer, initialize
-from framework.engine.metrics import EvalSums
 from framework.engine.schedules import MakeSchedule
 from framework.engine.step import Step
 from framework.engine.step_batches import StepLoss, loss_of_one_batch
@@ -333,7 +332,10 @@ class PlainEngine(BaseEngine):
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> Mapping[str, float]:
         task = self._task
-        sums = EvalSums(device())
+        evaluation = self._begin_evaluation(batches)
+        tiles = self._tiles
+        if evaluation.looks_at_all:
+            tiles = _no_tiles
         show = self.show_batch
         share_buffers(self.engine)
         with (
@@ -346,13 +348,13 @@ class PlainEngine(BaseEngine):
                 if is_stopping():
                     return {}
                 inputs, targets = self._batches.split(task, batch)
-                with self._tiles(targets):
+                with tiles(targets):
                     outputs = task.forward(self.engine, inputs)
-                sums.add(task.measure(outputs, targets), counts=counts)
+                evaluation.add(outputs, targets, counts=counts)
                 if counts and show is not None:
                     show(inputs, targets, outputs)
                     show = None
-        return sums.metrics(task)
+        return self._end_evaluation(evaluation)
 
 
 def _mean_square(outputs: Any) -> torch.Tensor:
@@ -379,10 +381,14 @@ def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Tiles:
     tile = plan.config.training.loss_tile
     if tile == 0 or (tile == "auto" and not isinstance(model, LayeredModel)):
         _warn_of_slow_rows(model, plan)
-        return lambda targets: nullcontext()
+        return _no_tiles
     from framework.engine.loss_tiles import loss_tiles
 
     return loss_tiles(model, plan, task)
+
+
+def _no_tiles(targets: Any) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _warn_of_slow_rows(model: torch.nn.Module, plan: Plan) -> None:

@@ -87,7 +87,9 @@ class TensorCut:
             # Layers are looked at one by one.
             self.part.may_draw = not known.is_shipped
         self._task = task
-        self._keeps_logits = type(task) in (CausalLM, MaskedLM)  # a subclass may read them
+        # A subclass may read them, and so do metrics of torchmetrics.
+        is_shipped = type(task) in (CausalLM, MaskedLM)
+        self._keeps_logits = is_shipped and task.added_metrics is None
         self._columns: list[tuple[str, ColumnLinear]] = []  # column layers before their row layer
         self._cut: set[int] = set()  # ids of modules
         self._layers: dict[str, nn.Module] = {}  # of a stage, each in a module of its own

@@ -42,7 +42,7 @@ from framework.setup.user_code import (
     type_name,
 )
 from framework.system.log import warn
-from framework.tasks.task import Task, as_task
+from framework.tasks.task import Task, as_task, collects
 from framework.train.callbacks import EVENTS, EarlyStopping, ReduceOnPlateau
 
 if TYPE_CHECKING:
@@ -77,8 +77,13 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
         task = as_task(load_task(config))
     else:
         task = _handed_over_task(objects.task)
+    task.added_metrics = None  # a task that is handed over again has the metrics of the run before
+    if config.evaluation.metrics or objects.metrics is not None:
+        from framework.setup.evaluation_metrics import added_metrics
+
+        task.added_metrics = added_metrics(config, objects.metrics)
     _check_labels_and_tokens(config, splits)
-    refuse_unmeasured(config, splits)
+    refuse_unmeasured(config, splits, added=task.added_metrics or (), is_open=collects(task))
     if objects.optimizer is not None:
         make_optimizer: MakeOptimizer | None = _handed_over_optimizer(objects.optimizer)
         key = "optimizer"
@@ -255,20 +260,33 @@ def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
         raise ConfigError(problems)
 
 
-def refuse_unmeasured(config: RunConfig, splits: Splits) -> None:
-    """Refuse metrics that no evaluation set gives: they would never have a value."""
+def refuse_unmeasured(
+    config: RunConfig, splits: Splits, *, added: Collection[str] = (), is_open: bool = False
+) -> None:
+    """Refuse metrics that no evaluation set gives: they would never have a value.
+
+    Args:
+        config: of the run.
+        splits: its data.
+        added: names of metrics of torchmetrics. One may give several figures, which begin with its
+            name.
+        is_open: the task computes metrics of all samples, with names that are known after it.
+    """
     areas = []
     known = []  # empty if the task's metrics have no names
     for set_name in splits.evaluations:
         area = f"eval/{set_name}/" if set_name else "eval/"
         areas.append(area)
-        for name in getattr(config.task, "metrics", ()):
-            known.append(f"{area}{name}")
+        names = getattr(config.task, "metrics", ())
+        if names and not is_open and "" not in added:
+            known += [f"{area}{name}" for name in (*names, *added)]
     if not areas:
         return
     problems = []
     for key, metric in watched_metrics(config):
-        if metric.startswith("eval/") and not _is_given(metric, known, areas):
+        many = tuple(f"{area}{name}_" for area in areas for name in added)
+        is_added = metric.startswith(many)
+        if metric.startswith("eval/") and not is_added and not _is_given(metric, known, areas):
             reason = "no evaluation set gives it"
             fix = f"write one of {', '.join(known or areas)}"
             problems.append(Problem("unknown-metric", reason, fix, key, metric))

@@ -32,7 +32,7 @@ from framework.errors import ConfigError, Problem, StorageError, counted
 from framework.plan.cluster import Cluster, Device
 from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
-from framework.plan.rules.devices import fp8_problems, missing_fp8_package
+from framework.plan.rules.devices import fp8_problems, missing_fp8_package, missing_metrics_package
 from framework.setup.components import Parts, gather_parts
 from framework.setup.user_code import Objects, check_arguments, describe_objects, load_target
 from framework.system.waiting import waiting
@@ -369,6 +369,7 @@ def _check_packages(config: RunConfig, device: Device) -> None:
         fix = "pip install peft"
         problems.append(Problem("package-missing", reason, fix, "training.lora"))
     problems += _fp8_problems(config, device)
+    problems += missing_metrics_package(config)
     problems += _compile_problems(config.training.compile, device)
     if problems:
         raise ConfigError(problems)

@@ -5,6 +5,7 @@ plain module.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -149,7 +150,7 @@ def saved_config(
 
     Args:
         checkpoint: with the manifest.
-        sections: names of sections that the caller builds.
+        sections: names of sections that the caller builds, those within others dotted.
         trust: path of a folder that the user trusts.
         key: of the problems.
         otherwise: the fix that does without these sections.
@@ -175,7 +176,9 @@ def saved_config(
         ) from None
     is_trusted = _is_trusted(checkpoint, trust)
     for name in sections:
-        section = getattr(config, name)
+        section: Any = config
+        for part in name.split("."):
+            section = section[part] if isinstance(section, Mapping) else getattr(section, part)
         if isinstance(section, Object):
             reason = f"{section.object} was handed over from Python, and cannot be asked here"
             fix = f"name it in the config ({name}.target), or {otherwise}"

@@ -61,6 +61,7 @@ class Objects:
         callbacks: objects that are called at the events of the run, after the config's callbacks.
         scheduler: a callable that takes the optimizer and returns a schedule with the interface of
             torch's LRScheduler.
+        metrics: of torchmetrics: a Metric, a MetricCollection, or several by name.
     """
 
     model: ModelSource | None = None
@@ -70,6 +71,7 @@ class Objects:
     optimizer: MakeOptimizer | None = None
     callbacks: Sequence[Any] = ()
     scheduler: MakeSchedule | None = None
+    metrics: Any = None
 
     @cached_property
     def splits(self) -> Splits | None:

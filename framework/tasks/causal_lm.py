@@ -12,7 +12,7 @@ from torch.nn import functional
 from framework.models.split import VocabularyPart
 from framework.models.tiled_loss import TiledLoss
 from framework.tasks.classification import class_loss, guessed, logits_of, summed
-from framework.tasks.task import Positions, Ratio, Task
+from framework.tasks.task import Positions, Ratio, Task, rows_with_target
 
 # exp of a larger number overflows a float.
 _LARGEST_EXPONENT: Final = 709.0
@@ -104,6 +104,10 @@ class CausalLM(Task):
             outputs, targets, ignore_index=self.ignore_index, vocabulary=self.vocabulary
         )
         return {"loss": Ratio(nats, count), "accuracy": Ratio(correct, count)}
+
+    def predicted(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits (tokens, vocabulary) and targets (tokens,) without those left out."""
+        return rows_with_target(logits_of(outputs), targets, self.ignore_index)
 
     def derive(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Derive ``perplexity``, exp(loss), from the loss over all tokens, not a mean over

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from framework.tasks.task import Ratio, Task
+from framework.tasks.task import Ratio, Task, rows_with_target
 
 
 class Classification(Task):
@@ -50,6 +50,11 @@ class Classification(Task):
         nats, guesses = guessed(logits, targets, ignore_index=self.ignore_index)
         nats, correct, count = summed(nats, guesses, targets, ignore_index=self.ignore_index)
         return {"loss": Ratio(nats, count), "accuracy": Ratio(correct, count)}
+
+    def predicted(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits (samples, classes) and targets (samples,) without those left out."""
+        scores = logits_of(outputs).movedim(1, -1)
+        return rows_with_target(scores, targets, self.ignore_index)
 
 
 def logits_of(outputs: Any) -> Any:

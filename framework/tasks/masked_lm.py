@@ -12,7 +12,7 @@ from framework.errors import ConfigError
 from framework.models.split import VocabularyPart
 from framework.tasks.causal_lm import perplexity_of, token_loss, token_sums
 from framework.tasks.classification import class_loss
-from framework.tasks.task import Positions, Ratio, Task
+from framework.tasks.task import Positions, Ratio, Task, rows_with_target
 
 _NUM_INPUTS = 3
 _FIELDS = "(input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label)"
@@ -109,6 +109,12 @@ class MaskedLM(Task):
             "nsp_loss": Ratio(nsp_nats, num_pairs),
             "nsp_accuracy": Ratio(nsp_correct, num_pairs),
         }
+
+    def predicted(
+        self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits (tokens, vocabulary) and labels (tokens,) of the hidden tokens."""
+        return rows_with_target(outputs[0], targets[0], self.ignore_index)
 
     def derive(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Derive ``loss``, mlm_loss + nsp_loss over all batches, and ``perplexity``,

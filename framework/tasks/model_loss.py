@@ -13,7 +13,7 @@ from torch import Tensor
 from framework.errors import ConfigError
 from framework.system.log import warn
 from framework.tasks.loss_checks import is_summed_by_torch, refusal
-from framework.tasks.task import Ratio, Task
+from framework.tasks.task import Ratio, Task, rows_with_target
 
 _NUM_INSPECTED: Final = 16
 """Number of batches in which labels are searched for padding."""
@@ -110,6 +110,18 @@ class ModelLoss(Task):
         if self.mean_over == "next_labels":
             targets = targets[:, 1:]
         return (targets != self.ignore_index).sum()
+
+    def predicted(self, outputs: Any, targets: Tensor) -> tuple[Any, Any]:
+        """Return the model's logits and the labels; where the loss is a mean over labels, logits
+        (labels, classes) and labels (labels,) without those left out.
+        """
+        logits, _ = super().predicted(outputs, targets)
+        if self.mean_over == "samples":
+            return logits, targets
+        if self.mean_over == "next_labels":
+            logits = logits[:, :-1]
+            targets = targets[:, 1:]
+        return rows_with_target(logits, targets, self.ignore_index)
 
     def on_host(self, batch: Any) -> Any:
         """Return the batch; see `look_at`."""

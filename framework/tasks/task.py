@@ -11,7 +11,11 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import (
+    binary_cross_entropy,
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+)
 
 from framework.errors import ConfigError
 from framework.tasks.loss_checks import refuse_summed
@@ -19,6 +23,12 @@ from framework.tasks.loss_checks import refuse_summed
 _LABELS: Final = ("labels", "label", "targets", "target")
 _CROSS_ENTROPY_OPTIONS: Final = frozenset(
     {"weight", "ignore_index", "reduction", "label_smoothing"}
+)
+_BINARY_LOSSES: Final = (
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    binary_cross_entropy,
+    binary_cross_entropy_with_logits,
 )
 
 
@@ -89,6 +99,10 @@ class Task(ABC):
 
     Nothing here may wait for the device (`.item()`, `bool(tensor)`, printing a tensor): it would
     stall every step.
+    """
+
+    added_metrics: Any = None
+    """Metrics of torchmetrics that evaluation updates (`evaluation.metrics`), by name; None: none.
     """
 
     def split(self, batch: Any) -> tuple[Any, Any]:
@@ -251,6 +265,44 @@ class Task(ABC):
             return {"loss": sum(parts)}
         return {}
 
+    def collect(self, outputs: Any, targets: Any) -> Mapping[str, Any]:
+        """Return what `finish` needs of every sample of an evaluation batch, called without
+        gradients.
+
+        Override it together with `finish`, for metrics that are no ratios of sums. It is gathered
+        in the memory of rank 0's host: collect little of each sample.
+
+        Args:
+            outputs: as for `loss`.
+            targets: as for `loss`.
+
+        Returns:
+            Name -> a tensor or an array (samples, ...), with ``parallel.sequence`` (samples,
+            positions, ...), or a list with an object for each
+            sample: text, or tensors of unlike shapes.
+        """
+        return {}
+
+    def finish(self, everything: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Compute metrics over all samples, once, on rank 0.
+
+        Args:
+            everything: what `collect` returned of all batches and ranks, each sample once, in the
+                order of the data: tensors on the host, and lists.
+
+        Returns:
+            Metric name -> a number, which every rank then has; or a matrix of numbers, which is
+            written to ``tables/`` in the run folder.
+        """
+        return {}
+
+    def predicted(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return what metrics of torchmetrics are updated with: predictions and targets.
+
+        By default outputs in float32, of transformers' models the logits, and the targets.
+        """
+        return _in_float32(getattr(outputs, "logits", outputs)), targets
+
     def num_samples(self, targets: Any) -> int:
         """Count the samples of a batch, from its targets.
 
@@ -269,6 +321,11 @@ def targets_in(batch: Any) -> bool:
     if isinstance(batch, Mapping):
         return len(batch) > 1 and any(name in batch for name in _LABELS)
     return isinstance(batch, list | tuple) and len(batch) > 1
+
+
+def collects(task: Any) -> bool:
+    """Check whether a task has metrics that look at all samples together."""
+    return getattr(type(task), "collect", Task.collect) is not Task.collect
 
 
 # A loss function as a task.
@@ -370,6 +427,12 @@ class _ClassLossTask(Task):
     def loss(self, outputs: Any, targets: Any) -> Ratio:
         return Ratio(self.function(_in_float32(outputs), targets), self.count(targets))
 
+    def predicted(self, outputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+        """Return scores (samples, classes) and targets (samples,) without those left out."""
+        if targets.is_floating_point():
+            return super().predicted(outputs, targets)
+        return rows_with_target(outputs.movedim(1, -1), targets, self.function.ignore_index)
+
     def count(self, targets: Tensor) -> Tensor | int:
         if targets.is_floating_point():  # probabilities: (classes,) or (batch, classes, ...)
             return targets.numel() // targets.shape[min(1, targets.ndim - 1)]
@@ -384,6 +447,19 @@ class _CallableTask(Task):
     def __init__(self, function: Callable[[Any, Any], Any], *, key: str) -> None:
         self.function = function
         self._key = key
+
+    def predicted(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return predictions and targets; targets of a loss of yes and no as whole numbers, which
+        metrics of classes take.
+        """
+        predictions, truth = super().predicted(outputs, targets)
+        function = self.function
+        if isinstance(function, partial):
+            function = function.func
+        is_binary = function in _BINARY_LOSSES or type(function) in _BINARY_LOSSES
+        if is_binary and isinstance(truth, Tensor):
+            truth = truth.long()
+        return predictions, truth
 
     def shown_name(self) -> str:
         function = self.function
@@ -404,6 +480,19 @@ class _CallableTask(Task):
             fix = "return loss.mean(), or leave reduction='none' out"
             raise ConfigError.of("task-loss-result", reason, fix, self._key)
         return loss.float()
+
+
+def rows_with_target(scores: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return scores (rows, classes) in float32 and targets (rows,) of all positions with a target
+    that is not `ignore_index`. Waits for the device.
+
+    Args:
+        scores: (..., classes).
+        targets: (...,) int64.
+        ignore_index: the target that is left out.
+    """
+    has_target = targets != ignore_index
+    return scores[has_target].float(), targets[has_target]
 
 
 def _in_float32(outputs: Any) -> Any:

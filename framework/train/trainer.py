@@ -559,16 +559,19 @@ class Trainer:
             return
         if self._outcome.step >= schedule.total_steps or self._is_stopping():
             return
+        metrics: dict[str, float] = {}
+        are_all_known = True
         with self._in_phase(EVALUATING), self._engine.trying_evaluation():
-            firsts = {name: _first_of(batches) for name, batches in self._eval_data.items()}
-            try:
-                metrics = evaluate_sets(self._engine, firsts)
-            except (ArithmeticError, ValueError) as error:
-                # Sums over one batch may be 0 where those over all are not.
-                if isinstance(error, ArithmeticError) or str(error) == "math domain error":
-                    return
-                raise
-        self._check_measured(metrics)
+            for name, batches in self._eval_data.items():
+                try:
+                    metrics |= evaluate_sets(self._engine, {name: _first_of(batches)})
+                except (ArithmeticError, ValueError) as error:
+                    # What is computed of one batch may be undefined where that of all is not.
+                    if not isinstance(error, ArithmeticError) and str(error) != "math domain error":
+                        raise
+                    are_all_known = False
+        if are_all_known:
+            self._check_measured(metrics)
 
     def _check_measured(self, metrics: Mapping[str, float]) -> None:
         """Refuse metrics that the run follows and that the first evaluation has not given, unless a

@@ -44,7 +44,7 @@ def forged(run: Path, sections: dict[str, Any]) -> SavedCheckpoint:
     return list_checkpoints(run / "checkpoints")[0]
 
 
-@pytest.mark.parametrize("section", ["model", "gpt", "task", "data", "optimizer"])
+@pytest.mark.parametrize("section", ["model", "gpt", "task", "data", "optimizer", "metrics"])
 def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) -> None:
     sentinel, run = tmp_path / "called", tmp_path / "run"
     target: dict[str, Any] = {
@@ -53,7 +53,11 @@ def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) ->
     }
     if section == "gpt":
         target["kind"] = "gpt"
-    checkpoint = forged(run, {"model" if section == "gpt" else section: target})
+    sections = {"model" if section == "gpt" else section: target}
+    if section == "metrics":
+        sections = {"evaluation": {"metrics": {"f1": target}}}
+        section = "evaluation.metrics.f1"
+    checkpoint = forged(run, sections)
     for words in (
         ["inspect"],
         ["inspect", "--json"],

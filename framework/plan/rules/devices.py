@@ -145,6 +145,14 @@ def missing_fp8_package(precision: PrecisionSection) -> Iterator[Problem]:
         yield replace(problem, key="precision.fp8")
 
 
+def missing_metrics_package(config: RunConfig) -> Iterator[Problem]:
+    """Find metrics of torchmetrics where it is not installed."""
+    if config.evaluation.metrics and importlib.util.find_spec("torchmetrics") is None:
+        what = "evaluation.metrics"
+        problem = missing_package("torchmetrics", what=what, extra="metrics").problems[0]
+        yield replace(problem, key=what)
+
+
 def fp8_problems(
     precision: PrecisionSection, name: str, capability: tuple[int, int] | None
 ) -> Iterator[Problem]:
