@@ -301,13 +301,25 @@ class BaseEngine:
         if tensor_splits:
             description["tensor"] = tensor_splits
         experts: dict[str, int] = {}
-        for tensor, name in self._names().items():
-            part = expert_part_of(tensor)
-            if part is not None:
-                experts[name] = sum(part.split.sections)
+        for rank_experts in self._gathered_experts():
+            experts |= rank_experts
         if experts:
             description["experts"] = experts
         return description
+
+    def _gathered_experts(self) -> Sequence[Mapping[str, int]]:
+        """Return the weights with packed experts that ranks share, by name: how many experts all
+        ranks have; of each rank, where stages have their own. Collective.
+        """
+        own: dict[str, int] = {}
+        for tensor, name in self._names().items():
+            part = expert_part_of(tensor)
+            is_left_out = self._leaves_out_frozen and not tensor.requires_grad
+            if part is not None and not is_left_out:
+                own[name] = sum(part.split.sections)
+        if self._layout.expert_size > 1 and self._layout.pipe_size > 1:
+            return gather(own)
+        return [own]
 
     def gathered(
         self, module: torch.nn.Module | None = None

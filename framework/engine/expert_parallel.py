@@ -62,6 +62,11 @@ def expert_group(plan: Plan) -> Any:
     return groups._get_expert_parallel_group(_group_name(plan.layout.expert_size))
 
 
+def group_of_part(part: RankPart) -> Any:
+    """Return the ranks that share the experts of which this rank has a part."""
+    return groups._get_expert_parallel_group(_group_name(part.size))
+
+
 def _group_name(size: int) -> str:
     return f"ep_size_{size}"  # by which DeepSpeed finds the group, and its size
 
@@ -172,6 +177,10 @@ def declaring_experts(model: torch.nn.Module) -> Iterator[None]:
                 mixture.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
                     _leave_others_out
                 )
+            for packed in _packed_modules(module):
+                packed.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                    _take_part
+                )
             continue
         engine.module_state_dict = partial(_whole_state, engine)
         load = engine.load_module_state_dict
@@ -262,6 +271,18 @@ def _save_layers(
             partial(_put_experts, experts)
         )
         hooks.append(hook)
+    for packed in _packed_modules(engine.module):
+        whole: dict[str, torch.Tensor] = {}
+        for name, part in _expert_parts(packed).items():
+            group = group_of_part(part)
+            if torch.distributed.get_global_rank(group, 0) == writer:
+                parts = _gathered(packed.get_parameter(name), group)
+                if parts:
+                    whole[f".{name}"] = part.split.whole(parts)
+        hook = packed.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            partial(_put_experts, whole)
+        )
+        hooks.append(hook)
     try:
         save(*places, **options)
     finally:
@@ -270,10 +291,10 @@ def _save_layers(
 
 
 def _put_experts(
-    experts: Mapping[str, torch.Tensor], mixture: Any, state: Any, prefix: str, _: Any
+    experts: Mapping[str, torch.Tensor], module: Any, state: Any, prefix: str, _: Any
 ) -> None:
-    """Put the experts of all ranks into a mixture's state, as a hook of it. Their names begin
-    with a dot.
+    """Put the experts of all ranks into the state of a module that holds some, as a hook of it.
+    Their names begin with a dot.
     """
     for name, tensor in experts.items():
         state[f"{prefix}{name[1:]}"] = tensor
@@ -287,13 +308,28 @@ def _leave_others_out(mixture: Any, state: Any, prefix: str, *_: Any) -> None:
             del state[name]
 
 
+def _packed_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules with packed experts that are divided over ranks."""
+    for module in model.modules():
+        weights = module.parameters(recurse=False)
+        if any(expert_part_of(weight) is not None for weight in weights):
+            yield module
+
+
+def _take_part(packed: torch.nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    """Leave this rank's experts in a state that a module loads, as a hook of it."""
+    for name, part in _expert_parts(packed).items():
+        if f"{prefix}{name}" in state:
+            state[f"{prefix}{name}"] = part.of(state[f"{prefix}{name}"])
+
+
 def _joined_experts(name: str, tensor: torch.Tensor, part: RankPart) -> dict[str, torch.Tensor]:
     """Return a weight with the packed experts of all ranks of the first group, by name, on rank 0;
     nothing on the others. Collective in the first group.
     """
     if torch.distributed.get_rank() >= part.size:
         return {}
-    parts = _gathered(tensor, groups._get_expert_parallel_group(_group_name(part.size)))
+    parts = _gathered(tensor, group_of_part(part))
     if not parts:
         return {}
     return {name: part.split.whole(parts)}

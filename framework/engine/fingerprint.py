@@ -12,11 +12,11 @@ import torch
 import torch.distributed
 from torch import nn
 
-from framework.checkpoint.state.tensor_split import Split, split_of
+from framework.checkpoint.state.tensor_split import RankPart, expert_part_of, split_of
 from framework.config.groups import base_name
 from framework.engine.distributed import gather
 from framework.models.experts import MixtureOfExperts
-from framework.models.split import TensorPart, part_of
+from framework.models.split import part_of
 
 _CHUNK: Final = 1 << 22
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,12 +58,21 @@ def fingerprint(
             for name, parameter in frozen.items():
                 full_name = plain_name(f"{module_name}.{name}" if module_name else name)
                 split = split_of(parameter)
+                experts = expert_part_of(parameter)
                 shape = tuple(parameter.shape)
-                if split is None or part is None:
+                if experts is not None:
+                    from framework.engine.expert_parallel import group_of_part
+
+                    shape = tuple(experts.split.whole_shape(shape))
+                    checksum = _checksum_of_parts(
+                        parameter.detach(), experts, group_of_part(experts)
+                    )
+                elif split is None or part is None:
                     checksum = int(_checksum(parameter.detach()))
                 else:
                     shape = tuple(split.whole_shape(shape))
-                    checksum = _checksum_of_parts(parameter.detach(), split, part)
+                    own = RankPart(split, part.rank, part.size)
+                    checksum = _checksum_of_parts(parameter.detach(), own, part.group)
                 line = f"{base_name(full_name)} {shape} {parameter.dtype} {checksum}"
                 if id(parameter) in seen:
                     further.append(line)
@@ -98,8 +107,9 @@ def _checksum(
     return total
 
 
-def _checksum_of_parts(tensor: torch.Tensor, split: Split, part: TensorPart) -> int:
-    """Return the `_checksum` of a whole weight by the ranks' parts. Collective."""
+def _checksum_of_parts(tensor: torch.Tensor, part: RankPart, group: Any) -> int:
+    """Return the `_checksum` of a whole weight by the parts of a group's ranks. Collective."""
+    split = part.split
     whole = split.whole_shape(tensor.shape)
     row = whole[split.dim :].numel()
     inner = whole[split.dim + 1 :].numel()
@@ -115,5 +125,5 @@ def _checksum_of_parts(tensor: torch.Tensor, split: Split, part: TensorPart) -> 
 
         total += _checksum(tensor.narrow(split.dim, done, end - begin), place_of)
         done += end - begin
-    torch.distributed.all_reduce(total, group=part.group)
+    torch.distributed.all_reduce(total, group=group)
     return int(total)

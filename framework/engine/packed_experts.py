@@ -15,31 +15,38 @@ from framework.errors import ConfigError
 from framework.models.packed_experts import ExpertExchange, find_packed
 
 
-def divide_packed(model: nn.Module, group: Any) -> nn.Module:
-    """Leave this rank's experts alone in every module of packed experts, in place; return the
-    model.
+def divide_packed(model: nn.Module, group: Any, *, prefix: str = "") -> None:
+    """Leave this rank's experts alone in every module of packed experts, in place.
 
     Args:
-        model: whole, with the same weights on all ranks of the group.
+        model: whole, or a layer of it, with the same weights on all ranks of the group.
         group: the ranks that share the experts.
+        prefix: of the names of its modules in the whole model.
 
     Raises:
         ConfigError: kinds ``expert-without-moe``, ``experts-not-divisible``.
     """
-    modules = find_packed(model)
-    if not modules:
-        raise ConfigError.of(
-            "expert-without-moe",
-            f"{type(model).__name__} has no experts that can be divided: they are packed, as in "
-            "transformers 5, in weights of (experts, ...) of a module with "
-            "use_experts_implementation",
-            "set parallel.expert: 1",
-            "parallel.expert",
-            torch.distributed.get_world_size(group),
-        )
-    for name, module in modules.items():
-        _divide(name, module, group)
-    return model
+    for name, module in find_packed(model).items():
+        _divide(f"{prefix}{name}", module, group)
+
+
+def refuse_without_packed(model: nn.Module, size: int) -> None:
+    """Refuse a model without packed experts that `size` ranks could share.
+
+    Raises:
+        ConfigError: kind ``expert-without-moe``.
+    """
+    if find_packed(model):
+        return
+    raise ConfigError.of(
+        "expert-without-moe",
+        f"{type(model).__name__} has no experts that can be divided: they are packed, as in "
+        "transformers 5, in weights of (experts, ...) of a module with "
+        "use_experts_implementation",
+        "set parallel.expert: 1",
+        "parallel.expert",
+        size,
+    )
 
 
 def _divide(name: str, module: Any, group: Any) -> None:

@@ -160,6 +160,11 @@ def is_shared() -> bool:
     return _shared is not None
 
 
+def sharing_group() -> SequenceGroup | None:
+    """Return the ranks that share the positions which the models of this process see, or None."""
+    return _shared
+
+
 def num_parts() -> int:
     """Return the number of parts of the positions; the models of this process see one of them."""
     if _shared is None:
@@ -387,6 +392,9 @@ def _share_attention_of_transformers(model: Any) -> None:
         if model.config._attn_implementation != _ATTENTION_NAME:
             reason = "its attention cannot be replaced by another of transformers'"
             raise _refusal(model, f"{reason} AttentionInterface")
+    from framework.models.shared_routers import share_balance
+
+    share_balance(model, sharing_group)
     numbering = Numbering(model)
     vars(model)[_NUMBERING] = numbering
     model.register_forward_pre_hook(numbering, with_kwargs=True)

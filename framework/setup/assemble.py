@@ -132,6 +132,11 @@ def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) 
                 group = grid.get_slice_parallel_group()
                 tensor_cut = _stage_cut(prepared, cut.tensor_plan, group)
             tensor_cut.layer(layer, module)
+        if plan.layout.expert_size > 1 and plan.config.model.is_own_code:
+            from framework.engine.expert_parallel import expert_group
+            from framework.engine.packed_experts import divide_packed
+
+            divide_packed(module, expert_group(plan), prefix=f"{layer}.")
         tile = plan.config.training.mlp_tile
         if tile:
             from framework.models.tiled_perceptron import has_perceptrons, tile_perceptrons
@@ -295,8 +300,9 @@ def _built_share(
         with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1):
             model = build()
         if config.model.is_own_code:
-            from framework.engine.packed_experts import divide_packed
+            from framework.engine.packed_experts import divide_packed, refuse_without_packed
 
+            refuse_without_packed(model, plan.layout.expert_size)
             divide_packed(model, expert_group(plan))
         if config.zero.stage < 3:
             return model

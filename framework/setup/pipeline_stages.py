@@ -95,6 +95,10 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     with recipes_only():
         model = parts.build_model()
     given = first_batch(plan, parts)[0]
+    if config.parallel.expert > 1 and config.model.is_own_code:
+        from framework.engine.packed_experts import refuse_without_packed
+
+        refuse_without_packed(model, config.parallel.expert)
     layers, around = _taken_apart(model, given, plan, parts.task)
     try:
         refuse_bad_ties(layers)

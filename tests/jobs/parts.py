@@ -338,8 +338,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_mixture(kind: str, implementation: str = "grouped_mm") -> torch.nn.Module:
-    """A mixture of transformers whose experts are computed in this way."""
+def tiny_mixture(
+    kind: str, implementation: str = "grouped_mm", *, returns_routers: bool = True
+) -> torch.nn.Module:
+    """A mixture of transformers whose experts are computed in this way; some return the logits of
+    their routers.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {
@@ -356,6 +360,8 @@ def tiny_mixture(kind: str, implementation: str = "grouped_mm") -> torch.nn.Modu
     }
     config = AutoConfig.for_model(kind, **sizes, **MIXTURES[kind])
     config._experts_implementation = implementation
+    if not returns_routers:
+        config.output_router_logits = False
     model: torch.nn.Module = AutoModelForCausalLM.from_config(config)
     return model
 

@@ -476,15 +476,17 @@ def _stage12_weights(
     `packed` the weights with packed experts of several ranks: each part is yielded.
     """
     stage_of: dict[str, int] = {}
+    named: Callable[[str], str] = str
+    if pipeline:
+        named = partial(plain_name, layers=pipeline["layers"], tied_keys=pipeline["tied_keys"])
     for stage in sorted({stage for _, stage in optimizers}):
         model = files[models[0, stage]]
         ranks = _files_of_stage(optimizers, stage)
-        for row in _rows_of_stage(files, model, ranks, experts, packed):
+        names = chain.from_iterable(model["param_shapes"])
+        own_packed = {name: packed[named(name)] for name in names if named(name) in packed}
+        for row in _rows_of_stage(files, model, ranks, experts, own_packed):
             for name, weight in row.items():
-                if pipeline:
-                    name = plain_name(
-                        name, layers=pipeline["layers"], tied_keys=pipeline["tied_keys"]
-                    )
+                name = named(name)
                 # A tied weight has the same copies on all its stages.
                 if stage_of.setdefault(name, stage) == stage:
                     yield name, weight
