@@ -144,7 +144,7 @@ def import_document(
 
     Args:
         document: the JSON.
-        release: whose keys it has.
+        release: the release of DeepSpeed that reads the keys; by default the newest.
         partly: whether a key that a run config cannot express is left out, and named in
             `not_taken`, instead of refused.
 
@@ -257,8 +257,8 @@ def _batch(reader: DeepSpeedReader) -> Values:
 
 
 def _training(reader: DeepSpeedReader) -> Values:
-    """Return `training:` from clipping, printing and recomputed layers; refuses step boundaries that DeepSpeed does
-    not decide.
+    """Return `training:` from clipping, printing and recomputed layers; refuses step boundaries
+    that DeepSpeed does not decide.
     """
     section: Values = {"clip_grad_norm": reader.take("gradient_clipping", 1.0)}
     steps_per_print = reader.take("steps_per_print", None)

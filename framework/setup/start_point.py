@@ -199,9 +199,14 @@ def choose_start(
     for message in damaged:
         print_line(f"warning: {message}; an earlier checkpoint is taken [checkpoint-damaged]")
     if start is not None:
-        from framework.checkpoint.state.deepspeed_format import describe_raw, warn_of
+        from framework.checkpoint.state.deepspeed_format import (
+            describe_raw,
+            refuse_to_resume,
+            warn_of,
+        )
 
         start = describe_raw(start)
+        refuse_to_resume(start)
         warn_of(start, resumed=True)
     return start
 

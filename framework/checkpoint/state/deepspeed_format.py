@@ -17,6 +17,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED, RawNames, read_names
 from framework.checkpoint.resume_point import UNVERIFIED
 from framework.checkpoint.state.checkpoint_engine import read_or_explain
+from framework.checkpoint.state.raw_pipelines import describe_pipeline
 from framework.checkpoint.state.shard_map import CheckpointFiles
 from framework.errors import StorageError, in_one_line
 from framework.system.log import warn
@@ -47,6 +48,21 @@ def describe_raw(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
         raise _refusal(folder, in_one_line(error)) from error
 
 
+def refuse_to_resume(checkpoint: SavedCheckpoint) -> None:
+    """Refuse a pipeline's checkpoint without a manifest as one that a run goes on from: its
+    optimizer only numbers what it steps.
+
+    Raises:
+        StorageError: kind ``checkpoint-unverified``.
+    """
+    if not checkpoint.verified and "pipeline" in checkpoint.manifest:
+        raise StorageError(
+            f"{checkpoint.path}: a pipeline's checkpoint without a manifest brings its weights "
+            "alone: its optimizer only numbers what it steps; name it in checkpoint.init_weights "
+            f"[{UNVERIFIED}]"
+        )
+
+
 def warn_of(checkpoint: SavedCheckpoint, *, resumed: bool = False) -> None:
     """Warn, on the first rank, of the facts that are unknown of a checkpoint without a manifest."""
     if checkpoint.verified or os.environ.get("RANK", "0") != "0":
@@ -66,9 +82,7 @@ def warn_of(checkpoint: SavedCheckpoint, *, resumed: bool = False) -> None:
 
 
 def _refuse_other_kinds(folder: Path, names: RawNames) -> None:
-    if names.has_layers:
-        raise _refusal(folder, "it is a pipeline's, whose layers DeepSpeed only numbers")
-    if names.model_parallel > 1:
+    if names.model_parallel > 1 and not names.has_layers:
         raise _refusal(
             folder,
             f"it has {names.model_parallel} model-parallel parts, which cannot be put together "
@@ -100,6 +114,11 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
         _check_all_ranks(folder, model_files, ranks, kind="model")
     if names.stages != (0,):
         _check_all_ranks(folder, optimizer_files, ranks, kind="optimizer")
+    stages = 1
+    pipeline: dict[str, Any] = {}
+    if names.has_layers:
+        stages = _count(first["mp_world_size"], "mp_world_size")
+        pipeline = {"pipeline": describe_pipeline(files, stages=stages)}
     global_size = None  # the steps were not all alike
     if step and samples % step == 0:
         global_size = samples // step
@@ -114,7 +133,12 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
     return {
         "step": step,
         "samples": samples,
-        "layout": {"world_size": ranks, "pipe_size": 1, "global_size": global_size},
+        "layout": {
+            "world_size": ranks * stages,
+            "pipe_size": stages,
+            "global_size": global_size,
+        },
+        **pipeline,
         "versions": {"deepspeed": str(first["ds_version"])},
         "config": {
             "run": {"name": folder.parent.name},
@@ -125,7 +149,11 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
 
 
 def _files_by_rank(files: CheckpointFiles, pattern: re.Pattern[str]) -> dict[int, str]:
-    return {rank: name for (rank, _), name in files.named(pattern).items()}
+    """Map each data-parallel rank to its file, that of the first stage in a pipeline."""
+    found: dict[int, str] = {}
+    for (rank, _), name in files.named(pattern).items():
+        found.setdefault(rank, name)
+    return found
 
 
 def _check_all_ranks(folder: Path, files: Mapping[int, str], ranks: int, *, kind: str) -> None:

@@ -379,9 +379,12 @@ def _dict_tensors(
 def _layer_tensors(
     files: CheckpointFiles, pipeline: Mapping[str, Any], rank: int | None
 ) -> Iterator[_NamedTensor]:
-    """Yield the tensors of all layers but those that share the weights of an earlier layer."""
+    """Yield the tensors of all layers but those that share the weights of an earlier layer. A
+    manifest that was made up names the files.
+    """
+    file_of = pipeline.get("files", {})
     for number, layer in enumerate(pipeline["layers"]):
-        file = layer_file(number, rank)  # a layer without weights has no file
+        file = file_of.get(layer) or layer_file(number, rank)  # a layer without weights has none
         if layer not in pipeline["tied"] and (files.folder / file).exists():
             yield from _dict_tensors(files, file, prefix=f"{layer}.")
 
@@ -426,6 +429,8 @@ def _stage0_weights_in(
     optimizer = content["optimizer"] or {}
     if STATE_KEY in content:
         names = content[STATE_KEY]["names"]
+    elif content["module"] is None:  # a stage of a pipeline that DeepSpeed wrote by itself
+        names = []
     else:
         names = names_by_shape(content)
     state_keys: tuple[str, ...] = ("optimizer", "state")
