@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from framework.checkpoint.names import CALLBACKS, STATE_KEY
 from tests.docs.run_page import Page, comparable, is_shown, playing
+from tests.launched import series
 from tests.places import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/tutorials").glob("*.md"))]
@@ -26,6 +29,22 @@ def test_a_tutorial_prints_what_it_shows(path: Path, tmp_path: Path) -> None:
             )
             commands += 1
     assert commands >= 2
+    if path.stem == "from-deepspeed":
+        check_pipeline(tmp_path)
+
+
+def check_pipeline(folder: Path) -> None:
+    """The losses of a `PipelineModule` that DeepSpeed trains, and of the run that it became."""
+    file = folder / "old_pipe/global_step20/mp_rank_00_model_states.pt"
+    script = torch.load(file, weights_only=True)
+    losses = list(series(folder / "runs/pipe", "train/loss").values())
+    assert len(losses) == 20
+    assert losses == pytest.approx(script["losses"], abs=1e-5)
+    rates = series(folder / "runs/pipe", "train/lr")
+    assert rates[10] == pytest.approx(0.008), "of step 10, and not of the next"
+    saved = folder / "runs/pipe/checkpoints/global_step20/mp_rank_00_model_states.pt"
+    states = torch.load(saved, weights_only=True)[STATE_KEY]["state"][CALLBACKS]
+    assert [state["loss"] for state in states.values()] == [min(losses)]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from framework.engine.extensions import use_own_cache
@@ -34,6 +35,9 @@ CASES: dict[str, tuple[int, str, str, str]] = {
     "z0-tied": (0, "fp32", "AdamW", "tied"),
     "z2-tied": (2, "fp32", "AdamW", "tied"),
 }
+# Pipelines of two stages, with a tied embedding and a function: case -> stage, precision.
+PIPES = {"pipe-z0": (0, "fp32"), "pipe-z1-bf16": (1, "bf16")}
+WORDS, WIDTH = 20, 8
 
 
 def ds_config(stage: int, dtype: str, optimizer: str) -> dict[str, Any]:
@@ -85,6 +89,49 @@ def train(case: str, folder: Path) -> None:
     engine.destroy()
 
 
+def logits(words: torch.nn.Module, value: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(value, words.weight)
+
+
+def loss_of(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs.float().flatten(0, 1), labels.flatten())
+
+
+def train_pipeline(case: str, folder: Path) -> None:
+    stage, dtype = PIPES[case]
+    torch.manual_seed(0)
+    layers = [
+        TiedLayerSpec("words", torch.nn.Embedding, WORDS, WIDTH),
+        LayerSpec(torch.nn.Linear, WIDTH, WIDTH),
+        torch.relu,
+        LayerSpec(torch.nn.LayerNorm, WIDTH),
+        LayerSpec(torch.nn.Linear, WIDTH, WIDTH),
+        TiedLayerSpec("words", torch.nn.Embedding, WORDS, WIDTH, forward_fn=logits),
+    ]
+    module = PipelineModule(layers, num_stages=2, loss_fn=loss_of)
+    engine, _, _, _ = deepspeed.initialize(
+        model=module,
+        model_parameters=module.parameters(),
+        config={**ds_config(stage, dtype, "AdamW"), "train_micro_batch_size_per_gpu": 4},
+        dist_init_required=False,
+    )
+    draw = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        tokens = torch.randint(WORDS, (4, 4, 6), generator=draw)
+        engine.train_batch(data_iter=iter([(rows, rows.roll(1, 1)) for rows in tokens]))
+    engine.save_checkpoint(str(folder / case), client_state={"best": 1.5})
+    held = {}
+    for name, weight in module.named_parameters():
+        if stage:
+            weight = safe_get_full_fp32_param(weight)
+        held[name.replace("tied_modules.words", "0")] = weight.detach().clone()
+    of_stages: list[Any] = [None, None]
+    torch.distributed.all_gather_object(of_stages, held)
+    if torch.distributed.get_rank() == 0:
+        torch.save(of_stages[1] | of_stages[0], folder / f"{case}.pt")
+    engine.destroy()
+
+
 def state_of(engine: Any, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """Weights under their plain names, and moments as ``<name> <key>``. Collective."""
     stage0, found = copies_of(engine.optimizer), {}
@@ -110,6 +157,8 @@ if __name__ == "__main__":
     allow_fp16()
     for name in CASES:
         train(name, Path(sys.argv[1]))
+    for name in PIPES:
+        train_pipeline(name, Path(sys.argv[1]))
     torch.distributed.barrier()
     sys.stdout.flush()
     os._exit(0)

@@ -45,7 +45,8 @@ def describe_pipeline(files: CheckpointFiles, *, stages: int) -> dict[str, Any]:
     weights of an earlier one, and the layer of each key of a tie.
 
     Raises:
-        ValueError: files of layers or stages are missing, or a key belongs to several layers.
+        ValueError: files of layers or stages are missing, a key belongs to several layers, or it is
+            no pipeline's.
     """
     by_number = layer_files(files)
     shapes = _stepped_shapes(files, stages=stages)
@@ -82,7 +83,10 @@ def _stepped_shapes(files: CheckpointFiles, *, stages: int) -> dict[str, torch.S
     for stage in range(stages):
         if stage not in names:
             raise ValueError(f"there is no file of stage {stage}")
-        for group in files[names[stage]]["param_shapes"] or ():
+        content = files[names[stage]]
+        if content["module"] is not None:
+            raise ValueError("it has files of layers, and a module of its own beside them")
+        for group in content["param_shapes"] or ():
             shapes.update(group)
     return shapes
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from framework.checkpoint.resume_point import find_checkpoint
 from framework.cli import main as cli
@@ -22,7 +23,7 @@ from framework.commands.export import export
 from framework.errors import ConfigError, StorageError
 from tests.engine.saved_runs import read_weights
 from tests.engine.test_weights import Gadget
-from tests.jobs.raw_deepspeed import CASES, SAMPLES, STEPS
+from tests.jobs.raw_deepspeed import CASES, PIPES, SAMPLES, STEPS
 from tests.launched import ROOT, read_metrics, run_ranks, series, train_cases
 from tests.warm_ranks import WarmRanks
 
@@ -113,6 +114,7 @@ def gone_on(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                     "x", resume="never", init_weights=str(raw / "z3"), allow_unverified=False
                 ),
             ),
+            config("pipe", folder, **checkpoint("pipe-z0")),
             config("other-optimizer", folder, stage=1, **checkpoint("z1-sgd")),
             config("other-batch", folder, batch={"global_size": 2 * SAMPLES}, **checkpoint("z3")),
         ],
@@ -126,7 +128,7 @@ def weights_in(truth: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in truth.items() if " " not in name}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *PIPES])
 def test_weights_are_those_that_the_engines_held(
     name: str, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +141,39 @@ def test_weights_are_those_that_the_engines_held(
         assert torch.equal(found[key], tensor.float() if tensor.is_floating_point() else tensor), (
             key
         )
+
+
+@pytest.mark.parametrize("name", [name for name, (stage, *_) in CASES.items() if stage])
+def test_weights_are_those_of_deepspeeds_own_reader(name: str, raw: Path) -> None:
+    expected = get_fp32_state_dict_from_zero_checkpoint(str(raw / name))
+    held = weights_in(torch.load(raw / f"{name}.pt", weights_only=True))
+    assert held.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(held[key].float(), tensor.float()), key
+
+
+def test_a_pipeline_without_a_file_is_refused(
+    raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a layer, by what its optimizer steps; of a tied one; and with the parts of two tensor
+    ranks.
+    """
+
+    def refused(change: Callable[[Path], object]) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir()))) / "global_step3"
+        shutil.copytree(raw / "pipe-z1-bf16/global_step3", folder)
+        change(folder)
+        assert cli(["export", str(folder), str(tmp_path / "out"), "--allow-unverified"]) == 74
+        return capsys.readouterr().err
+
+    layer = "layer_04-model_states.pt"
+    assert "there is no file of layer 4" in refused(lambda folder: (folder / layer).unlink())
+    tied = "layer_00-model_states.pt"
+    found = refused(lambda folder: (folder / tied).unlink())
+    assert "no file has the weights tied as words" in found
+    part = "layer_04-model_01-model_states.pt"
+    found = refused(lambda folder: shutil.copy(folder / layer, folder / part))
+    assert "tensor ranks share layer 4" in found
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -179,6 +214,7 @@ def test_a_run_goes_on_where_it_stopped(gone_on: Path) -> None:
             "other-optimizer",
             "its optimizer's state is momentum_buffer, and this run's optimizer has exp_avg, exp_avg_sq",
         ),
+        ("pipe", "brings its weights alone: its optimizer only numbers what it steps"),
         ("other-batch", f"was trained with {SAMPLES} samples per step"),
     ],
 )
@@ -271,7 +307,7 @@ def add_a_layer(folder: Path) -> Path:
         (cut_off, "mp_rank_00_model_states.pt cannot be read"),
         (link_a_file, "mp_rank_00_model_states.pt: it is a symbolic link"),
         (plant_a_program, "it holds? Python objects|holds Python objects"),
-        (add_a_layer, "it is a pipeline's, whose layers DeepSpeed only numbers"),
+        (add_a_layer, "it has files of layers, and a module of its own beside them"),
     ],
 )
 def test_damage_that_can_be_found_is_reported(
