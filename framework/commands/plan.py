@@ -23,7 +23,6 @@ from framework.commands.strategies import (
     loser_lines,
     strategies_section,
     table_lines,
-    unusual,
     write_choice,
 )
 from framework.commands.target_search import missing_targets
@@ -37,7 +36,7 @@ from framework.plan.auto import listed_target, measured_target
 from framework.plan.candidate import Candidate, judge
 from framework.plan.cluster import Cluster
 from framework.plan.data_files import look_at_data
-from framework.plan.hardware import Hardware
+from framework.plan.hardware import USUAL_CARD, Hardware
 from framework.plan.knob import Knob, find_knob
 from framework.plan.memory import Memory, NotEstimatedError
 from framework.plan.nearest_plan import nearest_plan
@@ -51,11 +50,10 @@ from framework.plan.search_goals import (
 )
 from framework.plan.search_space import (
     EVERYTHING,
-    FOR_LENGTH,
-    OFFLOAD,
-    RECOMPUTE,
-    STAGE,
+    MICRO,
+    WITHOUT_BATCH,
     Request,
+    unusual,
 )
 from framework.plan.time import StepTime
 from framework.plan.work import ModelWork
@@ -128,7 +126,7 @@ class _Question:
         if self.is_wide:
             free_keys = {key for key in EVERYTHING if not self._is_set_here(key)}
         else:
-            free_keys = {STAGE, OFFLOAD, RECOMPUTE, *FOR_LENGTH}
+            free_keys = set(WITHOUT_BATCH)
         return Request(
             self.run.config,
             self.plan.cluster,
@@ -306,8 +304,9 @@ def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
 
 def _without_auto(config: RunConfig) -> RunConfig:
     """Set plain values for the keys to be chosen: they do not change the model."""
-    plain = {"zero.stage": 1, "parallel.pipe": 1, "batch.micro_size": None}
-    settings = {key: value for key, value in plain.items() if key in config.auto}
+    settings: dict[str, Any] = dict.fromkeys(config.auto, 1)
+    if MICRO in settings:
+        settings[MICRO] = None
     if settings:
         return with_settings(config, settings)
     return config
@@ -468,7 +467,7 @@ def _order_text(shown: Sequence[Candidate], target: Hardware) -> str:
         why = f"not all rates of {target.name} are listed"
     else:
         why = "no device named (--gpu)"
-    return f"the least traffic first, speed unknown: {why}"
+    return f"in the order of a card on PCIe ({USUAL_CARD}), speed unknown: {why}"
 
 
 def _memory_lines(planned: Candidate, target: Hardware) -> Iterator[str]:

@@ -19,9 +19,9 @@ from framework.plan.search_space import (
     LENGTH,
     OFFLOAD,
     STAGE,
-    STRATEGY,
     USUAL,
     Settings,
+    unusual,
 )
 
 if TYPE_CHECKING:  # a table needs no editor
@@ -253,13 +253,6 @@ def _slower_part(time: StepTime, best: StepTime) -> tuple[str, float]:
     }
     part = max(losses, key=lambda part: losses[part])
     return part, seconds[part]
-
-
-def unusual(settings: Settings) -> Settings:
-    """Return the settings of a strategy that differ from the usual ones."""
-    return {
-        key: value for key, value in settings.items() if key in STRATEGY and USUAL.get(key) != value
-    }
 
 
 def strategies_section(result: SearchResult, candidates: Sequence[Candidate]) -> dict[str, Any]:

@@ -34,7 +34,14 @@ from framework.config.zero import Zero
 # Where `auto` may stand: the value is chosen for the cluster before the run
 # (`framework/plan/auto.py`).
 AUTO: Final = "auto"
-AUTO_KEYS: Final = ("zero.stage", "parallel.pipe", "batch.micro_size")
+AUTO_KEYS: Final = (
+    "zero.stage",
+    "parallel.pipe",
+    "parallel.tensor",
+    "parallel.sequence",
+    "parallel.expert",
+    "batch.micro_size",
+)
 
 
 class Run(Section):

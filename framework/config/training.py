@@ -824,7 +824,7 @@ class Parallel(Section):
     """
     tensor: PositiveCount = 1
     """Ranks that share every large matrix, each with a part of its rows or columns. Best on one
-    host.
+    host; ``auto``: as the devices allow, within a host.
     """
     tensor_plan: dict[str, _Split] | None = None
     """Name of a layer, with * for any part between dots, to how it is divided; left out: gpt, bert
@@ -832,11 +832,11 @@ class Parallel(Section):
     """
     sequence: PositiveCount = 1
     """Ranks that share every sequence, each with a part of its positions (Ulysses, with a ring
-    where they are more than heads).
+    where they are more than heads); ``auto``: as the devices allow, within a host.
     """
     expert: PositiveCount = 1
     """Ranks of different samples that share the experts of a mixture, each with as many whole ones:
-    of `model.moe`, or of a mixture of transformers 5.
+    of `model.moe`, or of a mixture of transformers 5; ``auto``: as the devices allow.
     """
     partition: Annotated[str, StringConstraints(pattern=_PARTITION)] = "parameters"
     """What the stages share evenly: ``parameters`` (trainable ones), ``uniform`` (number of

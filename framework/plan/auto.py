@@ -30,7 +30,7 @@ from framework.plan.measured import measured_rates
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import make_plan
 from framework.plan.search import search
-from framework.plan.search_space import ACCUMULATION, MICRO, Request
+from framework.plan.search_space import ACCUMULATION, EXPERT, MICRO, SIZES, Request
 from framework.plan.work import ModelWork
 from framework.system.limits import host_memory_bytes
 from framework.system.output import write
@@ -220,7 +220,7 @@ def resolve(
     if reason:  # a search judges in the same way, and this would be its fault
         fix = "write the values, and report this: the search took it to fit"
         raise _refused("auto-nothing-fits", reason, fix, min(config.auto), source)
-    line = f"auto: {settings_text(settings)}: {choice_text(best, target)}"
+    line = f"auto: {_shown(settings)}: {choice_text(best, target)}"
     return chosen, settings, line
 
 
@@ -285,6 +285,16 @@ def chosen_here(
     return config
 
 
+def _shown(settings: Mapping[str, Any]) -> str:
+    """Write a choice in one line; sizes of 1 are left out beside others."""
+    unusual = {
+        key: value
+        for key, value in settings.items()
+        if value != 1 or not key.startswith("parallel.")
+    }
+    return settings_text(unusual or settings)
+
+
 def choice_text(best: Candidate, target: Hardware) -> str:
     """Return memory and speed of a choice, in words that show how far they are known."""
     memory = size_text(best.peak_bytes)
@@ -299,7 +309,7 @@ def choice_text(best: Candidate, target: Hardware) -> str:
         why = "no device named"
         if target.name:
             why = f"that of {target.name} is not listed"
-        return f"{memory}, estimated; speed unknown: {why}, so the least traffic is taken"
+        return f"{memory}, estimated; speed unknown: {why}, so it is ranked as a card on PCIe"
     return (
         f"{memory}, {best.samples_per_second:,.0f} samples per second; estimated for {target.text}"
     )
@@ -330,7 +340,9 @@ def _saved_settings(
 
 def _saved_values(layout: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Return key -> value, in a manifest's layout and config, of all keys that may be `auto`."""
-    values = {"parallel.pipe": layout.get("pipe_size", 1), MICRO: layout.get("micro_size")}
+    values = {MICRO: layout.get("micro_size")}
+    for key in (*SIZES, EXPERT):
+        values[key] = layout.get(f"{key.rpartition('.')[2]}_size", 1)
     with suppress(KeyError, TypeError):
         values["zero.stage"] = before["zero"]["stage"]
     return values

@@ -14,9 +14,13 @@ from framework.plan.parallelism import Parallelism
 from framework.plan.plan import Plan
 from framework.plan.search_space import (
     ACCUMULATION,
+    EXPERT,
     FOR_LENGTH,
+    KERNEL,
     MICRO,
+    OF_FEW,
     OFFLOAD,
+    PARAMS,
     PIPE,
     RECOMPUTE,
     SEQUENCE,
@@ -38,12 +42,15 @@ class Candidate:
         plan: of the config with these settings.
         memory: of its fullest rank.
         time: of its optimizer step; None where the device's speed is not known.
+        time_to_rank: the same, with the rates that are not known taken from a usual card on PCIe;
+            None where the work is not known.
     """
 
     settings: Settings
     plan: Plan
     memory: Memory
     time: StepTime | None = None
+    time_to_rank: StepTime | None = None
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -65,16 +72,28 @@ class Candidate:
             MICRO: layout.micro_size,
             ACCUMULATION: layout.accumulation_steps,
         }
-        for key, usual in FOR_LENGTH.items():
-            value = getattr(config.training, key.rpartition(".")[2])
-            if value != usual:
+        for key, value in self._of_few.items():
+            if value != OF_FEW[key]:
                 choice[key] = value
         return choice
 
+    @property
+    def _of_few(self) -> dict[str, Any]:
+        """Values of the keys that few strategies have."""
+        config = self.plan.config
+        values = {
+            PARAMS: config.zero.offload_param.device,
+            KERNEL: getattr(config.optimizer, "implementation", OF_FEW[KERNEL]),
+            EXPERT: self.plan.layout.expert_size,
+        }
+        for key in FOR_LENGTH:
+            values[key] = getattr(config.training, key.rpartition(".")[2])
+        return values
+
     def changes(self, planned: Candidate) -> dict[str, Any]:
         """Return the part of the choice that differs from a planned candidate's."""
-        before = dict(FOR_LENGTH) | planned.choice
-        choice = dict(FOR_LENGTH) | self.choice
+        before = dict(OF_FEW) | planned.choice
+        choice = dict(OF_FEW) | self.choice
         return {key: value for key, value in choice.items() if value != before[key]}
 
     @property
@@ -84,30 +103,18 @@ class Candidate:
             return None
         return self.time.samples_per_second
 
+    @property
+    def speed_to_rank(self) -> float:
+        """Samples per second by which candidates are ranked; 0 where none is known."""
+        if self.time_to_rank is None:
+            return 0.0
+        return self.time_to_rank.samples_per_second
+
     def lacking(self, target: Hardware) -> str:
         """Return the reason why it does not fit, in words; empty if it does, or if that is not
         known. Every command judges a plan by this.
         """
         return target.lacking(self.memory, self.plan.cluster.devices_per_host)
-
-    @cached_property
-    def traffic_bytes(self) -> float:
-        """Bytes that a rank sends for each sample of the run.
-
-        DeepSpeed 0.19.8 runs at stage 0 an all-reduce in a step, at 1 the gathering of weights as
-        well, at 2 an all-reduce for each micro-batch, at 3 two gatherings and a reduction for each
-        micro-batch, and a third gathering with recomputation.
-        """
-        config = self.plan.config
-        layout = self.plan.layout
-        if layout.num_replicas == 1:
-            return 0.0
-        steps = layout.accumulation_steps
-        width = 2 if config.precision.dtype in ("bf16", "fp16") else 4
-        # an all-reduce sends every element twice, a gathering or a reduction once
-        passes_at_stage_3 = 4 if config.training.recompute_every else 3
-        passes = (2, 3, 2 * steps + 1, passes_at_stage_3 * steps)[config.zero.stage]
-        return width * passes * self.memory.num_params / layout.global_size
 
 
 def strategy_of(candidate: Candidate) -> dict[str, Any]:
@@ -139,12 +146,18 @@ def judge(
         work = work.of_samples(plan.layout.micro_size)
     memory = estimate(plan, work=work)
     time = None
+    time_to_rank = None
     if target is not None:
         memory = target.with_beside(memory, plan)
         if target.machine and work:
             with suppress(NotEstimatedError):  # a figure of the device is not known
                 time = estimate_time(plan, work, target.machine)
-    return Candidate(settings or {}, plan, memory, time)
+        time_to_rank = time
+        if work and time is None:
+            machine = target.machine_to_rank(plan.cluster.devices_per_host)
+            with suppress(NotEstimatedError):  # no device of this kind has the number format
+                time_to_rank = estimate_time(plan, work, machine)
+    return Candidate(settings or {}, plan, memory, time, time_to_rank)
 
 
 def least_bytes(plan: Plan, work: ModelWork) -> int:

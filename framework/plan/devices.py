@@ -105,6 +105,19 @@ class Machine:
         gathered = seconds.get("seconds_per_gathered_weight", 0.0) * num_gathered
         return seconds["seconds"] + len(sizes) * per_weight + micro_batches * gathered
 
+    def completed(self, other: Machine) -> Machine:
+        """Return this machine with the figures that it lacks taken from another one."""
+        device = self.device
+        lacking = {}
+        for name in _LISTED_RATES:
+            if getattr(device, name) is None:
+                lacking[name] = getattr(other.device, name)
+        if device.link_bytes_per_second is not None:  # the links of another kind do not count
+            lacking.pop("collective_bytes_per_second", None)
+        flops = {**other.device.flops_per_second, **device.flops_per_second}
+        completed = replace(device, flops_per_second=flops, **lacking)
+        return replace(self, device=completed, network=self.network or other.network)
+
     @staticmethod
     def listed(gpu: str, *, devices_per_host: int = 8, network: str | None = None) -> Machine:
         """Build a machine from the tables; without a network's name the one that is usual for the

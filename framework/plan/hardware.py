@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final
 
-from framework.errors import counted
 from framework.plan.alternatives import size_text
 from framework.plan.device_overhead import beside_tensors
 from framework.plan.devices import Machine
@@ -82,6 +82,15 @@ class Hardware:
             return f"{text}; not checked, as --host_memory is not given"
         return f"{text}, of {size_text(self.host_bytes)}"
 
+    def machine_to_rank(self, devices_per_host: int) -> Machine:
+        """Return the devices with every rate that is not known taken from a usual card on PCIe, so
+        that strategies can be ranked by all that they compute and send.
+        """
+        usual = _usual_card(devices_per_host)
+        if self.machine is None:
+            return usual
+        return self.machine.completed(usual)
+
     def lacking(self, memory: Memory, ranks_per_host: int) -> str:
         """Return the reason why a run does not fit its devices or a host, which holds the parts of
         `ranks_per_host` ranks; empty if it does, or if their memory is not known.
@@ -93,15 +102,27 @@ class Hardware:
             return f"each rank takes {size_text(peak_bytes)}, and {self.name} has {usable}"
         on_host = host_bytes(memory, ranks_per_host)
         if self.host_bytes is not None and on_host > self.host_bytes:
-            ranks = counted(ranks_per_host, "rank")
             host = size_text(self.host_bytes)
-            return f"{ranks} take {size_text(on_host)} of a host that has {host}"
+            return f"each host would hold {size_text(on_host)}, and has {host}"
         return ""
 
 
 def host_bytes(memory: Memory, ranks_per_host: int) -> int:
     """Return the bytes that all ranks of a host take of its memory."""
     return sum(memory.host.values()) * ranks_per_host
+
+
+# A card of today without links of its own, the host of its size, and a network of 100 Gb/s.
+USUAL_CARD: Final = "l4-24gb"
+_USUAL_HOST: Final = "a100-40gb"
+_USUAL_NETWORK: Final = "infiniband-edr"
+
+
+@cache
+def _usual_card(devices_per_host: int) -> Machine:
+    host = Machine.listed(_USUAL_HOST, network=_USUAL_NETWORK)
+    card = Machine.listed(USUAL_CARD, devices_per_host=devices_per_host, network=_USUAL_NETWORK)
+    return card.completed(host)
 
 
 UNKNOWN: Final = Hardware()

@@ -7,7 +7,7 @@ alone, without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from framework.config.base import Object
 from framework.config.model import MoE
+from framework.config.optimizer import has_groups
 from framework.config.precision import state_widths
 from framework.config.run_config import RunConfig
 from framework.config.training import Parallel, always_frozen
@@ -134,10 +135,40 @@ def _weights_of(plan: Plan) -> ModelWork:
 
 
 def _fullest_stage(plan: Plan, work: ModelWork) -> Memory:
-    """Return the memory of the fullest pipeline stage, with the files of all of them."""
-    stages = stage_memories(plan, work)
-    fullest = max(stages, key=lambda stage: stage.total(stage.peak))
-    return replace(fullest, saved_bytes=sum(stage.saved_bytes for stage in stages))
+    """Return the memory of the fullest pipeline stage, with the files of all of them.
+
+    Of stages that are alike the first one has most micro-batches in flight, so that the others are
+    counted and not estimated.
+    """
+    stages = list(_stages(plan, work))
+    numbers: dict[Any, list[int]] = {}
+    for number, kind in enumerate(_kinds_of_stages(plan, work, stages)):
+        numbers.setdefault(kind, []).append(number)
+    memories = []
+    saved_bytes = 0
+    for first, *others in numbers.values():
+        memory = _stage_memory(plan, work, stages[first])
+        memories.append(memory)
+        saved_bytes += memory.saved_bytes * (1 + len(others))
+    fullest = max(memories, key=lambda stage: stage.total(stage.peak))
+    return replace(fullest, saved_bytes=saved_bytes)
+
+
+def _kinds_of_stages(plan: Plan, work: ModelWork, stages: Sequence[_Stage]) -> list[Any]:
+    """Return what decides the memory of each stage but its micro-batches in flight: equal for
+    stages that are alike. Where an optimizer has groups of weights by name, none is.
+    """
+    if has_groups(plan.config.optimizer):
+        return list(range(len(stages)))
+    parts: list[int] = []
+    for number, part in enumerate(work.parts[:-1]):
+        parts += part.count * [number]
+    kinds = []
+    for stage in stages:
+        start, stop = stage.bounds
+        alone = replace(stage.pipeline, in_flight=0)
+        kinds.append((tuple(parts[start:stop]), alone))
+    return kinds
 
 
 def _memory_without_pipeline(plan: Plan, work: ModelWork) -> Memory:
@@ -236,16 +267,36 @@ def _memory(
     )
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """A stage of a pipeline.
+
+    Attributes:
+        number: of the stage.
+        bounds: numbers of its first layer, and of the next stage's.
+        layers: its layers.
+        pipeline: what it has of its neighbours.
+    """
+
+    number: int
+    bounds: tuple[int, int]
+    layers: Sequence[LayerWork]
+    pipeline: PipelineStage
+
+
 def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
     """Estimate the memory of a rank of each pipeline stage; raises as `estimate` does."""
+    return [_stage_memory(plan, work, stage) for stage in _stages(plan, work)]
+
+
+def _stages(plan: Plan, work: ModelWork) -> Iterator[_Stage]:
+    """Yield the stages of a pipeline; raises NotEstimatedError if the cut is not known."""
     config = plan.config
     # A run cuts before it divides: by the numbers of whole layers.
     whole = work if plan.layout.tensor_size == 1 else work_of(plan)
     assert whole is not None  # or there were no work of a rank
-    bounds = _known_bounds(config, whole)
-    *layers, loss = work.layers()
-    memories = []
-    for number, (start, stop) in enumerate(pairwise(bounds)):
+    layers = list(work.layers())[:-1]
+    for number, (start, stop) in enumerate(pairwise(_known_bounds(config, whole))):
         stage_layers = layers[start:stop]
         pipeline = PipelineStage(
             in_flight=min(config.parallel.pipe - number, plan.layout.accumulation_steps),
@@ -254,18 +305,23 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
             is_last=stop == len(layers),
             shared=_num_shared(stage_layers),
         )
-        passes = passes_over(
-            stage_layers,
-            loss if pipeline.is_last else None,
-            recompute_every=config.training.recompute_every,
-            keeps_products=config.training.keeps_products,
-        )
-        stage_work = _of_layers(work, stage_layers)
-        rank_work = _without_other_experts(stage_work, plan)
-        num_elsewhere = stage_work.num_params - rank_work.num_params
-        memory = _memory(plan, rank_work, passes, pipeline, num_elsewhere)
-        memories.append(replace(memory, stage=number))
-    return memories
+        yield _Stage(number, (start, stop), stage_layers, pipeline)
+
+
+def _stage_memory(plan: Plan, work: ModelWork, stage: _Stage) -> Memory:
+    """Estimate the memory of a rank of a pipeline stage."""
+    training = plan.config.training
+    passes = passes_over(
+        stage.layers,
+        work.parts[-1] if stage.pipeline.is_last else None,
+        recompute_every=training.recompute_every,
+        keeps_products=training.keeps_products,
+    )
+    stage_work = _of_layers(work, stage.layers)
+    rank_work = _without_other_experts(stage_work, plan)
+    num_elsewhere = stage_work.num_params - rank_work.num_params
+    memory = _memory(plan, rank_work, passes, stage.pipeline, num_elsewhere)
+    return replace(memory, stage=stage.number)
 
 
 def _num_shared(layers: Sequence[LayerWork]) -> int:

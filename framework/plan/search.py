@@ -23,7 +23,9 @@ from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import Plan, make_plan
 from framework.plan.search_space import (
     ACCUMULATION,
+    EXPERT,
     OFFLOAD,
+    PARAMS,
     PIPE,
     SIZES,
     STAGE,
@@ -31,14 +33,18 @@ from framework.plan.search_space import (
     Settings,
     all_batches,
     all_strategies,
+    is_combined,
+    unusual,
 )
 from framework.plan.work import work_of
 
 # Factor of speed that a larger micro-batch has to gain, where its size is free: less makes no
 # difference, as estimates are not that exact.
 _LEAST_GAIN: Final = 1.02
-# Estimates this close are equal: of such candidates the plainest comes first.
-_TIE: Final = 1.03
+# Estimates this close are equal: of such candidates the one with most free memory comes first.
+_TIE: Final = 1.02
+# Share of a device by which memory has to differ to count where speeds are equal.
+_LEAST_MEMORY: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class SearchResult:
         limit = self.target.usable_bytes(memory)
         if limit is None or smallest.peak_bytes <= limit:
             return smallest.lacking(self.target)
-        least = settings_text(strategy_of(smallest))
+        least = settings_text(unusual(strategy_of(smallest)))
         takes = f"the least is {size_text(smallest.peak_bytes)}, with {least}: {fullest(memory)}"
         return f"{takes}; {self.target.usable_text(memory)}"
 
@@ -113,6 +119,8 @@ def search(request: Request, *, is_quick: bool = False) -> SearchResult:
         if candidates:
             break
         for strategy in all_strategies(request, for_length=for_length):
+            if evaluator.is_idle(strategy):
+                continue
             best = evaluator.best(strategy)
             if best is not None:
                 candidates.append(best)
@@ -120,7 +128,10 @@ def search(request: Request, *, is_quick: bool = False) -> SearchResult:
     if not candidates:
         smallest = evaluator.smallest()
     return SearchResult(
-        request.target, tuple(_ranked(candidates)), tuple(evaluator.losers()), smallest
+        request.target,
+        tuple(_ranked(candidates, request.target)),
+        tuple(evaluator.losers()),
+        smallest,
     )
 
 
@@ -129,7 +140,15 @@ _TOO_LARGE: Final = "too large, whatever the batch"
 
 def _states_of(strategy: Settings) -> tuple[Any, ...]:
     """Return what decides the bytes of a strategy's weights, gradients and optimizer state."""
-    return tuple(strategy[key] for key in (STAGE, OFFLOAD, *SIZES))
+    return tuple(strategy.get(key) for key in (OFFLOAD, PARAMS, *_PLACES))
+
+
+# Keys that decide which ranks hold what.
+_PLACES: Final = (STAGE, *SIZES, EXPERT)
+
+
+def _place_of(strategy: Settings) -> tuple[Any, ...]:
+    return tuple(strategy.get(key) for key in _PLACES)
 
 
 @dataclass(frozen=True)
@@ -139,10 +158,13 @@ class _Refusal:
     Attributes:
         why: the reason, in words.
         is_of_batch: whether another micro-batch may be a candidate.
+        is_of_place: whether it is one of the stage or of sizes, whatever is offloaded or computed
+            again.
     """
 
     why: str
     is_of_batch: bool = False
+    is_of_place: bool = False
 
 
 @dataclass
@@ -152,12 +174,12 @@ class _Trials:
     Attributes:
         best: the best one that fits.
         smallest: the smallest one that does not fit.
-        reasons: why others are no candidates.
+        refusals: why others are no candidates.
     """
 
     best: Candidate | None = None
     smallest: Candidate | None = None
-    reasons: list[str] = field(default_factory=list)
+    refusals: list[_Refusal] = field(default_factory=list)
 
     def take(self, candidate: Candidate, *, gain: float) -> bool:
         """Take a candidate that fits as the best one if it is faster by the factor `gain`; return
@@ -184,26 +206,54 @@ class _Evaluator:
         self.too_large: list[Candidate] = []
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
+        self._refused_places: dict[tuple[Any, ...], str] = {}
+        self._fitting: set[tuple[Any, ...]] = set()  # `_place_of` strategies that fit
         self._beyond: set[tuple[Any, ...]] = set()  # `_states_of` strategies that are `_TOO_LARGE`
 
     def best(self, strategy: Settings) -> Candidate | None:
         """Return the best candidate of one strategy that fits; None if none does, and the reason is
         kept for `losers`.
         """
+        place = _place_of(strategy)
         if _states_of(strategy) in self._beyond:
-            self._refused.setdefault(_TOO_LARGE, []).append(strategy)
+            self._refuse(strategy, _TOO_LARGE)
+            return None
+        if place in self._refused_places:
+            self._refuse(strategy, self._refused_places[place])
             return None
         if self.request.config.batch.global_size is None:
             trials = self._grow(strategy)
         else:
             trials = self._divide(strategy)
-        if trials.best is None and trials.smallest is not None:
+        if trials.best is not None:
+            self._fitting.add(place)
+        elif trials.smallest is not None:
             self.too_large.append(trials.smallest)
-        elif trials.best is None and trials.reasons:
-            self._refused.setdefault(trials.reasons[0], []).append(strategy)
-            if trials.reasons[0] == _TOO_LARGE:
-                self._beyond.add(_states_of(strategy))
+        elif trials.refusals:
+            self._take_refusal(strategy, trials.refusals[0])
         return trials.best
+
+    def is_idle(self, strategy: Settings) -> bool:
+        """Check whether a strategy takes time alone, since a plainer one of the same stage and
+        sizes fits: weights on the host, and, where ranks share the model in several ways, whatever
+        is offloaded or computed again.
+        """
+        if strategy.get(PARAMS) != "cpu" and not is_combined(strategy):
+            return False
+        return _place_of(strategy) in self._fitting
+
+    def _take_refusal(self, strategy: Settings, refusal: _Refusal) -> None:
+        """Keep the reason why a strategy is refused with any batch, for others as well that share
+        it.
+        """
+        self._refuse(strategy, refusal.why)
+        if refusal.why == _TOO_LARGE:
+            self._beyond.add(_states_of(strategy))
+        elif refusal.is_of_place:
+            self._refused_places[_place_of(strategy)] = refusal.why
+
+    def _refuse(self, strategy: Settings, why: str) -> None:
+        self._refused.setdefault(why, []).append(strategy)
 
     def _grow(self, strategy: Settings) -> _Trials:
         """Try larger micro-batches, as long as they fit and gain speed."""
@@ -212,7 +262,7 @@ class _Evaluator:
         for sizes in all_batches(self.request, strategy, grows=has_limit):
             candidate = self.candidate({**strategy, **sizes})
             if isinstance(candidate, _Refusal):
-                trials.reasons.append(candidate.why)
+                trials.refusals.append(candidate)
                 if candidate.is_of_batch:
                     continue
                 break
@@ -237,6 +287,7 @@ class _Evaluator:
         memory.
         """
         trials = _Trials()
+        fitting: list[Candidate] = []
         most_steps = 1 if self.is_quick else strategy[PIPE]
         has_limit = self.request.target.memory_bytes is not None
         for sizes in all_batches(self.request, strategy, grows=has_limit):
@@ -247,14 +298,16 @@ class _Evaluator:
                 continue
             candidate = self.candidate({**strategy, **sizes})
             if isinstance(candidate, _Refusal):
-                trials.reasons.append(candidate.why)
+                trials.refusals.append(candidate)
                 if candidate.is_of_batch:
                     continue
                 break
             if self.fits(candidate):
-                trials.take(candidate, gain=1.0)
+                fitting.append(candidate)
             elif smallest is None or candidate.peak_bytes < smallest.peak_bytes:
                 trials.smallest = candidate
+        if fitting:
+            trials.best = _ranked(fitting, self.request.target)[0]
         return trials
 
     def candidate(self, settings: Settings) -> Candidate | _Refusal:
@@ -263,13 +316,18 @@ class _Evaluator:
         try:
             config = with_settings(request.config, settings)
             plan = make_plan(config, request.cluster, num_train_samples=request.num_train_samples)
-            if self.is_quick and self._is_beyond(plan):
+            is_rough = self.is_quick or is_combined(settings)
+            if is_rough and self._is_beyond(plan):
                 return _Refusal(_TOO_LARGE)
             return judge(plan, request.target, settings=settings, work=request.work)
         except ConfigError as error:
             problem = error.problems[0]
             why = f"{problem.key}: {problem.reason} [{problem.kind}]"
-            return _Refusal(why, is_of_batch=problem.key.startswith("batch."))
+            return _Refusal(
+                why,
+                is_of_batch=problem.key.startswith("batch."),
+                is_of_place=problem.key in _PLACES,
+            )
         except NotEstimatedError as error:
             self.unknown = self.unknown or error
             return _Refusal(f"its memory is not known: {error}", is_of_batch=True)
@@ -304,54 +362,67 @@ class _Evaluator:
         for why, strategies in self._too_large_by_reason().items():
             yield Loser(_common(strategies), why, "too-large", len(strategies))
         for why, strategies in self._refused.items():
-            yield Loser(_common(strategies), why, "refused", len(strategies))
+            kind: Literal["refused", "too-large"] = "refused"
+            if why == _TOO_LARGE:
+                kind = "too-large"
+            yield Loser(_common(strategies), why, kind, len(strategies))
 
     def _too_large_by_reason(self) -> dict[str, list[Settings]]:
         """Map reasons, in words, to the strategies that fit on no device, the smallest first."""
         too_large: dict[str, list[Settings]] = {}
         for candidate in sorted(self.too_large, key=lambda large: large.peak_bytes):
-            size = size_text(candidate.peak_bytes)
-            micro_size = candidate.plan.layout.micro_size
-            why = f"{size} with micro-batches of {micro_size}: {fullest(candidate.memory)}"
+            why = self._why_too_large(candidate)
             too_large.setdefault(why, []).append(strategy_of(candidate))
         return too_large
+
+    def _why_too_large(self, candidate: Candidate) -> str:
+        """Describe what a candidate that does not fit takes of a device, or of a host."""
+        target = self.request.target
+        limit = target.usable_bytes(candidate.memory)
+        if limit is None or candidate.peak_bytes <= limit:
+            return candidate.lacking(target)
+        size = size_text(candidate.peak_bytes)
+        micro_size = candidate.plan.layout.micro_size
+        return f"{size} with micro-batches of {micro_size}: {fullest(candidate.memory)}"
 
 
 def _is_better(candidate: Candidate, best: Candidate, *, by: float) -> bool:
     """Check whether a candidate is faster than the best one, by a factor if speeds are known."""
-    if candidate.samples_per_second is None or best.samples_per_second is None:
-        return _sort_key(candidate) < _sort_key(best)
-    return candidate.samples_per_second > by * best.samples_per_second
+    if candidate.time is None or best.time is None:
+        return candidate.speed_to_rank > best.speed_to_rank
+    return candidate.speed_to_rank > by * best.speed_to_rank
 
 
-def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort candidates, the best one first; of those that are as fast as the fastest, within the
-    estimate's error, the plainest.
+def _ranked(candidates: Sequence[Candidate], target: Hardware) -> list[Candidate]:
+    """Sort candidates, the best one first: the fastest ones, and of those that are as fast within
+    the estimate's error the one with most free memory. Ones without a speed come last.
     """
-    speeds = [candidate.samples_per_second or 0.0 for candidate in candidates]
-    fastest = max(speeds, default=0.0)
+    fastest = max((candidate.speed_to_rank for candidate in candidates), default=0.0)
+    device_bytes = target.memory_bytes
+    if device_bytes is None:
+        device_bytes = max((candidate.peak_bytes for candidate in candidates), default=1)
 
     def order(candidate: Candidate) -> tuple[float, ...]:
-        negative_speed, *costs = _sort_key(candidate)
-        is_tied = fastest > 0 and -negative_speed * _TIE >= fastest
-        return (-fastest if is_tied else negative_speed, *costs, negative_speed)
+        speed = candidate.speed_to_rank
+        is_tied = speed * _TIE >= fastest
+        return (-fastest if is_tied else -speed, *_costs(candidate, device_bytes), -speed)
 
     return sorted(candidates, key=order)
 
 
-def _sort_key(candidate: Candidate) -> tuple[float, ...]:
-    """Return a candidate's sort key, the least for the best one: by speed, else by what costs time,
-    traffic and memory.
+def _costs(candidate: Candidate, device_bytes: int) -> tuple[float, ...]:
+    """Return what decides between candidates of equal speed: what the host has to do, the memory in
+    steps of a twentieth of a device, and how plain a candidate is.
     """
     config = candidate.plan.config
     layout = candidate.plan.layout
-    speed = candidate.samples_per_second
     return (
-        inf if speed is None else -speed,
+        config.zero.offload_param.device != "none",
         config.zero.offload_optimizer.device != "none",
+        round(candidate.peak_bytes / (_LEAST_MEMORY * device_bytes)),
         bool(config.training.recompute_every),
         layout.world_size // layout.data_parallel_size,
-        candidate.traffic_bytes,
+        config.zero.stage,
         layout.accumulation_steps,
         candidate.peak_bytes,
     )

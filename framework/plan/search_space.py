@@ -20,6 +20,8 @@ Settings = Mapping[str, Any]
 # What may be chosen: dotted keys of a run config.
 STAGE: Final = "zero.stage"
 OFFLOAD: Final = "zero.offload_optimizer.device"
+PARAMS: Final = "zero.offload_param.device"
+KERNEL: Final = "optimizer.implementation"
 RECOMPUTE: Final = "training.recompute_every"
 HOW: Final = "training.recompute"
 ACTIVATIONS: Final = "training.offload_activations"
@@ -27,17 +29,23 @@ MLP_TILE: Final = "training.mlp_tile"
 PIPE: Final = "parallel.pipe"
 TENSOR: Final = "parallel.tensor"
 SEQUENCE: Final = "parallel.sequence"
+EXPERT: Final = "parallel.expert"
 MICRO: Final = "batch.micro_size"
 ACCUMULATION: Final = "batch.accumulation_steps"
 GLOBAL: Final = "batch.global_size"
 LENGTH: Final = "data.sequence_length"
 POSITIONS: Final = "model.max_positions"
 SIZES: Final = (PIPE, TENSOR, SEQUENCE)
+"""Sizes of ranks that train on the same samples."""
 FOR_LENGTH: Final[Settings] = {HOW: None, ACTIVATIONS: False, MLP_TILE: 0}
 """Keys of memory for long sequences, with their plainest values; few strategies have them."""
-STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, *FOR_LENGTH, *SIZES)
-USUAL: Final[Settings] = {OFFLOAD: "none", RECOMPUTE: 0, **FOR_LENGTH, **dict.fromkeys(SIZES, 1)}
+OF_FEW: Final[Settings] = {PARAMS: "none", KERNEL: "auto", EXPERT: 1, **FOR_LENGTH}
+"""Keys that few strategies have, with the values that all others have."""
+STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, *SIZES, *OF_FEW)
+USUAL: Final[Settings] = {OFFLOAD: "none", RECOMPUTE: 0, **OF_FEW, **dict.fromkeys(SIZES, 1)}
 """The plainest value of each key of a strategy but the stage."""
+WITHOUT_BATCH: Final = frozenset({STAGE, OFFLOAD, PARAMS, KERNEL, RECOMPUTE, *FOR_LENGTH})
+"""Keys of a strategy that leave every rank its batch."""
 EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
 _LARGEST_MICRO: Final = 4096
 # Micro-batches of a step for each stage of a pipeline, where nothing fixes them: a stage then waits
@@ -70,24 +78,62 @@ class Request:
 
 
 def all_strategies(request: Request, *, for_length: bool = False) -> Iterator[Settings]:
-    """Yield every combination of what is free beside the batch; `for_length`: those that take time
-    to give memory to long sequences, for a run that fits in no other way.
+    """Yield every combination of what is free beside the batch, those of the same sizes and stage
+    one after the other, the plainest first; `for_length`: those that take time to give memory to
+    long sequences, for a run that fits in no other way.
     """
     stages: Sequence[int] = [request.config.zero.stage]
     if STAGE in request.free:
         stages = range(4)
     recomputes = _for_length(request) if for_length else _recomputes(request)
-    choices = product(stages, _offloads(request), recomputes, _sizes(request))
-    for stage, device, recompute, sizes in choices:
-        yield {STAGE: stage, OFFLOAD: device} | recompute | sizes
+    for sizes, stage in product(_sizes(request), stages):
+        for offload, recompute in product(_offloads(request, stage), recomputes):
+            yield {STAGE: stage} | offload | recompute | sizes
 
 
-def _offloads(request: Request) -> list[str]:
-    """List the devices to try for the optimizer: only the drive if the config names that."""
-    device = request.config.zero.offload_optimizer.device
-    if OFFLOAD in request.free and device != "nvme":
-        return ["none", "cpu"]
-    return [device]
+def is_combined(strategy: Settings) -> bool:
+    """Check whether ranks share the model in two ways or more."""
+    return sum(strategy.get(key, 1) > 1 for key in (*SIZES, EXPERT)) > 1
+
+
+def unusual(settings: Settings) -> Settings:
+    """Return the settings of a strategy that differ from the usual ones."""
+    return {
+        key: value for key, value in settings.items() if key in STRATEGY and USUAL.get(key) != value
+    }
+
+
+def _offloads(request: Request, stage: int) -> list[dict[str, str]]:
+    """List what lies on the host: nothing, the optimizer, and at stage 3 then the weights too; only
+    what the config names where that is a drive.
+    """
+    zero = request.config.zero
+    devices = {OFFLOAD: zero.offload_optimizer.device, PARAMS: zero.offload_param.device}
+    is_free = {key: key in request.free and devices[key] != "nvme" for key in devices}
+    optimizers = [devices[OFFLOAD]]
+    if is_free[OFFLOAD]:
+        optimizers = ["none", "cpu"]
+    choices = []
+    for device in optimizers:
+        choice = {OFFLOAD: device}
+        if device == "cpu" and _has_host_kernel(request):
+            choice[KERNEL] = "deepspeed"
+        choices.append(choice)
+    if not is_free[PARAMS]:
+        return choices
+    choices = [choice | {PARAMS: "none"} for choice in choices]
+    if stage == 3:
+        choices.append(choices[-1] | {PARAMS: "cpu"})
+    return choices
+
+
+def _has_host_kernel(request: Request) -> bool:
+    """Check whether DeepSpeed's kernel may step the optimizer on the host, which is several times
+    faster there; a kernel that the config names stays.
+    """
+    return KERNEL in request.free and (
+        getattr(request.config.optimizer, "implementation", "") == "auto"
+    )
 
 
 def _recomputes(request: Request) -> list[dict[str, Any]]:
@@ -114,31 +160,68 @@ def _for_length(request: Request) -> list[dict[str, Any]]:
 
 
 def _sizes(request: Request) -> Iterator[dict[str, int]]:
-    """Yield parallel sizes: as in the config, and then with one of them changed at a time.
+    """Yield parallel sizes: as in the config, then with one of them above 1, then with several.
 
-    Tensor and sequence groups stay on a host: what they send between is on the way of every block.
+    Tensor and sequence groups stay on a host, together too: what they send between is on the way of
+    every block.
     """
     config = request.config
-    sizes = {key: getattr(config.parallel, key.rpartition(".")[2]) for key in SIZES}
-    yield sizes
-    for changed in _changed_sizes(request, sizes):
-        if changed != sizes:
-            yield changed
+    parallel = config.parallel
+    given = {PIPE: parallel.pipe, TENSOR: parallel.tensor, SEQUENCE: parallel.sequence}
+    if getattr(config.model, "moe", None) or EXPERT in config.auto:
+        given[EXPERT] = parallel.expert
+    yield given
+    choices = {key: _choices_of_size(request, key, size) for key, size in given.items()}
+    all_sizes = [dict(zip(given, sizes, strict=True)) for sizes in product(*choices.values())]
+    for sizes in sorted(all_sizes, key=is_combined):
+        if sizes != given and _goes_together(request, sizes):
+            yield sizes
 
 
-def _changed_sizes(request: Request, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield parallel sizes with one of them changed, and the others that are free at 1."""
+def _choices_of_size(request: Request, key: str, size: int) -> list[int]:
+    """List the values of a parallel size, 1 first; the config's alone if it is not free."""
     config = request.config
-    plain = {key: 1 if key in request.free else size for key, size in sizes.items()}
     devices = request.cluster.devices_per_host
-    choices = {
-        PIPE: _pipes(config, request.cluster),
-        TENSOR: _sizes_within_host(config, devices),
-        SEQUENCE: _parts_of_sequences(config, devices),
-    }
-    for key, key_sizes in choices.items():
-        if key in request.free:
-            yield from (plain | {key: size} for size in key_sizes)
+    if key not in request.free:
+        return [size]
+    if key == PIPE:
+        sizes = _pipes(config, request.cluster)
+    elif key == TENSOR:
+        sizes = _sizes_within_host(config, devices)
+    elif key == SEQUENCE:
+        sizes = _parts_of_sequences(config, devices)
+    else:
+        sizes = _parts_of_experts(config, request.cluster)
+    return sorted({1, *sizes})
+
+
+def _goes_together(request: Request, sizes: Mapping[str, int]) -> bool:
+    """Check whether several sizes go together: groups of a host's devices are no larger than it,
+    ranks divide, and so do the samples of a step. One size alone is left to the rules, which give
+    the reason.
+    """
+    if not is_combined(sizes):
+        return True
+    inside = sizes[TENSOR] * sizes[SEQUENCE]
+    free = request.free & {TENSOR, SEQUENCE}
+    if free and request.cluster.devices_per_host % inside:
+        return False
+    ranks, remainder = divmod(request.cluster.world_size, prod(sizes[key] for key in SIZES))
+    samples = request.config.batch.global_size
+    return not remainder and (samples is None or samples % ranks == 0)
+
+
+def _parts_of_experts(config: RunConfig, cluster: Cluster) -> list[int]:
+    """List the powers of two that divide the experts of the model's mixtures and the ranks."""
+    moe = getattr(config.model, "moe", None)
+    if not moe:
+        return []
+    ranks = cluster.world_size
+    return [
+        size
+        for size in powers_of_two(moe.num_experts)
+        if not (moe.num_experts % size or ranks % size)
+    ]
 
 
 def _sizes_within_host(config: RunConfig, devices: int) -> list[int]:

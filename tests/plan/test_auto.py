@@ -15,6 +15,7 @@ import pytest
 from framework.checkpoint.resume_point import ResumeLookup
 from framework.cli import main
 from framework.config.load import config_from_values, load_with_source
+from framework.config.run_config import AUTO_KEYS
 from framework.errors import ConfigError
 from framework.hosts.devices import LocalDevices
 from framework.hosts.topology import HostTopology
@@ -47,7 +48,7 @@ def a100() -> Hardware:
 @pytest.mark.slow
 def test_a_choice_is_a_config_without_auto() -> None:
     config, settings, line = resolve(config_from_values(AUTO), CLUSTER, a100())
-    assert settings.keys() == config.was_auto == {"zero.stage", "batch.micro_size", "parallel.pipe"}
+    assert settings.keys() == config.was_auto == set(AUTO_KEYS)
     assert not config.auto
     assert (config.zero.stage, config.batch.micro_size, config.parallel.pipe) == (
         settings["zero.stage"],
@@ -57,7 +58,8 @@ def test_a_choice_is_a_config_without_auto() -> None:
     plan = make_plan(config, CLUSTER)
     assert plan.layout.global_size == 512
     assert plan.to_dict()["auto"] == settings
-    assert line.startswith(f"auto: {', '.join(f'{key}: {settings[key]}' for key in settings)}: ")
+    shown = [f"{key}: {value}" for key, value in settings.items() if key[0] != "p" or value > 1]
+    assert line.startswith(f"auto: {', '.join(shown)}: ")
     assert "samples per second; estimated for a100-80gb" in line
 
 
@@ -105,7 +107,7 @@ def test_every_rank_chooses_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unresolved_config_is_no_plan() -> None:
     with pytest.raises(ConfigError) as refused:
         make_plan(config_from_values(AUTO), CLUSTER)
-    assert [problem.kind for problem in refused.value.problems] == ["auto-not-chosen"] * 3
+    assert [problem.kind for problem in refused.value.problems] == ["auto-not-chosen"] * 6
 
 
 def test_without_a_device_nothing_is_started() -> None:
@@ -162,12 +164,13 @@ def test_a_resumed_run_keeps_its_choice() -> None:
         "layout": {"world_size": 32, "pipe_size": 2, "micro_size": 1},
         "config": {"zero": {"stage": 1}},
     }
+    before = dict.fromkeys(AUTO_KEYS, 1) | {"parallel.pipe": 2}
     kept, settings, line = resolve(config, CLUSTER, Hardware(), saved=saved)
-    assert settings == {"zero.stage": 1, "batch.micro_size": 1, "parallel.pipe": 2}
+    assert settings == before
     assert kept.zero.stage == 1
     assert line.endswith("as in the checkpoint")
     settings = resolve(config, Cluster(2, 8, "cuda"), a100(), saved=saved)[1]
-    assert settings != {"zero.stage": 1, "batch.micro_size": 1, "parallel.pipe": 2}
+    assert settings != before
     indivisible = saved | {"layout": {"world_size": 32, "pipe_size": 2, "micro_size": 3}}
     assert resolve(config, CLUSTER, a100(), saved=indivisible)[1]["batch.micro_size"] != 3
     assert resolve(config, CLUSTER, a100(), saved={"layout": "damaged"})[0].auto == frozenset()
@@ -200,7 +203,7 @@ def test_a_launcher_hands_out_plain_settings(
         "parallel=auto",
         "zero.stage=0",
         "batch.micro_size=60",
-        "parallel.pipe=1",
+        *(f"parallel.{name}=1" for name in ("pipe", "tensor", "sequence", "expert")),
     }
     assert stated.err.startswith("auto: batch.micro_size: 60, ") or stated.err.startswith(
         "auto: zero.stage: 0, "
@@ -208,7 +211,7 @@ def test_a_launcher_hands_out_plain_settings(
     config, _ = load_with_source(file, words[2:])
     assert (config.auto, config.was_auto) == (
         frozenset(),
-        {"zero.stage", "batch.micro_size", "parallel.pipe"},
+        set(AUTO_KEYS),
     )
 
 

@@ -5,21 +5,27 @@ memory, time and verdict; and what `auto` chooses fits by the plan that is shown
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from framework.cli import main
 from framework.config.load import config_from_values
+from framework.errors import ConfigError
+from framework.plan import search as search_module
 from framework.plan import work as work_module
 from framework.plan.alternatives import size_text, with_settings
-from framework.plan.auto import listed_target
+from framework.plan.auto import listed_target, resolve
 from framework.plan.candidate import Candidate, judge
 from framework.plan.cluster import Cluster
+from framework.plan.memory import estimate, stage_memories
 from framework.plan.plan import make_plan
 from framework.plan.search import SearchResult, search
 from framework.plan.search_space import EVERYTHING, Request
+from framework.plan.work import work_of
 
 GPT: dict[str, Any] = {
     "model": {
@@ -78,8 +84,8 @@ def test_every_candidate_is_the_plan_of_its_settings(name: str) -> None:
 
 
 SIXTEEN: dict[str, Any] = {
-    "model": {"kind": "gpt", "size": "llama-3-8b", "max_positions": 4096},
-    "data": {"kind": "text", "sequence_length": 4096},
+    "model": {"kind": "gpt", "size": "llama-3-8b", "max_positions": 16_384},
+    "data": {"kind": "text", "sequence_length": 16_384},
     "task": {"kind": "causal_lm"},
     "precision": {"dtype": "bf16"},
     "batch": {"global_size": 64, "micro_size": "auto"},
@@ -95,15 +101,15 @@ def test_what_auto_chooses_fits_by_the_plan_that_is_shown(
     """A search once took the tiles of one strategy for those of others, which have none."""
     file = tmp_path / "run.json"
     file.write_text(json.dumps(SIXTEEN))
+    target = listed_target("a100-40gb", devices_per_host=8)
+    cluster = Cluster(1, 8)
+    chosen, _, _ = resolve(config_from_values(SIXTEEN), cluster, target, is_proposal=True)
+    shown = judge(make_plan(chosen, cluster), target)
+    assert not shown.lacking(target)
     words = [str(file), "--num_gpus", "8", "--gpu", "a100-40gb"]
-    assert main(["plan", *words, "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)
-    kinds = [finding["kind"] for finding in planned["findings"]]
-    assert "memory-too-small" not in kinds
-    peak = max(planned["memory"]["total_bytes"].values())
     assert main(["check", *words]) == 0
     stated = capsys.readouterr()
-    assert f": {size_text(peak)} of " in stated.out
+    assert f": {size_text(shown.peak_bytes)} of " in stated.out
     assert "memory-too-small" not in stated.err
 
 
@@ -117,3 +123,54 @@ def test_check_does_not_call_fine_what_does_not_fit(
     assert "too large for 8 devices: " in stated.out
     assert "fine on" not in stated.out
     assert "[memory-too-small]" in stated.err
+
+
+@pytest.mark.parametrize("batch", [{"micro_size": 1, "accumulation_steps": 3}, {"micro_size": 2}])
+def test_stages_that_are_alike_are_estimated_once(batch: dict[str, int]) -> None:
+    """The fullest stage and the files of all are those of estimates of every stage."""
+    model = GPT["model"] | {"num_layers": 12}
+    for sections in ({"zero": {"stage": 1}}, ADAPTERS | {"zero": {"stage": 1}}):
+        asked = GPT | {"model": model, "batch": batch, "parallel": {"pipe": 8}} | sections
+        planned = make_plan(config_from_values(asked), Cluster(2, 8, "cuda"))
+        work = work_of(planned)
+        assert work is not None
+        stages = stage_memories(planned, work)
+        fullest = max(stages, key=lambda stage: stage.total(stage.peak))
+        files = sum(stage.saved_bytes for stage in stages)
+        assert estimate(planned) == replace(fullest, saved_bytes=files)
+
+
+LLAMA = {"kind": "gpt", "size": "llama-3-8b", "max_positions": 8192}
+LARGE = LLAMA | {
+    "num_layers": 126,
+    "hidden_size": 16_384,
+    "num_heads": 128,
+    "num_kv_heads": 8,
+    "mlp_size": 53_248,
+}
+# Name -> model, global batch, hosts, and what has to be above 1 in the answer.
+FREE: dict[str, tuple[dict[str, Any], int, int, tuple[str, ...]]] = {
+    "8 samples on 64 devices": (LLAMA, 8, 8, ("parallel.tensor",)),
+    "512 samples on 13 hosts": (LLAMA, 512, 13, ("parallel.pipe",)),
+    "405 billion weights, 2,048 samples": (LARGE, 2048, 2048, ("parallel.pipe", "parallel.tensor")),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_search_starts_from_what_is_free(name: str) -> None:
+    """As written the samples do not divide over the ranks."""
+    model, samples, hosts, keys = FREE[name]
+    data = GPT["data"] | {"sequence_length": 8192}
+    asked = GPT | {"model": model, "data": data, "batch": {"global_size": samples, "micro_size": 8}}
+    target = listed_target("h100-80gb", devices_per_host=8)
+    request = Request(config_from_values(asked), Cluster(hosts, 8, "cuda"), target)
+    with pytest.raises(ConfigError):
+        make_plan(request.config, request.cluster)
+    judged = mock.Mock(side_effect=judge)
+    with mock.patch.object(search_module, "judge", judged):
+        best = search(request).ranked[0]
+    assert 20 < judged.call_count < 1000  # up to 550 were counted
+    assert best.plan.layout.global_size == samples
+    assert all(best.choice[key] > 1 for key in keys)
+    inside = best.choice["parallel.tensor"] * best.choice["parallel.sequence"]
+    assert 8 % inside == 0

@@ -35,12 +35,15 @@ from framework.plan.search_goals import (
 )
 from framework.plan.search_space import (
     ACCUMULATION,
+    ACTIVATIONS,
+    EVERYTHING,
     MICRO,
+    OF_FEW,
     OFFLOAD,
+    PARAMS,
     PIPE,
     RECOMPUTE,
     SEQUENCE,
-    SIZES,
     STAGE,
     TENSOR,
     Request,
@@ -91,7 +94,8 @@ def test_every_candidate_is_a_config_and_plan_of_the_house() -> None:
         assert {"CUDA context", "NCCL"} <= set(each.memory.beside)
         again = make_plan(config_from_values(each.plan.config.to_dict()), cluster)
         assert again.layout == each.plan.layout
-        assert {key: each.choice[key] for key in each.settings} == each.settings
+        choice = {**OF_FEW, **each.choice}
+        assert {key: choice[key] for key in each.settings} == each.settings
 
 
 @pytest.mark.slow
@@ -114,7 +118,8 @@ def test_what_deepspeed_refuses_is_not_proposed_and_gives_the_reason() -> None:
     assert "[zero-with-pipeline]" in reasons
     assert "[offload-needs-stage]" in reasons
     assert "[bf16-pipeline-without-zero]" in reasons
-    assert sum(lost.count for lost in found.losers) + len(found.ranked) == 4 * 2 * 2 * (4 + 3 + 3)
+    fitting = {each.settings[TENSOR] * each.settings[PIPE] for each in found.ranked}
+    assert max(fitting) == 8
 
 
 @pytest.mark.slow
@@ -171,32 +176,21 @@ def test_keys_that_are_not_free_stay() -> None:
         )
 
 
-@pytest.mark.slow
-def test_without_a_device_the_least_traffic_comes_first() -> None:
-    found = search(Request(config(batch={"global_size": 64, "micro_size": 2}), Cluster(4, 8)))
-    first = found.ranked[0]
-    assert first.samples_per_second is None
-    plain = [
-        each
-        for each in found.ranked
-        if not each.choice[RECOMPUTE] and each.choice[OFFLOAD] == "none"
-    ]
-    alone = [each.traffic_bytes for each in plain if all(each.choice[key] == 1 for key in SIZES)]
-    assert alone == sorted(alone)
-    assert not any(lost.kind == "too-large" for lost in found.losers)
-
-
-def test_traffic_counts_what_deepspeed_sends() -> None:
-    """Capabilities of 0.19.8: 2, 3, 2 x steps + 1 and 3 x steps times the weights for each
-    optimizer step.
+@pytest.mark.parametrize("name", ["", "rtx4090-24gb"])
+def test_cards_without_rates_are_ranked_as_one_on_pcie(name: str) -> None:
+    """All that is sent over PCIe counts, the sums of tensor groups too: recomputation with ZeRO
+    comes before them.
     """
-    sent = {}
-    for stage in range(4):
-        batch = {"micro_size": 1, "accumulation_steps": 4}
-        plan = make_plan(config(zero={"stage": stage}, batch=batch), Cluster(devices_per_host=4))
-        found = judge(plan)
-        sent[stage] = found.traffic_bytes * plan.layout.global_size / found.memory.num_params / 2
-    assert sent == pytest.approx({0: 2, 1: 3, 2: 9, 3: 12})
+    target = Hardware()
+    if name:
+        target = listed_target(name, devices_per_host=4)
+    found = search(Request(config(batch={"global_size": 64}), Cluster(1, 4), target))
+    assert all(each.samples_per_second is None for each in found.ranked)
+    speeds = [each.speed_to_rank for each in found.ranked]
+    assert speeds[0] >= max(speeds) / 1.02 > 0
+    assert found.ranked[0].choice[TENSOR] == found.ranked[0].choice[SEQUENCE] == 1
+    if name:
+        assert found.ranked[0].choice[OFFLOAD] == "cpu"
 
 
 def test_nothing_fits_names_the_smallest_and_its_largest_part() -> None:
@@ -423,11 +417,12 @@ def test_nothing_fits_is_found_fast_however_many_devices(monkeypatch: pytest.Mon
         asked.to_dict() | {"data": LLAMA["data"] | {"sequence_length": 8192}}
     )
     target = listed_target("v100-16gb", devices_per_host=2)
-    request = Request(asked, Cluster(1, 2), target)
+    request = Request(asked, Cluster(1, 2), target, free=EVERYTHING - {PARAMS, ACTIVATIONS})
     found = search(request)
     assert found.smallest is not None
     assert found.smallest.choice[MICRO] == 1
     assert search_more_devices(request) is None
+    print(counts)
     assert 100 < counts["make_plan"] < 3400
     assert 100 < counts["judge"] < 650
 
