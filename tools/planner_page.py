@@ -41,7 +41,7 @@ from framework.plan.search_space import Request
 from framework.plan.work import weights_alone
 
 ROOT: Final = Path(__file__).parents[1]
-PAGES: Final = ("README.md", "docs/index.md", "docs/planner.md")
+PAGES: Final = ("README.md", "docs/planner.md")
 CHART: Final = "docs/planner.svg"
 _COMMAND: Final = re.compile(r"^\$ dsf (plan .*)\n(?:(?!```|\$ ).*\n)*", re.MULTILINE)
 # What is measured is another every time.

@@ -29,7 +29,7 @@ from tools.docs_site.reference import (
     config_page,
     exit_codes_page,
     parsers,
-    problems_page,
+    problem_pages,
     python_page,
 )
 
@@ -115,14 +115,53 @@ def test_the_search_works_from_files_without_a_server(site: Path, tmp_path: Path
         for page, width in (("index.html", 1300), ("reference/config.html", 390)):
             tab.open(site / page, width=width)
             assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        tab.open(site / "index.html", width=1300)
-        found = tab.evaluate(SEARCH)
-        assert any("reference/problems.html" in link for link in found[:5]), found
+        astray = {}
+        for words, page in SEARCHES.items():
+            tab.open(site / "index.html", width=1300)
+            found = tab.evaluate(SEARCH.replace("WORDS", words))
+            if not any(page in link for link in found[:3]):
+                astray[words] = found[:3]
+        assert astray == {}
         requests = [each["request"]["url"] for each in tab.happened("Network.requestWillBeSent")]
         assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
         assert tab.happened("Runtime.exceptionThrown") == []
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed")
+def test_what_is_copied_of_a_transcript_is_its_commands(site: Path, tmp_path: Path) -> None:
+    with browser(tmp_path) as tab:
+        tab.open(site / "tutorials/first-run.html", width=1300)
+        copied = tab.evaluate(COPIED)
+        lines = [line for text in copied for line in text.splitlines() if line]
+        assert "dsf check first.yaml --num_gpus 2" in lines
+        assert [
+            line for line in lines if not line.startswith(("dsf ", "./launch.sh", "echo "))
+        ] == []
+
+
+# What the copy button takes of each transcript, as the theme does it.
+COPIED = """
+[...document.querySelectorAll("code:has(.gp)")].map((code) => {
+  code.setAttribute("data-md-copying", "");
+  const text = code.innerText;
+  code.removeAttribute("data-md-copying");
+  return text;
+})
+"""
+# What people type, and a page that one of the first three results is of.
+SEARCHES = {
+    "zero-with-pipeline": "reference/problems/",
+    "early stopping": "callbacks",
+    "mixed precision": "how-do-i",
+    "multi-gpu": "how-do-i",
+    "hyperparameter search": "sweep",
+    "AUROC": "how-do-i",
+    "onnx": "how-do-i",
+    "save best model": "how-do-i",
+    "gradient clipping": "how-do-i",
+    "out of memory": "planner",
+}
 # Types into the search as a person does, and waits for what it finds; its elements are in a tree of
 # their own.
 SEARCH = """
@@ -145,10 +184,10 @@ SEARCH = """
     document.querySelector(".md-search__button").click();
     return all(root, "input").find((each) => each.ariaLabel === "Search");
   });
-  input.focus();
-  input.value = "zero-with-pipeline";
-  input.dispatchEvent(new Event("input", {bubbles: true, composed: true}));
   const links = () => all(root, "a").map((each) => each.href).filter((link) => /[?&]h=/.test(link));
+  input.focus();
+  input.value = "WORDS";
+  input.dispatchEvent(new Event("input", {bubbles: true, composed: true}));
   return await until(links);
 })()
 """
@@ -187,7 +226,7 @@ def test_every_named_kind_is_described() -> None:
     """Kinds in brackets in tests and pages are seen where problems are reported; the page finds
     them in the source.
     """
-    page = problems_page()
+    page = problem_pages()["reference/problems.md"]
     files = [*(ROOT / "tests").rglob("*.py"), *DOCS.rglob("*.md"), ROOT / "CHANGELOG.md"]
     seen = {
         kind

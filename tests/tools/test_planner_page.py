@@ -34,5 +34,5 @@ def test_pages_show_what_the_planner_answers(
         assert (ROOT / name).read_text(encoding="utf-8") == text, (
             f"{name}: run python -m tools.planner_page"
         )
-    assert "best      the fastest first" in found["docs/index.md"]
+    assert "best      the fastest first" in found["docs/planner.md"]
     assert found["docs/planner.md"].count("| DeepSpeed, ZeRO 3, ") == 2

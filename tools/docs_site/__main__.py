@@ -74,11 +74,12 @@ def assemble(work: Path) -> None:
     }
     for name, text in made.items():
         path = work / "docs" / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text(text, encoding="utf-8")
     for path in (work / "docs").rglob("*.md"):
         name = path.relative_to(work / "docs").as_posix()
-        text = with_bars(with_lists(without_outer_links(path.read_text(encoding="utf-8"), name)))
+        text = without_outer_links(path.read_text(encoding="utf-8"), name)
+        text = with_consoles(with_bars(with_lists(text)))
         path.write_text(text, encoding="utf-8")
 
 
@@ -117,6 +118,13 @@ def with_bars(text: str) -> str:
         lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0]),
         text,
     )
+
+
+def with_consoles(text: str) -> str:
+    """The text with blocks of commands and their output as such: the site does not copy prompts and
+    output.
+    """
+    return re.sub(r"(?m)^( *)```\n(?=\1\$ )", r"\1```console\n", text)
 
 
 def with_lists(text: str) -> str:

@@ -153,12 +153,24 @@ class Kind:
         sentence: reason and fix of one of its problems; empty where neither is written down.
         room: folder of `framework/` that reports it, or `deepspeed_lint`.
         severity: error, warning or note, where the place that reports it has only one.
+        source: file and function of DeepSpeed, or of another package, that shows it.
     """
 
     name: str
     sentence: str
     room: str
     severity: str = ""
+    source: str = ""
+
+    @property
+    def cause(self) -> str:
+        """The reason of the problem; a message is a reason, a semicolon and a fix."""
+        return self.sentence.partition("; ")[0]
+
+    @property
+    def cure(self) -> str:
+        """The fix of the problem; empty where the reason is all there is."""
+        return self.sentence.partition("; ")[2]
 
 
 @cache
@@ -170,7 +182,11 @@ def find_kinds() -> dict[str, Kind]:
         for name, row in rows.items():
             first = {**row, **row.get("cases", [{}])[0]}
             found[name] = Kind(
-                name, _joined(first["reason"], first["fix"]), room, first.get("severity", "error")
+                name,
+                _joined(first["reason"], first["fix"]),
+                room,
+                first.get("severity", "error"),
+                first.get("source", ""),
             )
     manifests = yaml.safe_load(
         (ROOT / "framework/deploy/k8s/rules.yaml").read_text(encoding="utf-8")
@@ -179,8 +195,12 @@ def find_kinds() -> dict[str, Kind]:
         f"k8s-{name}": Kind(f"k8s-{name}", row["guards"], "deploy", "error")
         for name, row in manifests.items()
     }
-    paths = [*(ROOT / "deepspeed_lint").rglob("*.py"), *(ROOT / "framework").rglob("*.py")]
-    for path in sorted(paths):
+    # A kind of both is described where run configs are checked.
+    paths = [
+        *sorted((ROOT / "framework").rglob("*.py")),
+        *sorted((ROOT / "deepspeed_lint").rglob("*.py")),
+    ]
+    for path in paths:
         file = path.relative_to(ROOT).as_posix()
         for kind in _Module(ast.parse(path.read_text(encoding="utf-8")), file).kinds():
             if kind.name not in found or (kind.sentence and not found[kind.name].sentence):

@@ -12,8 +12,11 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 from unittest import mock
+
+import yaml
 
 import framework
 from framework import sections
@@ -21,7 +24,7 @@ from framework.commands.table import BUILT_IN
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, TYPED
 from framework.config.schema import schema_text
 from framework.system.arguments import CommandParser
-from tools.docs_site.kinds import find_kinds
+from tools.docs_site.kinds import Kind, find_kinds
 
 _COMMANDS: Final = (
     *(
@@ -66,6 +69,8 @@ _ROOMS: Final[Mapping[str, str]] = {
     "report": "Reports",
     "system": "Processes",
 }
+# What the messages do not have room for: of the kinds that people meet most.
+_EXPLAINED: Final = Path(__file__).with_name("problems.yaml")
 _FOLDER_OF_ONE_KEY: Final = "deepspeed"
 
 
@@ -75,7 +80,7 @@ def reference_pages() -> dict[str, str]:
         "reference/config.md": config_page(),
         "reference/commands.md": commands_page(),
         "reference/exit-codes.md": exit_codes_page(),
-        "reference/problems.md": problems_page(),
+        **problem_pages(),
         "reference/python.md": python_page(),
     }
 
@@ -409,30 +414,63 @@ def _first(doc: str | None) -> str:
     return " ".join((doc or "").strip().partition("\n\n")[0].replace("``", "`").split())
 
 
-def problems_page() -> str:
-    """Every kind of problem with a sentence, by what it is about."""
+def problem_pages() -> dict[str, str]:
+    """Path below `docs/` -> Markdown: a list of every kind of problem, and a page for each subject
+    with cause and cure of its kinds.
+    """
     kinds = find_kinds()
-    lines = [
+    explained = yaml.safe_load(_EXPLAINED.read_text(encoding="utf-8"))
+    unknown = sorted(set(explained) - set(kinds))
+    assert not unknown, f"problems.yaml explains kinds that there are not: {unknown}"
+    left = sorted({kind.room for kind in kinds.values()} - set(_ROOMS))
+    assert not left, f"name these rooms in _ROOMS: {left}"
+    index = [
         "# Problems\n",
-        f"The {len(kinds)} kinds of errors, warnings and notes. The kind stands in brackets at the end",
-        "of a message, and does not",
-        "change between releases; messages may. `--json` and `--format json` of `check` have it as",
-        "`kind`. In a sentence",
-        "`{...}` is a value that only the run knows. Search this page for the kind that you see.\n",
+        f"There are {len(kinds)} kinds of errors, warnings and notes. A message ends with its kind in",
+        "brackets, such as `[unknown-key]`. Search the site for the kind: its section has the cause",
+        "and the fix. Kinds do not change between releases; messages may. `--json` and",
+        "`--format json` of `check` have it as `kind`. In a sentence `{...}` is a value of your run.\n",
     ]
+    pages = {}
     for room, title in _ROOMS.items():
         found = [kind for kind in kinds.values() if kind.room == room]
         if not found:
             continue
-        lines += [f"## {title}\n", "| kind | | example |", "|---|---|---|"]
-        lines += [
-            f'| <a id="{each.name}"></a>`{each.name}` | {each.severity} | {_cell(each.sentence)} |'
-            for each in found
-        ]
-        lines.append("")
-    left = sorted({kind.room for kind in kinds.values()} - set(_ROOMS))
-    assert not left, f"name these rooms in _ROOMS: {left}"
-    return "\n".join(lines)
+        slug = room.replace("_", "-")
+        links = [f"[`{each.name}`](problems/{slug}.md#{each.name})" for each in found]
+        index += [f"## {title}\n", f"{', '.join(links)}\n"]
+        parts = [f"# Problems: {title[:1].lower()}{title[1:]}\n"]
+        for each in found:
+            parts += _problem(each, explained.get(each.name, {}))
+        pages[f"reference/problems/{slug}.md"] = "\n".join(parts)
+    return {"reference/problems.md": "\n".join(index), **pages}
+
+
+def _problem(kind: Kind, explained: Mapping[str, str]) -> Iterator[str]:
+    """Yield the section of a kind: what is seen, the cause, the cure, and where to read on."""
+    yield f"## {kind.name}\n"
+    if kind.severity:
+        yield f"{kind.severity.capitalize()}.\n"
+    if "seen" in explained:
+        yield f"```\n{explained['seen'].strip()}\n```\n"
+    yield f"**Cause**: {_sentence(explained.get('cause') or _literal(kind.cause))}\n"
+    cure = explained.get("cure") or _literal(kind.cure)
+    if cure:
+        yield f"**Fix**: {_sentence(cure)}\n"
+    if kind.source:
+        yield f"Shown by {_sentence(kind.source)}\n"
+    if "see" in explained:
+        yield f"See {explained['see'].strip()}.\n"
+
+
+def _literal(words: str) -> str:
+    """Return the text of a message for Markdown, with its values as code."""
+    return re.sub(r"\{[^{}]*\}", lambda value: f"`{value[0]}`", words.replace("<", "&lt;"))
+
+
+def _sentence(words: str) -> str:
+    words = words.strip()
+    return f"{words[:1].upper()}{words[1:].rstrip('.')}."
 
 
 def python_page() -> str:

@@ -1,0 +1,36 @@
+"""The page of questions: each YAML that it shows is a valid part of a run config, and each command is
+one that there is.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from framework.commands.table import BUILT_IN
+from framework.config.load import load_config
+from tests.places import ROOT
+
+PAGE = (ROOT / "docs/how-do-i.md").read_text(encoding="utf-8")
+QUICKSTART = (ROOT / "ds_configs/quickstart.yaml").read_text(encoding="utf-8").splitlines()
+BLOCKS = re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+COMMANDS = re.findall(r"^dsf ([a-z-]+)", PAGE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_its_yaml_is_part_of_a_run_config(block: str, tmp_path: Path) -> None:
+    sections = [line.partition(":")[0] for line in block.splitlines()]
+    # The quickstart has a line for each section.
+    rest = [line for line in QUICKSTART if line.partition(":")[0] not in sections]
+    path = tmp_path / "run.yaml"
+    path.write_text("\n".join(rest) + "\n" + block, encoding="utf-8")
+    config = load_config(path)
+    assert set(sections) <= set(config.model_fields_set)
+
+
+def test_its_commands_are_there() -> None:
+    assert len(BLOCKS) > 15
+    assert len(COMMANDS) > 5
+    assert set(COMMANDS) <= {command.name for command in BUILT_IN}
