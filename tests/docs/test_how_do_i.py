@@ -21,7 +21,7 @@ COMMANDS = re.findall(r"^dsf ([a-z-]+)", PAGE, flags=re.MULTILINE)
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_its_yaml_is_part_of_a_run_config(block: str, tmp_path: Path) -> None:
-    sections = [line.partition(":")[0] for line in block.splitlines()]
+    sections = re.findall(r"^([a-z]+):", block, flags=re.MULTILINE)
     # The quickstart has a line for each section.
     rest = [line for line in QUICKSTART if line.partition(":")[0] not in sections]
     path = tmp_path / "run.yaml"
