@@ -179,6 +179,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def tables(self) -> Mapping[str, Table]:
+        """Metrics of the last evaluation that are matrices, by name; empty but on rank 0."""
+        ...
+
+    @property
     def can_try_evaluation(self) -> bool:
         """Whether evaluation can be tried before the first step."""
         ...
@@ -331,20 +336,35 @@ class WeightDoors:
         self._source().full_weights.set_full_optimizer_state(name, key, value)
 
 
+Table = list[list[float]]
+"""A metric that is a matrix, as rows."""
 EvalSets = Mapping[str, Iterable[tuple[Any, bool]]]
 
 
 def evaluate_sets(
-    engine: Engine, sets: EvalSets, *, is_stopping: Callable[[], bool] = lambda: False
+    engine: Engine,
+    sets: EvalSets,
+    *,
+    is_stopping: Callable[[], bool] = lambda: False,
+    tables: dict[str, Table] | None = None,
 ) -> dict[str, float]:
     """Measure every set: ``eval/<set>/<metric>``, or ``eval/<metric>`` for a set without a name.
     Collective.
+
+    Args:
+        engine: with the weights.
+        sets: their batches by name.
+        is_stopping: as of `Engine.evaluate`.
+        tables: on rank 0 gets the metrics that are matrices, by the same names.
     """
     metrics: dict[str, float] = {}
     for name, batches in sets.items():
         area = f"eval/{name}/" if name else "eval/"
         for metric, value in engine.evaluate(batches, is_stopping=is_stopping).items():
             metrics[area + metric.removeprefix("eval/")] = value
+        if tables is not None:
+            for metric, rows in engine.tables.items():
+                tables[area + metric] = rows
     return metrics
 
 

@@ -16,7 +16,14 @@ from framework.engine.backward_passes import BackwardPasses
 from framework.engine.distributed import rank
 from framework.engine.plain_engine import PlainEngine
 from framework.engine.schedules import MakeSchedule
-from framework.engine_protocol import EVALUATING, SAVING, StepResult, WeightDoors, evaluate_sets
+from framework.engine_protocol import (
+    EVALUATING,
+    SAVING,
+    StepResult,
+    Table,
+    WeightDoors,
+    evaluate_sets,
+)
 from framework.errors import (
     ConfigError,
     FrameworkError,
@@ -395,7 +402,10 @@ class OpenEngine(WeightDoors):
         if batches is not None:
             sets = {"": ((batch, True) for batch in batches)}
         with self._run.stop.during(EVALUATING):
-            metrics = evaluate_sets(self._engine, sets, is_stopping=self._beat)
+            tables: dict[str, Table] = {}
+            metrics = evaluate_sets(self._engine, sets, is_stopping=self._beat, tables=tables)
+            if tables:
+                self._run.folder.keep_tables(self.steps_taken, tables)
         self.log(metrics)
         return metrics
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from framework.checkpoint.save_stream import OpenFile
 from framework.system.files import FileRecord, NewFile
@@ -58,6 +58,7 @@ class RecordingEngine:
         return RecordedStep(self.step, self)
 
     can_try_evaluation = False
+    tables: ClassVar[Mapping[str, Any]] = {}
 
     def trying_evaluation(self) -> AbstractContextManager[None]:
         return nullcontext()

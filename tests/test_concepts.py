@@ -17,14 +17,14 @@ from tools.docs_site.kinds import find_kinds
 from tools.docs_site.reference import config_keys, parsers
 
 CONFIG_KEYS = 303
-KINDS_OF_PROBLEMS = 688
+KINDS_OF_PROBLEMS = 689
 COMMANDS = 20  # train.py is one
 OPTIONS = 222
 PUBLIC_NAMES = 17
 # Before the first step of a run of LeNet on two ranks. Rank 0 prints an estimate of the memory and
 # writes the metrics.
 MODULES = {0: 168, 1: 150}
-BYTES_OF_SOURCE = {0: 1_350_300, 1: 1_128_300}
+BYTES_OF_SOURCE = {0: 1_352_100, 1: 1_130_100}
 
 
 def options() -> set[tuple[str, str]]:

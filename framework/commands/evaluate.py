@@ -29,7 +29,7 @@ from framework.engine.distributed import process_group, rank, refuse_different_r
 from framework.engine.failures import explaining_failures
 from framework.engine.plain_engine import arithmetic_of
 from framework.engine.workarounds.left_by_stage_3 import leaving_nothing
-from framework.engine_protocol import evaluate_sets
+from framework.engine_protocol import Table, evaluate_sets
 from framework.errors import EXIT_OK, ConfigError
 from framework.setup.assemble import assemble_engine, make_eval_loaders
 from framework.setup.prepare_run import prepare
@@ -71,7 +71,8 @@ def main(words: Sequence[str]) -> int:
         stack.enter_context(arithmetic_of(prepared.plan))
         stack.enter_context(leaving_nothing(prepared.plan.config.zero.stage))
         engine = assemble_engine(prepared)
-        metrics = evaluate_sets(engine, sets)
+        tables: dict[str, Table] = {}
+        metrics = evaluate_sets(engine, sets, tables=tables)
         if rank() == 0:
             section = {
                 "checkpoint": str(checkpoint.path),
@@ -79,6 +80,8 @@ def main(words: Sequence[str]) -> int:
                 "weights": weights,
                 "metrics": metrics,
             }
+            if tables:
+                section["tables"] = tables
             print(json.dumps(section, indent=2))
         engine.close()
     return EXIT_OK

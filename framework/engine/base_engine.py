@@ -35,6 +35,7 @@ from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import may_have_been_skipped
 from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.module_buffers import share_buffers
+from framework.engine_protocol import Table
 from framework.errors import TrainingError
 from framework.plan.compiling import uses_deepcompile
 from framework.plan.flat_sums import coalesces
@@ -63,8 +64,7 @@ class BaseEngine:
     """Compares gradients of the weights that a tensor group does not divide."""
     is_trying = False
     """Whether evaluation is tried before the first step."""
-    tables: Mapping[str, Any] = MappingProxyType({})
-    """Of the last evaluation, on rank 0: metrics that are matrices, as rows, by name."""
+    tables: Mapping[str, Table] = MappingProxyType({})
     _before_step: Callable[[], object] | None = None
 
     def __init__(

@@ -17,6 +17,7 @@ import torch.distributed
 from framework.engine.distributed import device, from_rank0, rank
 from framework.engine.gathered import SHARE_OF_HOST, Collected, Source, host_limit, size_of
 from framework.engine.metrics import Evaluation
+from framework.engine_protocol import Table
 from framework.errors import ConfigError, TrainingError, in_one_line
 from framework.system.log import print_line, warn
 from framework.tasks.task import Task, collects
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from framework.engine.torch_metrics import MetricSums
     from framework.plan.layout import Layout
 
-Table = list[list[float]]
-"""A matrix that a metric is, as rows."""
 # Errors of a computation over too few samples, such as one class alone: the trial of evaluation
 # has one batch.
 _OF_FEW_SAMPLES: Final = (ValueError, ArithmeticError)
@@ -113,7 +112,8 @@ class WholeEvaluation(Evaluation):
             self._metric_sums.bring_to_rank0(self._is_source, num_batches=self._num_batches)
             for name, compute in self._metric_sums.computations():
                 self._take(name, compute, computed)
-        self.tables = computed.tables
+        if rank() == 0:
+            self.tables = computed.tables
         return figures | {f"eval/{name}": value for name, value in computed.figures.items()}
 
     def _take(self, name: str, compute: Callable[[], Any], results: _Results) -> None:

@@ -18,6 +18,7 @@ from framework.engine.distributed import device, gather
 from framework.engine.step_batches import HALF, DeviceBatches
 from framework.engine.workarounds.grad_norm import KeptNorm
 from framework.engine.workarounds.half_without_zero import norm_of
+from framework.engine_protocol import Table
 from framework.errors import ConfigError, in_one_line
 from framework.models.layers import Layer
 from framework.system.metric_names import BY_NAME, PHASES, REST, WORK_PHASES, time_of
@@ -182,7 +183,7 @@ class Evaluation:
     def __init__(self, task: Task) -> None:
         self._task = task
         self._sums = EvalSums(device())
-        self.tables: dict[str, list[list[float]]] = {}
+        self.tables: dict[str, Table] = {}
 
     def add(self, outputs: Any, targets: Any, *, counts: bool) -> None:
         """Add a batch; one that does not count only makes its metrics known."""

@@ -386,6 +386,7 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[tuple[str, str]]:
     """Yield heading and HTML of the sections without charts; the HTML may be empty."""
     yield "Profile", _for_each(runs, _profile)
     yield "Evaluation", _for_each(runs, _evaluation)
+    yield "Matrices", _for_each(runs, _matrices)
     yield "Events", _for_each(runs, _events)
     yield "Config", "".join(map(_config, runs))
     yield "Environment", _environment(runs)
@@ -451,6 +452,23 @@ def _evaluation(run: RunRecords) -> str:
             row.append(_marked(values.get(step), is_best=best_step == step))
         rows.append(row)
     return _table(["step", *metrics], rows, label="Evaluation", is_tall=True)
+
+
+def _matrices(run: RunRecords) -> str:
+    """Return the metrics that are matrices, such as a confusion matrix, of the last evaluation."""
+    content = ""
+    for name, entry in run.tables.items():
+        rows = []
+        try:
+            for place, values in enumerate(entry["rows"][:_MOST_ROWS]):
+                rows.append([str(place), *(number(value) for value in values[:_MOST_ROWS])])
+            title = f"{name} at step {entry['step']:,}"
+        except (TypeError, ValueError, LookupError):
+            continue
+        if rows:
+            columns = ["", *(str(place) for place in range(len(rows[0]) - 1))]
+            content += f"<h3>{text(title)}</h3>{_table(columns, rows, label=title, is_tall=True)}"
+    return content
 
 
 def _marked(value: float | None, *, is_best: bool) -> str:

@@ -67,7 +67,7 @@ class RunRecords:
         clock, epochs: Unix time, and passes over the data, of every logged point.
         events: of ``events.jsonl``, in order; each has ``kind`` and, unless they were lost,
             ``step`` and ``time_seconds`` as numbers.
-        config, plan, environment: contents of these files; empty if the file is missing.
+        config, plan, environment, tables: contents of these files; empty if the file is missing.
         saved_steps: steps with a checkpoint in the folder.
         warnings: lines that ranks logged as warnings, each once.
         last_error: the last line that rank 0 logged as an error; empty if there is no such line.
@@ -86,6 +86,7 @@ class RunRecords:
     config: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, Any] = field(default_factory=dict)
     saved_steps: list[int] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     last_error: str = ""
@@ -187,6 +188,8 @@ def read_run(
     run.config = _mapping(run, "config.yaml", _yaml)
     run.plan = _mapping(run, "plan.json", json.loads)
     run.environment = _mapping(run, "environment.json", json.loads)
+    if "tables.json" in names:
+        run.tables = _mapping(run, "tables.json", json.loads)
     run.saved_steps = sorted(_saved_steps(folder / CHECKPOINTS))
     _read_logs(run)
     _note_lost_points(run)

@@ -255,6 +255,7 @@ def build_trainer(run: OpenRun) -> Trainer:
             enter=run.stop.enter,
             record=record_nothing if events is None else events,
             show_weights=watch_samples(engine, plan, monitors, run.folder),
+            keep_tables=run.folder.keep_tables,
             measured=partial(refuse_not_measured, plan.config),
             callbacks=run.callbacks or None,
             profile=make_profiler(engine, plan, run.folder, start_step=run.start_step),

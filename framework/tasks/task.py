@@ -292,7 +292,7 @@ class Task(ABC):
 
         Returns:
             Metric name -> a number, which every rank then has; or a matrix of numbers, which is
-            written to ``tables/`` in the run folder.
+            written to ``tables.json`` of the run folder.
         """
         return {}
 

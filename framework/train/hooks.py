@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from framework.engine_protocol import StepProfile
+from framework.engine_protocol import StepProfile, Table
 from framework.system.stopping import GO_ON, Decision
 from framework.system.waiting import waiting
 from framework.train.bad_steps import BadStepPolicy
@@ -23,6 +23,10 @@ def _go_on(step: int) -> Decision:
 
 def _accept(names: Collection[str]) -> None:
     """Accept any names of metrics."""
+
+
+def _keep_nothing(step: int, tables: Mapping[str, Table]) -> None:
+    """Keep no tables."""
 
 
 def _no_phase(phase: str) -> str:
@@ -46,6 +50,7 @@ class Hooks:
         enter: called with each phase of the run as it begins; returns the phase before it.
         record: records an event by kind and step (`train.events.Events`).
         show_weights: shows the weights of a step; collective, its time is not the steps'.
+        keep_tables: keeps metrics of a step that are matrices, by name; called on rank 0.
         measured: called with the names of the first evaluation's metrics; refuses those that the
             run follows and that are not among them.
         callbacks: called at the events of the run.
@@ -59,6 +64,7 @@ class Hooks:
     enter: Callable[[str], str] = _no_phase
     record: Callable[..., object] = record_nothing
     show_weights: Callable[[int], object] | None = None
+    keep_tables: Callable[[int, Mapping[str, Table]], object] = _keep_nothing
     measured: Callable[[Collection[str]], object] = _accept
     callbacks: Callbacks | None = None
     profile: StepProfile | None = None

@@ -19,7 +19,14 @@ import yaml
 
 from deepspeed_lint.text.document import parse_scalar
 from framework.checkpoint.names import CHECKPOINTS
-from framework.errors import ConfigError, Problem, RunFolderLostError, StorageError
+from framework.engine_protocol import Table
+from framework.errors import (
+    ConfigError,
+    Problem,
+    RunFolderLostError,
+    StorageError,
+    in_one_line,
+)
 from framework.system.files import make_own_folder, open_own, replace_text
 from framework.system.log import warn
 from framework.system.waiting import waiting
@@ -215,6 +222,16 @@ class RunFolder:
     def write_ds_config(self, ds_config: Mapping[str, Any]) -> None:
         """Write ``ds_config.json``."""
         self._write_json("ds_config", ds_config)
+
+    def keep_tables(self, step: int, tables: Mapping[str, Table]) -> None:
+        """Write ``tables.json``: metrics of an evaluation that are matrices, in place of the ones
+        before; a disk that does not take them costs only them.
+        """
+        content = {name: {"step": step, "rows": rows} for name, rows in tables.items()}
+        try:
+            replace_text(self.path / "tables.json", json.dumps(content) + "\n")
+        except OSError as error:
+            warn(f"tables.json: {in_one_line(error)} [tables-not-written]")
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         text = json.dumps(content, indent=2, default=str) + "\n"

@@ -25,6 +25,7 @@ from framework.engine_protocol import (
     EvalSets,
     StepProfile,
     StepResult,
+    Table,
     evaluate_sets,
 )
 from framework.errors import StorageError, TrainingError
@@ -540,7 +541,12 @@ class Trainer:
     def _evaluate(self) -> None:
         """Measure and report the evaluation data; a stop between its batches ends it unreported."""
         with self._in_phase(EVALUATING):
-            metrics = evaluate_sets(self._engine, self._eval_data, is_stopping=self._is_stopping)
+            tables: dict[str, Table] = {}
+            metrics = evaluate_sets(
+                self._engine, self._eval_data, is_stopping=self._is_stopping, tables=tables
+            )
+            if tables and not self._outcome.stopped:
+                self._hooks.keep_tables(self._outcome.step, tables)
             if not self._outcome.stopped:
                 self._report({**metrics, **self._call("on_evaluation", metrics)})
         self._hooks.minutes.restart(Action.EVALUATE)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import default_collate
 
 import framework
+from framework.report.page import write_page
 from tests.commands.test_after_training import run_jobs
 from tests.jobs.gathered_parts import digits, scores, texts
 from tests.launched import read_metrics, train_cases
@@ -97,9 +98,26 @@ def test_are_those_of_one_process(runs: Path, name: str) -> None:
 
 
 def test_evaluate_prints_the_same(runs: Path) -> None:
-    printed = json.loads((runs / "ranks2.json").read_text())["metrics"]
+    printed = json.loads((runs / "ranks2.json").read_text())
     last = [row for row in read_metrics(runs / "ranks2") if "eval/all/loss" in row][-1]
-    assert printed == {key: value for key, value in last.items() if key.startswith("eval/")}
+    assert printed["metrics"] == {
+        key: value for key, value in last.items() if key.startswith("eval/")
+    }
+    tables = json.loads((runs / "ranks2" / "tables.json").read_text())
+    assert printed["tables"] == {name: entry["rows"] for name, entry in tables.items()}
+
+
+@pytest.mark.parametrize("name", ["ranks1", "ranks3", "pipe"])
+def test_matrices_are_in_the_folder_and_in_the_report(runs: Path, name: str) -> None:
+    found = of_one_process(runs / name, "all")
+    tables = json.loads((runs / name / "tables.json").read_text())
+    for metric in ("confusion", "tm_confusion"):
+        assert tables[f"eval/all/{metric}"] == {
+            "step": 4,
+            "rows": torch.as_tensor(found[metric]).double().tolist(),
+        }
+    write_page(runs / name, runs / f"{name}.html")
+    assert "eval/all/confusion at step 4" in (runs / f"{name}.html").read_text()
 
 
 TOKENS: dict[str, Any] = {
