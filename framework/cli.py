@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -12,10 +13,14 @@ import framework
 from framework.commands.table import find_command, list_commands
 from framework.errors import EXIT_OK, EXIT_TRAINING, EXIT_USAGE, FrameworkError
 from framework.system.arguments import CommandParser
+from framework.system.command_names import BY_NAME, PROGRAM, listed_groups
 from framework.system.output import write
 from framework.system.parent_watch import record_failure
 
-_STARTS_A_RUN: Final = ("train", "launch")
+_MORE: Final = """\
+dsf COMMAND --help has its options and examples. Options go in both spellings,
+--num_gpus and --num-gpus. Settings key=value win over the file."""
+_STARTS_A_RUN: Final = ("train", "launch", "launch node")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _starts_a_run(words: Sequence[str]) -> bool:
-    if not words or words[0] not in _STARTS_A_RUN:
+    if not words or words[0] not in ("train", "launch"):
         return False
     command, _ = find_command(words)  # `launch k8s` is another command
     return command.name in _STARTS_A_RUN
@@ -66,14 +71,19 @@ def _parser() -> CommandParser:
     """Return a parser of the words before a command, with all commands in its help; plug-ins that
     cannot be used are printed.
     """
-    parser = CommandParser(prog="dsf", description="Typed training runs on DeepSpeed.")
+    commands, problems = list_commands()
+    others = {command.name: command.help for command in commands if command.name not in BY_NAME}
+    parser = CommandParser(
+        prog=PROGRAM,
+        usage="%(prog)s COMMAND ...",
+        description="Typed training runs on DeepSpeed.",
+        epilog=f"{listed_groups(others)}\n\n{_MORE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--version", action="version", version=f"dsf-trainer {framework.__version__}"
     )
-    commands, problems = list_commands()
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in commands:
-        subparsers.add_parser(command.name, help=command.help)
+    parser.add_argument("command", metavar="COMMAND", help="one of the list below")
     for problem in problems:
         write(sys.stderr, f"warning: {problem}\n")
     return parser

@@ -18,7 +18,7 @@ from tools.docs_site.reference import config_keys, parsers
 
 CONFIG_KEYS = 303
 KINDS_OF_PROBLEMS = 689
-COMMANDS = 20  # train.py is one
+COMMANDS = 22  # train.py is one, launch stands for train
 OPTIONS = 222
 PUBLIC_NAMES = 17
 # Before the first step of a run of LeNet on two ranks. Rank 0 prints an estimate of the memory and
@@ -31,6 +31,8 @@ def options() -> set[tuple[str, str]]:
     """List every option of every command that its help names."""
     listed = set()
     for command, parser in parsers().items():
+        if command == "launch":  # its options are those of train
+            continue
         for action in parser._actions:
             is_help = isinstance(action, argparse._HelpAction)
             if action.option_strings and action.help is not argparse.SUPPRESS and not is_help:

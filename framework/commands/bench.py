@@ -165,7 +165,7 @@ def _parser() -> CommandParser:
         description="Time variants of a run and compare them with the first: each is trained for "
         "real, in turn, with evaluation, checkpoints and sinks off.",
     )
-    option = bench.option
+    option = bench.add_argument
     numbers = like(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", _numbers, "{}: write numbers such as 1,2")
     from_1 = whole(1, 1_000_000, "{} is no number from 1 on")
     from_0 = whole(0, 1_000_000, "{} is no number from 0 on")

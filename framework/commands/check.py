@@ -67,7 +67,7 @@ def _add_arguments(check: CommandParser) -> None:
         'says "auto"'
     )
     option("--for", choices=("deepspeed", "huggingface", "accelerate"), dest="reader", help=first)
-    check.option(
+    check.add_argument(
         "--data_elsewhere",
         action="store_true",
         help="only warn of data that is not on this machine",

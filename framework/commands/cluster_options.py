@@ -21,9 +21,7 @@ _UNITS: Final = {"GiB": 2**30, "TiB": 2**40, "GB": 10**9, "TB": 10**12}
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--num_gpus``, ``--nodes`` and ``--hostfile``."""
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--num_gpus", "--num-gpus", type=_num_devices, metavar="N", help="devices on one host"
-    )
+    where.add_argument("--num_gpus", type=_num_devices, metavar="N", help="devices on one host")
     parser.add_argument(
         "--nodes", type=_num_devices, metavar="N", help="hosts, each with --num_gpus devices"
     )

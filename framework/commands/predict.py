@@ -409,7 +409,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     option("--lines", action="store_true", help="every line of INPUT is a text as it stands")
     option("--out", required=True, metavar="FILE", help="JSON lines; those that it has are kept")
     count = whole(1, 10**9, "'{}' is not a number from 1 to 999999999")
-    parser.option(
+    parser.add_argument(
         "--batch_size", type=count, default=32, metavar="N", help="inputs per forward pass (32)"
     )
     option(

@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 from framework import registry
 from framework.errors import ConfigError, Problem, UsageError, missing_package
+from framework.system.command_names import BY_NAME
 from framework.system.exits import refusing_exits
 
 GROUP: Final = "dsf.commands"
@@ -41,17 +42,20 @@ class BuiltIn:
     """A command of this package.
 
     Attributes:
-        name: the words that call it.
-        help: its line in the list of all commands.
+        name: the words that call it, with a line of help in `framework.system.command_names`.
         place: of a function that gets the words behind the name and returns the exit code, as
             ``module:function``.
         needs_torch: whether its module needs more than the base install.
     """
 
     name: str
-    help: str
     place: str
     needs_torch: bool = False
+
+    @property
+    def help(self) -> str:
+        """Its line in the list of all commands."""
+        return BY_NAME[self.name].help
 
     def main(self, words: Sequence[str]) -> int:
         """Import the function and run it."""
@@ -83,106 +87,27 @@ class BuiltIn:
 
 
 BUILT_IN: Final = (
-    BuiltIn(
-        "check",
-        "find everything that is wrong with run configs or DeepSpeed JSON",
-        "framework.commands.check:main",
-    ),
-    BuiltIn("plan", "say what will happen on a cluster", "framework.commands.plan:main"),
-    BuiltIn("render", "print the DeepSpeed JSON", "framework.commands.render:main"),
-    BuiltIn(
-        "schema",
-        "print the JSON Schema of run configs or DeepSpeed JSON, for editors",
-        "framework.commands.schema:main",
-    ),
-    BuiltIn(
-        "import",
-        "print the run config that a file of DeepSpeed or of another trainer amounts to",
-        "framework.imports.command:main",
-    ),
-    BuiltIn(
-        "new",
-        "write a small project that trains at once: model, data, task, config, test",
-        "framework.commands.new:main",
-    ),
-    BuiltIn(
-        "inspect",
-        "say what a checkpoint is, and whether its files are as they were written",
-        "framework.commands.inspect:main",
-    ),
-    BuiltIn(
-        "report",
-        "write a page on one run, or on several over each other",
-        "framework.commands.report:main",
-    ),
-    BuiltIn(
-        "prepare",
-        "turn text into numbered tokens: prepare INPUT... OUT_DIR",
-        "framework.recipes.text.prepare:main",
-        needs_torch=True,
-    ),
-    BuiltIn(
-        "generate",
-        "print a sample of text from a checkpoint of a GPT: generate CHECKPOINT --prompt TEXT",
-        "framework.commands.generate:main",
-        needs_torch=True,
-    ),
-    BuiltIn(
-        "export",
-        "write the weights of a checkpoint as safetensors: export CHECKPOINT OUT",
-        "framework.commands.export:main",
-        needs_torch=True,
-    ),
-    BuiltIn(
-        "evaluate",
-        "measure a checkpoint: evaluate CHECKPOINT [key=value ...]",
-        "framework.commands.evaluate:main",
-        needs_torch=True,
-    ),
-    BuiltIn(
-        "predict",
-        "write what a model makes of inputs: predict CHECKPOINT INPUT... --out FILE",
-        "framework.commands.predict:main",
-        needs_torch=True,
-    ),
-    BuiltIn(
-        "lr-range",
-        "find a learning rate: lr-range CONFIG [key=value ...] [--from LR] [--to LR] [--steps N]",
-        "framework.commands.lr_range:main",
-        needs_torch=True,
-    ),
-    BuiltIn(
-        "doctor",
-        "is this machine, or are these hosts, fit to train? doctor [CONFIG] [-H HOSTFILE] "
-        "[--bench]",
-        "framework.commands.doctor:doctor",
-    ),
-    BuiltIn(
-        "bench",
-        "time variants of a run: bench CONFIG... [key=value ...] [--variant NAME key=value ...] "
-        "[--num_gpus 1,2]",
-        "framework.commands.bench:bench",
-    ),
-    BuiltIn(
-        "train",
-        "train here, or with -H on other hosts: train CONFIG [key=value ...] [-H HOSTFILE]",
-        "framework.launch.local:train",
-    ),
-    BuiltIn(
-        "launch",
-        "the same as train; launch node: one member without ssh",
-        "framework.launch.local:launch",
-    ),
-    BuiltIn(
-        "launch k8s",
-        "print the Kubernetes objects of a run, or check manifests: launch k8s CONFIG --image I",
-        "framework.deploy.k8s.command:main",
-    ),
-    BuiltIn(
-        "launch slurm",
-        "print the batch script of a run: launch slurm CONFIG --nodes N",
-        "framework.deploy.slurm:main",
-    ),
+    BuiltIn("check", "framework.commands.check:main"),
+    BuiltIn("plan", "framework.commands.plan:main"),
+    BuiltIn("render", "framework.commands.render:main"),
+    BuiltIn("schema", "framework.commands.schema:main"),
+    BuiltIn("import", "framework.imports.command:main"),
+    BuiltIn("new", "framework.commands.new:main"),
+    BuiltIn("inspect", "framework.commands.inspect:main"),
+    BuiltIn("report", "framework.commands.report:main"),
+    BuiltIn("prepare", "framework.recipes.text.prepare:main", needs_torch=True),
+    BuiltIn("generate", "framework.commands.generate:main", needs_torch=True),
+    BuiltIn("export", "framework.commands.export:main", needs_torch=True),
+    BuiltIn("evaluate", "framework.commands.evaluate:main", needs_torch=True),
+    BuiltIn("predict", "framework.commands.predict:main", needs_torch=True),
+    BuiltIn("lr-range", "framework.commands.lr_range:main", needs_torch=True),
+    BuiltIn("doctor", "framework.commands.doctor:doctor"),
+    BuiltIn("bench", "framework.commands.bench:bench"),
+    BuiltIn("train", "framework.launch.local:train"),
+    BuiltIn("launch", "framework.launch.local:launch"),
+    BuiltIn("launch node", "framework.launch.local:launch_node"),
+    BuiltIn("launch k8s", "framework.deploy.k8s.command:main"),
+    BuiltIn("launch slurm", "framework.deploy.slurm:main"),
 )
 _BY_NAME: Final[Mapping[str, BuiltIn]] = {command.name: command for command in BUILT_IN}
 _MOST_WORDS: Final = 2  # in a command's name

@@ -41,14 +41,17 @@ def launch(argv: Sequence[str]) -> int:
 
     After a UsageError or ConfigError nothing has been started.
     """
-    if argv[:1] == ["node"]:
-        return be_a_node(argv[1:])
     return _launched(parse(argv))
 
 
 def train(argv: Sequence[str]) -> int:
-    """Do the same under the name that most users know; `node` is no word of it."""
+    """Do the same under the name that most users know."""
     return _launched(parse(argv, command="train"))
+
+
+def launch_node(argv: Sequence[str]) -> int:
+    """Be one node of a job of several, and return its exit code."""
+    return be_a_node(argv)
 
 
 def _launched(options: LaunchOptions) -> int:

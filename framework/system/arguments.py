@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import sys
@@ -11,6 +12,7 @@ from dataclasses import Field, field, fields
 from typing import Any, Final, NoReturn, TypeVar
 
 from framework.errors import UsageError
+from framework.system.command_names import epilog_of
 
 _T = TypeVar("_T")
 
@@ -20,15 +22,56 @@ class HelpShown(SystemExit):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse with one line for a mistake, and options in both spellings."""
+    """argparse with one line for a mistake, options in both spellings, and a help of 80 columns
+    that ends with examples and the page of the docs.
+    """
+
+    def __init__(self, *words: Any, **options: Any) -> None:
+        options.setdefault("formatter_class", _HelpFormatter)
+        super().__init__(*words, **options)
+
+    def parse_known_args(  # type: ignore[override]  # argparse's own has overloads
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse words in which an option may be written in the other spelling, --a-b for --a_b."""
+        words = list(sys.argv[1:] if args is None else args)
+        for word in words:
+            self.learn_spelling(word.partition("=")[0])
+        return super().parse_known_args(words, namespace)
+
+    def learn_spelling(self, name: str) -> None:
+        """Take a name for the option of which it is the other spelling, if it is one; the help
+        shows the spelling in which the option was added.
+        """
+        actions = self._option_string_actions
+        if name.startswith("--") and name not in actions:
+            for known, action in list(actions.items()):
+                if _snake(known) == _snake(name):
+                    actions[name] = action
+                    break
+
+    def format_help(self) -> str:
+        """Return argparse's help, with the examples and the page of the command below it."""
+        more = epilog_of(self.prog)
+        if more:
+            return f"{super().format_help()}\n{more}\n"
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError with argparse's message, and where the help is."""
         flag = re.match(r"argument (--\w+).*: expected one argument$", message)
         if flag:  # argparse takes the next word for another option
             message += f" (if it begins with a dash, write {flag[1]}=-...)"
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if unknown:
+            message += self._did_you_mean(unknown[1])
         command = self.prog.removeprefix("dsf ")
         raise UsageError(f"{command}: {message}; see {self.prog} --help")
+
+    def _did_you_mean(self, name: str) -> str:
+        known = {_snake(option): option for option in self._option_string_actions}
+        found = difflib.get_close_matches(_snake(name), known, n=1, cutoff=0.75)
+        return f" (did you mean {known[found[0]]}?)" if found else ""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Raise HelpShown."""
@@ -36,22 +79,27 @@ class CommandParser(argparse.ArgumentParser):
             self._print_message(message, sys.stderr)
         raise HelpShown(status)
 
-    def option(self, *names: str, **kwargs: Any) -> None:
-        """Add an option, see `add_option`."""
-        add_option(self, *names, **kwargs)
+
+def _snake(name: str) -> str:
+    return name.replace("-", "_")
 
 
-def add_option(
-    target: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, **kwargs: Any
-) -> None:
-    """Add an option in both spellings, --a_b and --a-b, to a parser or to a group in its help."""
-    spellings = []
-    for name in names:
-        spellings.append(name)
-        hyphenated = name[:2] + name[2:].replace("_", "-")
-        if hyphenated != name:
-            spellings.append(hyphenated)
-    target.add_argument(*spellings, **kwargs)
+class _HelpFormatter(argparse.HelpFormatter):
+    """argparse's, which leaves a usage line as it was given: here it is wrapped."""
+
+    def _format_usage(self, usage: str | None, *others: Any) -> str:
+        text = super()._format_usage(usage, *others)
+        if usage is None:
+            return text
+        # a part in brackets stays on one line
+        parts = re.findall(r"\[[^\]]*\](?:\.\.\.)?|\S+", text)
+        lines = [parts[0]]
+        for part in parts[1:]:
+            if len(lines[-1]) + 1 + len(part) <= self._width:
+                lines[-1] += f" {part}"
+            else:
+                lines.append(f"       {part}")
+        return "\n".join(lines) + "\n\n"
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +141,7 @@ def parse_command(
     """
     parser = CommandParser(prog=f"dsf {name}", description=description)
     add_arguments(parser)
+    arguments: argparse.Namespace
     arguments, rest = parser.parse_known_args(words)
     unrecognized = rest
     if hasattr(arguments, "words"):
@@ -182,7 +231,7 @@ def add_options(
         is_converted = isinstance(default, str) and terms.get("type", str) is not str
         terms["default"] = argparse.SUPPRESS if default == () or is_converted else default
         target = parser if name in apart else group
-        add_option(target, *flags_of(option_field), **terms)
+        target.add_argument(*flags_of(option_field), **terms)
 
 
 def refuse(command: str, mistakes: Iterable[tuple[object, str]]) -> None:
@@ -208,7 +257,7 @@ def add_log_level(parser: CommandParser) -> None:
     """Add ``--log_level``, as train.py and `launch` take it."""
     levels = ("debug", "info", "warning", "error")
     text = "least level of messages in the logs of ranks, DeepSpeed's too; default info"
-    parser.option(
+    parser.add_argument(
         "--log_level", action=_LogLevel, dest=argparse.SUPPRESS, choices=levels, help=text
     )
 

@@ -60,7 +60,7 @@ def test_a_command_of_another_package_is_called_and_listed(tmp_path: Path) -> No
     assert (done.returncode, done.stdout, done.stderr) == (3, "4\n", "")
     listed = call(tmp_path, "--help")
     assert (listed.returncode, listed.stderr) == (0, "")
-    assert "tally       count the settings\n" in listed.stdout
+    assert "  tally         count the settings\n" in listed.stdout
     assert call(tmp_path, "tally", "--help").stdout.startswith("usage: dsf tally ")
 
 
@@ -70,7 +70,9 @@ def test_its_errors_end_it_as_ours_do(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (74, "", "tally: it is lost\n")
     done = call(tmp_path, "tally", "--thrice")
     assert done.returncode == 64
-    assert done.stderr.startswith("tally: unrecognized arguments: --thrice; see ")
+    assert done.stderr.startswith(
+        "tally: unrecognized arguments: --thrice (did you mean --twice?); see "
+    )
 
 
 def test_a_slip_finds_it(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_options_and_settings_in_any_order(argv: list[str], expected: LaunchOpti
         ),
         (
             ["a.yaml", "-H", "h", "--ssh_args", "-v"],
-            r"--ssh_args/--ssh-args: expected .* write --ssh_args=-\.\.\.",
+            r"--ssh_args: expected .* write --ssh_args=-\.\.\.",
         ),
         (["a.yaml", "-H", "h", "--export", "A=b"], "A=b is not the name of a variable"),
         (["a.yaml", "-H", "h", "--master_addr", "[fd00::x]"], "is not a name or address of a host"),

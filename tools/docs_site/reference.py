@@ -24,6 +24,7 @@ from framework.commands.table import BUILT_IN
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, TYPED
 from framework.config.schema import schema_text
 from framework.system.arguments import CommandParser
+from framework.system.command_names import BY_NAME
 from tools.docs_site.kinds import Kind, find_kinds
 
 _COMMANDS: Final = (
@@ -33,6 +34,7 @@ _COMMANDS: Final = (
         "render",
         "schema",
         "import",
+        "new",
         "inspect",
         "report",
         "prepare",
@@ -44,7 +46,7 @@ _COMMANDS: Final = (
         "bench",
         "doctor",
     ),
-    *("launch", "launch node", "launch k8s", "launch slurm", "train.py"),
+    *("train", "launch", "launch node", "launch k8s", "launch slurm", "train.py"),
 )
 # What a room of `framework/` reports about.
 _ROOMS: Final[Mapping[str, str]] = {
@@ -325,25 +327,24 @@ def commands_page() -> str:
         for action in parser._actions:
             if action.help == argparse.SUPPRESS or "--help" in action.option_strings:
                 continue
-            spelled = [
-                each
-                for each in action.option_strings
-                if each[2:].replace("_", "-") != each[2:] or "-" not in each[2:]
-            ]
-            shown = spelled or action.option_strings
+            shown = action.option_strings
             value = "" if action.nargs == 0 else _metavar(action)
             words = " ".join(filter(None, (", ".join(shown), value))) if shown else _metavar(action)
             rows.append(
                 f"| `{words.replace('|', chr(92) + '|')}` | {_cell(_tidy(_help_of(parser, action)))} |"
             )
         lines += ["| option | |", "|---|---|", *rows, ""] if rows else []
+        if name in BY_NAME:
+            lines += ["```", *BY_NAME[name].examples, "```\n"]
+            lines.append(
+                f"More: [{BY_NAME[name].page}](../{BY_NAME[name].page.removeprefix('docs/')}).\n"
+            )
     return "\n".join(lines)
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
     with mock.patch.dict("os.environ", {"COLUMNS": "110"}):
         text = parser.format_usage().removeprefix("usage: ").rstrip()
-    # Both spellings of an option are one.
     return re.sub(r"\n +", "\n    ", text)
 
 
