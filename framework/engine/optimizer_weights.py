@@ -7,6 +7,7 @@ stage 0 alone, and at stage 3 it is in no checkpoint (0.19.8, engine.py `_get_ze
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -20,7 +21,41 @@ from framework.errors import ConfigError, counted, in_one_line
 if TYPE_CHECKING:
     from framework.engine.initialize import MakeOptimizer
 
+
 _OVER_ALL: Final = "give it all parameters that it is called with"
+
+
+class NamedMaker:
+    """Makes an optimizer with a function of the user's that takes (name, parameter) pairs, as
+    `Module.named_parameters` yields them, so that it can make groups by name.
+    """
+
+    def __init__(self, make: Callable[[list[Any]], torch.optim.Optimizer]) -> None:
+        self._make = make
+
+    def __call__(
+        self, parameters: Sequence[Any], names: Names | None = None
+    ) -> torch.optim.Optimizer:
+        """Make the optimizer.
+
+        Args:
+            parameters: the trained weights.
+            names: their names; numbers in a trial on weights of no model.
+
+        Raises:
+            ConfigError: kind ``optimizer-target-result``: the weights are in groups already.
+        """
+        pairs: list[tuple[str, Any]] = []
+        for number, parameter in enumerate(parameters):
+            if isinstance(parameter, Mapping):
+                reason = "training.freeze with steps makes groups, and so would the function"
+                fix = "make the groups with optimizer.groups, or freeze weights in all steps"
+                raise ConfigError.of("optimizer-target-result", reason, fix, "optimizer")
+            name = f"weight.{number}"
+            if names is not None:
+                name = names[parameter]
+            pairs.append((name, parameter))
+        return self._make(pairs)
 
 
 def make_over_all(
@@ -48,7 +83,10 @@ def make_over_all(
             another tensor is held.
     """
     try:
-        optimizer = make(parameters)
+        if isinstance(make, NamedMaker):
+            optimizer = make(parameters, names)
+        else:
+            optimizer = make(parameters)
         fault = _fault_of(optimizer, names)
     except Exception as error:
         if not is_stage:

@@ -487,14 +487,14 @@ def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
     make = load_target(factory.path, key="optimizer.target")
     check_arguments(make, factory.kwargs, key="optimizer", positional=1)
 
-    def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def make_optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
         try:
             optimizer = make(parameters, **factory.kwargs)
         except (Exception, SystemExit) as error:
             raise call_failed(error, factory.path, key="optimizer") from error
         return _checked_optimizer(optimizer, key="optimizer.target", value=factory.path)
 
-    return make_optimizer
+    return _with_names_if_wanted(make, make_optimizer)
 
 
 def _handed_over_optimizer(make: Any) -> MakeOptimizer:
@@ -513,15 +513,31 @@ def _handed_over_optimizer(make: Any) -> MakeOptimizer:
         if len(getattr(make, "param_groups", ())) > 1:
             fix += (
                 "; groups by name go into the config: optimizer: {kind: adamw, groups: "
-                "[{match: '.*bias', weight_decay: 0}]}"
+                "[{match: '.*bias', weight_decay: 0}]}, or are made by a function whose argument "
+                "is called named_parameters"
             )
         raise ConfigError.of("optimizer-target-result", reason, fix, "optimizer", type_name(make))
     check_handed_over(make, key="optimizer", call="(parameters)", num_values=1, fix=fix)
 
-    def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def make_optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
         return _checked_optimizer(make(parameters), key="optimizer", value=type_name(make))
 
-    return make_optimizer
+    return _with_names_if_wanted(make, make_optimizer)
+
+
+def _with_names_if_wanted(function: Any, make: MakeOptimizer) -> MakeOptimizer:
+    """Return `make`, which calls the user's function, or `NamedMaker` of it if the first argument
+    of the function is called ``named_parameters``.
+    """
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (ValueError, TypeError):  # some builtins have none
+        return make
+    if names[:1] != ["named_parameters"]:
+        return make
+    from framework.engine.optimizer_weights import NamedMaker
+
+    return NamedMaker(make)
 
 
 def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.Optimizer:

@@ -20,7 +20,16 @@ from framework.commands.export import export
 from framework.commands.inspect import run_inspect
 from framework.engine.held_weights import held_elements, lacking_names
 from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, StorageError
-from tests.jobs.held_cases import HALF_WAY, NUM_RANKS, REFUSED, STAGES, plain_run, shares
+from tests.jobs.held_cases import (
+    HALF_WAY,
+    NAMED,
+    NUM_RANKS,
+    REFUSED,
+    STAGES,
+    plain_losses_by_name,
+    plain_run,
+    shares,
+)
 from tests.launched import found_by_ranks, series
 
 
@@ -92,6 +101,11 @@ class TestRuns:
         assert [*series(run, "train/loss").values()] == pytest.approx(plain[0][HALF_WAY:], abs=1e-5)
         loaded = framework.load(run, model=lambda: shares(has_empty=name == "none")).state_dict()
         assert differences(loaded, plain[1][1]) < 1e-5
+
+    @pytest.mark.parametrize("name", NAMED)
+    def test_a_function_makes_groups_by_name(self, runs: Any, name: str) -> None:
+        losses = [*series(runs[0] / name, "train/loss").values()]
+        assert losses == pytest.approx(plain_losses_by_name(), abs=1e-6)
 
     @pytest.mark.parametrize("name", REFUSED)
     def test_an_optimizer_over_other_weights_is_refused_by_name(self, runs: Any, name: str) -> None:

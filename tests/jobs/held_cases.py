@@ -86,6 +86,22 @@ def holds_more(weights: Iterable[Any]) -> torch.optim.Optimizer:
     return sgd([*weights, nn.Parameter(torch.zeros(3))])
 
 
+def by_name(named_parameters: list[tuple[str, Any]]) -> torch.optim.Optimizer:
+    """As `configure_optimizers` of a Lightning module makes its groups."""
+    biases = [weight for name, weight in named_parameters if name.endswith("bias")]
+    others = [weight for name, weight in named_parameters if name in ("0.weight", "2.weight")]
+    if not biases:  # a trial on weights of no model
+        return sgd(weight for _, weight in named_parameters)
+    groups = [{"params": others, "weight_decay": 0.3}, {"params": biases, "lr": 0.02}]
+    return torch.optim.SGD(groups, lr=0.2, momentum=0.9)
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    **{f"named-z{stage}": {"zero": {"stage": stage}} for stage in (0, 2, 3)},
+    "named-pipe": {"parallel": {"pipe": 2}},
+}
+
+
 def layers() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -129,14 +145,25 @@ def config(name: str, **sections: Any) -> dict[str, Any]:
     return base | {key: base.get(key, {}) | section for key, section in sections.items()}
 
 
+def plain_losses_by_name() -> list[float]:
+    """Losses of the model of layers with groups by name."""
+    model = layers()
+    return _plain_run(model, by_name(list(model.named_parameters())), HALF_WAY)[0]
+
+
 def plain_run() -> tuple[list[float], list[dict[str, torch.Tensor]]]:
     """Losses of all steps, and the weights half-way and at the end."""
     model = shares()
     model.still.requires_grad_(False)
-    optimizer = sgd(weight for weight in model.parameters() if weight.requires_grad)
+    return _plain_run(model, sgd(one for one in model.parameters() if one.requires_grad), STEPS)
+
+
+def _plain_run(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
+) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
     images, labels = data().tensors
     losses, states = list[float](), list[dict[str, torch.Tensor]]()
-    for step in range(STEPS):
+    for step in range(steps):
         at_step = slice(step * GLOBAL_SIZE, (step + 1) * GLOBAL_SIZE)
         loss = nn.functional.cross_entropy(model(images[at_step]), labels[at_step])
         optimizer.zero_grad()
@@ -220,6 +247,8 @@ def main() -> None:
                 )
             }
             fit(name, shares(), sgd, zero={"stage": stage}, training=longer, checkpoint=resume)
+        for name, sections in NAMED.items():
+            fit(name, layers(), by_name, **sections)
         for name, (optimizer, sections) in REFUSED.items():
             try:
                 fit(name, layers(), optimizer, **sections)
