@@ -153,6 +153,7 @@ if HAS_PEFT:
         Case(3, MIXTRAL, SGD, lora=ADAPTED_MIXTRAL),
         Case(1, TOP1, SGD, steps=2, expert=2, average=True, lora=ADAPTED),
         Case(3, TOP1, SGD, steps=2, expert=2, lora=ADAPTED),
+        Case(1, TOP1, SGD, steps=4, pipe=2, lora=ADAPTED),
         Case(2, TOP2, ADAMW, recompute=1, expert=2, lora=ADAPTED_AND_WHOLE),
     ]
 # With --exhaustive: the other stages.
@@ -394,6 +395,7 @@ FOUR.append(Case(1, TOP2, SGD, ranks=4, tensor=2, sequence=2, num_steps=NUM_STEP
 FOUR.append(Case(1, TOP2, SGD, steps=2, ranks=4, tensor=2, pipe=2))
 FOUR.append(Case(1, TOP1, SGD, steps=2, ranks=4, expert=2, pipe=2))
 FOUR.append(Case(2, TOP1, ADAMW, ranks=4, expert=2, tensor=2, sequence=2))
+FOUR.append(Case(1, TOP1, ADAMW, steps=4, ranks=4, expert=2, pipe=2, sequence=2))
 RARE_FOUR = [
     Case(1, TOP2, SGD, ranks=4, expert=2, tensor=2),
     Case(1, {**TOP2, "every": 1}, ADAMW, ranks=4, expert=2, pipe=2),
@@ -417,6 +419,21 @@ def on_four(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     configs = [*(case.config(folder) for case in held), saves, *staged]
     train_cases(configs, num_ranks=4, folder=folder)
     return folder
+
+
+EIGHT = [Case(1, TOP1, SGD, steps=2, ranks=8, expert=2, tensor=2, pipe=2)]
+
+
+@pytest.fixture(scope="module")
+def on_eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts-8")
+    train_cases([case.config(folder) for case in EIGHT], num_ranks=8, folder=folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", EIGHT, ids=lambda case: case.name)
+def test_experts_in_divided_stages_train_as_plain_pytorch(case: Case, on_eight: Path) -> None:
+    hold(case, on_eight)
 
 
 @pytest.mark.parametrize("case", [*FOUR, *rarely(RARE_FOUR)], ids=lambda case: case.name)

@@ -203,13 +203,13 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "expert_with_other": [
         (with_experts() | {"optimizer": TARGET}, "cuda", "expert-with-other"),
-        (with_experts() | EIGHT_BIT, "cuda", "expert-with-other"),
-        (with_experts() | SCHEDULE_FREE, "cuda", "expert-with-other"),
+        (with_experts() | EIGHT_BIT, "cuda", None),
+        (with_experts() | SCHEDULE_FREE, "cuda", None),
         (
             piped(**MIXED)
             | {"parallel": {"pipe": 2, "expert": 2, "tensor": 2}, "zero": {"stage": 1}},
             "cuda",
-            "expert-with-other",
+            None,
         ),
         *(
             (with_experts() | {"zero": {"stage": 1, **zero}}, "cuda", "expert-with-other")
@@ -315,8 +315,8 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "not_with_tensor": [
         (divided(**LAMB), "cuda", "not-with-tensor"),
         (divided(**MUON), "cuda", "not-with-tensor"),
-        (divided(**EIGHT_BIT), "cuda", "not-with-tensor"),
-        (divided(**SCHEDULE_FREE), "cuda", "not-with-tensor"),
+        (divided(**EIGHT_BIT), "cuda", None),
+        (divided(**SCHEDULE_FREE), "cuda", None),
         (divided(precision={"dtype": "bf16"}), "cuda", "not-with-tensor"),
         (
             divided(parallel={"tensor": 2, "sequence": 2}, model={"kind": "gpt", "num_heads": 4}),
