@@ -416,7 +416,7 @@ def size(num_bytes: float) -> str:
 
 
 def byte_unit(largest: float) -> tuple[str, float]:
-    """Return the unit in which the largest of some numbers of bytes is at least 1, and its bytes."""
+    """Return the unit in which the largest of some sizes is at least 1, and its bytes."""
     num_bytes = 1.0
     for unit in ("B", "KiB", "MiB", "GiB"):
         if largest < 1024 * num_bytes:

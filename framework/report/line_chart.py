@@ -317,7 +317,7 @@ def hover_strips(
     ordered = sorted(steps)
     stride = -(-len(ordered) // most) or 1
     ends = ordered[::-1][::stride][::-1]
-    positions = [0] * len(lines)
+    positions = [0 for _ in lines]
     for place, end in enumerate(ends):
         values = []
         for index, line in enumerate(lines):

@@ -59,8 +59,8 @@ a {color: var(--l0)}
 border-left: 5px solid; border-radius: 6px}
 .outcome p {overflow-wrap: anywhere}
 .outcome strong {font-size: 1.12rem}
-.badge {display: inline-block; margin-left: .5em; font-size: .8rem; font-weight: 600; line-height: 1.5; \
-padding: 0 .7em; border: 1px solid; border-radius: 1em; vertical-align: middle}
+.badge {display: inline-block; margin-left: .5em; font-size: .8rem; font-weight: 600; \
+line-height: 1.5; padding: 0 .7em; border: 1px solid; border-radius: 1em; vertical-align: middle}
 .finished {color: #1a7f37}
 .stopped {color: #8a5a00}
 .failed {color: #c0182b}
@@ -224,7 +224,7 @@ def _outcome(run: RunRecords, style: int, has_name: bool) -> str:
 
 
 def _notes(run: RunRecords) -> list[str]:
-    """Return what the folder lacks, settings that were changed, and the error of an earlier start."""
+    """Return what the folder lacks, changed settings, and the error of an earlier start."""
     notes = list(run.notes)
     for change in changes(run):
         notes.append(f"changed after step {change['step']}: {'; '.join(change['changes'])}")
@@ -362,7 +362,9 @@ def _shapes(count: int) -> list[str]:
     if count == 1:
         return ["whole"]
     num_halves = {0: 0, 1: 4, 2: 2}[count % 3]
-    shapes = ["third"] * (count - num_halves) + ["half"] * num_halves
+    shapes = []
+    for place in range(count):
+        shapes.append("third" if place < count - num_halves else "half")
     if count % 2:
         shapes[-1] += " last"
     return shapes
