@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,9 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 
 # In what tests start through commands as well.
 os.environ[launched.NO_COMPILE] = "1"
+
+# What tests train is not noted among what their user has trained.
+os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), f"dsf-tests-state-{os.getuid()}"))
 
 # Set for good by importing deepspeed and torch, and by torch's inductor.
 _SET_BY_IMPORTS = {

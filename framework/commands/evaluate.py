@@ -89,7 +89,7 @@ def main(words: Sequence[str]) -> int:
 
 def _sections_to_trust(config: RunConfig, source: Source) -> list[str]:
     """Return the sections with a target that only the checkpoint names: one of the command line
-    needs no --trust.
+    needs no trust.
     """
     sections = []
     metrics = [("evaluation", "metrics", name) for name in config.evaluation.metrics]

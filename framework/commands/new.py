@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import keyword
+import os
 import re
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from framework.config.schema import schema_text
 from framework.errors import EXIT_OK, StorageError, UsageError
 from framework.system.arguments import CommandParser, parse_command
 
@@ -30,8 +36,48 @@ def main(words: Sequence[str]) -> int:
     arguments = parse_command("new", _add_arguments, words)
     written = new(arguments.name)
     print("\n".join(map(str, written)))
-    print(f"\ncd {arguments.name}\ndsf train run.yaml")
+    print(f"\ncd {shlex.quote(arguments.name)}")
+    shell = _shell_of_this_python()
+    shell_path = os.environ.get("DSF_SHELL_PATH") or os.environ.get("PATH")
+    if shutil.which("dsf", path=shell_path) != str(_program()):
+        print(shell.begin)
+    print(f"{shell.dsf} train run.yaml")
     return EXIT_OK
+
+
+@dataclass(frozen=True)
+class _Shell:
+    """How a shell starts things in this Python's environment.
+
+    Attributes:
+        begin: a line that comes once in a shell, before the others.
+        dsf: the command of this package.
+        python: the interpreter.
+    """
+
+    begin: str
+    dsf: str
+    python: str
+
+
+def _program() -> Path:
+    """Return the place of the command `dsf` beside this Python, where it may not be installed."""
+    return Path(sys.executable).with_name("dsf")
+
+
+def _shell_of_this_python() -> _Shell:
+    """Return how a shell starts this Python, whether the package is installed in it or lies in a
+    checkout beside it.
+    """
+    activate = Path(sys.prefix, "bin", "activate")
+    if _program().exists() and activate.exists():
+        return _Shell(f"source {shlex.quote(str(activate))}", "dsf", "python")
+    if _program().exists():
+        folder = shlex.quote(str(_program().parent))
+        return _Shell(f"export PATH={folder}:$PATH", "dsf", Path(sys.executable).name)
+    checkout = shlex.quote(str(Path(__file__).parents[2]))
+    python = shlex.quote(sys.executable)
+    return _Shell(f"export PYTHONPATH={checkout}", f"{python} -m framework", python)
 
 
 def _add_arguments(parser: CommandParser) -> None:
@@ -83,18 +129,28 @@ def _write(name: str) -> list[Path]:
             f"new: {name!r} is no name of a Python package; take letters, digits, - and _"
         )
     _refuse_taken(folder, package)
+    shell = _shell_of_this_python()
+    replaced = {
+        "@PACKAGE@": package,
+        "@NAME@": folder.name,
+        "@BEGIN@": shell.begin,
+        "@DSF@": shell.dsf,
+        "@PYTHON@": shell.python,
+    }
     written = []
     for template in sorted(_TEMPLATES.glob("*.in")):
         place = folder / _PLACES.get(template.stem, template.stem).replace("@PACKAGE@", package)
         place.parent.mkdir(parents=True, exist_ok=True)
-        text = (
-            template.read_text(encoding="utf-8")
-            .replace("@PACKAGE@", package)
-            .replace("@NAME@", folder.name)
-        )
+        text = template.read_text(encoding="utf-8")
+        for mark, value in replaced.items():
+            text = text.replace(mark, value)
         place.write_text(text, encoding="utf-8")
         written.append(place)
-    init_file = folder / package / "__init__.py"
-    init_file.touch()
-    written.append(init_file)
+    schema = folder / "run.schema.json"
+    schema.write_text(schema_text(), encoding="utf-8")
+    written.append(schema)
+    for package_folder in (package, "tests"):
+        init_file = folder / package_folder / "__init__.py"
+        init_file.touch()
+        written.append(init_file)
     return written

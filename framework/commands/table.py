@@ -100,6 +100,7 @@ BUILT_IN: Final = (
     BuiltIn("export", "framework.commands.export:main", needs_torch=True),
     BuiltIn("evaluate", "framework.commands.evaluate:main", needs_torch=True),
     BuiltIn("predict", "framework.commands.predict:main", needs_torch=True),
+    BuiltIn("trust", "framework.commands.trust:main"),
     BuiltIn("lr-range", "framework.commands.lr_range:main", needs_torch=True),
     BuiltIn("doctor", "framework.commands.doctor:doctor"),
     BuiltIn("bench", "framework.commands.bench:bench"),

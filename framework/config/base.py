@@ -14,7 +14,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
@@ -250,6 +250,21 @@ class Object(Section):
         raise LookupError(
             f"{self.object} was handed over from Python and cannot be built from a config"
         )
+
+
+def targets_in(section: Any) -> Iterator[str]:
+    """Yield the import path of every target of a section, also of those inside of it."""
+    if isinstance(section, Target):
+        yield section.target
+    if isinstance(section, Section):
+        for name in type(section).model_fields:
+            yield from targets_in(getattr(section, name))
+    elif isinstance(section, (list, tuple)):
+        for item in section:
+            yield from targets_in(item)
+    elif isinstance(section, Mapping):
+        for item in section.values():
+            yield from targets_in(item)
 
 
 def choices_of(union: Any) -> tuple[str, list[str]]:

@@ -14,6 +14,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import size_of
 from framework.checkpoint.resume_point import find_sound_checkpoint, set_aside_later
 from framework.checkpoint.verification import SharedVerification
+from framework.config.base import targets_in
 from framework.config.run_config import RunConfig
 from framework.engine.distributed import describe_environment, from_rank0, gather, rank
 from framework.engine.process_group_errors import is_lost_peer
@@ -285,7 +286,17 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
         environment=describe_environment(),
     )
     _keep_tokenizer(folder, prepared)
+    _note_trained(folder, plan.config)
     return folder.generation
+
+
+def _note_trained(folder: RunFolder, config: RunConfig) -> None:
+    """Note in the user's own files that this user trains a run with code of its config."""
+    sections = (config.model, config.data, config.task, config.evaluation)
+    if any(True for section in sections for _ in targets_in(section)):
+        from framework.checkpoint.trust import note_trained
+
+        note_trained(folder.path, config.to_dict())
 
 
 def _remove_unfinished(folder: RunFolder) -> None:

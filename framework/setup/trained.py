@@ -15,7 +15,8 @@ import torch
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import UNVERIFIED, absence_at, at_step, newest_at
 from framework.checkpoint.state.reader import MergedWeights
-from framework.config.base import Object, Target
+from framework.checkpoint.trust import why_not_trusted
+from framework.config.base import Object, targets_in
 from framework.config.run_config import RunConfig
 from framework.engine.weights import checkpoint_weights, put_weights
 from framework.errors import ConfigError
@@ -45,8 +46,9 @@ def load(
         step: of the run: a number, or ``best``, by the metric of `checkpoint.keep_best`; left out:
             the newest.
         weights: as trained, or their moving average (``training.ema``).
-        trust: call code that the checkpoint names as ``model.target``; the built-in kinds need no
-            trust.
+        trust: call code that the checkpoint names as ``model.target``, where this user has not
+            trained it below the present folder, and does not list it (``dsf trust``); the built-in
+            kinds need no trust.
 
     Raises:
         ConfigError: there is no such checkpoint, its model cannot be built, or the model has other
@@ -146,7 +148,7 @@ def saved_config(
     """Return the config in a checkpoint's manifest, with sections that can and may be built here.
 
     A target in the manifest is code that the author of the folder chooses. It is refused unless the
-    user trusts the folder.
+    user trusts the folder, by name or as `framework.checkpoint.trust` describes.
 
     Args:
         checkpoint: with the manifest.
@@ -183,14 +185,18 @@ def saved_config(
             reason = f"{section.object} was handed over from Python, and cannot be asked here"
             fix = f"name it in the config ({name}.target), or {otherwise}"
             raise refused(missing_kind, reason, fix)
-        if isinstance(section, Target) and not is_trusted:
+        target = next(targets_in(section), None)
+        if target is None or is_trusted:
+            continue
+        why = why_not_trusted(checkpoint)
+        if why:
             reason = (
-                f"the manifest names code of its own, {name}.target = {section.target}, "
-                "which would be run"
+                f"the manifest names code of its own, {name}.target = {target}, which would be "
+                f"run, and {why}"
             )
             fix = (
                 f"if you trust the author of the folder, give --trust {checkpoint.path} (in "
-                "Python trust=True)"
+                "Python trust=True), or list it once: dsf trust FOLDER"
             )
             raise refused("target-not-trusted", reason, f"{fix}; or {otherwise}")
     return config

@@ -4,15 +4,21 @@ nothing.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 
+from deepspeed_lint.text.document import read_document
 from framework.cli import main
-from tests.launched import TIMEOUT_SECONDS, run_ranks
+from framework.config.schema import schema_text
+from tests.launched import NO_COMPILE, TIMEOUT_SECONDS
 from tests.places import ROOT
 
 
@@ -50,14 +56,91 @@ def test_the_project_has_no_place_holders_and_clean_code(project: Path) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.slow
-def test_the_project_trains_and_its_tests_pass(project: Path) -> None:
-    checked = run(project, "framework", "check", "run.yaml", "--num_gpus", "8")
-    assert "run.yaml: fine on 8 devices" in checked.stdout
-    words = ("-q", "-p", "no:cacheprovider", "--override-ini=pythonpath=.")
-    assert "2 passed" in run_ranks(
-        Path(pytest.__file__).with_name("__main__.py"), *words, num_ranks=1, cwd=project
+def commands_of_readme(project: Path) -> str:
+    """Return the block of commands of the project's README."""
+    text = (project / "README.md").read_text(encoding="utf-8")
+    return text.split("```")[1]
+
+
+def bare_shell(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run lines in a shell that knows nothing of this Python but what they say."""
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    # dsf is installed from another checkout than the one under test
+    environment["PYTHONPATH"] = str(ROOT)
+    environment[NO_COMPILE] = "1"
+    return subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
     )
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_works_as_it_stands(project: Path) -> None:
+    config = project / "run.yaml"
+    text = config.read_text(encoding="utf-8")
+    config.write_text(text.replace("max_epochs: 6", "max_epochs: 2"), encoding="utf-8")
+    script = commands_of_readme(project)
+    assert script.count("\n") == 6
+    done = bare_shell(script, project)
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed[-3000:]
+    assert "Ran 2 tests" in printed
+    assert "run.yaml: fine on 8 devices" in printed
+    # evaluated without a word about trust: this user has trained it here
+    assert json.loads(done.stdout[done.stdout.rindex('{\n  "checkpoint') :])["step"] == 44
+
+
+def test_the_schema_of_the_config_lies_beside_it(project: Path) -> None:
+    first = (project / "run.yaml").read_text(encoding="utf-8").splitlines()[0]
+    match = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
+    assert match
+    schema = json.loads((project / match[1]).read_text(encoding="utf-8"))
+    assert schema == json.loads(schema_text())
+    values = read_document(project / "run.yaml", name="run.yaml").value
+    jsonschema.validate(values, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**values, "batch": {"global_sise": 64}}, schema)
+
+
+@pytest.mark.parametrize("is_on_path", [True, False])
+def test_the_last_lines_start_a_training(
+    is_on_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin/python"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    for name in ("dsf", "activate"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).touch(mode=0o755)
+    monkeypatch.setenv("DSF_SHELL_PATH", str(tmp_path / "bin") if is_on_path else "/bin")
+    assert main(["new", "mine"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    activate = f"source {tmp_path}/bin/activate"
+    assert lines[lines.index("") + 1 :] == (
+        ["cd mine", "dsf train run.yaml"]
+        if is_on_path
+        else ["cd mine", activate, "dsf train run.yaml"]
+    )
+    assert commands_of_readme(tmp_path / "mine").splitlines()[1] == activate
+
+
+def test_without_the_program_python_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "a b/python"))
+    assert main(["new", "mine"]) == 0
+    python = f"'{tmp_path}/a b/python'"
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"export PYTHONPATH={ROOT}",
+        f"{python} -m framework train run.yaml",
+    ]
+    assert f"{python} -m unittest " in commands_of_readme(tmp_path / "mine")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from framework.commands import generate
 from framework.commands.export import hf_names
 from framework.config.load import config_from_values
 from framework.errors import ConfigError, FrameworkError
+from framework.setup.trained import saved_config
 from tests.checkpoint.small_checkpoints import write
 
 
@@ -44,7 +45,9 @@ def forged(run: Path, sections: dict[str, Any]) -> SavedCheckpoint:
     return list_checkpoints(run / "checkpoints")[0]
 
 
-@pytest.mark.parametrize("section", ["model", "gpt", "task", "data", "optimizer", "metrics"])
+@pytest.mark.parametrize(
+    "section", ["model", "gpt", "task", "data", "mixture", "optimizer", "metrics"]
+)
 def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) -> None:
     sentinel, run = tmp_path / "called", tmp_path / "run"
     target: dict[str, Any] = {
@@ -53,10 +56,14 @@ def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) ->
     }
     if section == "gpt":
         target["kind"] = "gpt"
-    sections = {"model" if section == "gpt" else section: target}
-    if section == "metrics":
-        sections = {"evaluation": {"metrics": {"f1": target}}}
-        section = "evaluation.metrics.f1"
+    home = {"gpt": "model", "mixture": "data", "metrics": "evaluation"}.get(section, section)
+    sections = {home: target}
+    if section == "mixture":
+        part = {"weight": 1, "data": target}
+        sections = {home: {"kind": "mixture", "parts": [part, part]}}
+    elif section == "metrics":
+        sections = {home: {"metrics": {"f1": target}}}
+        home = "evaluation.metrics.f1"
     checkpoint = forged(run, sections)
     for words in (
         ["inspect"],
@@ -66,7 +73,7 @@ def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) ->
         ["generate", "--tokenizer", "bytes"],
         ["predict", str(tmp_path / "in.txt"), "--out", str(tmp_path / "out.jsonl")],
         *(
-            [] if section == "optimizer" else [["evaluate"], ["evaluate", f"{section}.args.more=1"]]
+            [] if section == "optimizer" else [["evaluate"], ["evaluate", f"{home}.args.more=1"]]
         ),  # which takes one of its own, and would measure
     ):
         (tmp_path / "in.txt").write_text("a")
@@ -79,6 +86,9 @@ def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) ->
             ]
         )
         assert code in (0, 74, 78), words
+    if section in ("model", "data", "task", "mixture"):
+        with pytest.raises(ConfigError, match=r"\[target-not-trusted\]"):
+            saved_config(checkpoint, "model", "data", "task")
     with pytest.raises(FrameworkError):
         hf_names(checkpoint, stored=["weight", "bias"])
     with pytest.raises(ConfigError, match=r"\[not-a-gpt\]"):
