@@ -42,6 +42,7 @@ _COMMANDS: Final = (
         "export",
         "evaluate",
         "predict",
+        "trust",
         "lr-range",
         "bench",
         "doctor",
