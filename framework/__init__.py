@@ -1,7 +1,7 @@
 """dsf-trainer: describe a training run once, check it on a laptop, train it with DeepSpeed.
 
 The public names are imported on first use, so that `check`, `plan` and `render` never load torch.
-Those of `framework.sections`, the sections of a run config, are public here as well.
+The sections of a run config, which `framework.sections` lists, are public here as well.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ __all__ = [
 
 
 def _explained(error: ValidationError, section: type[BaseModel]) -> ConfigError:
-    """Return the problems of a section that a program makes, as those of a file are written."""
+    """Return the problems of a section that a program makes, as a file's are written."""
     end_in_one_line()
     return ConfigError([problem for _, problem in explain(error, section)])
 

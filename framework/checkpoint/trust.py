@@ -1,4 +1,4 @@
-"""Whose code may be called: what a checkpoint's manifest names as a target is code that the author
+"""Which code may be called: what a checkpoint's manifest names as a target is code that the author
 of the folder chooses.
 
 Trusted are runs that this user has trained, where they lie below the present folder, and folders
@@ -26,9 +26,7 @@ CODE_SECTIONS: Final = ("model", "data", "task", "evaluation")
 # Notes are cut to their newer half at this size: some 20,000 runs.
 _MOST_BYTES: Final = 4 << 20
 _OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
-_HEADER: Final = (
-    "# Folders whose checkpoints may call the code that they name, one a line (dsf trust).\n"
-)
+_HEADER: Final = "# Checkpoints in these folders may call the code that they name (dsf trust).\n"
 
 
 def trained_file() -> Path:

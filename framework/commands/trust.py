@@ -1,4 +1,4 @@
-"""The `trust` command: folders whose checkpoints may call the code that they name."""
+"""The `trust` command: folders in which checkpoints may call the code that they name."""
 
 from __future__ import annotations
 
