@@ -17,9 +17,9 @@ from tools.docs_site.kinds import find_kinds
 from tools.docs_site.reference import config_keys, parsers
 
 CONFIG_KEYS = 303
-KINDS_OF_PROBLEMS = 689
-COMMANDS = 22  # train.py is one, launch stands for train
-OPTIONS = 222
+KINDS_OF_PROBLEMS = 691
+COMMANDS = 23  # train.py is one, launch stands for train
+OPTIONS = 223
 PUBLIC_NAMES = 17
 # Before the first step of a run of LeNet on two ranks. Rank 0 prints an estimate of the memory and
 # writes the metrics.

@@ -186,6 +186,12 @@ GROUPS: Final[Mapping[str, tuple[CommandName, ...]]] = {
             "docs/resume.md",
         ),
         CommandName(
+            "trust",
+            "let checkpoints in a folder call the code that they name",
+            ("dsf trust shared/runs", "dsf trust", "dsf trust --remove shared/runs"),
+            "docs/after-training.md",
+        ),
+        CommandName(
             "bench",
             "time variants of a run, one after another and interleaved",
             (
