@@ -90,6 +90,7 @@ BUILT_IN: Final = (
     BuiltIn("check", "framework.commands.check:main"),
     BuiltIn("plan", "framework.commands.plan:main"),
     BuiltIn("render", "framework.commands.render:main"),
+    BuiltIn("keys", "framework.commands.keys:main"),
     BuiltIn("schema", "framework.commands.schema:main"),
     BuiltIn("import", "framework.imports.command:main"),
     BuiltIn("new", "framework.commands.new:main"),

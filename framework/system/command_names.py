@@ -40,6 +40,12 @@ GROUPS: Final[Mapping[str, tuple[CommandName, ...]]] = {
             "docs/tutorials/own-model.md",
         ),
         CommandName(
+            "keys",
+            "find a key: its type, default, meaning and an example",
+            ("dsf keys learning_rate", "dsf keys checkpoint", "dsf keys optimizer.lr"),
+            "docs/check.md",
+        ),
+        CommandName(
             "schema",
             "print the JSON Schema of run configs, for editors",
             ("dsf schema > run.schema.json", "dsf schema deepspeed"),

@@ -68,8 +68,8 @@ def coming_from_page() -> str:
         "`dsf import FILE` takes these arguments over from a file: `TrainingArguments` as JSON or YAML",
         "(`to_json_string()`, or what `HfArgumentParser` reads), the file of `accelerate config`,",
         "Lightning's CLI config, DeepSpeed's JSON. What is not taken over is named at the top of the result, with its",
-        "reason. In a run config, `check` answers each of these words with its key, and `check --fix` writes",
-        "the key where it means the same.\n",
+        "reason. In a run config, `check` answers each of these words with its key, `check --fix` writes",
+        "the key where it means the same, and `dsf keys WORD` finds it.\n",
     ]
     tables = rows_by_tool() | {"Raw DeepSpeed": dict(json_keys())}
     for tool, rows in tables.items():

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import inspect
 import io
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ import framework
 from framework import sections
 from framework.commands.table import BUILT_IN
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, TYPED
-from framework.config.schema import schema_text
+from framework.config.key_list import schema_sections, sentences, type_words, value_words
 from framework.system.arguments import CommandParser
 from framework.system.command_names import BY_NAME
 from tools.docs_site.kinds import Kind, find_kinds
@@ -35,6 +34,7 @@ _COMMANDS: Final = (
         "schema",
         "import",
         "new",
+        "keys",
         "inspect",
         "report",
         "prepare",
@@ -74,7 +74,6 @@ _ROOMS: Final[Mapping[str, str]] = {
 }
 # What the messages do not have room for: of the kinds that people meet most.
 _EXPLAINED: Final = Path(__file__).with_name("problems.yaml")
-_FOLDER_OF_ONE_KEY: Final = "deepspeed"
 
 
 def reference_pages() -> dict[str, str]:
@@ -91,7 +90,7 @@ def reference_pages() -> dict[str, str]:
 def config_keys() -> dict[str, str]:
     """Every dotted key of a run config -> its sentence; of several kinds the first."""
     found: dict[str, str] = {}
-    for _, path, schema in _sections():
+    for _, path, schema in schema_sections():
         for name, field in schema.get("properties", {}).items():
             found.setdefault(f"{path}.{name}".strip("."), field.get("description", ""))
     return found
@@ -109,9 +108,9 @@ def config_page() -> str:
     ]
     theirs = _rendered()
     for title, path, schema in {
-        title: (title, path, schema) for title, path, schema in _sections()
+        title: (title, path, schema) for title, path, schema in schema_sections()
     }.values():
-        lines += [f"{'#' * (2 + (title.count(' ') > 0))} {title}\n", f"{_sentences(schema)}\n"]
+        lines += [f"{'#' * (2 + (title.count(' ') > 0))} {title}\n", f"{sentences(schema)}\n"]
         properties = {
             name: field
             for name, field in schema.get("properties", {}).items()
@@ -124,10 +123,12 @@ def config_page() -> str:
         for name, field in properties.items():
             key = f"{path}.{name}".strip(".")
             default = (
-                "*required*" if name in schema.get("required", ()) else _value(field.get("default"))
+                "*required*"
+                if name in schema.get("required", ())
+                else value_words(field.get("default"))
             )
             becomes = f" → {', '.join(f'`{each}`' for each in theirs[key])}" if theirs[key] else ""
-            cells = f"`{key}`", f"{_type(field)}<br>{default}", _sentences(field) + becomes
+            cells = f"`{key}`", f"{type_words(field)}<br>{default}", sentences(field) + becomes
             lines.append(f"| {' | '.join(map(_cell, cells))} |")
         lines.append("")
     passed = ", ".join(f"`{name}`" for name in sorted(PASSED_THROUGH))
@@ -153,116 +154,6 @@ def _rendered() -> Mapping[str, list[str]]:
         if "." in our:
             found[our].append(their)
     return found
-
-
-def _sections() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Heading, dotted path and schema of each section and of each kind of one."""
-    schema = json.loads(schema_text())
-    definitions = schema["$defs"]
-
-    def members(field: Mapping[str, Any]) -> list[dict[str, Any]]:
-        each = field.get("items", field)  # of a list its items
-        references = [each, *each.get("oneOf", ()), *each.get("anyOf", ())]
-        return [
-            definitions[each["$ref"].rpartition("/")[2]] for each in references if "$ref" in each
-        ]
-
-    def union(field: Mapping[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
-        tags = [next(_tags(member), ("", "")) for member in found]
-        kinds = {
-            "enum": [value for _, value in tags if value],
-            "description": "Which of the kinds below.",
-        }
-        return {"description": field["description"], "properties": {tags[0][0]: kinds}}
-
-    def nested(
-        path: str, section: Mapping[str, Any], *, is_deep: bool = False
-    ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        for name, field in section.get("properties", {}).items():
-            found = members(field)
-            if is_deep and len(found) > 1:
-                continue  # a set of data within `data.parts` has the keys of `data`
-            if len(found) > 1:
-                yield f"{path}.{name}", f"{path}.{name}", union(field, found)
-            for member in found:
-                yield f"{path}.{name}{_tag(member)}", f"{path}.{name}", member
-                yield from nested(f"{path}.{name}", member, is_deep=True)
-
-    for name, field in schema["properties"].items():
-        if name in ("$schema", _FOLDER_OF_ONE_KEY):
-            continue
-        found = members(field)
-        if len(found) > 1:
-            yield name, name, union(field, found)
-        for member in found:
-            yield f"{name}{_tag(member)}", name, member
-            yield from nested(name, member)
-
-
-def _tags(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    return (
-        (key, value["const"])
-        for key, value in schema.get("properties", {}).items()
-        if "const" in value
-    )
-
-
-def _tag(schema: Mapping[str, Any]) -> str:
-    """`` kind: lenet``: what tells a member of a union from the others."""
-    key, value = next(_tags(schema), ("", ""))
-    own = " target" if "target" in schema.get("properties", {}) else ""
-    return f" {key}: {value}" if key else own
-
-
-def _type(field: Mapping[str, Any]) -> str:
-    if "anyOf" in field or "oneOf" in field:
-        members = [*field.get("anyOf", ()), *field.get("oneOf", ())]
-        names = dict.fromkeys(_type(each) for each in members if each.get("type") != "null")
-        return "section" if set(names) == {"section"} else " or ".join(names)
-    if "$ref" in field:
-        return "section"
-    if "enum" in field:
-        return ", ".join(f"`{each}`" for each in field["enum"])
-    if "const" in field:
-        return f"`{field['const']}`"
-    words = {
-        "integer": "whole number",
-        "number": "number",
-        "boolean": "`true`, `false`",
-        "string": "text",
-    }
-    name = words.get(
-        field.get("type", ""),
-        {"array": "list", "object": "section"}.get(field.get("type", ""), "any"),
-    )
-    limits = (
-        ("minimum", "≥ "),
-        ("exclusiveMinimum", "> "),
-        ("maximum", "≤ "),
-        ("exclusiveMaximum", "< "),
-    )
-    return " ".join(
-        [name, *(f"{sign}{_number(field[key])}" for key, sign in limits if key in field)]
-    )
-
-
-def _value(value: Any) -> str:
-    if value is None:
-        return "left out"
-    text = _number(value) if type(value) in (int, float) else json.dumps(value).replace('"', "")
-    return f"`{text}`" if text else "empty"
-
-
-def _number(value: float) -> str:
-    if isinstance(value, int) and abs(value) < 10_000:
-        return str(value)
-    text = f"{value:g}".replace("e+0", "e")
-    return text if float(text) == value else str(value)
-
-
-def _sentences(schema: Mapping[str, Any]) -> str:
-    text: str = schema.get("description", "")
-    return " ".join(text.replace("``", "`").split())
 
 
 def _cell(text: str) -> str:

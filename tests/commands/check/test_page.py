@@ -41,4 +41,4 @@ def test_the_page_on_check_is_true(
         out, err = capsys.readouterr()
         assert [*out.splitlines(), *err.splitlines()] == lines, command
         commands += 1
-    assert commands == 5
+    assert commands == 6

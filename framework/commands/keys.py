@@ -1,0 +1,126 @@
+"""The `keys` command: finds keys of a run config, by their names, their sentences, or the words of
+other trainers.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from framework.config.key_list import KeyForm, key_forms
+from framework.config.other_words import words_named
+from framework.errors import EXIT_OK, EXIT_PROBLEMS
+from framework.system.arguments import CommandParser, parse_command
+
+_MOST_IN_FULL: Final = 8
+_WIDEST: Final = 100
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the keys that a word finds, or all; returns the exit code, 2 where it finds none."""
+    arguments = parse_command("keys", _add_arguments, words)
+    keys = key_forms()
+    if arguments.names:
+        print("\n".join(keys))
+        return EXIT_OK
+    if arguments.word is None:
+        print("\n".join(_short(key, width=_width()) for key in keys))
+        return EXIT_OK
+    notes = list(_other_tools(arguments.word))
+    found = find_keys(arguments.word)
+    if not found and not notes:
+        print(f"no key has {arguments.word} in its name or its sentence; `dsf keys` lists all")
+        return EXIT_PROBLEMS
+    for note in notes:
+        print("\n".join(textwrap.wrap(note, _width())))
+    if len(found) > _MOST_IN_FULL:
+        print("\n".join(_short(key, width=_width()) for key in found))
+    else:
+        print("\n\n".join(_in_full(key, keys[key], width=_width()) for key in found))
+    return EXIT_OK
+
+
+def _add_arguments(parser: CommandParser) -> None:
+    parser.description = (
+        "Find keys of a run config, with type, default, meaning and an example. Words of Hugging "
+        "Face, Lightning, accelerate, torchtitan and DeepSpeed find the keys that stand for them."
+    )
+    parser.add_argument(
+        "word", nargs="?", metavar="WORD", help="a key, a part of one, or a word; left out: all"
+    )
+    parser.add_argument("--names", action="store_true", help="print the names of all keys alone")
+
+
+def find_keys(word: str) -> list[str]:
+    """Return the keys that a word finds: those of its exact name; else those that other tools'
+    word stands for; else those with it in their names; else those with it in their sentences.
+    """
+    keys = key_forms()
+    plain = _as_key(word)
+    exact = [key for key in keys if plain in (key, key.rpartition(".")[2])]
+    if exact and "." in plain:
+        return [key for key in keys if key == plain or key.startswith(f"{plain}.")]
+    others: list[str] = []
+    for other in words_named(plain.rpartition(".")[2], plain.rpartition(".")[0]):
+        others += [key for key in keys if key in other.keys and key not in others]
+        others += [key for key in keys if key.partition(".")[0] in other.keys]
+    if exact or others:
+        return list(dict.fromkeys([*exact, *others]))
+    in_names = [key for key in keys if plain in key]
+    if in_names:
+        return in_names
+    text = re.escape(word.lower().replace("_", " "))
+    return [
+        key
+        for key, forms in keys.items()
+        if any(re.search(text, form.meaning.lower()) for form in forms)
+    ]
+
+
+def _as_key(word: str) -> str:
+    return re.sub("[- ]", "_", word.lower()).partition("=")[0]
+
+
+def _other_tools(word: str) -> Iterator[str]:
+    """Yield what a word of other tools is here."""
+    section, _, name = _as_key(word).rpartition(".")
+    hints = [other.hint() for other in words_named(name, section)]
+    yield from dict.fromkeys(hints)
+
+
+def _width() -> int:
+    return min(_WIDEST, shutil.get_terminal_size().columns)
+
+
+def _short(key: str, *, width: int) -> str:
+    meaning = _plain(key_forms()[key][0].meaning)
+    text = f"{key:<34} {meaning}"
+    if len(text) <= width:
+        return text
+    return f"{text[: width - 4].rpartition(' ')[0]} ..."
+
+
+def _in_full(key: str, forms: Sequence[KeyForm], *, width: int) -> str:
+    """Return a key with each of its forms: type, default, meaning and an example."""
+    lines = [key]
+    shown = ""
+    for form in forms:
+        default = f"default {_plain(form.default)}" if form.default else "required"
+        head = f"{_plain(form.type)}; {default}"
+        if len(forms) > 1 and form.kinds:
+            head += f"; of {', '.join(form.kinds)}"
+        texts = [head, _plain(form.meaning)]
+        if form.meaning == shown:
+            texts.pop()
+        shown = form.meaning
+        for text in texts:
+            lines += textwrap.wrap(text, width - 2, initial_indent="  ", subsequent_indent="    ")
+    lines.append(f"  {key}={forms[0].example}")
+    return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    return text.replace("`", "")

@@ -1,0 +1,68 @@
+"""`dsf keys`: a key by its name, by a part of it, by its sentence, or by another tool's word."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from framework.cli import main
+from framework.commands.keys import find_keys
+from framework.config.key_list import key_forms
+from framework.errors import EXIT_OK, EXIT_PROBLEMS
+from tools.docs_site.reference import config_keys
+
+
+def test_a_key_is_shown_with_all_that_a_writer_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "zero.stage"]) == EXIT_OK
+    assert capsys.readouterr().out.splitlines() == [
+        "zero.stage",
+        "  whole number ≥ 0 ≤ 3 or auto; default 0",
+        "  0: plain data parallel; 1: optimizer state is spread; 2: gradients too; 3:",
+        "    weights too; auto: as the devices allow.",
+        "  zero.stage=0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "first"),
+    [
+        ("learning_rate", "optimizer.lr"),
+        ("per-device-train-batch-size", "batch.micro_size"),
+        ("gradient_clip_val", "training.clip_grad_norm"),
+        ("mixed precision", "precision.dtype"),
+        ("tensor_parallel_degree", "parallel.tensor"),
+        ("checkpoint.interval", "checkpoint.every_steps"),
+        ("OUTPUT_DIR", "run.output_dir"),
+        ("bucket", "data.bucket_steps"),
+        ("deleted after", "checkpoint.keep_last"),
+    ],
+)
+def test_a_word_leads_to_its_key(word: str, first: str) -> None:
+    assert find_keys(word)[0] == first
+
+
+def test_a_word_of_another_tool_without_a_key_gets_its_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["keys", "load_in_8bit_please"]) == EXIT_PROBLEMS
+    assert "no key has load_in_8bit_please" in capsys.readouterr().out
+    assert main(["keys", "gradient_clip_algorithm"]) == EXIT_OK
+    assert capsys.readouterr().out.startswith("remove it: DeepSpeed clips by the norm")
+
+
+def test_all_keys_are_listed_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys"]) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(key_forms())
+    assert max(map(len, lines)) <= 80
+    assert main(["keys", "--names"]) == EXIT_OK
+    assert capsys.readouterr().out.split() == list(key_forms())
+    tags = {key for key in config_keys() if key not in key_forms()}
+    assert {key.rpartition(".")[2] for key in tags} <= {"kind", "device", "dtype"}
+
+
+def test_every_example_is_a_value_as_a_setting_has_it() -> None:
+    for forms in key_forms().values():
+        for form in forms:
+            assert form.example
+            yaml.safe_load(form.example.strip("'"))
