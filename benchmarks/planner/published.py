@@ -33,11 +33,15 @@ def read_devices() -> dict[str, dict[str, Any]]:
 
 
 def tokens_per_second_per_gpu(point: dict[str, Any]) -> float | None:
-    """Return the printed figure, or else that of batch, sequence length and step time; None if
-    neither is known.
+    """Return the printed figure, or else that of samples per second, or of batch, sequence length
+    and step time; None if none of them is known.
     """
     if point["tokens_per_second_per_gpu"] is not None:
         return float(point["tokens_per_second_per_gpu"])
+    known = [point[key] for key in ("samples_per_second", "sequence", "num_gpus")]
+    if None not in known:
+        samples_per_second, sequence, num_gpus = known
+        return float(samples_per_second * sequence / num_gpus)
     known = [point[key] for key in ("global_batch", "sequence", "step_seconds", "num_gpus")]
     if None in known:
         return None

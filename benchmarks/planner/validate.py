@@ -1,10 +1,11 @@
 """Compares the planner's estimates with published measurements: ``python -m
-benchmarks.planner.validate [--fit]``.
+benchmarks.planner.validate [--fit | --kept]``.
 
-``--fit`` chooses the constants of `framework/plan/fitted_rates.py` on the `fit` half of the points alone
-and prints them; without it the errors of both halves are written to
-`benchmarks/results/planner.json` and to the table in `docs/planner.md`. Which points take part is
-decided by their fields (`left_out`), in both halves alike.
+``--fit`` chooses the constants of `framework/plan/fitted_rates.py` on all sources and prints them.
+Without it the constants are chosen once more for each source, on all others, and the errors are
+written to `benchmarks/results/planner.json` and to the table in `docs/planner.md`: what a source
+that was not looked at may expect. ``--kept`` takes the constants that were written. Which points
+take part is decided by their fields (`left_out`).
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import chain
-from math import log, sqrt
+from math import exp, log, prod
 from typing import Any, Final
 
 from benchmarks.planner.published import read_points, tokens_per_second_per_gpu
 from benchmarks.records import RESULTS, ROOT
 from framework.config.load import config_from_values
+from framework.config.model import ModelSection
+from framework.config.training import LoRA
 from framework.plan.cluster import Cluster
 from framework.plan.device_overhead import beside_tensors
 from framework.plan.devices import Machine, find_network
@@ -31,8 +35,9 @@ from framework.plan.memory import NotEstimatedError, estimate
 from framework.plan.parallelism import Parallelism
 from framework.plan.plan import Plan, make_plan
 from framework.plan.time import StepTime, step_time
-from framework.plan.work import LayerWork, ModelWork, model_work
-from framework.recipes.language_models.kinds import GPT
+from framework.plan.work import Arithmetic, LayerWork, ModelWork, model_work
+from framework.recipes.image_models.kinds import ResNet50
+from framework.recipes.language_models.kinds import BERT, GPT
 
 Point = dict[str, Any]
 # A bare name means the most common size; an A100 of 40 GB and a GH200 of 96 are in `device_gb`.
@@ -43,17 +48,31 @@ _DEVICES: Final = {
     "B200": "b200-180gb",
     "MI300X": "mi300x-192gb",
     "GH200": "gh200-96gb",
+    "A800": "a100-80gb",
+    "V100": "v100-32gb",
 }
 # Unusual networks and hosts of sources (`notes` in points.json; the card of the model that
 # bigscience trained names 4 Omni-Path links for 8 GPUs).
-_NETWORKS: Final = {"bigscience-tr11": "omni-path"}
+# InternLM prints 4 x 100 Gb for 8 GPUs, as AWS has them.
+_NETWORKS: Final = {"bigscience-tr11": "omni-path", "internlm": "aws-efa-p4d"}
 _DEVICES_PER_HOST: Final = {"lsaie": 4}
 # Share of the forward pass that runs again. Selective, of torchtitan: every second matrix product.
+# Numbers as products take them, and the type of the products.
+_ARITHMETIC: Final[Mapping[str, tuple[Arithmetic, str]]] = {
+    "bf16": ("half", "bf16"),
+    "fp16": ("half", "fp16"),
+    "amp": ("autocast", "fp16"),
+    "tf32": ("fp32", "tf32"),
+    "fp32": ("fp32", "fp32"),
+}
+# Modules of a block that get adapters where all linear layers do.
+_LINEAR: Final = ["query", "key", "value", "output", "gate", "up", "down"]
+_KINDS: Final = ("gpt", "llama", "bert", "resnet50")
 _RECOMPUTED: Final = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
 
 def speed(point: Point) -> float | None:
-    """Return the tokens per second of one device, or None if they are not known.
+    """Return the samples per second of one device, or None if they are not known.
 
     If no batch is printed, a step is one micro-batch, the default of frameworks.
     """
@@ -61,13 +80,17 @@ def speed(point: Point) -> float | None:
     micro_batch = point["micro_batch"]
     sequence = point["sequence"]
     step_seconds = point["step_seconds"]
-    if tokens_per_second is not None or point["global_batch"] or point["accumulation"]:
-        return tokens_per_second
+    if point["samples_per_second"] is not None and point["num_gpus"] is not None:
+        return float(point["samples_per_second"] / point["num_gpus"])
+    if tokens_per_second is not None and sequence:
+        return tokens_per_second / float(sequence)
+    if point["global_batch"] or point["accumulation"]:
+        return None
     if None in (micro_batch, sequence, step_seconds):
         return None
     if not {point["tensor"], point["pipeline"], point["sequence_parallel"]} <= {None, 1}:
         return None
-    return float(micro_batch * sequence / step_seconds)
+    return float(micro_batch / step_seconds)
 
 
 def vocabulary(point: Point) -> int | None:
@@ -91,11 +114,14 @@ def left_out(point: Point) -> str | None:
     note = point["note"] or ""
     shape = (model["layers"], model["hidden"], model["heads"], vocabulary(point))
     size = (point["num_gpus"], point["micro_batch"], point["sequence"])
+    if model["kind"] == "resnet50":  # a name that leaves nothing open
+        shape = (50,)
+        size = (point["num_gpus"], point["micro_batch"])
     reasons = {
         "no throughput printed": speed(point) is None,
-        "no dense transformer": model["kind"] not in ("gpt", "llama"),
+        "no kind of model that is estimated": model["kind"] not in _KINDS,
         "shape of the model not printed": None in shape,
-        "precision not modelled or not printed": point["precision"] not in ("bf16", "fp16"),
+        "precision not modelled or not printed": point["precision"] not in _ARITHMETIC,
         "device not printed or not listed": point["device"] not in _DEVICES,
         "size of the run not printed": None in size,
         "compiled": "compile" in note.lower(),
@@ -162,13 +188,51 @@ def config_of(point: Point) -> GPT:
     )
 
 
+def section_of(point: Point) -> ModelSection:
+    """Return the section of a run config for the point's model, of any kind."""
+    model = point["model"]
+    if model["kind"] == "resnet50":
+        return ResNet50(in_channels=3, num_classes=1000)
+    if model["kind"] == "bert":
+        return BERT(
+            num_layers=model["layers"],
+            hidden_size=model["hidden"],
+            num_heads=model["heads"],
+            mlp_size=model["ffn"],
+            vocab_size=model["vocab"],
+            max_positions=512,
+            num_types=2,
+        )
+    return config_of(point)
+
+
 def work_of(point: Point, micro_size: int = 1) -> ModelWork:
     """Return the work of the point's model."""
-    work = model_work(config_of(point), micro_size=micro_size, sequence_length=point["sequence"])
+    model = point["model"]
+    lora = None
+    if model.get("lora_r"):
+        lora = LoRA(target_modules=_LINEAR, r=model["lora_r"])
+    work = model_work(
+        section_of(point),
+        micro_size=micro_size,
+        sequence_length=point["sequence"],
+        image_size=224,
+        arithmetic=_ARITHMETIC[point["precision"]][0],
+        lora=lora,
+    )
     assert work is not None
-    if point["source"]["framework"] == "Megatron-DeepSpeed":
-        work = with_scores(work, micro_size * point["model"]["heads"] * point["sequence"] ** 2)
+    if writes_scores(point):
+        work = with_scores(work, micro_size * model["heads"] * point["sequence"] ** 2)
     return work
+
+
+def writes_scores(point: Point) -> bool:
+    """Whether attention is computed step by step, all of its scores written to memory, as before
+    FlashAttention; our own never is.
+    """
+    source = point["source"]
+    is_old = source["framework"] == "Megatron-DeepSpeed"
+    return is_old or source.get("attention") == "written"
 
 
 def with_scores(work: ModelWork, scores: int) -> ModelWork:
@@ -219,6 +283,9 @@ def parallelism_of(point: Point) -> Parallelism:
     sums_in_fp32 = "DEFAULT" in (point["note"] or "")
     if is_bigscience and point["precision"] == "bf16":
         sums_in_fp32 = True
+    is_half = _ARITHMETIC[point["precision"]][0] == "half"
+    if not is_half and point["source"]["name"] != "nvidia-bert":  # which sums in fp16 (`notes`)
+        sums_in_fp32 = True
     bucket = bucket_of(point)
     prefetch = 50_000_000
     if is_fsdp:  # blocks are summed and gathered
@@ -232,14 +299,16 @@ def parallelism_of(point: Point) -> Parallelism:
         else stage,  # FSDP's SHARD_GRAD_OP is stage 3 that keeps the weights
         accumulation=accumulation,
         micro_size=point["micro_batch"],
-        dtype=point["precision"],
+        dtype=_ARITHMETIC[point["precision"]][1],
+        weight_bytes=2 if is_half else 4,
         gradient_bytes=4 if sums_in_fp32 else 2,
+        state_bytes=12 if is_half else 8,
         recomputed=_RECOMPUTED[recompute_of(point)],
         bucket=bucket,
         prefetch=prefetch,
         persistent=0 if is_fsdp else 100_000,
         reuse=10**12 if is_fsdp else 10**9,
-        overlaps=is_fsdp or stage in (0, 3),
+        overlaps=is_fsdp or stage in (0, 3) or point["source"].get("overlaps", False),
         scatters=is_fsdp or stage == 3,
         live=0 if stage == 3 else 10**12,
         by_weight=not is_fsdp,
@@ -265,12 +334,15 @@ def machine_of(point: Point) -> Machine:
         machine = replace(machine, network=find_network(_NETWORKS[source]))
     if (point["device"], point["device_gb"]) == ("H100", 96):  # 2.4 TB/s (notes of the source)
         machine = replace(machine, device=replace(machine.device, memory_bytes_per_second=2.4e12))
+    if point["device"] == "A800":  # NVLink of 400 GB/s, of 600 of an A100
+        links = {"link_bytes_per_second": 2e11, "collective_bytes_per_second": 1.6e11}
+        machine = replace(machine, device=replace(machine.device, **links))
     return machine
 
 
 @dataclass(frozen=True)
 class Case:
-    """A point that is compared, with `measured` in tokens per second of one device."""
+    """A point that is compared, with `measured` in samples per second of one device."""
 
     point: Point
     work: ModelWork
@@ -284,20 +356,26 @@ class Case:
 
     def ratio(self, rates: Rates = RATES) -> float:
         """Return the estimated throughput divided by the measured one."""
-        estimated = self.time(rates).tokens_per_second_per_device
-        assert estimated is not None
-        return estimated / self.measured
+        found = self.time(rates)
+        return found.samples_per_second / found.num_devices / self.measured
 
 
-def cases(split: str) -> list[Case]:
-    """Return the points of one half that are compared."""
+@cache
+def cases(split: str | None = None) -> list[Case]:
+    """Return the points of one half that are compared, or all."""
     compared = []
     for point in read_points(split):
         if left_out(point) is None:
             measured = speed(point)
             assert measured is not None
             compared.append(
-                Case(point, work_of(point), parallelism_of(point), machine_of(point), measured)
+                Case(
+                    point,
+                    work_of(point, point["micro_batch"]),
+                    parallelism_of(point),
+                    machine_of(point),
+                    measured,
+                )
             )
     return compared
 
@@ -420,36 +498,143 @@ def unused_share() -> float:
     )
 
 
-# Fitted; other fields of `Rates` have a source of their own, or do not show in the points.
-_FITTED: Final = ("plateau", "plateau_hopper", "attention", "attention_hopper", "width", "memory")
+# Fitted; other fields of `Rates` have a source of their own.
+_FITTED: Final = (
+    "plateau",
+    "plateau_hopper",
+    "attention",
+    "attention_hopper",
+    "width",
+    "memory",
+    "network",
+    "best_plain",
+    "best_tf32",
+    "launch_seconds",
+    "weight_seconds",
+)
+# Where the search begins: what was fitted before on llm-foundry's points alone, and guesses.
+_START: Final = Rates(
+    plateau=0.91,
+    plateau_hopper=0.822,
+    attention=0.323,
+    attention_hopper=0.2,
+    width=2270.0,
+    memory=0.612,
+    network=0.8,
+    best_plain=0.9,
+    best_tf32=0.8,
+    launch_seconds=2e-5,
+    weight_seconds=6.6e-4,
+)
+# DeepSpeed of early 2021: its gathers of stage 3 are not those that are estimated.
+_SHOWN_ONLY: Final = ("narayanan-zero3",)
+_COMPARED: Final = "all but narayanan-zero3"
+_MOST: Final = 24  # points of one source in a fit: the largest has 209
+_OUTLIER: Final = 0.3  # log ratios beyond it count less: in proportion, not by their square
+_PULL: Final = 0.02  # towards the start, for constants that few points show
 
 
-def fit(start: Rates = RATES) -> tuple[Rates, float]:
-    """Choose the constants on the `fit` half: least squares of log ratios, none counted above 0.3,
-    by a search along one constant after the other with ever smaller steps.
+def sample(points: Sequence[Case]) -> list[tuple[Case, float]]:
+    """Return the points of a fit, evenly taken from each source, with weights: each source counts
+    as much as every other.
     """
-    points = cases("fit")
+    by_name: dict[str, list[Case]] = {}
+    for case in points:
+        if case.point["source"]["name"] in _SHOWN_ONLY:
+            continue
+        by_name.setdefault(case.point["source"]["name"], []).append(case)
+    taken = []
+    for group in by_name.values():
+        step = max(len(group) / _MOST, 1.0)
+        chosen = [group[int(number * step)] for number in range(min(len(group), _MOST))]
+        taken += [(case, 1 / len(chosen)) for case in chosen]
+    return taken
 
-    def loss(rates: Rates) -> float:
-        return sqrt(statistics.fmean(min(log(case.ratio(rates)) ** 2, 0.09) for case in points))
 
-    best = start
-    least_loss = loss(start)
-    step = 0.1
-    while step > 0.002:
-        loss_before = least_loss
-        for name in _FITTED:
-            largest = 1e5 if name == "width" else 1.0
-            for factor in (1 + step, 1 / (1 + step)):
-                value = min(getattr(best, name) * factor, largest)
-                candidate = replace(best, **{name: value})
-                candidate_loss = loss(candidate)
-                if candidate_loss < least_loss:
-                    best = candidate
-                    least_loss = candidate_loss
-        if least_loss > loss_before - 1e-6:
-            step /= 2
-    return best, least_loss
+def fit(points: Sequence[Case], start: Rates = _START) -> Rates:
+    """Choose the constants by least squares of log ratios, from steps of Gauss and Newton in the
+    logarithms of the constants; ratios far off count in proportion (Huber 1964).
+    """
+    chosen = sample(points)
+    logs = [log(getattr(start, name)) for name in _FITTED]
+    origin = list(logs)
+    for _ in range(6):
+        rates = _rates_of(logs, start)
+        errors = [log(case.ratio(rates)) for case, _ in chosen]
+        slopes = []
+        for number in range(len(_FITTED)):
+            moved = list(logs)
+            moved[number] -= 0.05
+            other = _rates_of(moved, start)
+            slopes.append(
+                [
+                    (error - log(case.ratio(other))) / 0.05
+                    for (case, _), error in zip(chosen, errors, strict=True)
+                ]
+            )
+        weights = [
+            weight * min(1.0, _OUTLIER / max(abs(error), 1e-9))
+            for (_, weight), error in zip(chosen, errors, strict=True)
+        ]
+        step = _newton_step(
+            slopes, errors, weights, [a - b for a, b in zip(logs, origin, strict=True)]
+        )
+        for number, change in enumerate(step):
+            most = log(_most(_FITTED[number]))
+            logs[number] = min(logs[number] + max(min(change, 0.5), -0.5), most)
+    return _rates_of(logs, start)
+
+
+def _rates_of(logs: Sequence[float], start: Rates) -> Rates:
+    """Return the constants of these logarithms."""
+    return replace(start, **dict(zip(_FITTED, map(exp, logs), strict=True)))
+
+
+def _most(name: str) -> float:
+    """Return the most that a constant may be: a share is at most 1."""
+    return 1e5 if name == "width" else 1.0
+
+
+def _newton_step(
+    slopes: Sequence[Sequence[float]],
+    errors: Sequence[float],
+    weights: Sequence[float],
+    distance: Sequence[float],
+) -> list[float]:
+    """Solve the normal equations of weighted least squares with a pull to the start.
+
+    Args:
+        slopes: of each constant, the change of every error by it.
+        errors: to be made zero.
+        weights: of each error.
+        distance: of each constant from its start.
+    """
+    size = len(slopes)
+    rows = []
+    for one in range(size):
+        row = [
+            sum(map(prod, zip(slopes[one], slopes[other], weights, strict=True)))
+            for other in range(size)
+        ]
+        row[one] += _PULL
+        right = -sum(map(prod, zip(slopes[one], errors, weights, strict=True)))
+        rows.append([*row, right - _PULL * distance[one]])
+    for pivot in range(size):  # Gauss: the pull keeps every pivot above zero
+        for other in range(size):
+            if other == pivot:
+                continue
+            factor = rows[other][pivot] / rows[pivot][pivot]
+            rows[other] = [a - factor * b for a, b in zip(rows[other], rows[pivot], strict=True)]
+    return [row[-1] / row[number] for number, row in enumerate(rows)]
+
+
+def left_out_rates() -> dict[str, Rates]:
+    """Return the constants that all other sources give, by the source that is left out."""
+    names = dict.fromkeys(case.point["source"]["name"] for case in cases())
+    return {
+        name: fit([case for case in cases() if case.point["source"]["name"] != name])
+        for name in names
+    }
 
 
 def ranks(values: Sequence[float]) -> list[float]:
@@ -496,12 +681,49 @@ def by_source(rows: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
     return errors
 
 
-def throughput_errors(split: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the errors of one half, and the number of points left out for each reason."""
-    rows = []
-    for case in cases(split):
-        rows.append((case.point["source"]["name"], case.ratio() * case.measured, case.measured))
-    return by_source(rows), _counted(map(left_out, read_points(split)))
+def throughput_errors(rates_without: Mapping[str, Rates]) -> dict[str, Any]:
+    """Return the errors by source: with the constants that all other sources give, and with the
+    constants of the estimate, which all sources gave.
+
+    Args:
+        rates_without: constants by the source that they were fitted without.
+    """
+    left_out = []
+    fitted = []
+    kinds: dict[str, list[Case]] = {}
+    for case in cases():
+        name = case.point["source"]["name"]
+        kinds.setdefault(name, []).append(case)
+        left_out.append((name, case.ratio(rates_without[name]) * case.measured, case.measured))
+        fitted.append((name, case.ratio() * case.measured, case.measured))
+    errors = {"left out": by_source(left_out), "fitted": by_source(fitted)}
+    errors["kinds"] = {name: kinds_of(group) for name, group in kinds.items()}
+    for kind, rows in (("left out", left_out), ("fitted", fitted)):
+        errors[kind][_COMPARED] = by_source(row for row in rows if row[0] not in _SHOWN_ONLY)["all"]
+    medians = [
+        row["median_error"]
+        for name, row in errors["left out"].items()
+        if name not in ("all", _COMPARED, *_SHOWN_ONLY)
+    ]
+    errors["median_of_sources"] = round(statistics.median(medians), 4)
+    return errors
+
+
+def kinds_of(group: Sequence[Case]) -> str:
+    """Return what the points of a source are, in words: devices and how they share the work."""
+    words = dict.fromkeys(case.point["device"] for case in group)
+    for case in group:
+        by = case.parallelism
+        strategy = case.point["strategy"] or "ddp"
+        words[strategy.replace("zero", "ZeRO ").replace("ddp", "data parallel")] = None
+        for size, word in ((by.tensor, "tensor"), (by.pipe, "pipe")):
+            if size > 1:
+                words[word] = None
+        if case.point["model"].get("lora_r"):
+            words["LoRA"] = None
+        if case.point["model"]["kind"] in ("bert", "resnet50"):
+            words[{"bert": "BERT", "resnet50": "ResNet-50"}[case.point["model"]["kind"]]] = None
+    return ", ".join(words)
 
 
 def memory_errors(split: str) -> tuple[dict[str, Any], dict[str, int]]:
@@ -523,58 +745,104 @@ def _counted(reasons: Iterable[str | None]) -> dict[str, int]:
     return dict(Counter(reason for reason in reasons if reason).most_common())
 
 
-def results() -> dict[str, Any]:
-    """Return the results to write: errors and points left out, by half, and the constants."""
-    written: dict[str, Any] = {"constants": asdict(RATES)}
-    for quantity, find_errors in (("throughput", throughput_errors), ("memory", memory_errors)):
-        errors = {}
-        reasons = {}
-        for half in ("fit", "holdout"):
-            errors[half], reasons[half] = find_errors(half)
-        written[quantity] = errors
-        written[f"{quantity}_left_out"] = reasons
+def results(rates: Mapping[str, Rates]) -> dict[str, Any]:
+    """Return the results to write: errors and points left out, and the constants.
+
+    Args:
+        rates: constants by the source that they were fitted without.
+    """
+    without = {}
+    for name, found in rates.items():
+        without[name] = {field: getattr(found, field) for field in _FITTED}
+    written: dict[str, Any] = {
+        "constants": asdict(RATES),
+        "constants_without": without,
+        "throughput": throughput_errors(rates),
+        "throughput_left_out": _counted(map(left_out, read_points())),
+    }
+    errors = {}
+    reasons = {}
+    for half in ("fit", "holdout"):
+        errors[half], reasons[half] = memory_errors(half)
+    written["memory"] = errors
+    written["memory_left_out"] = reasons
     return written
+
+
+def rates_of(without: Mapping[str, Mapping[str, float]]) -> dict[str, Rates]:
+    """Return the constants that `results` wrote, by the source that they were fitted without."""
+    return {name: replace(_START, **values) for name, values in without.items()}
 
 
 def table(written: Mapping[str, Any]) -> str:
     """Return the results as the page shows them."""
+    throughput = written["throughput"]
     lines = [
-        "| what | source | half | points | median error | nine of ten within "
-        "| estimated / measured | Spearman |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
+        "Throughput:",
+        "",
+        "| source | kinds | points | left out: median error | nine of ten within "
+        "| estimated / measured | Spearman | with all sources: median error |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for quantity in ("throughput", "memory"):
-        for half, errors_by_source in written[quantity].items():
-            for name, errors in errors_by_source.items():
-                source = f"**all of {half}**" if name == "all" else name
-                correlation = ""
-                if errors["spearman"] is not None and name != "all":
-                    correlation = f"{errors['spearman']:.2f}"
-                lines.append(
-                    f"| {quantity} | {source} | {half} | {errors['points']} "
-                    f"| {errors['median_error']:.1%} | {errors['p90_error']:.1%} "
-                    f"| {errors['median_ratio']:.2f} | {correlation} |"
-                )
+    for name, errors in throughput["left out"].items():
+        title = f"**{name}**" if name in ("all", _COMPARED) else name
+        kinds = throughput["kinds"].get(name, "")
+        fitted = throughput["fitted"][name]["median_error"]
+        lines.append(
+            f"| {title} | {kinds} | {errors['points']} | {errors['median_error']:.1%} "
+            f"| {errors['p90_error']:.1%} | {errors['median_ratio']:.2f} "
+            f"| {_rank(errors, name)} | {fitted:.1%} |"
+        )
+    lines += [
+        "",
+        f"The median of the sources' medians is {throughput['median_of_sources']:.1%}.",
+        "",
+        "Memory, for which nothing was fitted but the share of unused pieces:",
+        "",
+        "| source | half | points | median error | nine of ten within | estimated / measured "
+        "| Spearman |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for half, errors_by_source in written["memory"].items():
+        for name, errors in errors_by_source.items():
+            title = f"**all of {half}**" if name == "all" else name
+            lines.append(
+                f"| {title} | {half} | {errors['points']} | {errors['median_error']:.1%} "
+                f"| {errors['p90_error']:.1%} | {errors['median_ratio']:.2f} "
+                f"| {_rank(errors, name)} |"
+            )
     lines += [
         "",
         "Left out, by a rule on their fields (`left_out` and `memory_left_out` in `validate.py`):",
         "",
     ]
-    for quantity in ("throughput", "memory"):
-        for half, reasons in written[f"{quantity}_left_out"].items():
-            listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-            lines.append(f"- {quantity}, {half}: {listed}.")
+    lines.append(f"- throughput: {_listed(written['throughput_left_out'])}.")
+    for half, reasons in written["memory_left_out"].items():
+        lines.append(f"- memory, {half}: {_listed(reasons)}.")
     return "\n".join(lines) + "\n"
 
 
+def _rank(errors: Mapping[str, Any], name: str) -> str:
+    if errors["spearman"] is None or name in ("all", _COMPARED):
+        return ""
+    return f"{errors['spearman']:.2f}"
+
+
+def _listed(reasons: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+
+
 def main() -> None:
-    """Fit, or write the results and the page's table."""
+    """Fit on all sources, or write the results and the page's table."""
     if "--fit" in sys.argv[1:]:
-        rates, loss = fit()
-        print(f"{rates}\nroot of the mean square of log ratios: {loss:.4f}")
+        print(fit(cases()))
         print(f"unused share: {unused_share():.4f}")
         return
-    written = results()
+    if "--kept" in sys.argv[1:]:
+        kept = json.loads((RESULTS / "planner.json").read_text(encoding="utf-8"))
+        written = results(rates_of(kept["constants_without"]))
+    else:
+        written = results(left_out_rates())
     (RESULTS / "planner.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     page = ROOT / "docs/planner.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)

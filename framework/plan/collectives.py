@@ -37,7 +37,7 @@ _LL128: Final = _Protocol(14e-6, 1.9e-6, 4.0 / 14.0, 0.92)
 # Bytes per second of one direction: NVLink has more, PCIe 5 less.
 _PCIE: Final = 64e9
 # Switches of NVLink 4 and later add up by themselves (NVLS): how many times as fast as a ring an
-# all-reduce over so many devices is, measured with nccl-tests on eight H200 at 8 GiB
+# all-reduce over a number of devices is, measured with nccl-tests on eight H200 at 8 GiB
 # (stas00/ml-engineering network/README.md, section SHARP). Other collectives gain nothing.
 _SWITCH_GAIN: Final = {5: 1.14, 6: 1.19, 7: 1.26, 8: 1.29}
 

@@ -8,31 +8,44 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Rates:
-    """Constants that no table of devices has. The first six were chosen on the `fit` half of the
-    published points by ``python -m benchmarks.planner.validate --fit``: least squares of log ratios
-    of throughput.
+    """Constants that no table of devices has.
+
+    The fitted ones name the sources of `benchmarks/planner` that show them most. They were fitted
+    all at once by ``python -m benchmarks.planner.validate --fit``: least squares of log ratios of
+    throughput, in which each source counts as much as every other. `docs/planner.md` has the error
+    of each source with constants that it had no part in.
 
     Attributes:
         plateau: share of the fastest matrix product that the products of a large model reach.
-        plateau_hopper: the same since Hopper: its clock falls under load.
+            Fitted: llm-foundry, internlm, narayanan-ptd, bigscience on A100.
+        plateau_hopper: the same since Hopper: its clock falls under load. Fitted: llm-foundry,
+            torchtitan, torchao, colossalai.
         attention: share of the fastest matrix product that attention reaches, in the scores that
-            are computed; fused kernels leave masked ones out.
+            are computed; fused kernels leave masked ones out. Fitted: llm-foundry, qwen with 4,096
+            and 8,192 tokens.
         attention_hopper: the same since Hopper: torch's kernels of attention were not written for
-            its tensor cores.
+            its tensor cores. Fitted: llm-foundry.
         width: half of the plateau is reached where a part's weights on one device are a square of
             this width, on a device of 1e15 FLOP/s; it grows with the root of those, as a product is
-            divided among more units.
-        memory: share of the memory's bandwidth that other operations reach.
+            divided among more units. Fitted: llm-foundry's small models, nvidia-bert,
+            nvidia-resnet, tensor 2 of internlm.
+        memory: share of the memory's bandwidth that other operations reach. Fitted: nvidia-bert,
+            nvidia-resnet, bigscience, which write the scores of attention.
         overlap: share of the computation beside which something is sent that hides it. Values from
             0.3 to 0.7 fit the points equally well.
-        network: share of the network's bandwidth that large collectives reach: four fifths of what
-            is printed (source `mle-network` of devices.json).
+        network: share of the network's bandwidth that large collectives reach. Fitted: internlm,
+            llm-foundry on several hosts; printed is four fifths (source `mle-network` of
+            devices.json).
         best: share of the peak that the fastest matrix product reaches on a device without a
             measurement: NVIDIA's reach 0.73 to 0.87.
-        launch_seconds: least time of one part in one pass, in which the host starts its operations.
-        weight_seconds: time of the host for one weight in one pass at stage 3. Of the points of the
-            `fit` half belle-402-007 to -009 show it: their steps take 0.38 to 0.42 s at every
-            length and width, for 293 weights in two passes.
+        best_plain: as `best`, of products in fp32, which tensor cores take no part in. Fitted:
+            nvidia-bert and nvidia-resnet on V100, at its bound.
+        best_tf32: the same of products in TF32, with operands twice as wide as in bf16. Fitted: nvidia-bert and nvidia-resnet on A100.
+        launch_seconds: time of the host to start an operation; of each one that runs forward two
+            run backward. The device waits for it where its own work takes less. Fitted: qwen with
+            256 and 512 tokens.
+        weight_seconds: time of the host for one weight in one pass at stage 3. Fitted: qwen at ZeRO
+            3, deepspeed-bf16-master, lsaie.
         joined_bytes: moved for an element of the optimizer's share by a step at stages 1 and 2
             beyond what the optimizer itself needs: counted, not measured on a device. The norm
             reads 2, the fp32 gradients take 2 + 4, and 4 + 4 where they are divided; the look for
@@ -41,17 +54,19 @@ class Rates:
             (benchmarks/results/one_gpu.json).
     """
 
-    plateau: float = 0.91
-    plateau_hopper: float = 0.822
-    attention: float = 0.323
-    attention_hopper: float = 0.2
-    width: float = 2270.0
-    memory: float = 0.612
+    plateau: float = 0.839
+    plateau_hopper: float = 0.761
+    attention: float = 0.226
+    attention_hopper: float = 0.222
+    width: float = 1170.0
+    memory: float = 0.485
     overlap: float = 0.5
-    network: float = 0.8
+    network: float = 0.783
     best: float = 0.8
-    launch_seconds: float = 2e-4
-    weight_seconds: float = 6.6e-4
+    best_plain: float = 1.0
+    best_tf32: float = 0.61
+    launch_seconds: float = 2.9e-5
+    weight_seconds: float = 3.3e-4
     joined_bytes: float = 46.0
 
 
@@ -65,6 +80,7 @@ OF_PROCESSORS: Final = Rates(
     memory=1.0,
     network=1.0,
     overlap=0.0,
+    best_tf32=1.0,
     launch_seconds=0.0,
     weight_seconds=0.0,
     joined_bytes=0.0,

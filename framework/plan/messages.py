@@ -25,7 +25,7 @@ def filled(sizes: Iterable[int], least: int) -> list[int]:
 
     So DeepSpeed's prefetch of stage 3 does (runtime/zero/partitioned_param_coordinator.py
     `fetch_sub_module`: while numel_prefetching < max_params_to_prefetch), and its sums of a
-    pipeline without ZeRO (runtime/engine.py `allreduce_no_retain`). With 0 each weight is a message.
+    pipeline without ZeRO (runtime/engine.py `allreduce_no_retain`). With 0 each weight is one.
     """
     messages = []
     elements = 0

@@ -175,6 +175,11 @@ class Tape:
         self._operations = []
 
     @property
+    def num_operations(self) -> int:
+        """Operations that the host starts for the part."""
+        return len(self._operations)
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes that the part saves, and none before it."""
         return sum(value.num_bytes for value in self._new)
@@ -723,8 +728,8 @@ class Tape:
         coming = self.run(sent, shape=travelling)
         repeats = query.shape[1] // key.shape[1]
         repeated = key.num_bytes + value.num_bytes if repeats > 1 else 0
-        # Gradients of queries; of keys and values the one that is here, that is sent and that comes;
-        # and what one chunk makes of all three, from keys and values that are repeated for queries.
+        # Gradients of queries; of keys and values the one that is here, the one that is sent and the
+        # one that comes; and what one chunk makes of all three, from keys and values that are repeated for queries.
         in_fp32 = _FP32 * (prod(query.shape) + 3 * travelling[0])
         of_chunk = query.num_bytes + 2 * repeats * repeated
         if repeats == 1:

@@ -3,7 +3,7 @@ machine, without torch.
 
 What is sent, and when, was read in DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`,
 `runtime/engine.py`, `runtime/pipe/engine.py`) and our `engine/gradient_sums.py`; sizes of messages
-are those of `framework.plan.messages`.
+come from `framework.plan.messages`.
 """
 
 from __future__ import annotations
@@ -158,12 +158,7 @@ class _Step:
         self.peak = needed(peak, f"peak in {by.dtype}", device)
         memory_bandwidth = needed(device.memory_bytes_per_second, "memory bandwidth", device)
         self.bandwidth = rates.memory * memory_bandwidth
-        best = device.matmul_flops_per_second
-        bf16 = device.flops_per_second.get("bf16")
-        if best and bf16:
-            self.fastest = self.peak * (best / bf16)
-        else:
-            self.fastest = self.peak * rates.best
+        self.fastest = self.peak * self.best_share()
         self.fastest_rounded = 0.0
         if by.rounding_bytes:
             in_fp8 = needed(device.flops_per_second.get("fp8"), "peak in fp8", device)
@@ -172,6 +167,23 @@ class _Step:
         self.num_held = self.num_own + sum(sum(group.frozen) for group in self.groups)
         self.stage_params = self.num_own / by.pipe
         self.held_params = self.num_held / by.pipe
+
+    def best_share(self) -> float:
+        """Return the share of the listed peak that the fastest matrix product reaches; a peak that
+        was measured is that product's.
+        """
+        dtype = self.by.dtype
+        device = self.machine.device
+        if self.machine.origin(f"flops_per_second.{dtype}") == "measured":
+            return 1.0
+        if dtype == "fp32":
+            return self.rates.best_plain
+        if dtype == "tf32":
+            return self.rates.best_tf32
+        bf16 = device.flops_per_second.get("bf16")
+        if device.matmul_flops_per_second and bf16:
+            return device.matmul_flops_per_second / bf16
+        return self.rates.best
 
     def time(self) -> StepTime:
         """Return all components of the step, those that take no time left out."""
@@ -382,7 +394,7 @@ class _Step:
             products_back -= products_again
             products_again = 0.0
         moved = self.moved(part, is_loss=is_loss)
-        least = self.rates.launch_seconds if part.flops else 0.0
+        least = self.rates.launch_seconds * part.num_operations
         launch = max(least - product - moved, 0.0)
         round_forward, round_backward = self.roundings(part)
         forward = {"compute": product, "memory-bound operations": moved, "launch": launch}
@@ -391,7 +403,8 @@ class _Step:
         backward = {
             "compute": products_back,
             "memory-bound operations": (1 + again) * moved + self.moved_for_tiles(part),
-            "launch": max(least - (products_back - products_again) - moved, 0.0) + again * launch,
+            "launch": max(2 * least - (products_back - products_again) - moved, 0.0)
+            + again * launch,
             "rounding to fp8": round_backward + again * round_forward,
         }
         if not is_loss and part.count > 1:

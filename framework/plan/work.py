@@ -70,6 +70,7 @@ class LayerWork:
         widest_bytes: bytes of the largest tensor that it saves.
         again_flops: the part of `flops` that runs again in the backward pass in any case.
         again_bytes: bytes that other operations move in the backward pass for it.
+        num_operations: operations that the host starts in its forward pass.
     """
 
     name: str
@@ -98,6 +99,7 @@ class LayerWork:
     again_bytes: int = 0
     score_flops: int = 0
     frozen_score_flops: int = 0
+    num_operations: int = 0
 
     @property
     def weight_flops(self) -> int:
@@ -589,6 +591,7 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
         again_flops=tape.again_flops,
         again_bytes=tape.again_bytes,
         score_flops=tape.score_flops,
+        num_operations=tape.num_operations,
         frozen_score_flops=tape.frozen_score_flops,
     )
     return part, made

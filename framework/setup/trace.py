@@ -174,6 +174,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         outputs = _tensors(result)
         if self.phase == "forward":
+            if not func.is_view:
+                self.current.figures["operations"] += 1
             self._count_operation(func, args, kwargs, result)
         for tensor in outputs:
             self._add_storage(tensor)
@@ -588,6 +590,7 @@ def _layer_work(
         flops=figures["flops"],
         masked_flops=figures["masked"],
         score_flops=figures["scores"],
+        num_operations=figures["operations"],
         frozen_flops=figures["frozen"],
         frozen_score_flops=figures["frozen_scores"],
         moved_bytes=figures["moved"],

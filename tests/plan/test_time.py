@@ -33,7 +33,10 @@ IDEAL = Rates(
     overlap=0.0,
     network=1.0,
     best=1.0,
+    best_plain=1.0,
+    best_tf32=1.0,
     launch_seconds=0.0,
+    weight_seconds=0.0,
 )
 DEVICE = Device(
     "round",
@@ -369,10 +372,15 @@ def test_an_offloaded_optimizer_runs_at_the_hosts_speed() -> None:
 
 
 def test_small_parts_take_as_long_as_they_take_to_start() -> None:
-    rates = replace(IDEAL, launch_seconds=1.0)
-    found = step_time(WORK, Parallelism(), MACHINE, rates)
+    rates = replace(IDEAL, launch_seconds=0.1)
+    parts = [replace(part, num_operations=10) for part in (BLOCK, HEAD)]
+    work = replace(WORK, parts=(*parts, LOSS))
+    found = step_time(work, Parallelism(), MACHINE, rates)
     passes = sum(found.seconds[name] for name in ("compute", "memory-bound operations", "launch"))
-    assert passes == pytest.approx(2 * 9, rel=1e-3)
+    # eight blocks and a head of ten operations forward and twenty backward
+    assert passes == pytest.approx(3 * 9, rel=1e-3)
+    again = step_time(work, Parallelism(recomputed=1.0), MACHINE, rates).seconds["launch"]
+    assert again - found.seconds["launch"] == pytest.approx(9, rel=1e-2)
 
 
 def test_narrow_products_are_slower() -> None:
