@@ -40,7 +40,8 @@ class Rates:
             measurement: NVIDIA's reach 0.73 to 0.87.
         best_plain: as `best`, of products in fp32, which tensor cores take no part in. Fitted:
             nvidia-bert and nvidia-resnet on V100, at its bound.
-        best_tf32: the same of products in TF32, with operands twice as wide as in bf16. Fitted: nvidia-bert and nvidia-resnet on A100.
+        best_tf32: the same of products in TF32, with operands twice as wide as in bf16. Fitted:
+            nvidia-bert and nvidia-resnet on A100.
         launch_seconds: time of the host to start an operation; of each one that runs forward two
             run backward. The device waits for it where its own work takes less. Fitted: qwen with
             256 and 512 tokens.
