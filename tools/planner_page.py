@@ -76,11 +76,13 @@ _WALL: Final = {
 
 def pages() -> dict[str, str]:
     """File -> its text as it should be."""
-    before, here = os.environ.get("XDG_CACHE_HOME"), Path.cwd()
+    before = {name: os.environ.get(name) for name in ("XDG_CACHE_HOME", "COLUMNS")}
+    here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(ROOT)
         # rates that were measured on this machine are not those of a page
         os.environ["XDG_CACHE_HOME"] = folder
+        os.environ["COLUMNS"] = "100"
         try:
             found = {
                 name: _filled((ROOT / name).read_text(encoding="utf-8"), Path(folder))
@@ -89,8 +91,10 @@ def pages() -> dict[str, str]:
             return found | {CHART: Path(folder, Path(CHART).name).read_text(encoding="utf-8")}
         finally:
             os.chdir(here)
-            os.environ.pop("XDG_CACHE_HOME")
-            os.environ |= {} if before is None else {"XDG_CACHE_HOME": before}
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def _filled(text: str, folder: Path) -> str:

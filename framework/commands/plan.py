@@ -15,6 +15,7 @@ from typing import Any, Final, TextIO
 from deepspeed_lint.text.document import COMMAND_LINE
 from deepspeed_lint.topology import find_gpu
 from framework.commands.cluster_options import find_cluster
+from framework.commands.folded import folded, width
 from framework.commands.paper import paper_lines, paper_section
 from framework.commands.plan_options import add_plan_options
 from framework.commands.stage_balance import StageBalance, find_stage_balance
@@ -282,9 +283,12 @@ def _print_lines(
     lines += answer.lines
     if question.arguments.paper:
         lines += paper_lines(plan)
-    lines += [f"{finding.severity}: {finding}" for finding in findings]
+    columns = width()
     for line in lines:
-        print(line)
+        for piece in folded(line, columns):
+            print(piece)
+    for finding in findings:  # a line each, which other programs find again
+        print(f"{finding.severity}: {finding}")
 
 
 def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
@@ -397,15 +401,45 @@ def _candidates_to_show(
 def _strategy_lines(
     question: _Question, planned: Candidate, result: SearchResult, candidates: Sequence[Candidate]
 ) -> Iterator[str]:
-    """Yield the table of the candidates, and why other strategies lost."""
+    """Yield the table of the candidates, and why other strategies lost; beside a plan alone one
+    line, if there are clear alternatives.
+    """
     target = question.target
+    if not question.is_wide:
+        yield from _alternative_line(planned, result)
+        return
     order = _order_text([*candidates, planned], target)
     yield f"{'best':<10}{order}; * as planned; batch: micro x steps x ranks"
     shown = [each for each in result.ranked if each in candidates or is_same(each, planned)]
-    for line in table_lines(shown, planned=planned):
+    columns = width() - len(_INDENT)
+    fits = not planned.lacking(target)
+    for line in table_lines(shown, planned=planned, fits=fits, columns=columns):
         yield f"{_INDENT}{line}"
-    if target.memory_bytes is not None or question.is_wide:
-        yield from _loser_lines(result, shown)
+    yield from _loser_lines(result, shown)
+
+
+def _alternative_line(planned: Candidate, result: SearchResult) -> Iterator[str]:
+    """Yield the best strategy beside the plan: the fastest that is faster, or where speeds are not
+    known the first that takes a tenth less.
+    """
+    others = [each for each in result.ranked if _is_worth_a_line(each, planned)]
+    if not others:
+        return
+    best = others[0]
+    text = f"{settings_text(best.changes(planned))}: {size_text(best.peak_bytes)} at most"
+    if best.samples_per_second is not None:
+        text += f", {best.samples_per_second:,.1f} samples per second"
+    if len(others) > 1:
+        text += f", the best of {len(others)}"
+    yield f"{'instead':<10}{text}; --search has the table"
+
+
+def _is_worth_a_line(candidate: Candidate, planned: Candidate) -> bool:
+    speed = candidate.samples_per_second
+    planned_speed = planned.samples_per_second
+    if speed is not None and planned_speed is not None:
+        return speed > 1.02 * planned_speed
+    return candidate.peak_bytes < 0.9 * planned.peak_bytes
 
 
 def _loser_lines(result: SearchResult, shown: Sequence[Candidate]) -> Iterator[str]:

@@ -9,10 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from framework.commands.folded import blocks
 from framework.config.training import Training
 from framework.errors import ConfigError, UsageError
 from framework.plan.alternatives import settings_text, size_text
 from framework.plan.candidate import Candidate
+from framework.plan.hardware import host_bytes
 from framework.plan.search import SearchResult
 from framework.plan.search_space import (
     ACCUMULATION,
@@ -49,16 +51,39 @@ _TIME_GROUPS: Final[Mapping[str, frozenset[str]]] = {
 }
 _TRAFFIC: Final = "traffic"
 _REASONS: Final = {"too-large": "does not fit", "refused": "refused"}
+_MARK: Final = ""
+_NUMBER: Final = "#"
+_FITS: Final = "fits"
+# Columns that every block of a folded table begins with, and those of the first block.
+_KEYS: Final = (_MARK, _NUMBER)
+_FIRST: Final = (
+    *_KEYS,
+    "ZeRO",
+    "offload",
+    "recompute",
+    "pipe",
+    "tensor",
+    "sequence",
+    "expert",
+    "batch",
+    "tokens",
+    "GiB",
+    "MiB",
+    "fits",
+    "step s",
+    "samples/s",
+    "tokens/s/device",
+)
 # Column -> usual cell: a column is left out if every row has that.
 _USUAL_CELLS: Final = {
-    "": " ",
+    _FITS: "yes",
     "offload": "none",
     "recompute": "0",
     "pipe": "1",
     "tensor": "1",
     "sequence": "1",
     "activations": "0.00",
-    "host": "0.00",
+    "on host": "0.00",
     "bubble": "0%",
     "update": "0%",
     "traffic": "0%",
@@ -83,16 +108,34 @@ def _group_of(name: str, groups: Mapping[str, frozenset[str]], rest: str) -> str
     return rest
 
 
-def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -> Iterator[str]:
-    """Yield the lines of an aligned table of candidates, with memory and time split into parts.
+def table_lines(
+    candidates: Sequence[Candidate],
+    *,
+    planned: Candidate | None,
+    fits: bool = True,
+    columns: int = 1000,
+) -> Iterator[str]:
+    """Yield the lines of an aligned table of candidates: their settings, memory and speed, then
+    memory and time in parts.
 
-    The plan itself is marked, and is the last row if it is not among the candidates.
+    Args:
+        candidates: that fit.
+        planned: the plan itself: it is marked, and is the last row if it is not among them.
+        fits: whether the plan fits; if not, its row has the word.
+        columns: width of a line; a wider table is folded into blocks with the same rows.
     """
     rows = _rows(_with_planned(candidates, planned), planned)
+    for number, row in enumerate(rows, start=1):
+        row[_NUMBER] = str(number)
+        row[_FITS] = "no" if row[_MARK] == "*" and not fits else "yes"
     # the longest row has every column: a row without a time lacks some
-    columns = [_column(title, rows) for title in max(rows, key=len) if _is_shown(title, rows)]
-    for line in zip(*columns, strict=True):
-        yield " ".join(line)
+    longest = max(rows, key=len)
+    titles: list[str] = [title for title in _FIRST if title in longest]
+    titles += [title for title in longest if title not in titles]
+    shown = [title for title in titles if title in _KEYS or _is_shown(title, rows)]
+    cells = [_column(title, rows) for title in shown]
+    for block in blocks(cells, len(_KEYS), columns):
+        yield from block
 
 
 def _with_planned(candidates: Sequence[Candidate], planned: Candidate | None) -> list[Candidate]:
@@ -157,7 +200,7 @@ def _row(
     if is_planned:
         mark = "*"
     row = {
-        "": mark,
+        _MARK: mark,
         "ZeRO": str(config.zero.stage),
         "offload": config.zero.offload_optimizer.device,
         "recompute": _recompute_cell(config.training),
@@ -172,7 +215,8 @@ def _row(
     sizes = grouped(memory.moments[memory.peak], MEMORY_GROUPS, BUFFERS)
     for name, size in sizes.items():
         row[name] = _in_units(size / unit_bytes)
-    row["host"] = _in_units(sum(memory.host.values()) / unit_bytes)
+    of_host = host_bytes(memory, plan.cluster.devices_per_host)
+    row["on host"] = _in_units(of_host / unit_bytes)
     if time is not None:
         row |= _time_cells(time)
     return row

@@ -44,6 +44,7 @@ training: {max_steps: 10}
 def no_measured_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates measured on this machine would change every answer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "1000")  # nothing is folded
 
 
 def plan(*words: str, capsys: Capture, code: int = 0) -> str:
@@ -52,31 +53,35 @@ def plan(*words: str, capsys: Capture, code: int = 0) -> str:
 
 
 def table(out: str) -> list[dict[str, str]]:
-    """Rows of the table of strategies by their titles."""
+    """Rows of the table of strategies by their titles, from all of its blocks."""
     lines = out.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("best "))
-    rows = []
+    rows: list[dict[str, str]] = []
+    titles: list[str] = []
     for line in lines[start + 1 :]:
         if not line.startswith("          "):
             break
-        rows.append(line.replace("*", "").replace(" x ", "x").replace("step s", "seconds").split())
-    return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+        words = line.replace("*", "").replace(" x ", "x")
+        cells = words.replace("step s", "seconds").replace("on host", "host").split()
+        if cells[0] == "#":
+            titles = cells
+        elif titles:  # the line above the table may be folded
+            if int(cells[0]) > len(rows):
+                rows.append({})
+            rows[int(cells[0]) - 1] |= dict(zip(titles, cells, strict=True))
+    return rows
 
 
 def test_one_output_has_everything(capsys: Capture) -> None:
     out = plan(*GPT, "zero.stage=1", "--gpu", "a100-80gb", capsys=capsys)
     labels = [line[:10].strip() for line in out.splitlines() if not line.startswith(" ")]
-    assert labels[:9] == [
-        "run",
-        "cluster",
-        "batch",
-        "length",
-        "precision",
-        "ZeRO",
-        "memory",
-        "time",
-        "best",
-    ]
+    planned = ["run", "cluster", "batch", "length", "precision", "ZeRO", "memory", "time"]
+    assert labels[:9] == [*planned, "instead"]
+    assert re.search(
+        r"^instead   .*recompute_every: 0: .* GiB at most, .*; --search has the table$",
+        out,
+        re.MULTILINE,
+    )
     assert "cluster   8 hosts x 8 cuda devices = 64 ranks" in out
     assert re.search(
         r"^memory    .* GiB on each rank between steps, .* GiB at most \(in the .*\) "
@@ -89,8 +94,38 @@ def test_one_output_has_everything(capsys: Capture) -> None:
         out,
         re.MULTILINE,
     )
-    assert out.count("\n          *") == 1
-    assert len({len(line) for line in out.splitlines() if re.match(r"^          [ *]", line)}) > 0
+    assert "best" not in labels
+    searched = plan(*GPT, "--gpu", "a100-80gb", "--search", capsys=capsys)
+    labels = [line[:10].strip() for line in searched.splitlines() if not line.startswith(" ")]
+    assert labels[:10] == [*planned, "best", "others"]
+    assert searched.count("\n          *") == 1
+
+
+@pytest.mark.parametrize("columns", [None, 80])
+def test_what_is_planned_fits_the_width(
+    columns: int | None, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table that is too wide has blocks with the same rows; every cell is in one of them."""
+    words = [*GPT, "zero.offload_optimizer.device=cpu", "--gpu", "a100-80gb", "--search"]
+    words += ["--top", "3"]
+    whole = table(plan(*words, capsys=capsys))
+    if columns is None:
+        monkeypatch.delenv("COLUMNS")
+    else:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    lines = plan(*words, capsys=capsys).splitlines()
+    lines = [line for line in lines if not line.startswith(("note: ", "warning: "))]
+    assert max(map(len, lines)) <= (columns or 100)
+    assert table("\n".join(lines)) == whole
+    assert len(whole) == 4
+    assert not [line for line in lines if re.match(r" *(GiB|MiB|s)\b", line)]
+
+
+def test_a_plan_that_does_not_fit_is_marked_in_the_table(capsys: Capture) -> None:
+    words = [*MODEL, "batch={micro_size: 8}", "zero.stage=1", "--num_gpus", "8"]
+    out = plan(*words, "--gpu", "a100-40gb", "--search", "--top", "2", capsys=capsys)
+    assert [row["fits"] for row in table(out)] == ["yes", "yes", "no"]
+    assert "fits" not in table(plan(*words, "--gpu", "h200-141gb", "--search", capsys=capsys))[0]
 
 
 def test_strategies_beside_a_plan_take_less_or_are_faster(capsys: Capture) -> None:
@@ -107,8 +142,13 @@ def test_strategies_beside_a_plan_take_less_or_are_faster(capsys: Capture) -> No
 
 def test_a_small_models_plan_has_no_larger_alternative(capsys: Capture) -> None:
     out = plan("ds_configs/quickstart.yaml", "--num_gpus", "2", capsys=capsys)
-    sizes = {row["ZeRO"]: float(row["MiB"]) for row in table(out)}
-    assert max(sizes.values()) == sizes["0"]  # the plan itself
+    assert "\ninstead " not in out
+    found = json.loads(
+        plan("ds_configs/quickstart.yaml", "--num_gpus", "2", "--json", capsys=capsys)
+    )
+    most = found["memory"]["total_bytes"][found["memory"]["peak"]]
+    for each in found["strategies"]["ranked"]:
+        assert each["memory"]["total_bytes"][each["memory"]["peak"]] < most
 
 
 @pytest.mark.slow
@@ -179,8 +219,8 @@ def test_the_margin_is_a_key_and_decides(capsys: Capture) -> None:
 
 def test_without_a_device_the_order_reports_it(capsys: Capture) -> None:
     order = "in the order of a card on PCIe (l4-24gb), speed unknown: no device named (--gpu)"
-    assert order in plan(*GPT, capsys=capsys)
-    out = plan(*GPT, "--gpu", "t4-16gb", capsys=capsys)
+    assert order in plan(*GPT, "--search", capsys=capsys)
+    out = plan(*GPT, "--gpu", "t4-16gb", "--search", capsys=capsys)
     assert "speed unknown: not all rates of t4-16gb are listed" in out or "the fastest first" in out
 
 
@@ -516,14 +556,12 @@ def test_the_plan_stands_among_the_best_where_it_belongs(capsys: Capture) -> Non
         "ds_configs/gpt_tiny.yaml",
         *sections,
         "data.sequence_length=1024",
-        "zero.stage=1",
         "--num_gpus",
         "1",
     )
-    out = plan(*words, "--gpu", "h200-141gb", capsys=capsys)
-    table = out[out.index("\nbest ") : out.index("\nothers ")].splitlines()[3:]
-    speeds = [float(row.split()[-2].replace(",", "")) for row in table]
-    assert [row.split()[0] for row in table].count("*") == 1
+    out = plan(*words, "--gpu", "h200-141gb", "--search", capsys=capsys)
+    speeds = [float(row["samples/s"].replace(",", "")) for row in table(out)]
+    assert out.count("\n          *") == 1
     assert len(speeds) > 2
     assert speeds == sorted(speeds, reverse=True)
     assert not re.search(r"zero\.stage: 1: ", out[out.index("\nothers ") :])

@@ -52,6 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     (tmp_path / "own.yaml").write_text(CONFIG, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(plan_command, "find_own_work", lambda plan: None)  # another child's answer
     # The working folder of these tests is not the checkout.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
