@@ -62,7 +62,10 @@ BERT = {
 }
 FP16 = {"dtype": "fp16", "initial_scale_power": 8}  # at which no step is skipped
 DECAY = {"kind": "adamw", "weight_decay": 0.5, "weight_decay_on": "matrices"}
+# Of DeepSpeed's LayerSpecs.
+SPECS = {**GPT, "model": {"target": "tests.jobs.pipe_parts:specs"}}
 MODELS: dict[str, dict[str, Any]] = {
+    "specs": SPECS,
     "lenet": LENET,
     "resnet": RESNET,
     "gpt": GPT,
@@ -142,6 +145,9 @@ TWO_RANKS = [
         tolerance=2e-3,
     ),
     Case("llama", "llama", training={"mlp_tile": 24}),
+    Case("specs", "specs", sections={"zero": {"stage": 1}}, clip=0.05),
+    Case("specs-recompute", "specs", training={"recompute_every": 2}),
+    Case("specs-whole", "specs", pipe=1, sections={"zero": {"stage": 2}}),
     Case("bert", "bert", steps=NUM_STEPS),
     Case("bert-zero1", "bert", parallel={"partition": "uniform"}, sections={"zero": {"stage": 1}}),
 ]
@@ -169,6 +175,7 @@ FOUR_RANKS = [
     Case("resnet-synchronised", "resnet", training={"sync_batch_norm": True}),
     Case("gpt-2x2", "gpt", sections={"zero": {"stage": 1}}, clip=0.05, steps=NUM_STEPS),
     Case("gpt-4", "gpt", pipe=4, parallel={"partition": "uniform"}),
+    Case("specs-4", "specs", pipe=4, parallel={"partition": "uniform"}),
 ]
 RARE_FOUR = [
     Case("bert-4", "bert", pipe=4),
@@ -236,6 +243,8 @@ def hold(case: Case, run_folder: Path, text: Path) -> None:
     # Synchronised norms of two data-parallel ranks see two micro-batches of 4 together.
     together = 2 if case.training.get("sync_batch_norm") else 1
     config = values(case, run_folder, text, global_size=16)
+    if case.model == "specs":
+        config["model"] = {"target": "tests.jobs.pipe_parts:SpecsByHand"}
     # Other norms see the micro-batches of their own rank, and the first rank's running statistics
     # are measured and saved.
     ranks = 2 if case.name == "resnet-2x2" else 1

@@ -242,3 +242,48 @@ class Breaks(Dataset[tuple[Tensor, Tensor]]):
 
 def breaking(how: str) -> Breaks:
     return Breaks(how)
+
+
+_VOCABULARY, _HIDDEN = 261, 16
+
+
+def _logits(words: nn.Module, value: Tensor) -> Tensor:
+    return nn.functional.linear(value, words.weight)
+
+
+def specs() -> Any:
+    """A language model as a script for DeepSpeed builds it."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    layers = [
+        TiedLayerSpec("words", nn.Embedding, _VOCABULARY, _HIDDEN),
+        LayerSpec(nn.Linear, _HIDDEN, 2 * _HIDDEN),
+        lambda value: value.relu(),
+        LayerSpec(nn.Linear, 2 * _HIDDEN, _HIDDEN),
+        LayerSpec(nn.LayerNorm, _HIDDEN),
+        TiedLayerSpec("words", nn.Embedding, _VOCABULARY, _HIDDEN, forward_fn=_logits),
+    ]
+    return PipelineModule(layers, num_stages=2)
+
+
+class SpecsByHand(nn.Module):
+    """The same in plain PyTorch, with the same first weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import deepspeed.pipe  # noqa: F401, the function below would import it too late
+
+        from framework.models.layer_specs import pipelines_unbuilt
+        from framework.models.layers import LayeredModel, as_layers
+
+        with pipelines_unbuilt():
+            weights = list(LayeredModel(as_layers(specs())).state_dict().values())
+        self.words = nn.Embedding(_VOCABULARY, _HIDDEN)
+        self.up = nn.Linear(_HIDDEN, 2 * _HIDDEN)
+        self.down = nn.Linear(2 * _HIDDEN, _HIDDEN)
+        self.norm = nn.LayerNorm(_HIDDEN)
+        self.load_state_dict(dict(zip(self.state_dict(), weights, strict=True)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        value = self.norm(self.down(self.up(self.words(tokens)).relu()))
+        return value @ self.words.weight.T
