@@ -68,6 +68,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
     "dsf.schedulers": {
         "constant": "framework.config.optimizer:Constant",
         "cosine": "framework.config.optimizer:Cosine",
+        "linear": "framework.config.optimizer:Linear",
         "polynomial": "framework.config.optimizer:Polynomial",
         "wsd": "framework.config.optimizer:WSD",
         "inverse_sqrt": "framework.config.optimizer:InverseSqrt",

@@ -364,14 +364,14 @@ class Retention:
     """Rules for checkpoints that are never deleted.
 
     Attributes:
-        last: number of the newest checkpoints that are kept.
+        last: number of the newest checkpoints that are kept, or ``all``.
         every_steps: checkpoints of steps that are multiples of it are kept; None for no such rule.
         best: name of a metric: the checkpoint with its best value is kept. While none has a value,
             none is deleted, as any may be the best. None for no such rule.
         best_is: the largest or the smallest value is the best.
     """
 
-    last: int
+    last: int | Literal["all"]
     every_steps: int | None = None
     best: str | None = None
     best_is: Literal["max", "min"] = "max"
@@ -382,6 +382,8 @@ class Retention:
         """List the checkpoints that may be deleted, oldest first, up to the `newest` step, which
         was just written; later ones belong to another past of the run.
         """
+        if self.last == "all":
+            return []
         past = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
         kept_steps = {checkpoint.step for checkpoint in past[-self.last :]}
         if self.best is not None:

@@ -504,10 +504,19 @@ def _order_text(shown: Sequence[Candidate], target: Hardware) -> str:
     return f"in the order of a card on PCIe ({USUAL_CARD}), speed unknown: {why}"
 
 
+def _on_disk(plan: Plan, num_bytes: int) -> str:
+    """Return the room of checkpoints of this size on disk, in words."""
+    kept = plan.num_newest_kept()
+    saved = f"{size_text(num_bytes)} a checkpoint"
+    if kept is None:
+        return f"{saved}, and all are kept"
+    room = size_text((kept + 1) * num_bytes)
+    return f"{saved}, {room} for {kept} kept and one being written"
+
+
 def _memory_lines(planned: Candidate, target: Hardware) -> Iterator[str]:
     """Yield lines on the memory of a rank, of a host, and on disk."""
     memory = planned.memory
-    kept = planned.plan.config.checkpoint.keep_last
     yield f"{'memory':<10}{_memory_text(memory, target)}"
     for label, components in (
         ("at most", memory.moments[memory.peak]),
@@ -521,10 +530,7 @@ def _memory_lines(planned: Candidate, target: Hardware) -> Iterator[str]:
     on_host = target.host_text(memory, planned.plan.cluster.devices_per_host)
     if on_host:
         yield f"{_INDENT}on hosts: {on_host}"
-    saved = size_text(memory.saved_bytes)
-    all_saved = size_text((kept + 1) * memory.saved_bytes)
-    on_disk = f"{saved} a checkpoint, {all_saved} for {kept} kept and one being written"
-    yield f"{_INDENT}on disk: {on_disk}"
+    yield f"{_INDENT}on disk: {_on_disk(planned.plan, memory.saved_bytes)}"
 
 
 def _memory_text(memory: Memory, target: Hardware) -> str:

@@ -9,6 +9,7 @@ up).
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
@@ -281,6 +282,14 @@ class Constant(SchedulerKind):
     kind: Literal["constant"] = "constant"
     warmup_steps: Count = 0
     """Steps of linear warm-up; step t (from 0) runs at lr x (t + 1) / warmup_steps."""
+    warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    """Warm-up as a share of the schedule's steps, rounded up; in place of `warmup_steps`."""
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Return the steps of the warm-up in a schedule of this length."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return ceil(self.warmup_ratio * total_steps)
 
 
 class _Falling(Constant):
@@ -312,6 +321,12 @@ class Polynomial(_Falling):
     """1: a straight line; 2: a parabola that ends flat."""
 
 
+class Linear(_Falling):
+    """Linear warm-up to the optimizer's rate, then a straight line down to `min_ratio` of it."""
+
+    kind: Literal["linear"] = "linear"  # type: ignore[assignment]
+
+
 class WSD(_Falling):
     """Warm-up, stable, decay: the full rate until the last `decay_steps`, so that a run can be made
     longer without another start (Hu et al. 2024; Haegele et al. 2024).
@@ -332,6 +347,10 @@ class InverseSqrt(SchedulerKind):
     kind: Literal["inverse_sqrt"] = "inverse_sqrt"
     warmup_steps: PositiveCount = 1000
     """Steps of linear warm-up, and the unit in which the way down is counted."""
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Return the steps of the warm-up in a schedule of any length."""
+        return self.warmup_steps
 
 
 class DeepSpeedSchedule(SchedulerKind):

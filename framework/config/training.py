@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
@@ -194,6 +194,24 @@ def switch(value: Any) -> Any:
     if value is False:
         return None
     return value
+
+
+_WORDS_OF_TRUTH: Final = frozenset(
+    {"", "yes", "no", "on", "off", "y", "n", "true", "false", "1", "0"}
+)
+
+
+def named(key: str) -> Callable[[Any], Any]:
+    """Return a switch that also takes a name, as the value of this key of the section; words that
+    mean true or false elsewhere are no names.
+    """
+
+    def take(value: Any) -> Any:
+        if isinstance(value, str) and value.lower() not in _WORDS_OF_TRUTH:
+            return {key: value}
+        return switch(value)
+
+    return take
 
 
 def _compile_switch(value: Any) -> Any:
@@ -494,8 +512,10 @@ class Checkpoint(_Often):
     into host memory, from which a process beside each rank writes it. async needs that memory: as
     much as a rank writes.
     """
-    keep_last: PositiveCount = 3
-    """Newest checkpoints that are kept; older ones of this run are deleted after a save."""
+    keep_last: Literal["all"] | PositiveCount = 3
+    """Newest checkpoints that are kept; older ones of this run are deleted after a save. ``all``:
+    none is deleted.
+    """
     keep_every: PositiveCount | None = None
     """Checkpoints whose step is a multiple of this are kept as well."""
     keep_best: str | None = None
@@ -655,16 +675,20 @@ _TensorBoard = Annotated[
     TensorBoard | None, BeforeValidator(switch, json_schema_input_type=bool | TensorBoard | None)
 ]
 _WandB = Annotated[
-    WandB | None, BeforeValidator(switch, json_schema_input_type=bool | WandB | None)
+    WandB | None,
+    BeforeValidator(named("project"), json_schema_input_type=bool | str | WandB | None),
 ]
 _MLflow = Annotated[
-    MLflow | None, BeforeValidator(switch, json_schema_input_type=bool | MLflow | None)
+    MLflow | None,
+    BeforeValidator(named("experiment"), json_schema_input_type=bool | str | MLflow | None),
 ]
 _Comet = Annotated[
-    Comet | None, BeforeValidator(switch, json_schema_input_type=bool | Comet | None)
+    Comet | None,
+    BeforeValidator(named("project"), json_schema_input_type=bool | str | Comet | None),
 ]
 _Trackio = Annotated[
-    Trackio | None, BeforeValidator(switch, json_schema_input_type=bool | Trackio | None)
+    Trackio | None,
+    BeforeValidator(named("project"), json_schema_input_type=bool | str | Trackio | None),
 ]
 
 
@@ -713,13 +737,13 @@ class Monitors(Section):
     csv: bool = True
     """``metrics.csv`` in the run folder."""
     wandb: _WandB = None
-    """Weights & Biases: true, false, or where."""
+    """Weights & Biases: true, false, the name of a project, or where."""
     mlflow: _MLflow = None
-    """MLflow: true, false, or where."""
+    """MLflow: true, false, the name of an experiment, or where."""
     comet: _Comet = None
-    """Comet: true, false, or where."""
+    """Comet: true, false, the name of a project, or where."""
     trackio: _Trackio = None
-    """trackio: true, false, or where."""
+    """trackio: true, false, the name of a project, or where."""
     others: list[Annotated[MonitorKind | Target, OneOf()]] = []
     """Kinds of installed packages, and your own by ``target``: each is called on rank 0 with its
     args, in a thread of its own, and gives an object with ``write(point)``

@@ -7,8 +7,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from framework.config.optimizer import AdamW8bit, Lion, ScheduleFree
+from framework.config.optimizer import AdamW8bit, Constant, Lion, ScheduleFree
 from framework.plan.plan import Plan
+from framework.plan.render import schedule_steps
 
 if TYPE_CHECKING:
     from framework.engine.initialize import MakeOptimizer
@@ -36,5 +37,8 @@ def own_optimizer(plan: Plan) -> MakeOptimizer:
         return partial(adam_8bit.AdamW8bit, **settings)
     from framework.engine import schedule_free
 
-    warmup_steps = getattr(plan.config.scheduler, "warmup_steps", 0)
+    scheduler = plan.config.scheduler
+    warmup_steps = getattr(scheduler, "warmup_steps", 0)
+    if isinstance(scheduler, Constant) and scheduler.warmup_ratio is not None:
+        warmup_steps = scheduler.num_warmup_steps(schedule_steps(plan))
     return partial(schedule_free.ScheduleFreeAdamW, **settings, warmup_steps=warmup_steps)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from framework.config.optimizer import WSD, Constant, Cosine, InverseSqrt, Polynomial
+from framework.config.optimizer import WSD, Constant, Cosine, InverseSqrt, Linear, Polynomial
 from framework.errors import ConfigError
 from framework.plan.plan import Plan
 from framework.plan.render import schedule_steps
@@ -30,12 +30,12 @@ def factor(schedule: Constant | InverseSqrt, step: int, total_steps: int) -> flo
     """Return the share of the learning rate at a step counted from 0: (t + 1) / W while warming up,
     then by kind.
 
-    W is `warmup_steps`, m `min_ratio`, k `power`, p the share of the steps after the warm-up that
+    W is the steps of warm-up, m `min_ratio`, k `power`, p the share of the steps after the warm-up that
     is over: cosine m + (1 - m) (1 + cos(pi p)) / 2 (Loshchilov & Hutter 2017, eq. 5), polynomial
-    m + (1 - m) (1 - p)^k, inverse_sqrt sqrt(W / (t + 1)) (Vaswani et al. 2017, eq. 3); wsd 1 until
+    m + (1 - m) (1 - p)^k, linear with k = 1, inverse_sqrt sqrt(W / (t + 1)) (Vaswani et al. 2017, eq. 3); wsd 1 until
     the last `decay_steps`, over which p counts then (Haegele et al. 2024).
     """
-    warmup = schedule.warmup_steps
+    warmup = schedule.num_warmup_steps(total_steps)
     if step < warmup:
         return (step + 1) / warmup
     if isinstance(schedule, InverseSqrt):
@@ -51,6 +51,8 @@ def factor(schedule: Constant | InverseSqrt, step: int, total_steps: int) -> flo
             # the remainder of integers, so that rounding moves no begin of a cycle
             cycle_progress = (step - first) * schedule.cycles % length / length
         left = _half_cosine(cycle_progress)
+    elif isinstance(schedule, Linear):
+        left = 1.0 - progress
     elif isinstance(schedule, Polynomial):
         left = (1.0 - progress) ** schedule.power
     elif isinstance(schedule, WSD):
@@ -148,6 +150,7 @@ def client_schedule(
     if not isinstance(schedule, (Constant, InverseSqrt)) or schedule == Constant():
         return None
     total_steps = 0
-    if "total_steps" in type(schedule).model_fields:
+    is_of_the_length = getattr(schedule, "warmup_ratio", None) is not None
+    if is_of_the_length or "total_steps" in type(schedule).model_fields:
         total_steps = schedule_steps(plan)
     return partial(StepSchedule, factor=partial(factor, schedule, total_steps=total_steps))

@@ -143,9 +143,11 @@ def _take_warmup(arguments: ForeignArguments, schedule: str) -> None:
         warmup = 0
     if 0 < warmup < 1 and max_steps > 0:
         warmup = math.ceil(warmup * max_steps)
-    if 0 < warmup < 1:
+    if 0 < warmup < 1 and schedule == "inverse_sqrt":
         share = f"{warmup:g} of the steps"
         arguments.omit("warmup", share, "`plan` says how many; set scheduler.warmup_steps")
+    elif 0 < warmup < 1:
+        arguments.put("scheduler.warmup_ratio", warmup, "warmup_ratio")
     elif warmup or schedule == "inverse_sqrt":
         num_steps = int(warmup) or _INVERSE_SQRT_WARMUP
         arguments.put("scheduler.warmup_steps", num_steps, "warmup_steps")
@@ -225,8 +227,7 @@ def _take_cadences(arguments: ForeignArguments) -> None:
     if num_kept:
         arguments.put("checkpoint.keep_last", num_kept, "save_total_limit")
     elif arguments.take("save_strategy") != "no":
-        reason = "all are kept there; here checkpoint.keep_last, 3"
-        arguments.omit("save_total_limit", "none", reason)
+        arguments.put("checkpoint.keep_last", "all", "save_total_limit")
     _take_best_checkpoint(arguments)
 
 

@@ -128,6 +128,32 @@ class Plan:
             chosen[key] = getattr(getattr(self.config, section), name)
         return chosen
 
+    def num_newest_kept(self) -> int | None:
+        """Return the most checkpoints that `checkpoint.keep_last` keeps; None where that depends on
+        the time a step takes, or on data that is not read.
+        """
+        kept = self.config.checkpoint.keep_last
+        if kept == "all":
+            return self._num_saves()
+        return kept
+
+    def _num_saves(self) -> int | None:
+        checkpoint = self.config.checkpoint
+        total_steps = self.length.total_steps
+        if total_steps is None or checkpoint.every_minutes is not None:
+            return None
+        every_steps = checkpoint.every_steps
+        if every_steps is None and checkpoint.every_epochs is not None:
+            every_steps = checkpoint.every_epochs * self.length.epoch
+        saves = 0
+        is_last_saved = False
+        if every_steps is not None:
+            saves, rest = divmod(total_steps, every_steps)
+            is_last_saved = rest == 0
+        if checkpoint.at_end and not is_last_saved:
+            saves += 1
+        return saves
+
     def on_device(self, device: Device, source: Source) -> Plan:
         """Return the plan for a kind of device that has become known: layout and length are the
         same on every kind, and only what the rules find may differ.

@@ -29,6 +29,7 @@ STEPS = [saved(step) for step in (10, 20, 30, 40, 50)]
     [
         (Retention(2), 50, [10, 20, 30]),
         (Retention(9), 50, []),
+        (Retention("all"), 50, []),
         (Retention(1), 30, [10, 20]),
         (Retention(1, every_steps=20), 50, [10, 30]),
         (Retention(1, every_steps=7), 50, [10, 20, 30, 40]),

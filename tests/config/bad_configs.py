@@ -175,8 +175,8 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
             f":1: optimizer.kind = adamW: there is no such kind; did you mean 'adamw'? known: {OPTIMIZERS} "
             "[unknown-kind]",
             ":2: scheduler.kind = WarmupLR: there is no such kind; did you mean 'warmup'? known: constant, cosine, "
-            "polynomial, wsd, inverse_sqrt, warmup, warmup_decay, warmup_cosine, one_cycle, lr_range_test, or target: "
-            "package.module:name [unknown-kind]",
+            "linear, polynomial, wsd, inverse_sqrt, warmup, warmup_decay, warmup_cosine, one_cycle, lr_range_test, "
+            "or target: package.module:name [unknown-kind]",
             ":3: precision.dtype = bfloat16: there is no such kind; did you mean 'bf16'? known: fp32, fp16, bf16, "
             "autocast [unknown-kind]",
         ],

@@ -321,3 +321,20 @@ def test_paths_begin_at_the_home_folder_wherever_a_config_names_one(
         assert text.to_dict()["data"]["tokenizer"] == "/home/me/tok"
     images = config_from_values({"data": {"kind": "image_folder", "root": "~/images"}})
     assert images.to_dict()["data"]["root"] == "/home/me/images"
+
+
+@pytest.mark.parametrize(
+    ("sink", "key"),
+    [
+        ("wandb", "project"),
+        ("mlflow", "experiment"),
+        ("comet", "project"),
+        ("trackio", "project"),
+    ],
+)
+def test_a_sink_is_named_alone(sink: str, key: str) -> None:
+    named = config_from_values({"monitors": {sink: "vision"}})
+    assert named == config_from_values({"monitors": {sink: {key: "vision"}}})
+    for word in ("yes", "off", ""):
+        with pytest.raises(ConfigError, match=r"true or false belongs; .*\[wrong-type\]"):
+            config_from_values({"monitors": {sink: word}})

@@ -288,6 +288,10 @@ SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
         {"kind": "polynomial", "warmup_steps": 5, "power": 2.0},
         lambda t: 1e-3 * ((t + 1) / 5 if t < 5 else ((20 - t) / 15) ** 2),
     ),
+    "linear": (
+        {"kind": "linear", "warmup_ratio": 0.2, "min_ratio": 0.1},
+        lambda t: 1e-3 * ((t + 1) / 4 if t < 4 else 1.0 - 0.9 * (t - 4) / 16),
+    ),
     "wsd": (
         {"kind": "wsd", "warmup_steps": 2, "decay_steps": 8, "min_ratio": 0.2},
         lambda t: 1e-3 * ((t + 1) / 2 if t < 2 else 1.0 if t < 12 else 1.0 - 0.8 * (t - 12) / 8),

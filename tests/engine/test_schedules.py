@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from framework.config.load import config_from_values
-from framework.config.optimizer import WSD, Constant, Cosine, Polynomial
+from framework.config.optimizer import WSD, Constant, Cosine, Linear, Polynomial
 from framework.engine.schedules import OwnSchedule, StepSchedule, client_schedule, factor
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
@@ -72,6 +72,23 @@ def test_a_polynomial_is_torchs(power: float) -> None:
     oracle = PolynomialLR(optimizer(1.0), total_iters=20, power=power)
     found = rates(Polynomial(power=power), 20)
     assert found == pytest.approx(rates_of_torch(oracle, 23), abs=1e-12)
+
+
+def test_linear_is_torchs() -> None:
+    oracle = PolynomialLR(optimizer(1.0), total_iters=20, power=1.0)
+    assert rates(Linear(), 20) == pytest.approx(rates_of_torch(oracle, 23), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "total", "steps"), [(0.1, 100, 10), (0.03, 50, 2), (0.0, 50, 0), (0.99, 3, 3)]
+)
+@pytest.mark.parametrize("kind", [Constant, Cosine, Linear, Polynomial])
+def test_a_warmup_of_a_share_is_one_of_so_many_steps(
+    kind: type[Constant], ratio: float, total: int, steps: int
+) -> None:
+    """Rounded up, as the Trainer of transformers does (`get_warmup_steps`)."""
+    found = rates(kind(warmup_ratio=ratio), total)
+    assert found == rates(kind(warmup_steps=steps), total)
 
 
 def test_stable_and_then_down() -> None:

@@ -21,10 +21,11 @@ def test_the_trainers_arguments_with_its_defaults() -> None:
         0.0,
     )
     assert (config.scheduler.kind, config.training.max_epochs, config.batch.micro_size) == (
-        "polynomial",
+        "linear",
         3,
         8,
     )
+    assert config.checkpoint.keep_last == "all"
     assert (config.training.log_every, config.checkpoint.every_steps, config.evaluation.at_end) == (
         500,
         500,

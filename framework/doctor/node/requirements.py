@@ -136,7 +136,10 @@ def _kept(plan: Plan) -> dict[str, int]:
     """
     checkpoint = plan.config.checkpoint
     total_steps = plan.length.total_steps
-    kept = {f"checkpoint.keep_last: {checkpoint.keep_last}": checkpoint.keep_last}
+    kept = {}
+    newest = plan.num_newest_kept()
+    if newest is not None:
+        kept[f"checkpoint.keep_last: {checkpoint.keep_last}"] = newest
     if checkpoint.keep_every is not None and total_steps is not None:
         every_steps = checkpoint.every_steps if checkpoint.every_epochs is None else None
         every = math.lcm(checkpoint.keep_every, every_steps or 1)  # only saved steps are kept

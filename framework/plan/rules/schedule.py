@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from framework.config.load import Source
-from framework.config.optimizer import WSD, OneCycle, WarmupLR, optimizer_lr
+from framework.config.optimizer import WSD, Constant, OneCycle, WarmupLR, optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.config.training import Profile
 from framework.errors import Problem
@@ -36,18 +36,33 @@ def schedule_needs_lr(config: RunConfig, cluster: Cluster) -> Found:
 def warmup_fits(config: RunConfig, cluster: Cluster) -> Found:
     """Find a warm-up as long as the schedule: it never reaches the learning rate of the config."""
     total = getattr(config.scheduler, "total_steps", None)
-    key, needed = _fixed_steps(config)
-    if total is not None and needed >= total:
+    if total is None:
+        return
+    key, needed = _fixed_steps(config, total)
+    if needed >= total:
         fix = "make it shorter, or leave total_steps out"
         yield f"scheduler.{key}", f"the whole schedule has {total} steps", fix
 
 
-def _fixed_steps(config: RunConfig) -> tuple[str, int]:
-    """Return the key of the schedule's last fixed part, and the steps of all of them; a schedule
-    may be no shorter.
+@rule("section-clash")
+def one_warmup(config: RunConfig, cluster: Cluster) -> Found:
+    """Find a warm-up that is given as steps and as a share of them."""
+    scheduler = config.scheduler
+    if getattr(scheduler, "warmup_ratio", None) is None:
+        return
+    if "warmup_steps" in scheduler.model_fields_set:
+        reason = f"scheduler.warmup_steps = {getattr(scheduler, 'warmup_steps', 0)} gives it too"
+        yield "scheduler.warmup_ratio", reason, "keep one of the two"
+
+
+def _fixed_steps(config: RunConfig, total_steps: int) -> tuple[str, int]:
+    """Return the key of the schedule's last fixed part, and the steps of all of them in one of
+    `total_steps`; a schedule may be no shorter.
     """
     scheduler = config.scheduler
     warmup = getattr(scheduler, "warmup_steps", 0)
+    if isinstance(scheduler, Constant):
+        warmup = scheduler.num_warmup_steps(total_steps)
     if isinstance(scheduler, WSD):
         return "decay_steps", warmup + scheduler.decay_steps - 1
     return "warmup_steps", warmup
@@ -116,9 +131,9 @@ def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[
     steps.
     """
     scheduler = config.scheduler
-    key, needed = _fixed_steps(config)
     if not total_steps:
         return
+    key, needed = _fixed_steps(config, total_steps)
     if config.profile is not None:
         yield from _length_for_profile(config.profile, total_steps)
     if isinstance(scheduler, OneCycle):

@@ -95,6 +95,8 @@ def test_room_for_the_next_checkpoints(
             3 + 1,
             "checkpoint.keep_last: 3, checkpoint.keep_best: eval/loss",
         ),
+        ({"keep_last": "all", "every_steps": 300}, 4, "checkpoint.keep_last: all"),
+        ({"keep_last": "all", "every_steps": 250}, 4, "checkpoint.keep_last: all"),
     ],
 )
 def test_everything_that_is_kept_must_fit(

@@ -434,6 +434,14 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"optimizer": TARGET, "scheduler": {"kind": "warmup", "max_lr": 0.1}}, "cuda", None),
         ({"optimizer": TARGET, "scheduler": {"kind": "warmup_cosine"}}, "cuda", None),
     ],
+    "one_warmup": [
+        (
+            {"scheduler": {"kind": "cosine", "warmup_steps": 9, "warmup_ratio": 0.1}},
+            "cuda",
+            "section-clash",
+        ),
+        ({"scheduler": {"kind": "linear", "warmup_ratio": 0.1}}, "cuda", None),
+    ],
     "warmup_fits": [
         (
             {"scheduler": {"kind": "warmup_decay", "warmup_steps": 5, "total_steps": 5}},
