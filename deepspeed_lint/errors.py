@@ -4,12 +4,13 @@ the errors that hold problems, with the exit code that each one ends the process
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from math import isfinite
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TextIO
 
 EXIT_OK: Final = 0
 EXIT_PROBLEMS: Final = 2
@@ -273,3 +274,49 @@ class ConfigError(FrameworkError):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...] | str]]:
         return type(self), (tuple(self.problems) or str(self),)
+
+
+_RED: Final = "\x1b[1;31m"
+_YELLOW: Final = "\x1b[1;33m"
+_CYAN: Final = "\x1b[36m"
+_DIM: Final = "\x1b[2m"
+_PLAIN: Final = "\x1b[0m"
+# A problem as one line: its severity unless it is an error, its place or key, the text, its kind.
+_PROBLEM: Final = re.compile(
+    r"((?:warning|note): )?(.*?: )?(.*?)( \[[a-z][a-z0-9]*(?:-[a-z0-9]+)+\])?"
+)
+
+
+def painted_for(stream: TextIO, text: str) -> str:
+    """Return a text with problems as lines in colours, if the stream gets colours."""
+    if is_coloured(stream):
+        return "".join(map(painted, text.splitlines(keepends=True)))
+    return text
+
+
+def is_coloured(stream: TextIO) -> bool:
+    """Check whether a stream gets colours: a terminal does. The environment may decide otherwise:
+    NO_COLOR (no-color.org) and FORCE_COLOR (force-color.org), the first of them if both are set.
+    """
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return os.environ["FORCE_COLOR"] != "0"
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def painted(line: str) -> str:
+    """Return a line that states a problem in colours, and any other line as it is: an error is red
+    where it begins, a warning yellow, a note cyan; the kind is dim.
+    """
+    body = line.rstrip("\n")
+    match = _PROBLEM.fullmatch(body)
+    if match is None:
+        return line
+    severity, place, text, kind = match.groups()
+    if not severity and not kind:
+        return line
+    colour = {"warning: ": _YELLOW, "note: ": _CYAN}.get(severity or "", _RED)
+    head = f"{colour}{severity or ''}{place or ''}{_PLAIN}"
+    tail = f"{_DIM}{kind}{_PLAIN}" if kind else ""
+    return f"{head}{text}{tail}{line[len(body) :]}"

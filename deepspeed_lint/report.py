@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from deepspeed_lint.errors import EXIT_OK, EXIT_PROBLEMS, Problem, visible
+from deepspeed_lint.errors import EXIT_OK, EXIT_PROBLEMS, Problem, painted_for, visible
 
 Format = Literal["text", "json", "github"]
 FORMATS: Final[tuple[Format, ...]] = ("text", "json", "github")
@@ -52,7 +52,8 @@ def report(results: Sequence[CheckResult], format_: Format, *, on_stdout: bool =
             summaries = [f"{result.file}: {result.summary}" for result in fine_files]
             print(visible("\n".join(summaries)), file=sys.stdout)
         if problems:
-            print(visible("\n".join(map(as_text, problems))), file=sys.stderr)
+            lines = visible("\n".join(map(as_text, problems)))
+            print(painted_for(sys.stderr, lines), file=sys.stderr)
     if len(fine_files) == len(results):
         return EXIT_OK
     return EXIT_PROBLEMS

@@ -55,8 +55,8 @@ def _add_arguments(parser: CommandParser) -> None:
 
 
 def find_keys(word: str) -> list[str]:
-    """Return the keys that a word finds: those of its exact name; else those that other tools'
-    word stands for; else those with it in their names; else those with it in their sentences.
+    """Return the keys that a word finds: keys of this name and keys that it stands for in other
+    tools; else keys with the word in their names; else keys with it in their sentences.
     """
     keys = key_forms()
     plain = _as_key(word)

@@ -133,7 +133,7 @@ def meaning(name: str, section: str = "") -> OtherWord | None:
 
 
 def same_key(name: str, section: str = "") -> str | None:
-    """Return our key of which a word is another name in every tool that has it; None: a choice, or
+    """Return our key for which a word is another name in every tool that has it; None: a choice, or
     other values.
     """
     words = words_named(name, section)

@@ -40,8 +40,8 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def learn_spelling(self, name: str) -> None:
-        """Take a name for the option of which it is the other spelling, if it is one; the help
-        shows the spelling in which the option was added.
+        """Take a name as an option, if it is the other spelling of one; the help shows the
+        spelling in which the option was added.
         """
         actions = self._option_string_actions
         if name.startswith("--") and name not in actions:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from deepspeed_lint.errors import masked as masked
+from deepspeed_lint.errors import painted_for
 from deepspeed_lint.errors import visible as visible
 
 
@@ -20,7 +21,7 @@ def write(stream: TextIO | None, text: str) -> None:
     if stream is None:
         return
     try:
-        stream.write(visible(text))
+        stream.write(painted_for(stream, visible(text)))
         stream.flush()
     except OSError:
         leave(stream)

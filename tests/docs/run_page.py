@@ -138,6 +138,8 @@ def comparable(command: str, text: str) -> list[str]:
             _PARTS.sub("parts", _FIGURE.sub("#", re.sub(r"\S*/?(tensorboard --)", r"\1", line)))
             for line in lines
         ]
+    # on a busy machine there is time left to speak of
+    lines = [re.sub(r"  left #:#:#$", "", line) for line in lines]
     # which classes took time differs
     lines = [re.sub(r"^(\s*goodput ).*", r"\1#", line) for line in lines]
     lines = [re.sub(r"(finished after # steps; ).*", r"\1verdict", line) for line in lines]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_lint.errors import is_coloured, painted
 from framework.errors import show_value
 from framework.system.output import visible, write
 from tests.places import ROOT
@@ -88,3 +89,55 @@ def test_what_would_steer_a_terminal_is_visible(text: str) -> None:
     assert stream.getvalue() == f"a{shown}b \N{SNOWMAN}\tc\n"
     assert visible(f"{text}\n", keeps="") == shown + "\\n"
     assert show_value(f"a{text}b").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("environment", "on_a_terminal", "elsewhere"),
+    [
+        ({}, True, False),
+        ({"NO_COLOR": "1"}, False, False),
+        ({"FORCE_COLOR": "1"}, True, True),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
+        ({"NO_COLOR": "", "FORCE_COLOR": "0"}, False, False),
+        ({"TERM": "dumb"}, False, False),
+    ],
+    ids=str,
+)
+def test_colours_are_for_terminals_unless_the_environment_decides(
+    environment: dict[str, str],
+    on_a_terminal: bool,
+    elsewhere: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO()
+    assert is_coloured(stream) is elsewhere
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert is_coloured(stream) is on_a_terminal
+    write(stream, "a.yaml:1:2: run.seed = -1: too small; write 0 [wrong-value]\n")
+    assert ("\x1b[" in stream.getvalue()) is on_a_terminal
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (
+            "a.yaml:1:2: run.seed = -1: too small [wrong-value]\n",
+            "\x1b[1;31ma.yaml:1:2: \x1b[0mrun.seed = -1: too small\x1b[2m [wrong-value]\x1b[0m\n",
+        ),
+        (
+            "warning: zero: it does nothing [inert-at-stage]\n",
+            "\x1b[1;33mwarning: zero: \x1b[0mit does nothing\x1b[2m [inert-at-stage]\x1b[0m\n",
+        ),
+        ("note: nothing\n", "\x1b[36mnote: \x1b[0mnothing\n"),
+        ("a.yaml: fine on 1 device\n", "a.yaml: fine on 1 device\n"),
+        ("step 1/2 loss [red]\n", "step 1/2 loss [red]\n"),
+        ("\n", "\n"),
+    ],
+)
+def test_only_lines_that_state_a_problem_are_painted(line: str, shown: str) -> None:
+    assert painted(line) == shown

@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from shutil import get_terminal_size
 from typing import Literal
 
@@ -34,6 +35,7 @@ _LEFT_OUT_FIRST = ("memory/device_peak_bytes", "train/grad_norm", "train/lr")
 # Width of the steps, the time left and the metrics of a usual run.
 _BESIDE_THE_BAR = 86
 _SHORTEST_BAR = 8
+_SHORTEST_TIME_LEFT = 10.0  # seconds
 
 
 def make_console(
@@ -91,15 +93,35 @@ class Lines:
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
         self._widths = dict(_USUAL_WIDTHS)
+        self._first: Point | None = None
 
     def write(self, point: Point) -> None:
         width = len(str(self._total_steps))
         place = f"step {point.step:>{width}}/{self._total_steps}  epoch {point.epoch:.2f}"
+        left = self._time_left(point)
         longest: int | None = None
         if sys.stdout is not None and sys.stdout.isatty():
-            longest = get_terminal_size().columns - len(place) - 2
-        # A closed terminal is no reason to lose a run.
-        write(sys.stdout, f"{place}  {describe(point, longest=longest, widths=self._widths)}\n")
+            longest = get_terminal_size().columns - len(place) - len(left) - 2
+        line = f"{place}  {describe(point, longest=longest, widths=self._widths)}{left}\n"
+        write(sys.stdout, line)  # a closed terminal is no reason to lose a run
+
+    def _time_left(self, point: Point) -> str:
+        """Return the time to the last step, at the pace since the first point, evaluations and
+        saves included; empty for evaluations, for the first point, and in the last seconds of a run.
+        """
+        if "train/loss" not in point.metrics:
+            return ""
+        if self._first is None:
+            self._first = point
+            return ""
+        num_steps = point.step - self._first.step
+        if num_steps <= 0:
+            return ""
+        pace = (point.time_seconds - self._first.time_seconds) / num_steps
+        seconds = pace * (self._total_steps - point.step)
+        if seconds < _SHORTEST_TIME_LEFT:
+            return ""
+        return f"  left {timedelta(seconds=round(seconds))}"
 
     def close(self) -> None:
         pass
@@ -150,10 +172,10 @@ class Bar:
                     f"step {point.step}  {describe(point)}", highlight=False, markup=False
                 )
             else:
+                epoch = f"epoch {point.epoch:.2f}"
+                metrics = describe(point, longest=self._longest - len(epoch) - 2)
                 self._progress.update(
-                    self._task,
-                    completed=point.step,
-                    description=describe(point, longest=self._longest),
+                    self._task, completed=point.step, description=f"{epoch}  {metrics}"
                 )
 
     def close(self) -> None:

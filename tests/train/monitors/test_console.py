@@ -8,6 +8,7 @@ from typing import Literal
 
 import pytest
 
+from framework.train.monitors.base import Point
 from framework.train.monitors.console import Bar, Lines, describe, make_console
 from tests.train.monitors.points import point
 
@@ -55,6 +56,22 @@ def test_columns_stand_below_each_other_for_any_values(
     for label in ("loss ", "lr ", "grad norm "):
         assert len({line.index(label) for line in shown}) == 1, shown
     assert len({re.search(r"[\d,]+ samples/s", line).start() for line in shown}) == 1, shown  # type: ignore[union-attr]
+
+
+def test_lines_show_the_time_left_at_the_pace_so_far(capsys: pytest.CaptureFixture[str]) -> None:
+    """Evaluations and saves count; the first point has no pace yet, and the end needs no estimate."""
+    lines = Lines(200)
+    for step, seconds, metric in (
+        (10, 0.0, "train/loss"),
+        (20, 100.0, "train/loss"),
+        (20, 140.0, "eval/loss"),
+        (40, 300.0, "train/loss"),
+        (199, 1990.0, "train/loss"),
+        (200, 2000.0, "train/loss"),
+    ):
+        lines.write(Point(step, step / 4, seconds, {metric: 0.5}))
+    shown = [line.partition("loss 0.5000")[2] for line in capsys.readouterr().out.splitlines()]
+    assert shown == ["", "  left 0:30:00", "", "  left 0:26:40", "  left 0:00:11", ""]
 
 
 def test_lines_fit_a_terminal(
@@ -146,6 +163,7 @@ def test_the_bar_fits_the_terminal(
     line = plain(shown.get()).rstrip("\n")
     assert len(line) <= columns
     assert re.match(
-        rf"step +120/{total} .* (-:--:--|\d+:\d\d:\d\d) +loss 0\.1234 .*12,345 samples/s *$", line
+        rf"step +120/{total} .* (-:--:--|\d+:\d\d:\d\d) +epoch 30\.00  loss 0\.1234 .*12,345 samples/s *$",
+        line,
     ), line
     assert "grad norm" in line or columns < 160
