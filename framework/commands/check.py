@@ -42,7 +42,7 @@ def _add_arguments(check: CommandParser) -> None:
     option = check.add_argument
     files = "run configs or DeepSpeed JSON files, and settings that win over run configs"
     option("words", nargs="+", metavar="FILE|key=value", help=files)
-    option("--format", choices=FORMATS, default="text", help="who reads the output")
+    option("--format", choices=FORMATS, default="text", help="output format")
     option(
         "--json",
         action="store_const",
