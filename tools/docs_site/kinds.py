@@ -80,6 +80,10 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
         "engine",
         "the disk refuses lines of a rank's log; they are kept and written when there is room",
     ),
+    "metric-failed": (
+        "engine",
+        "`Task.finish`, or a metric, raised an error; its place is named",
+    ),
     "model-data-image-size": ("plan", "the digits data has 28 pixels; set model.image_size: 28"),
     "model-data-in-channels": (
         "plan",
