@@ -341,7 +341,7 @@ def test_plan(capsys: Capture) -> None:
     out = capsys.readouterr().out
     assert "cluster   4 devices = 4 ranks\n" in out
     assert "batch     120 samples per step = 30 x 1 accumulation x 4 data-parallel\n" in out
-    assert "length    220 steps = 20 epochs of 11, 117 samples left out of each\n" in out
+    assert "length    220 steps = 20 epochs of 11, 117 samples dropped per epoch\n" in out
     assert "ZeRO      stage 2: optimizer state and gradients are spread over 4 ranks\n" in out
 
 

@@ -27,7 +27,7 @@ def draw_chart(candidates: Sequence[Candidate], *, limit_bytes: int | None, titl
     limit = None
     if limit_bytes is not None:
         limit = (f"usable {size(limit_bytes)}", limit_bytes)
-    about = f"{title}: memory of a device at its fullest, estimated"
+    about = f"{title}: estimated peak memory of a device"
     chart = bar_chart("memory", about, "GiB", bars, show=size, shown_unit=2**30, limit=limit)
     assert chart is not None, "every strategy takes memory"
     return chart.file()

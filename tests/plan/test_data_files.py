@@ -130,7 +130,7 @@ def test_how_long_the_run_is_is_known(capsys: pytest.CaptureFixture[str]) -> Non
         for command in ("check", "plan"):
             assert main([command, f"{name}.yaml"]) == 0
             assert (
-                "32 steps = 2 epochs of 16, 3 samples left out of each" in capsys.readouterr().out
+                "32 steps = 2 epochs of 16, 3 samples dropped per epoch" in capsys.readouterr().out
             )
 
 

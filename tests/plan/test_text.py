@@ -31,8 +31,8 @@ def plan_of(values: dict[str, Any], devices: int = 1) -> Plan:
 )
 def test_fractions_of_epochs_have_two_digits(steps: int, stated: str) -> None:
     plan = plan_of(FASHION | {"training": {"max_steps": steps}})
-    assert rows(plan)["length"] == f"{stated}, 96 samples left out of each"
-    assert one_line(plan).endswith(f"data-parallel, {stated}, 96 samples left out of each")
+    assert rows(plan)["length"] == f"{stated}, 96 samples dropped per epoch"
+    assert one_line(plan).endswith(f"data-parallel, {stated}, 96 samples dropped per epoch")
 
 
 def test_a_length_that_is_not_known_yet_is_reported_once() -> None:

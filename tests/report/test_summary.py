@@ -62,7 +62,7 @@ def test_the_first_screen_has_the_sizes(capsys: pytest.CaptureFixture[str]) -> N
     _, *rows = capsys.readouterr().out.splitlines()
     assert rows == [
         "  model        lenet, 61,706 parameters",
-        "  length       22 steps = 2 epochs of 11, 117 samples left out of each",
+        "  length       22 steps = 2 epochs of 11, 117 samples dropped per epoch",
         f"  estimate     {estimate(planned).total(estimate(planned).peak) / 1e6:.1f} MB of device memory per rank",
         "  checkpoints  every 5 steps, at the end",
         "  metrics      metrics.jsonl, tensorboard, wandb, a.b:C",
