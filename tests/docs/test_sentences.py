@@ -13,7 +13,9 @@ MOST_WORDS = 30
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "tutorials").glob("*.md"))]
 # Blocks of code and tables have lines of their own; a link counts as its text.
-_NOT_PROSE = re.compile(r"^( *)```.*?^\1```|^ *\|.*?$|^ {4,}\S.*?$|<!--.*?-->", re.M | re.S)
+_NOT_PROSE = re.compile(
+    r"^( *)```.*?^\1```|^ *\|.*?$|^ {4,}\S.*?$|<!--.*?-->", re.MULTILINE | re.DOTALL
+)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _NEXT_PARAGRAPH = re.compile(r"\n\s*\n|\n(?= *[-*] )|\n(?= *\d+\. )|\n(?=#)")
 _NEXT_SENTENCE = re.compile(r"(?<=[.:;!?])\s+|(?<=[.:;!?]\*\*)\s+|(?<=[.:;!?]\))\s+")
