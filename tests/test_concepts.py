@@ -17,14 +17,14 @@ from tools.docs_site.kinds import find_kinds
 from tools.docs_site.reference import config_keys, parsers
 
 CONFIG_KEYS = 304
-KINDS_OF_PROBLEMS = 691
+KINDS_OF_PROBLEMS = 695
 COMMANDS = 24  # train.py is one, launch stands for train
 OPTIONS = 224
 PUBLIC_NAMES = 17
 # Before the first step of a run of LeNet on two ranks. Rank 0 prints an estimate of the memory and
 # writes the metrics.
 MODULES = {0: 168, 1: 150}
-BYTES_OF_SOURCE = {0: 1_352_100, 1: 1_130_100}
+BYTES_OF_SOURCE = {0: 1_354_700, 1: 1_132_700}
 
 
 def options() -> set[tuple[str, str]]:

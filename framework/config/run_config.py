@@ -119,6 +119,7 @@ class RunConfig(Section):
 
     _auto: frozenset[str] = PrivateAttr(frozenset())
     _was_auto: frozenset[str] = PrivateAttr(frozenset())
+    _given_metrics: frozenset[str] = PrivateAttr(frozenset())
 
     @model_validator(mode="wrap")
     @classmethod
@@ -146,6 +147,16 @@ class RunConfig(Section):
         """Return the same config, with a note that the values of these keys were chosen."""
         config = self.model_copy()
         config._was_auto = self._was_auto | frozenset(keys)
+        return config
+
+    def names_of_added_metrics(self) -> list[str]:
+        """List the metrics of torchmetrics: named here, or handed over from Python."""
+        return [*self.evaluation.metrics, *sorted(self._given_metrics)]
+
+    def with_given_metrics(self, names: Iterable[str]) -> RunConfig:
+        """Return the config with the names of metrics that are handed over from Python."""
+        config = self.model_copy()
+        config._given_metrics = frozenset(names)
         return config
 
     def to_dict(self) -> dict[str, Any]:

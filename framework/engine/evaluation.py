@@ -128,17 +128,17 @@ class WholeEvaluation(Evaluation):
                 computed = error
             except Exception as error:
                 cause = error
-                computed = _Failure(_described(name, error), isinstance(error, _OF_FEW_SAMPLES))
+                computed = _Failure(_described(error), isinstance(error, _OF_FEW_SAMPLES))
         computed = from_rank0(computed)
         if isinstance(computed, _Failure):
             if self._is_trial and computed.is_of_few:
                 if rank() == 0:
                     warn(
-                        f"{computed.text}: of the first batch alone it has no value, so it is "
-                        "tried again by the first evaluation of all [metric-not-tried]"
+                        f"{name} raised {computed.text}: of the first batch alone it has no value, "
+                        "so it is tried again by the first evaluation of all [metric-not-tried]"
                     )
-                raise UndefinedOnFewError(computed.text)
-            raise TrainingError(f"{computed.text} [metric-failed]") from cause
+                raise UndefinedOnFewError(f"{name} raised {computed.text}")
+            raise TrainingError(f"{name} raised {computed.text} [metric-failed]") from cause
         results.figures.update(computed.figures)
         results.tables.update(computed.tables)
 
@@ -151,9 +151,9 @@ class WholeEvaluation(Evaluation):
         )
 
 
-def _described(name: str, error: Exception) -> str:
+def _described(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{name} raised {in_one_line(error, longest=300)} ({frame.filename}:{frame.lineno})"
+    return f"{in_one_line(error, longest=300)} ({frame.filename}:{frame.lineno})"
 
 
 def as_results(values: Any, *, name: str) -> _Results:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,14 +112,27 @@ class MetricSums:
             raise too_large("the metrics bring", of_a_pass, self._most_bytes, names)
         payload: Tensor | None = None
         if has_samples:
-            shared: dict[int, Any] = {}
-            payload = pickled([(_state(one, shared), one.update_count) for one in self._all()])
+            payload = self.packed()
         sizes = gather(None if payload is None else len(payload))
         senders = [(sender, size) for sender, size in enumerate(sizes) if size is not None]
-        states = [pickle.loads(data.numpy().tobytes()) for data in to_rank0(payload, senders)]
-        if rank() == 0 and states:
-            for number, metric in enumerate(self._all()):
-                _set_joined(metric, [of_rank[number] for of_rank in states])
+        payloads = list(to_rank0(payload, senders))
+        if rank() == 0:
+            self.join(payloads)
+
+    def packed(self) -> Tensor:
+        """Return the bytes of this rank's states, (bytes,) uint8 on the host."""
+        shared: dict[int, Any] = {}
+        return pickled([(_state(metric, shared), metric.update_count) for metric in self._all()])
+
+    def join(self, payloads: Sequence[Tensor]) -> None:
+        """Take the states of all ranks with samples, as `packed` returned them, in place of this
+        rank's own.
+        """
+        states = [pickle.loads(payload.numpy().tobytes()) for payload in payloads]
+        if not states:
+            return
+        for number, metric in enumerate(self._all()):
+            _set_joined(metric, [of_rank[number] for of_rank in states])
 
     def computations(self) -> Iterator[tuple[str, Callable[[], Mapping[str, Any]]]]:
         """Yield each metric's key and the function that computes its figures from all states."""

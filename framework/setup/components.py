@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from deepspeed_lint.text.typos import nearest
 from framework.config.base import Object, Target
 from framework.config.data import Mixture
 from framework.config.optimizer import Muon, optimizer_lr
@@ -144,7 +145,38 @@ def _callbacks(config: RunConfig, objects: Objects) -> tuple[Any, ...]:
             raise ConfigError.of(
                 "callback-without-events", "it has no method of an event", fix, key, name
             )
+        _check_events(callback, key, name)
     return tuple(callback for _, _, callback in named)
+
+
+def _check_events(callback: Any, key: str, name: str) -> None:
+    """Refuse methods of events that cannot be called with the state alone, and name methods that
+    look like events and are none: both would show when the event comes, after hours.
+
+    A callback is not called to try it: what it does (files, messages, states) is meant for real
+    events.
+
+    Raises:
+        ConfigError: kind ``callback-event``.
+    """
+    for event in EVENTS:
+        method = getattr(callback, event, None)
+        if not callable(method):
+            continue
+        reason = ""
+        if inspect.iscoroutinefunction(method):
+            reason = f"{event} is a coroutine, and nothing awaits it"
+        elif not takes(method, {}, positional=1):
+            reason = f"{event} cannot be called with one argument, the state"
+        if reason:
+            raise ConfigError.of(
+                "callback-event", reason, f"write def {event}(self, state)", key, name
+            )
+    for attribute in dir(type(callback)):
+        similar = nearest(attribute, EVENTS)
+        if attribute.startswith("on_") and attribute not in EVENTS and similar:
+            line = f"{key} = {name}: {attribute} is no event; is {similar} meant? [callback-event]"
+            warn(line, is_of_all_ranks=True)
 
 
 def make_train_loader(

@@ -163,7 +163,14 @@ def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
         if isinstance(config.optimizer, OptimizerObject):
             lr = config.optimizer.lr
         changes["optimizer"] = OptimizerObject(**{"lr": lr, **sections["optimizer"]})
-    return config.model_copy(update=changes)
+    described = config.model_copy(update=changes)
+    if objects.metrics is None:
+        return described
+    names_of = getattr(objects.metrics, "keys", None)  # of a mapping, or a MetricCollection
+    names = [type(objects.metrics).__name__]
+    if callable(names_of):
+        names = [str(name) for name in names_of()]
+    return described.with_given_metrics(names)
 
 
 def _changes_of_data(config: RunConfig, splits: Splits, section: dict[str, Any]) -> dict[str, Any]:

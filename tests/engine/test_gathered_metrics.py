@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 import framework
 from framework.report.page import write_page
 from tests.commands.test_after_training import run_jobs
-from tests.jobs.gathered_parts import digits, scores, texts
+from tests.jobs.gathered_parts import PROMPT, digits, generated, prompts, scores, texts, words_of
 from tests.launched import read_metrics, train_cases
 
 pytestmark = pytest.mark.slow
@@ -203,3 +203,34 @@ def test_what_is_wrong_ends_the_run_before_the_first_step(
     line = (refused / f"{name}.error").read_text(encoding="utf-8")
     assert reported in line, line
     assert "first_step" not in (refused / name / "events.jsonl").read_text(encoding="utf-8")
+
+
+def test_text_that_is_generated_has_its_bleu(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    bleu = {"target": "torchmetrics.text:BLEUScore", "args": {"n_gram": 2}}
+    sections: dict[str, Any] = {
+        "model": {"target": "tests.jobs.gathered_parts:llama_of_words"},
+        "data": {"target": "tests.jobs.gathered_parts:prompts"},
+        "task": {"target": "tests.jobs.gathered_parts:Answers"},
+        "batch": {"global_size": 16},
+        "optimizer": {"kind": "adamw", "lr": 1e-2},
+        "training": {"max_steps": 12},
+        "evaluation": {"batch_size": 3, "metrics": {"bleu": bleu}},
+        "callbacks": [],
+    }
+    save: dict[str, Any] = {"checkpoint": {"keep_best": "eval/bleu", "best_is": "max"}}
+    cases = [
+        case(tmp_path, f"z{stage}", zero={"stage": stage}, **sections | save) for stage in (1, 3)
+    ]
+    train_cases(cases, num_ranks=2, folder=tmp_path)
+    tokens = torch.stack([row["input_ids"] for row in prompts()[1]])
+    for name in ("z1", "z3"):
+        model = framework.load(tmp_path / name, trust=True)
+        score = torchmetrics.text.BLEUScore(n_gram=2)
+        score.update(
+            words_of(generated(model, tokens)), [[row] for row in words_of(tokens[:, PROMPT:])]
+        )
+        assert read_metrics(tmp_path / name)[-1]["eval/bleu"] == pytest.approx(
+            score.compute().item()
+        )
+        assert score.compute() > 0

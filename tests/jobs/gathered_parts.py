@@ -8,6 +8,7 @@ import torch
 
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.classification import Classification
+from framework.tasks.model_loss import ModelLoss
 from tests.jobs.parts import build
 
 NUM_SAMPLES: Final = 101  # neither 2 nor 3 ranks have equally many
@@ -109,3 +110,57 @@ def texts() -> Any:
     targets = torch.where(tokens[:, 1:] % 5 > 0, tokens[:, 1:], -100)
     pairs = list(zip(tokens[:, :-1], targets, strict=True))
     return pairs[:24], pairs[24:]
+
+
+PROMPT: Final = 6
+ANSWER: Final = 8
+
+
+def llama_of_words() -> Any:
+    """Build a small model of transformers over a vocabulary of 20 words."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 20, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=19))
+
+
+def prompts() -> Any:
+    """Make prompts with answers: tokens that count up, each by its own step; 11 for evaluation."""
+    rows = []
+    for number in range(75):
+        tokens = torch.arange(PROMPT + ANSWER) * (1 + number % 3) + number
+        tokens = tokens % 18 + 1
+        rows.append({"input_ids": tokens, "labels": tokens})
+    return rows[:64], rows[64:]
+
+
+def generated(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Go on with prompts (samples, positions) by as many tokens for every sample."""
+    prompt = tokens[:, :PROMPT]
+    length = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER}
+    mask = torch.ones_like(prompt)
+    answers = model.generate(prompt, attention_mask=mask, do_sample=False, **length)
+    return answers[:, PROMPT:]
+
+
+def words_of(tokens: torch.Tensor) -> list[str]:
+    return [" ".join(f"w{token}" for token in row) for row in tokens.tolist()]
+
+
+class Answers(ModelLoss):
+    """The model's loss, and in evaluation the text that it generates."""
+
+    def __init__(self) -> None:
+        super().__init__(mean_over="next_labels")
+
+    def forward(self, model: Any, inputs: Any) -> Any:
+        outputs = super().forward(model, inputs)
+        module = getattr(model, "module", model)  # within DeepSpeed's engine, or alone in predict
+        if not module.training:
+            outputs.answers = generated(module, inputs["input_ids"])
+        return outputs
+
+    def predicted(self, outputs: Any, targets: Any) -> Any:
+        return words_of(outputs.answers), [[row] for row in words_of(targets[:, PROMPT:])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,11 @@ from torch.utils.data import TensorDataset
 
 import framework
 from framework.errors import ConfigError
+from framework.setup.components import _check_events
+
+
+async def a_coroutine(state: Any) -> None: ...
+
 
 TABLE = TensorDataset(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))
 
@@ -42,6 +48,14 @@ TABLE = TensorDataset(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))
             {"callbacks": [print]},
             "callbacks.0 = builtins.print: it has no method of an event; give it one of on_start",
         ),
+        (
+            {"callbacks": [SimpleNamespace(on_evaluation=lambda: None)]},
+            "on_evaluation cannot be called with one argument, the state; write def on_evaluation(",
+        ),
+        (
+            {"callbacks": [SimpleNamespace(on_save=a_coroutine)]},
+            "on_save is a coroutine, and nothing awaits it",
+        ),
         ({"collate_fn": len}, "give the dataset a method collate_fn(samples)"),
         ({"epochs": 3}, "set training.max_epochs in the config"),
         ({"seed": 3}, "set run.seed in the config"),
@@ -54,6 +68,18 @@ def test_it_is_refused_in_one_line(given: dict[str, Any], stated: str) -> None:
         framework.fit({}, **given)
     assert stated in str(caught.value)
     assert str(caught.value).count("\n") == 0
+
+
+def test_a_method_that_is_almost_an_event_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class Late:
+        def on_evaluations(self, state: Any) -> None: ...
+        def on_step(self, state: Any) -> None: ...
+
+    _check_events(Late(), "callbacks.0", "late")
+    assert (
+        "on_evaluations is no event; is on_evaluation meant? [callback-event]"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_does_not_state_what_it_is_is_refused() -> None:

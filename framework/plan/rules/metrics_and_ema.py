@@ -20,7 +20,7 @@ from framework.system.metric_names import AREAS, BY_NAME
 
 _BEST: Final = "checkpoint.keep_best"
 # Last words of the names of metrics that grow while a model improves.
-_MORE_IS_BETTER: Final = ("accuracy", "f1", "precision", "recall", "auc", "bleu")
+_MORE_IS_BETTER: Final = ("accuracy", "f1", "precision", "recall", "auc", "auroc", "bleu")
 # With a larger share of the first weights, the average shows how the run began rather than how it
 # went.
 _LARGEST_REST: Final = 0.5
@@ -127,8 +127,12 @@ def _measured_by_task(config: RunConfig, key: str, metric: str) -> Iterator[Prob
     names = _evaluated(config)
     # The user's own evaluation sets may have names (`setup/components.py`).
     is_own_data = config.data.is_own_code
-    is_of_a_set = is_own_data and f"eval/{metric.rpartition('/')[2]}" in names
-    if names and metric not in names and not is_of_a_set:
+    name = metric.removeprefix("eval/")
+    if is_own_data:
+        name = metric.rpartition("/")[2]
+    # A metric of several results has each under its own name.
+    several = tuple(f"{added}_" for added in config.names_of_added_metrics())
+    if names and f"eval/{name}" not in names and not name.startswith(several):
         kind = getattr(config.task, "kind", "")
         reason = f"the {kind} task measures {', '.join(names)}"
         yield _unknown(key, metric, names, reason, "error")
@@ -156,7 +160,10 @@ def best_has_a_direction(config: RunConfig, cluster: Cluster) -> Found:
 
 def _evaluated(config: RunConfig) -> list[str]:
     """List the metrics that evaluation measures, as far as the task is known by name."""
-    return [f"eval/{name}" for name in getattr(config.task, "metrics", ())]
+    names = getattr(config.task, "metrics", ())
+    if not names:
+        return []
+    return [f"eval/{name}" for name in (*names, *config.names_of_added_metrics())]
 
 
 def _unknown(

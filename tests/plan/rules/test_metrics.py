@@ -9,6 +9,7 @@ import pytest
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.rules import apply_rules
+from framework.setup.user_code import Objects, config_with_objects
 from framework.system.metric_names import BY_NAME
 
 EPOCHS = {"every_epochs": 1}
@@ -61,6 +62,27 @@ def test_a_name_that_nothing_bears_is_reported_with_those_that_are_there(
     ((kind, found_severity, fix),) = found(metric)
     assert (kind, found_severity) == ("unknown-metric", severity)
     assert fix == (f"did you mean {guess}?" if guess else "write one of eval/loss, eval/accuracy")
+
+
+ADDED = {"metrics": {"auroc": {"target": "torchmetrics:AUROC"}}, **EPOCHS}
+
+
+def test_metrics_of_torchmetrics_are_known_by_their_names() -> None:
+    assert found("eval/auroc", evaluation=ADDED) == []
+    assert found("eval/auroc_3", evaluation=ADDED) == []  # of several results
+    ((kind, severity, fix),) = found("eval/auc", evaluation=ADDED)
+    assert (kind, severity, fix) == ("unknown-metric", "error", "did you mean eval/auroc?")
+
+
+def test_metrics_that_are_handed_over_are_known_by_their_names() -> None:
+    class Several:
+        def keys(self) -> list[str]:
+            return ["f1"]
+
+    values = {"checkpoint": {"keep_best": "eval/f1", **EPOCHS}, "evaluation": EPOCHS}
+    for metrics, kinds in ((Several(), []), ({"f1": 1}, []), (1, ["unknown-metric"])):
+        config = config_with_objects(values, Objects(metrics=metrics))
+        assert [problem.kind for problem in apply_rules(config, Cluster())] == kinds
 
 
 def test_evaluation_that_is_off_measures_nothing() -> None:
