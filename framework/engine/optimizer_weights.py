@@ -55,7 +55,11 @@ class NamedMaker:
             if names is not None:
                 name = names[parameter]
             pairs.append((name, parameter))
-        return self._make(pairs)
+        optimizer = self._make(pairs)
+        if names is None:  # names of a trial may leave a group empty, which no share is taken of
+            groups = [group for group in optimizer.param_groups if group["params"]]
+            optimizer.param_groups[:] = groups
+        return optimizer
 
 
 def make_over_all(

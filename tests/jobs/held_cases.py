@@ -89,9 +89,7 @@ def holds_more(weights: Iterable[Any]) -> torch.optim.Optimizer:
 def by_name(named_parameters: list[tuple[str, Any]]) -> torch.optim.Optimizer:
     """As `configure_optimizers` of a Lightning module makes its groups."""
     biases = [weight for name, weight in named_parameters if name.endswith("bias")]
-    others = [weight for name, weight in named_parameters if name in ("0.weight", "2.weight")]
-    if not biases:  # a trial on weights of no model
-        return sgd(weight for _, weight in named_parameters)
+    others = [weight for name, weight in named_parameters if not name.endswith("bias")]
     groups = [{"params": others, "weight_decay": 0.3}, {"params": biases, "lr": 0.02}]
     return torch.optim.SGD(groups, lr=0.2, momentum=0.9)
 
