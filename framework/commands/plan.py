@@ -37,7 +37,7 @@ from framework.plan.auto import listed_target, measured_target
 from framework.plan.candidate import Candidate, judge
 from framework.plan.cluster import Cluster
 from framework.plan.data_files import look_at_data
-from framework.plan.hardware import USUAL_CARD, Hardware
+from framework.plan.hardware import USUAL_CARD, Hardware, host_bytes
 from framework.plan.knob import Knob, find_knob
 from framework.plan.memory import Memory, NotEstimatedError
 from framework.plan.nearest_plan import nearest_plan
@@ -73,6 +73,26 @@ _NO_LAYOUT: Final = frozenset(
     }
 )
 _MOMENTS: Final = IN_WORDS | {"start": "after the start", "between": "between steps"}
+# Of what `plan.schema.json` describes, and the keys that every plan has there, null without a value.
+_JSON_VERSION: Final = 1
+_ALWAYS: Final = (
+    "version",
+    "auto",
+    "cluster",
+    "layout",
+    "loss_tile",
+    "length",
+    "memory",
+    "fits",
+    "host",
+    "time",
+    "machine",
+    "strategies",
+    "knob",
+    "pipeline",
+    "trials",
+    "paper",
+)
 _INDENT: Final = "          "  # in place of a label
 _SEARCHES: Final = {
     None: search,
@@ -261,14 +281,28 @@ def _print_json(
     question: _Question, answer: _Answer, balance: StageBalance, findings: Sequence[Problem]
 ) -> None:
     plan = question.plan
-    document = plan.to_dict()
+    document: dict[str, Any] = dict.fromkeys(_ALWAYS)
+    document["version"] = _JSON_VERSION
+    document |= plan.to_dict()
     if question.arguments.paper:
         document["paper"] = paper_section(plan)
     document |= answer.section
+    if answer.planned:
+        document |= _verdict(answer.planned, question.target)
     if balance.pipeline:
         document["pipeline"] = balance.pipeline
     document["findings"] = [finding.to_dict() for finding in findings]
     print(json.dumps(document, indent=2))
+
+
+def _verdict(planned: Candidate, target: Hardware) -> dict[str, Any]:
+    """Return whether a plan fits, and what its ranks take of a host, as plain values."""
+    ranks = planned.plan.cluster.devices_per_host
+    taken = host_bytes(planned.memory, ranks)
+    fits = None
+    if target.memory_bytes is not None or planned.lacking(target):
+        fits = not planned.lacking(target)
+    return {"fits": fits, "host": {"taken_bytes": taken, "memory_bytes": target.host_bytes}}
 
 
 def _print_lines(

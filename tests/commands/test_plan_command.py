@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import NoReturn
 
+import jsonschema
 import pytest
 
 from framework.cli import main
@@ -128,11 +129,41 @@ def test_a_plan_that_does_not_fit_is_marked_in_the_table(capsys: Capture) -> Non
     assert "fits" not in table(plan(*words, "--gpu", "h200-141gb", "--search", capsys=capsys))[0]
 
 
+JSON_WORDS: dict[str, list[str]] = {
+    "no device": [*GPT],
+    "a device": [*GPT, "zero.offload_optimizer.device=cpu", "--gpu", "a100-80gb", "--paper"],
+    "a search": [*GPT, "--gpu", "a100-40gb", "--search", "--top", "2", "--host_memory", "2TB"],
+    "a choice": [*GPT, "zero.stage=auto", "--gpu", "h100-80gb"],
+    "images": ["ds_configs/quickstart.yaml", "--num_gpus", "2"],
+    "no estimate": [*GPT, "deepspeed={aio: {block_size: 1048576}}"],
+}
+
+
+@pytest.mark.parametrize("name", JSON_WORDS)
+def test_what_tools_get_is_what_the_schema_describes(name: str, capsys: Capture) -> None:
+    """Keys are the same in every plan; those without a value are null."""
+    assert main(["schema", "plan"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    found = json.loads(plan(*JSON_WORDS[name], "--json", capsys=capsys))
+    jsonschema.validate(found, schema)
+    assert found.keys() == schema["properties"].keys()
+    without = {"no device": {"fits", "time", "machine"}, "no estimate": {"time", "strategies"}}
+    for key in without.get(name, ()):
+        assert found[key] is None
+    if name == "a device":
+        assert found["fits"] is True
+        assert found["host"]["memory_bytes"] is None
+        rank_bytes = sum(found["memory"]["host_bytes"].values())
+        assert found["host"]["taken_bytes"] == 8 * rank_bytes > 0
+    if name == "no estimate":
+        assert "deepspeed" in found["memory"]["unknown"]
+
+
 def test_strategies_beside_a_plan_take_less_or_are_faster(capsys: Capture) -> None:
     for words in (["zero.stage=1", "--gpu", "a100-80gb"], ["zero.stage=2"]):
         found = json.loads(plan(*GPT, *words, "--json", capsys=capsys))
         most = found["memory"]["total_bytes"][found["memory"]["peak"]]
-        speed = found.get("time", {}).get("samples_per_second", float("inf"))
+        speed = (found["time"] or {}).get("samples_per_second", float("inf"))
         for each in found["strategies"]["ranked"]:
             memory = each["memory"]
             is_faster = each["time"] is not None and each["time"]["samples_per_second"] > speed
