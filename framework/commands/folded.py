@@ -11,7 +11,7 @@ from typing import Final
 # Columns where no terminal shows the output and COLUMNS is not set.
 _USUAL_WIDTH: Final = 100
 _LEAST_WIDTH: Final = 40
-_CONTINUED: Final = " " * 12
+_CONTINUED: Final = "            "
 # A space that a line is not folded at, and is none that a text has.
 _KEPT: Final = "\0"
 _SIZE: Final = re.compile(r"(?<=\d) (?=(?:GiB|MiB|s|%)\b)")

@@ -54,7 +54,7 @@ _REASONS: Final = {"too-large": "does not fit", "refused": "refused"}
 _MARK: Final = ""
 _NUMBER: Final = "#"
 _FITS: Final = "fits"
-# Columns that every block of a folded table begins with, and those of the first block.
+# Columns that every block of a folded table begins with, and the columns of the first block.
 _KEYS: Final = (_MARK, _NUMBER)
 _FIRST: Final = (
     *_KEYS,

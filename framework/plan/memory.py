@@ -35,6 +35,20 @@ if TYPE_CHECKING:
 _MODELLED: Final = frozenset(
     {"zero_optimization", "zero_allow_untested_optimizer", "gradient_clipping"}
 )
+# Other keys of `deepspeed`, which report what happens and allocate nothing on the device.
+_REPORTING: Final = frozenset(
+    {
+        "comet",
+        "comms_logger",
+        "dump_state",
+        "flops_profiler",
+        "log_level",
+        "memory_breakdown",
+        "timers",
+        "wall_clock_breakdown",
+        "wandb",
+    }
+)
 # Keys of `deepspeed.zero_optimization` that a run config cannot set, and that allocate nothing.
 _HARMLESS: Final = frozenset(
     {"log_trace_cache_warnings", "ignore_unused_parameters", "legacy_stage1"}
@@ -380,20 +394,21 @@ def _of_layers(work: ModelWork, layers: Sequence[LayerWork]) -> ModelWork:
     return replace(work, weights=trained, frozen=frozen, buffer_bytes=buffer_bytes)
 
 
-def _is_modelled(deepspeed: Mapping[str, Any]) -> bool:
-    """Check whether the memory of all keys of a section `deepspeed` is modelled."""
-    if deepspeed.keys() - _MODELLED:
-        return False
+def _unmodelled_keys(deepspeed: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a section `deepspeed` that may allocate, by their dotted names."""
+    keys = deepspeed.keys() - _MODELLED - _REPORTING
     zero = deepspeed.get("zero_optimization", {})
-    return isinstance(zero, Mapping) and not zero.keys() - _HARMLESS
+    if isinstance(zero, Mapping):
+        keys |= {f"zero_optimization.{key}" for key in zero.keys() - _HARMLESS}
+    else:
+        keys |= {"zero_optimization"}
+    return [f"deepspeed.{key}" for key in sorted(keys)]
 
 
 def _refuse_unknown(plan: Plan) -> None:
     """Raise NotEstimatedError for keys of `deepspeed` or an optimizer of unknown memory."""
     config = plan.config
-    reasons = []
-    if not _is_modelled(config.deepspeed):
-        reasons.append("deepspeed")
+    reasons = _unmodelled_keys(config.deepspeed)
     is_own = isinstance(config.optimizer, Object) or config.optimizer.own_factory() is not None
     if state_of(config.optimizer, {}) is None:
         reasons.append("optimizer: its state is not measured")

@@ -79,7 +79,7 @@ def test_one_output_has_everything(capsys: Capture) -> None:
     planned = ["run", "cluster", "batch", "length", "precision", "ZeRO", "memory", "time"]
     assert labels[:9] == [*planned, "instead"]
     assert re.search(
-        r"^instead   .*recompute_every: 0: .* GiB at most, .*; --search has the table$",
+        r"^instead   .*: [\d.]+ GiB at most, [\d.]+ samples per second.*; --search has the table$",
         out,
         re.MULTILINE,
     )
@@ -135,7 +135,10 @@ JSON_WORDS: dict[str, list[str]] = {
     "a search": [*GPT, "--gpu", "a100-40gb", "--search", "--top", "2", "--host_memory", "2TB"],
     "a choice": [*GPT, "zero.stage=auto", "--gpu", "h100-80gb"],
     "images": ["ds_configs/quickstart.yaml", "--num_gpus", "2"],
-    "no estimate": [*GPT, "deepspeed={aio: {block_size: 1048576}}"],
+    "no estimate": [
+        *GPT,
+        "deepspeed={aio: {block_size: 1048576}, wall_clock_breakdown: true}",
+    ],
 }
 
 
@@ -156,7 +159,7 @@ def test_what_tools_get_is_what_the_schema_describes(name: str, capsys: Capture)
         rank_bytes = sum(found["memory"]["host_bytes"].values())
         assert found["host"]["taken_bytes"] == 8 * rank_bytes > 0
     if name == "no estimate":
-        assert "deepspeed" in found["memory"]["unknown"]
+        assert found["memory"]["unknown"] == "not modelled with deepspeed.aio"
 
 
 def test_strategies_beside_a_plan_take_less_or_are_faster(capsys: Capture) -> None:
@@ -525,7 +528,7 @@ def test_paper_has_the_formulas_beside_what_deepspeed_allocates(capsys: Capture)
     assert found["formula_bytes"]["DDP, 20 bytes a weight"] == 20 * found["num_params"]
     assert found["stages"]["3"]["between_bytes"] < found["stages"]["0"]["between_bytes"]
     assert [each["save_seconds"] for each in found["goodput"]] == [10, 60, 300]
-    assert "paper" not in json.loads(plan(*GPT, "--json", capsys=capsys))
+    assert json.loads(plan(*GPT, "--json", capsys=capsys))["paper"] is None
 
 
 @pytest.mark.slow
