@@ -134,7 +134,7 @@ def divided_in_advance(config: RunConfig, cluster: Cluster) -> Found:
         yield Problem("predivided-by-all-ranks", reason, "remove it", f"deepspeed.{key}", factor)
 
 
-# CUDA's compute capability of Ada, whose tensor cores are the first with fp8.
+# CUDA's compute capability of Ada: its tensor cores are the first with fp8.
 _FP8_CAPABILITY: Final = (8, 9)
 
 

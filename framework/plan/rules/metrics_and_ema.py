@@ -178,7 +178,7 @@ def _unknown(
 
 
 def _nearest_metric(metric: str, known: Sequence[str]) -> str | None:
-    """Return the known metric whose name, without the area, begins so or is nearest."""
+    """Return the known metric with a name, without the area, that begins so or is nearest."""
     area, _, name = metric.rpartition("/")
     # of metrics with the same name the one of the same area comes last, and wins
     alike = sorted(known, key=lambda other: other.startswith(f"{area}/"))

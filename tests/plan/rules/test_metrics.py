@@ -9,6 +9,7 @@ import pytest
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.rules import apply_rules
+from framework.plan.rules.devices import missing_metrics_package
 from framework.setup.user_code import Objects, config_with_objects
 from framework.system.metric_names import BY_NAME
 
@@ -72,6 +73,16 @@ def test_metrics_of_torchmetrics_are_known_by_their_names() -> None:
     assert found("eval/auroc_3", evaluation=ADDED) == []  # of several results
     ((kind, severity, fix),) = found("eval/auc", evaluation=ADDED)
     assert (kind, severity, fix) == ("unknown-metric", "error", "did you mean eval/auroc?")
+
+
+def test_torchmetrics_that_is_missing_is_refused_with_its_install_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = missing_metrics_package(config_from_values({"evaluation": ADDED}))
+    assert (problem.kind, problem.key) == ("package-missing", "evaluation.metrics")
+    assert "./launch.sh setup metrics" in problem.fix
+    assert list(missing_metrics_package(config_from_values({}))) == []
 
 
 def test_metrics_that_are_handed_over_are_known_by_their_names() -> None:
