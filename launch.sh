@@ -15,7 +15,7 @@ help() {
                                   on this machine; with -H HOSTFILE on its hosts, through ssh
 ./launch.sh node CONFIG [key=value ...] [--nnodes N --node_rank R --master_addr A --master_port P --num_gpus G]
                                   one member without ssh: in a pod, under srun, by hand (`dsf launch node`)
-./launch.sh check|plan|render|keys|schema|import|new|inspect|report|bench|prepare|generate|export|evaluate|predict|trust|lr-range|doctor|launch ...
+./launch.sh check|plan|render|keys|schema|completion|import|new|inspect|report|bench|prepare|generate|export|evaluate|predict|trust|lr-range|doctor|launch ...
                                   the same as `dsf check ...`: --help tells of each
 ./launch.sh docs                  set up, then build the documentation: site/index.html, for a browser without a network
 ./launch.sh test [pytest options] set up, then run the tests (all of them, or what the options choose)
@@ -305,7 +305,7 @@ main() {
             set_up train
             exec "$PY" -m framework launch node "$@"
             ;;
-        check | plan | render | keys | schema | import | new | inspect | report | bench | prepare | generate | export | evaluate | predict | trust | lr-range | doctor | launch)
+        check | plan | render | keys | schema | completion | import | new | inspect | report | bench | prepare | generate | export | evaluate | predict | trust | lr-range | doctor | launch)
             set_up train
             exec "$PY" -m framework "$command" "$@"
             ;;

@@ -18,7 +18,7 @@ from tools.docs_site.reference import config_keys, parsers
 
 CONFIG_KEYS = 304
 KINDS_OF_PROBLEMS = 695
-COMMANDS = 24  # train.py is one, launch stands for train
+COMMANDS = 25  # train.py is one, launch stands for train
 OPTIONS = 224
 PUBLIC_NAMES = 17
 # Before the first step of a run of LeNet on two ranks. Rank 0 prints an estimate of the memory and

@@ -218,7 +218,7 @@ HEAVY = {"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"}
 # What a laptop has after `pip install -e .`; the rest of train's needs is imported where it is
 # used.
 # typing_extensions comes with pydantic, which reads its TypedDict before Python 3.12.
-BASE_INSTALL = {"pydantic", "pydantic_core", "typing_extensions", "yaml", "ruamel", "rich"}
+BASE_INSTALL = {"pydantic", "pydantic_core", "typing_extensions", "yaml", "ruamel", "rich", "shtab"}
 OF_THE_TRAIN_EXTRA = {
     "train": {"tensorboard"},
     "launch": {"psutil"},

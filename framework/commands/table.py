@@ -91,6 +91,7 @@ BUILT_IN: Final = (
     BuiltIn("plan", "framework.commands.plan:main"),
     BuiltIn("render", "framework.commands.render:main"),
     BuiltIn("keys", "framework.commands.keys:main"),
+    BuiltIn("completion", "framework.commands.completion:main"),
     BuiltIn("schema", "framework.commands.schema:main"),
     BuiltIn("import", "framework.imports.command:main"),
     BuiltIn("new", "framework.commands.new:main"),

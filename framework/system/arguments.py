@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import Field, field, fields
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -19,6 +20,26 @@ _T = TypeVar("_T")
 
 class HelpShown(SystemExit):
     """End of a command that has printed its help or its release, as requested."""
+
+
+class ParserTaken(BaseException):
+    """End of a command at the parser that it has made, see `taken_parser`."""
+
+
+_TAKES_PARSERS: Final = ContextVar("_TAKES_PARSERS", default=False)
+
+
+def taken_parser(command: Callable[[], object]) -> CommandParser:
+    """Call a command up to the words that it would parse, and return its parser."""
+    token = _TAKES_PARSERS.set(True)
+    try:
+        command()
+    except ParserTaken as taken:
+        parser: CommandParser = taken.args[0]
+        return parser
+    finally:
+        _TAKES_PARSERS.reset(token)
+    raise AssertionError("this command parses no words")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -34,6 +55,8 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Parse words in which an option may be written in the other spelling, --a-b for --a_b."""
+        if _TAKES_PARSERS.get():
+            raise ParserTaken(self)
         words = list(sys.argv[1:] if args is None else args)
         for word in words:
             self.learn_spelling(word.partition("=")[0])

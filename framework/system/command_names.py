@@ -151,6 +151,17 @@ GROUPS: Final[Mapping[str, tuple[CommandName, ...]]] = {
             "docs/slurm.md",
         ),
     ),
+    "this shell": (
+        CommandName(
+            "completion",
+            "let bash, zsh or fish complete commands, options and keys",
+            (
+                "dsf completion bash > ~/.local/share/bash-completion/completions/dsf",
+                "dsf completion fish > ~/.config/fish/completions/dsf.fish",
+            ),
+            "docs/start.md",
+        ),
+    ),
     "look at a run, and use it": (
         CommandName(
             "report",

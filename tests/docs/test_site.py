@@ -300,7 +300,7 @@ def test_what_is_rendered_is_on_the_page() -> None:
 
 def test_every_option_that_a_page_names_is_an_option() -> None:
     found = parsers()
-    assert len(found) == 24
+    assert len(found) == 25
     options = {
         name
         for parser in found.values()

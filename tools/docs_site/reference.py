@@ -5,12 +5,10 @@ Python API.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
-import io
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -19,10 +17,10 @@ import yaml
 
 import framework
 from framework import sections
-from framework.commands.table import BUILT_IN
+from framework.commands.completion import parser_of
+from framework.commands.table import BUILT_IN, find_command
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, TYPED
 from framework.config.key_list import schema_sections, sentences, type_words, value_words
-from framework.system.arguments import CommandParser
 from framework.system.command_names import BY_NAME
 from tools.docs_site.kinds import Kind, find_kinds
 
@@ -35,6 +33,7 @@ _COMMANDS: Final = (
         "import",
         "new",
         "keys",
+        "completion",
         "inspect",
         "report",
         "prepare",
@@ -170,36 +169,17 @@ def _plain(text: str) -> str:
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """Command -> the parser that reads its words."""
-
-    class Asked(BaseException):
-        """The parser that a command has made."""
-
-    def take(self: CommandParser, *_: Any, **__: Any) -> Any:
-        raise Asked(self)
-
-    def made_by(call: Callable[[], object]) -> CommandParser:
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):  # importing DeepSpeed prints
-                call()
-        except Asked as asked:
-            return asked.args[0]  # type: ignore[no-any-return]
-        raise AssertionError("this command reads no words")
-
-    from framework import cli, script
+    from framework import script
 
     found: dict[str, argparse.ArgumentParser] = {}
-    with (
-        mock.patch.object(CommandParser, "parse_known_args", take),
-        mock.patch.object(CommandParser, "parse_args", take),
-        mock.patch.object(CommandParser, "parse_intermixed_args", take),
-        mock.patch.object(CommandParser, "parse_known_intermixed_args", take),
-    ):
-        for name in _COMMANDS:
-            if name == "train.py":
-                found[name] = script._parser()
-            else:
-                words = [*name.split(), "x"]
-                found[name] = made_by(lambda words=words: cli.main(words))  # type: ignore[misc]
+    for name in _COMMANDS:
+        if name == "train.py":
+            found[name] = script._parser()
+            continue
+        command, _ = find_command(name.split())
+        parser = parser_of(command.main)
+        assert parser is not None, name
+        found[name] = parser
     return found
 
 
