@@ -49,6 +49,7 @@ _dsf() {
 }
 complete -o filenames -F _dsf dsf
 """
+_COMPLETES_WORDS: Final = {"bash": "_dsf_words", "zsh": "_dsf_words", "fish": "(_dsf_words)"}
 _FOLDERS: Final = ("FOLDER", "DIR", "OUT_DIR")
 _FILES: Final = ("FILE", "HOSTFILE", "PATH", "OUT")
 
@@ -98,7 +99,7 @@ def _tree(file: CompleteType, folder: CompleteType) -> argparse.ArgumentParser:
     groups = {"": commands}
     for command in BUILT_IN:
         group, _, name = command.name.rpartition(" ")
-        if command.name == "launch":  # its own words are those of train
+        if command.name == "launch":  # its own words are as for train
             groups["launch"] = commands.add_parser(name, help=command.help).add_subparsers()
             continue
         taken = parser_of(command.main)
@@ -129,7 +130,7 @@ def _add_completion(action: argparse.Action, file: CompleteType, folder: Complet
     if action.choices is not None:
         return
     if not action.option_strings:
-        action.complete = dict.fromkeys(("bash", "zsh"), "_dsf_words") | {"fish": "(_dsf_words)"}  # type: ignore[attr-defined]
+        action.complete = _COMPLETES_WORDS  # type: ignore[attr-defined]
     elif action.metavar in _FOLDERS:
         action.complete = folder  # type: ignore[attr-defined]
     elif action.metavar in _FILES:

@@ -106,8 +106,8 @@ class Lines:
         write(sys.stdout, line)  # a closed terminal is no reason to lose a run
 
     def _time_left(self, point: Point) -> str:
-        """Return the time to the last step, at the pace since the first point, evaluations and
-        saves included; empty for evaluations, for the first point, and in the last seconds of a run.
+        """Return the time to the last step at the pace since the first point, with evaluations and
+        saves; empty for evaluations, for the first point, and in a run's last seconds.
         """
         if "train/loss" not in point.metrics:
             return ""
