@@ -1,4 +1,4 @@
-"""Six kills of real runs: a slice of `python -m tests.campaign.kills`, which kills as often as it
+"""Seven kills of real runs: a slice of `python -m tests.campaign.kills`, which kills as often as it
 is told to.
 """
 
@@ -33,3 +33,18 @@ def test_killed_runs_end_as_the_unbroken_one(
     # A third is promised of the long campaign; six may have less luck, but a campaign that never
     # hits a save proves nothing.
     assert counts["kills_inside_a_save"] >= 2, counts
+
+
+def test_killed_stages_of_tensor_groups_end_as_the_unbroken_ones(
+    warm: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 x 2 x 2 ranks, one kill that is aimed at a save."""
+    monkeypatch.setattr(kills, "TOTAL_STEPS", 12)
+    monkeypatch.setattr(kills, "AIMS", {"manifest": 1})
+    found = Found()
+    case = "pipe2-tensor2-data2"
+    Campaign(warm, tmp_path, seed=20, found=found).case(case, num_kills=1)
+    counts = summary(found, seed=20, seconds=0)
+    assert counts["wrong"] == []
+    assert counts["by_case"] == {case: 1}
+    assert counts["kills_inside_a_save"] == 1
