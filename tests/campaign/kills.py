@@ -1,15 +1,16 @@
 """Kill real runs at random instants and look whether they end as the unbroken run: python -m
 tests.campaign.kills --kills 200
 
-Two ranks, or eight in stages of tensor groups, train with dropout, save every fourth step and are resumed with checkpoint.resume=auto. A
-third of the kills and more are aimed at saves: the folder in which a checkpoint is written is
-watched, and the kill comes somewhere within the time that the last saves took; or in the moment in
-which the manifest is seen, or the checkpoint's name, for which it is waited without a pause. What
-the dead left on the disk says where it hit. `--launcher torchrun` starts every run through
-torchrun, which ends the ranks that are left; otherwise ranks are forked, which is five times as
-fast. After every kill the newest checkpoint must be sound and no older than the last save that had
-returned; at the end the files of the last checkpoint (weights, optimizer, schedule, random states),
-bit for bit, and the metrics of all steps must equal the undisturbed run's.
+Two ranks, or eight in stages of tensor groups, train with dropout, save every fourth step and are
+resumed with checkpoint.resume=auto. A third of the kills and more are aimed at saves: the folder in
+which a checkpoint is written is watched, and the kill comes somewhere within the time that the last
+saves took; or in the moment in which the manifest is seen, or the checkpoint's name, for which it
+is waited without a pause. What the dead left on the disk says where it hit. `--launcher torchrun`
+starts every run through torchrun, which ends the ranks that are left; otherwise ranks are forked,
+which is five times as fast. After every kill the newest checkpoint must be sound and no older than
+the last save that had returned; at the end the files of the last checkpoint (weights, optimizer,
+schedule, random states), bit for bit, and the metrics of all steps must equal the undisturbed
+run's.
 """
 
 from __future__ import annotations

@@ -75,6 +75,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "task": {"kind": "masked_lm"},
     },
     "llama": RAGGED | {"model": {"target": "tests.jobs.sequence_parts:tiny_llama"}},
+    "staged-llama": TEXT
+    | {
+        "model": {"target": "tests.jobs.sequence_parts:tiny_llama"},
+        "task": {"target": "tests.jobs.sequence_parts:StagedRaggedLM"},
+    },
+    "staged-window": TEXT | {"model": {"target": "tests.jobs.sequence_parts:window_llama"}},
     "window": RAGGED | {"model": {"target": "tests.jobs.sequence_parts:window_llama"}},
     # They number positions by themselves.
     "roberta": PADDED | {"model": {"target": "tests.jobs.sequence_parts:tiny_roberta"}},
@@ -146,6 +152,8 @@ PIPED: Cases = {
     "gpt-piped-z0": ("gpt", 0, SGD),
     "bert-piped-z1": ("bert", 1, ADAMW),
     "one-piped-z1": ("one", 1, SGD),
+    "llama-piped-z1": ("staged-llama", 1, ADAMW),
+    "window-piped-z0": ("staged-window", 0, SGD),
 }
 # With --exhaustive: four processes are dear, and of each of these another one above holds the model
 # and the stage.

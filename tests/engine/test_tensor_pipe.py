@@ -4,18 +4,23 @@ gradient norms within 1e-5, and resume to the bit.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+import framework
+from framework.commands.export import export
+from framework.tasks.classification import logits_of
 from tests.engine.pipe_oracle import plain_run
 from tests.engine.saved_runs import read_weights
 from tests.engine.test_tensor import BERT, CLIP, GPT, LLAMA, text
-from tests.launched import fewer, rarely, read_metrics, series, train_cases
+from tests.launched import ROOT, fewer, rarely, read_metrics, run_ranks, series, train_cases
 
 __all__ = ["text"]  # a fixture
 
@@ -82,7 +87,7 @@ EIGHT_RANKS = [
     Case("gpt", 0),
     Case("gpt", 1, "adamw", steps=NUM_STEPS),
     Case("gpt", 1, parallel={"sequence": 2}),
-    Case("theirs", 1),
+    Case("theirs", 1, steps=NUM_STEPS),
 ]
 # With --exhaustive: what differs from others in one thing that a third one holds.
 _HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
@@ -223,3 +228,38 @@ def test_a_resumed_run_is_the_unbroken_one(stage: int, four_ranks: Path) -> None
     for name in ("train/loss", "train/grad_norm", "eval/loss"):
         whole, halved = (series(four_ranks / f"{run}-{stage}", name) for run in ("whole", "halves"))
         assert {step: halved[step] for step in whole} == whole
+
+
+@pytest.mark.parametrize("case", [EIGHT_RANKS[1], EIGHT_RANKS[3]], ids=lambda case: case.name)
+def test_what_three_ways_trained_is_used_as_one_model(
+    case: Case, eight_ranks: Path, text: Path, tmp_path: Path
+) -> None:
+    """Exported under the model's own names, evaluated in one process, and asked."""
+    run = eight_ranks / case.name
+    _, _, metrics, model = plain(case, text)
+    (file,) = export(str(run), tmp_path / "out")
+    exported = load_file(tmp_path / "out" / file)
+    expected = {name: weight.detach() for name, weight in model.named_parameters()}
+    assert set(exported) <= set(model.state_dict())
+    for name in exported.keys() & expected.keys():
+        torch.testing.assert_close(exported[name], expected[name], rtol=1e-4, atol=1e-5)
+    measured = tmp_path / "measured"
+    words = ["evaluate", str(run), "--trust", str(run)]
+    (tmp_path / "jobs.json").write_text(json.dumps([[str(measured), words]]), encoding="utf-8")
+    run_ranks(
+        ROOT / "tests/jobs/run_commands.py",
+        str(tmp_path / "jobs.json"),
+        num_ranks=1,
+        cwd=tmp_path,
+    )
+    found = json.loads(measured.read_text(encoding="utf-8"))["metrics"]
+    for name, value in metrics.items():
+        assert found[f"eval/{name}"] == pytest.approx(value, rel=10 * case.tolerance), name
+    tokens = torch.arange(40).view(2, 20)
+    loaded = framework.load(run, trust=True).eval()
+    with torch.no_grad():
+        logits, of_plain = (logits_of(one(tokens)) for one in (loaded, model.eval()))
+    torch.testing.assert_close(logits, of_plain, rtol=1e-3, atol=1e-4)
+    if case.model == "gpt":
+        (row,) = framework.predict(run, ["the "], max_new_tokens=8, temperature=0.0)
+        assert row

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.classification import logits_of
-from framework.tasks.task import Positions, Ratio
+from framework.tasks.task import Positions, Ratio, Task
 
 
 def tiny_llama(**shape: Any) -> nn.Module:
@@ -72,6 +72,12 @@ class RaggedLM(CausalLM):
     def forward(self, model: nn.Module, inputs: Any) -> Tensor:
         logits: Tensor = logits_of(super().forward(model, inputs))
         return logits
+
+
+class StagedRaggedLM(RaggedLM):
+    """The same for stages, which call their layers themselves."""
+
+    forward = Task.forward
 
 
 class PaddedLM(RaggedLM):

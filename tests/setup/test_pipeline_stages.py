@@ -300,6 +300,16 @@ def test_what_cannot_be_a_pipeline_is_refused(tmp_path: Path, case: str) -> None
     assert line.endswith(f"[{kind}]")
 
 
+def test_layers_of_ones_own_that_would_share_sequences_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    line = refused(tmp_path, MLP, parallel={"pipe": 2, "sequence": 2})
+    assert "a model's own layers do not share their sequences" in line
+    assert line.endswith("[sequence-with-pipeline]")
+
+
 class Forgets(nn.Module):
     """Its layers() leaves out what forward() does between them."""
 

@@ -105,8 +105,6 @@ OWN: dict[str, Any] = {
     "task": {"kind": "model_loss"},
 }
 
-OWN_LM: dict[str, Any] = OWN | {"task": {"kind": "causal_lm"}}
-
 
 def in_half(states: str = "bf16", dtype: str = "bf16") -> dict[str, Any]:
     return {"precision": {"dtype": dtype, "states": states}}
@@ -118,15 +116,6 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "world_size_differs": [
         ({"run": {"world_size": 3}}, "cuda", "world-size-differs"),
         ({"run": {"world_size": 2}}, "cuda", None),
-    ],
-    "sequence_with_pipeline": [
-        (
-            OWN_LM | piped() | {"parallel": {"sequence": 2, "pipe": 2}},
-            "cpu",
-            "sequence-with-pipeline",
-        ),
-        (GPT | piped() | {"parallel": {"sequence": 2, "pipe": 2}}, "cpu", None),
-        (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
     ],
     "bad_steps_not_found": [
         (
