@@ -9,7 +9,7 @@ from framework.errors import EXIT_CONFIG, EXIT_STOPPED
 
 def main() -> int:
     """Run the command line, or print one line if a package of the base install is missing."""
-    if os.getpid() == 1 and sys.argv[1:2] == ["launch"]:
+    if os.getpid() == 1 and sys.argv[1:2] in (["train"], ["launch"]):
         # Process 1 of a container never gets a signal that it does not handle, and the imports take
         # half a second.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_STOPPED))

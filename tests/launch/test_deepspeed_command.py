@@ -85,6 +85,11 @@ def test_an_installed_copy_starts_its_own(tmp_path: Path) -> None:
             timeout=120,
         )
 
+    program = "import sys; from importlib.metadata import entry_points; sys.argv[0] = 'dsf'; "
+    program += "(dsf,) = entry_points(group='console_scripts', name='dsf'); sys.exit(dsf.load()())"
+    checked = run("-c", program, "check", str(ROOT / "ds_configs/quickstart.yaml"))
+    assert checked.returncode == 0, checked.stderr
+    assert "quickstart.yaml: fine on 1 device" in checked.stdout
     shown = run("-m", "framework", "launch", str(ROOT / "ds_configs/quickstart.yaml"), "--dry_run")
     assert " site-packages/framework/entry/train.py --config " in shown.stdout, shown.stderr
     script = site / "framework/entry/train.py"
