@@ -176,7 +176,7 @@ def _kinds_of_stages(plan: Plan, work: ModelWork, stages: Sequence[_Stage]) -> l
         return list(range(len(stages)))
     parts: list[int] = []
     for number, part in enumerate(work.parts[:-1]):
-        parts += part.count * [number]
+        parts += [number for _ in range(part.count)]
     kinds = []
     for stage in stages:
         start, stop = stage.bounds
