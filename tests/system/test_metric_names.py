@@ -15,7 +15,8 @@ _HEAD = "| name | unit | meaning | absent |\n|---|---|---|---|\n"
 # Names of a task's own metrics are not ours to list.
 _EVALUATED = (
     "| `eval/loss`, `eval/<metric>` | | over all samples of all ranks, each once; of several sets "
-    "`eval/<set>/loss`, `eval/<set>/<metric>` | without evaluation |\n"
+    "`eval/<set>/loss`, `eval/<set>/<metric>`; [custom ones](custom-metrics.md) | without evaluation "
+    "|\n"
 )
 _FIRST_AFTER_EVALUATION = "throughput/samples_per_sec"
 
