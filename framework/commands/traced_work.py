@@ -118,6 +118,15 @@ def find_own_optimizer(plan: Plan) -> str:
 
 
 def _work_of(values: Mapping[str, Any]) -> ModelWork:
+    """Build the work of its plain values.
+
+    Raises:
+        KeyError: they lack a figure, as an earlier version wrote them.
+    """
+    for part in values["parts"]:
+        missing = LayerWork.__dataclass_fields__.keys() - part.keys()
+        if missing:
+            raise KeyError(*missing)
     fields = dict(values)
     for kind in ("weights", "frozen"):
         fields[kind] = {name: tuple(shape) for name, shape in values[kind].items()}

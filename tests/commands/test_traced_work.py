@@ -90,6 +90,11 @@ def test_it_is_found_once(
     (folder / "own.py").write_text(OWN + "# changed", encoding="utf-8")
     assert "it was asked" in str(planned(capsys)["unknown"])
     (folder / "own.py").write_text(OWN, encoding="utf-8")
+    earlier = json.loads(kept.read_text(encoding="utf-8"))
+    for part in earlier["work"]["parts"]:
+        del part["score_flops"]
+    kept.write_text(json.dumps(earlier), encoding="utf-8")
+    assert "it was asked" in str(planned(capsys)["unknown"])
     kept.write_text("no work", encoding="utf-8")
     assert "it was asked" in str(planned(capsys)["unknown"])
 
