@@ -47,6 +47,8 @@ class Rates:
             256 and 512 tokens.
         weight_seconds: time of the host for one weight in one pass at stage 3. Fitted: qwen at ZeRO
             3, deepspeed-bf16-master, lsaie.
+        torch_on_host: how many times as long torch's Adam takes on the host as DeepSpeed's kernel,
+            which reads and writes everything once: 5 to 7 (DeepSpeed 0.19.8, ops/adam/cpu_adam.py).
         joined_bytes: moved for an element of the optimizer's share by a step at stages 1 and 2
             beyond what the optimizer itself needs: counted, not measured on a device. The norm
             reads 2, the fp32 gradients take 2 + 4, and 4 + 4 where they are divided; the look for
@@ -68,6 +70,7 @@ class Rates:
     best_tf32: float = 0.61
     launch_seconds: float = 2.9e-5
     weight_seconds: float = 3.3e-4
+    torch_on_host: float = 6.0
     joined_bytes: float = 46.0
 
 

@@ -70,6 +70,7 @@ class Parallelism:
         sends_parts: each tensor rank sends a part of what crosses to the next stage.
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
         is_offloaded: the optimizer runs on the host.
+        host_kernel: it is DeepSpeed's kernel there, and not torch's Adam.
         host_share: share of the weights that it steps there.
         weights_offloaded: weights of stage 3 lie on the host.
         muon: the section of the optimizer if it is Muon.
@@ -106,6 +107,7 @@ class Parallelism:
     sends_parts: bool = True
     block_sums: tuple[int, int] = (2, 4)
     is_offloaded: bool = False
+    host_kernel: bool = True
     host_share: float = 1.0
     weights_offloaded: bool = False
     muon: Muon | None = None
@@ -159,10 +161,19 @@ class Parallelism:
             persistent=zero.stage3_param_persistence_threshold,
             joins_gradients=stage in (1, 2),
             is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
+            host_kernel=_has_host_kernel(config.optimizer),
             host_share=getattr(zero.offload_optimizer, "ratio", 1.0),
             weights_offloaded=stage == 3 and zero.offload_param.device != "none",
             muon=config.optimizer if isinstance(config.optimizer, Muon) else None,
         )
+
+
+def _has_host_kernel(optimizer: OptimizerSection) -> bool:
+    """Check whether DeepSpeed's kernel steps the optimizer where it is offloaded: Adam's only if it
+    is asked for.
+    """
+    implementation = getattr(optimizer, "implementation", "deepspeed")
+    return bool(implementation == "deepspeed")
 
 
 def _key_share(model: Any) -> float:

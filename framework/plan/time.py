@@ -672,6 +672,8 @@ class _Step:
             host = needed(host, "memory bandwidth of the host", device)
             host /= self.machine.devices_per_host
             seconds = by.host_share * moved / host / self.rates.memory
+            if not by.host_kernel:
+                seconds *= self.rates.torch_on_host
             if by.host_share < 1:  # one part after the other
                 seconds += (1 - by.host_share) * moved / self.bandwidth
             return seconds

@@ -365,6 +365,8 @@ def test_an_offloaded_optimizer_runs_at_the_hosts_speed() -> None:
     assert found["offload transfers"] == pytest.approx(2 * 2 * share / 2e10)
     # eight ranks share the host's memory
     assert found["optimizer"] == pytest.approx(share * 34 * 8 / 2e11)
+    slow = seconds(data=8, zero_stage=1, is_offloaded=True, host_kernel=False)
+    assert slow["optimizer"] == pytest.approx(6 * found["optimizer"])
     at_home = seconds(data=8, zero_stage=3)
     away = seconds(data=8, zero_stage=3, weights_offloaded=True)
     assert away["offload transfers"] == pytest.approx(2 * share / 2e10)
