@@ -19,7 +19,7 @@ help() {
                                   the same as `dsf check ...`: --help tells of each
 ./launch.sh docs                  set up, then build the documentation: site/index.html, for a browser without a network
 ./launch.sh test [pytest options] set up, then run the tests (all of them, or what the options choose)
-./launch.sh setup [text|data|lora|fp8|metrics|bench|docs|dev ...]
+./launch.sh setup [text|data|lora|fp8|metrics|onnx|bench|docs|dev ...]
                                   set up only, with these extras: the active virtualenv or conda environment if it has
                                   torch, else .venv
 ./launch.sh help                  this text
@@ -325,8 +325,8 @@ main() {
         setup)
             local extra
             for extra in "$@"; do
-                [[ $extra =~ ^(train|text|data|lora|fp8|metrics|bench|docs|dev)$ ]] ||
-                    { say "launch.sh setup: there is no extra '$extra'; there are text, data, lora, fp8, metrics, bench, docs and dev"; exit "$USAGE"; }
+                [[ $extra =~ ^(train|text|data|lora|fp8|metrics|onnx|bench|docs|dev)$ ]] ||
+                    { say "launch.sh setup: there is no extra '$extra'; there are text, data, lora, fp8, metrics, onnx, bench, docs and dev"; exit "$USAGE"; }
             done
             [[ ${1:-} != train ]] || shift
             set_up "train${*:+ $*}"

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -37,7 +38,7 @@ from framework.checkpoint.state.weight_files import (
     write_safetensors,
 )
 from framework.commands.hub_folder import write_hub_files
-from framework.commands.program import write_program
+from framework.commands.program import refuse_without_onnx, write_onnx, write_program
 from framework.errors import EXIT_OK, ConfigError, StorageError, printable
 from framework.setup.adapters import write_adapter
 from framework.setup.trained import find_source, module_of, saved_config
@@ -60,7 +61,8 @@ _UNITS: Final = {
 # names of the files that an export writes
 _STEMS: Final = r"(adapter_)?(model|config)|generation_config|.*token.*|vocab|special_tokens_map"
 _OURS: Final = re.compile(
-    rf"({_STEMS}).*\.(safetensors|pt2?|json)|README\.md|merges\.txt|.*\.jinja|.*\.model"
+    rf"({_STEMS}).*\.(safetensors|pt2?|json|onnx|onnx\.data)|README\.md|merges\.txt|.*\.jinja"
+    r"|.*\.model"
 )
 _PLAIN: Final = "leave --hf out"
 _WEIGHTS: Final = "export its weights: --format safetensors"
@@ -84,6 +86,8 @@ def main(words: Sequence[str]) -> int:
         raise StorageError(reason) from error
     for name, num_bytes in written.items():
         print(printable(f"{out / name}  {num_bytes:,} bytes"))
+    if "config.json" in written:
+        print(f"to publish it: hf auth login; hf upload {out.name} {shlex.quote(str(out))}")
     return EXIT_OK
 
 
@@ -112,7 +116,7 @@ def export(
         dtype: fp32, bf16 or fp16, of every floating-point tensor.
         shard_bytes: largest size of a file.
         file_format: safetensors; torch or pt for one file that `torch.load` reads; hf for `hf`; or
-            torch_export for a program of `torch.export`.
+            torch_export for a program of `torch.export`; onnx for a file of ONNX.
         force: replace `out` where it is an earlier export.
         hf: ready for Hugging Face's Hub, with the names that the model's own `hf_names()` gives.
         trust: the folder of the checkpoint, where `hf`, and merging adapters, may run the code that
@@ -134,9 +138,15 @@ def export(
     if adapter:
         with _complete_folder(out) as folder:
             return _write_adapter(folder, merged, dtype=_DTYPES[dtype])
-    if file_format == "torch_export":
+    if file_format in ("torch_export", "onnx"):
         return _write_program(
-            out, checkpoint, average=weights == "ema", dtype=_DTYPES[dtype], trust=trust, base=base
+            out,
+            checkpoint,
+            average=weights == "ema",
+            dtype=_DTYPES[dtype],
+            file_format=file_format,
+            trust=trust,
+            base=base,
         )
     tensors, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
     names = dict[str, str]()
@@ -167,15 +177,20 @@ def _write_program(
     *,
     average: bool,
     dtype: torch.dtype,
+    file_format: str,
     trust: str | None,
     base: str | None,
 ) -> dict[str, int]:
-    """Write the program of the checkpoint's model; returns file -> bytes."""
+    """Write the program, or the ONNX, of the checkpoint's model; returns file -> bytes."""
+    if file_format == "onnx":
+        refuse_without_onnx()
     config = saved_config(
         checkpoint, "model", "data", "task", trust=trust, key="--format", otherwise=_WEIGHTS
     )
     model = module_of(checkpoint, config, average=average, base=base).to(dtype)
     with _complete_folder(out) as folder:
+        if file_format == "onnx":
+            return write_onnx(folder, model, config)
         return write_program(folder, model, config)
 
 
@@ -390,10 +405,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     option(
         "--shard-size", dest="shard_bytes", type=_size, default=5 * 10**9, metavar="SIZE", help=size
     )
-    formats = ("safetensors", "torch", "hf", "torch_export", "pt")
+    formats = ("safetensors", "torch", "hf", "torch_export", "onnx", "pt")
     kind = (
         "safetensors; torch (or pt): for torch.load; hf: a folder for transformers and the "
-        "Hub; torch_export: a program"
+        "Hub; torch_export: a program; onnx: for ONNX runtimes"
     )
     option(
         "--format",
@@ -409,7 +424,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     trust = (
         "the run folder or checkpoint whose targets may be imported and called, for hf, "
-        "torch_export or adapters"
+        "torch_export, onnx or adapters"
     )
     option("--trust", metavar="FOLDER", help=trust)
     option(

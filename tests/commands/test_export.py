@@ -522,3 +522,16 @@ class TestForeignFiles:
                 read_exported(file)
             assert "\n" not in str(caught.value)
             assert str(caught.value).endswith("[weights-not-read]")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_the_upload_of_a_folder_for_the_hub_is_named_and_not_done(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from framework.commands import export as command
+
+    monkeypatch.setattr(command, "export", lambda *_, **__: {name: 3})
+    assert command.main(["runs/x", "my models/sft"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    upload = "to publish it: hf auth login; hf upload sft 'my models/sft'"
+    assert last == (upload if name == "config.json" else f"my models/sft/{name}  3 bytes")
