@@ -36,13 +36,15 @@ from framework.plan.alternatives import settings_text, size_text, with_settings
 from framework.plan.auto import listed_target, measured_target
 from framework.plan.candidate import Candidate, judge
 from framework.plan.cluster import Cluster
+from framework.plan.costs import KeyCost, costs_of_keys
 from framework.plan.data_files import look_at_data
 from framework.plan.hardware import USUAL_CARD, Hardware, host_bytes
 from framework.plan.knob import Knob, find_knob
+from framework.plan.layout import Layout
 from framework.plan.memory import Memory, NotEstimatedError
 from framework.plan.nearest_plan import nearest_plan
 from framework.plan.out_of_memory import IN_WORDS
-from framework.plan.plan import Plan, default_cluster, make_plan, rows
+from framework.plan.plan import Length, Plan, default_cluster, make_plan, rows
 from framework.plan.search import SearchResult, search
 from framework.plan.search_goals import (
     search_fewest_devices,
@@ -112,6 +114,9 @@ class _Question:
         target: the devices, and their rates as far as they are known.
         work: of a model of the user's own.
         why: the reason why the memory of an optimizer of the user's own is not known.
+        written: the run config before its ``auto`` keys were chosen; None: it has none.
+        refused: the problem of the config as it is written, where the plan is the best that a
+            search found in its place.
     """
 
     arguments: argparse.Namespace
@@ -120,6 +125,8 @@ class _Question:
     target: Hardware
     work: ModelWork | None = None
     why: str = ""
+    written: RunConfig | None = None
+    refused: Problem | None = None
 
     @property
     def is_wide(self) -> bool:
@@ -146,6 +153,7 @@ class _Question:
         """The search's request: without a wide one only settings that leave the batch as it is."""
         if self.is_wide:
             free_keys = {key for key in EVERYTHING if not self._is_set_here(key)}
+            free_keys |= self.run.config.auto
         else:
             free_keys = set(WITHOUT_BATCH)
         return Request(
@@ -232,16 +240,41 @@ def _question(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster) -
         ConfigError: there is no such plan.
     """
     target = _find_target(arguments, cluster)
+    written = run.config
     try:
         work, why = _own_work(run, cluster)
         run = run.chosen(cluster, target, is_proposal=True, work=work)
         plan = run.plan_with_data(cluster)
     except ConfigError as error:
+        instead = _found_instead(arguments, run, cluster, target)
+        if instead is not None:
+            return replace(instead, refused=error.problems[0])
         kinds = {problem.kind for problem in error.problems}
         if kinds & _NO_LAYOUT and not run.config.auto:
             _print_nearest(run, cluster)
         raise
-    return _Question(arguments, run, plan, target, work, why)
+    return _Question(arguments, run, plan, target, work, why, written)
+
+
+def _found_instead(
+    arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster, target: Hardware
+) -> _Question | None:
+    """Return the question with the best plan that a wide search finds for a config that cannot be
+    as it is written; None without one.
+    """
+    where = Plan(run.config, cluster, Layout(1, 1, 1, 1, 1), Length(None, None, None, 0), ())
+    question = _Question(arguments, run, where, target)
+    if not question.is_wide:
+        return None
+    _, size = look_at_data(run.config, data_elsewhere=True)
+    request = replace(question.request, num_train_samples=size)
+    try:
+        result = _SEARCHES[arguments.goal](request)
+    except (NotEstimatedError, UsageError):
+        return None
+    if not result.ranked:
+        return None
+    return replace(question, plan=result.ranked[0].plan)
 
 
 def _refuse_wrong_arguments(arguments: argparse.Namespace) -> None:
@@ -312,6 +345,9 @@ def _print_lines(
     lines = [f"{label:<10}{text}" for label, text in rows(plan).items()]
     if question.run.choice:
         lines.append(f"{'auto':<10}{question.run.choice.removeprefix('auto: ')}")
+    if question.refused:
+        why = f"{question.refused.key}: {question.refused.reason} [{question.refused.kind}]"
+        lines.append(f"{'instead':<10}of what is written, the best of the search: {why}")
     lines += answer.head
     lines += balance.lines
     lines += answer.lines
@@ -383,6 +419,10 @@ def _answer(question: _Question) -> _Answer:
     candidates = _candidates_to_show(question, planned, result)
     head = list(_memory_lines(planned, target))
     head += _time_lines(planned.time, target)
+    costs = _costs(question, planned)
+    for number, cost in enumerate(costs):
+        label = "" if number else "costs"
+        head.append(f"{label:<10}{cost}")
     lines = list(_strategy_lines(question, planned, result, candidates))
     section: dict[str, Any] = {
         "memory": planned.memory.to_dict(),
@@ -390,6 +430,10 @@ def _answer(question: _Question) -> _Answer:
     }
     if planned.time:
         section["time"] = planned.time.to_dict()
+    if costs:
+        section["costs"] = [cost.to_dict() for cost in costs]
+    if question.refused:
+        section["refused"] = question.refused.to_dict()
     if target.machine:
         section["machine"] = target.machine.to_dict() | {"rates": target.rates}
     knob = _knob(question, candidates)
@@ -404,6 +448,14 @@ def _answer(question: _Question) -> _Answer:
         candidates=tuple(candidates),
         planned=planned,
     )
+
+
+def _costs(question: _Question, planned: Candidate) -> list[KeyCost]:
+    """Return what fixed keys cost; nothing where a search frees them anyway."""
+    if question.is_wide:
+        return []
+    written = question.written or question.run.config
+    return costs_of_keys(question.request, planned, written)
 
 
 def _not_estimated(question: _Question, error: NotEstimatedError) -> _Answer:
@@ -677,7 +729,7 @@ def _apply_best(question: _Question, answer: _Answer) -> None:
     out = _stream_of_notes(arguments)
     if arguments.goal == "fewest-devices":
         write(out, f"devices   {answer.candidates[0].plan.cluster}\n")
-    settings = _settings_to_write(run, answer)
+    settings = _settings_to_write(run, answer, is_refused=question.refused is not None)
     diff = write_choice(run.config_path, arguments.words, settings)
     diff = diff or f"{run.config_path}: it says so already"
     write(out, f"{diff}\n")
@@ -687,12 +739,14 @@ def _apply_best(question: _Question, answer: _Answer) -> None:
         write(out, f"note      chosen with {words}, which {run.config_path} does not hold\n")
 
 
-def _settings_to_write(run: LoadedRun, answer: _Answer) -> dict[str, Any]:
+def _settings_to_write(
+    run: LoadedRun, answer: _Answer, *, is_refused: bool = False
+) -> dict[str, Any]:
     """Return the best strategy's settings that differ from the plan, or that the file leaves open:
     keys that the command line sets, and ``auto`` ones.
     """
     planned_choice: Mapping[str, Any] = {}
-    if answer.planned:
+    if answer.planned and not is_refused:
         planned_choice = answer.planned.choice
     settings = {}
     for key, value in answer.candidates[0].settings.items():

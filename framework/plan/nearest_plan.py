@@ -12,7 +12,15 @@ from framework.errors import ConfigError
 from framework.plan.alternatives import settings_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
-from framework.plan.search_space import ACCUMULATION, GLOBAL, MICRO, PIPE, Settings
+from framework.plan.search_space import (
+    ACCUMULATION,
+    GLOBAL,
+    MICRO,
+    PIPE,
+    TENSOR,
+    Settings,
+    powers_of_two,
+)
 
 
 def nearest_plan(
@@ -21,8 +29,8 @@ def nearest_plan(
     """Return the plan that is nearest to one that cannot be, and what it changes, in words; None if
     no plan is near.
 
-    Tried in this order: another micro-batch, another global size, fewer pipeline stages, fewer
-    devices.
+    Tried in this order: another micro-batch, ranks of tensor groups that share the samples, another
+    global size, fewer pipeline stages, fewer devices.
     """
     for settings, tried_cluster in _near(config, cluster):
         with suppress(ConfigError):
@@ -35,6 +43,7 @@ def nearest_plan(
 def _near(config: RunConfig, cluster: Cluster) -> Iterator[tuple[Settings, Cluster]]:
     """Yield settings and clusters that are near to what a config has, the nearest first."""
     pipe = config.parallel.pipe
+    yield from ((settings, cluster) for settings in _same_samples(config, cluster))
     for settings in _near_batches(config, max(cluster.world_size // pipe, 1)):
         yield settings, cluster
     for stages in range(pipe - 1, 0, -1):
@@ -43,6 +52,20 @@ def _near(config: RunConfig, cluster: Cluster) -> Iterator[tuple[Settings, Clust
                 yield {PIPE: stages} | settings, cluster
     for count in range(cluster.devices_per_host - 1, 0, -1):
         yield {}, replace(cluster, devices_per_host=count)
+
+
+def _same_samples(config: RunConfig, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    """Yield settings that keep the global size: another micro-batch, then with ranks of a host in
+    tensor groups; none without a global size.
+    """
+    if config.batch.global_size is None:
+        return
+    free_batch = {MICRO: None, ACCUMULATION: None}
+    yield {}
+    yield free_batch
+    if config.parallel.tensor == 1:
+        for size in powers_of_two(cluster.devices_per_host):
+            yield free_batch | {TENSOR: size}
 
 
 def _near_batches(config: RunConfig, ranks: int) -> Iterator[dict[str, Any]]:

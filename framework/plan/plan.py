@@ -274,6 +274,10 @@ def _findings_of_layout(
 ) -> list[Problem]:
     findings = list(_length_findings(config, layout, length))
     findings += half_precision_without_zero(config, layout)
+    if layout.pipe_size > 1:
+        from framework.plan.rules.parallel import idle_stages
+
+        findings += idle_stages(config, layout)
     findings += _slow_vocabulary(config, cluster, layout)
     return findings
 

@@ -67,6 +67,7 @@ class Request:
             micro-batches grow as long as doubling them gains 2 %.
         num_train_samples: size of the training data, if it is known.
         work: of a model of the user's own, on any micro-batch.
+        is_brief: beside the config's sizes try those alone that have one of them above 1.
     """
 
     config: RunConfig
@@ -75,6 +76,7 @@ class Request:
     free: Set[str] = EVERYTHING
     num_train_samples: int | None = None
     work: ModelWork | None = None
+    is_brief: bool = False
 
 
 def all_strategies(request: Request, *, for_length: bool = False) -> Iterator[Settings]:
@@ -174,7 +176,8 @@ def _sizes(request: Request) -> Iterator[dict[str, int]]:
     choices = {key: _choices_of_size(request, key, size) for key, size in given.items()}
     all_sizes = [dict(zip(given, sizes, strict=True)) for sizes in product(*choices.values())]
     for sizes in sorted(all_sizes, key=is_combined):
-        if sizes != given and _goes_together(request, sizes):
+        is_left_out = request.is_brief and is_combined(sizes)
+        if sizes != given and not is_left_out and _goes_together(request, sizes):
             yield sizes
 
 

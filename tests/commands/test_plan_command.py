@@ -599,3 +599,43 @@ def test_the_plan_stands_among_the_best_where_it_belongs(capsys: Capture) -> Non
     assert len(speeds) > 2
     assert speeds == sorted(speeds, reverse=True)
     assert not re.search(r"zero\.stage: 1: ", out[out.index("\nothers ") :])
+
+
+def test_a_search_does_not_end_with_what_is_written(tmp_path: Path, capsys: Capture) -> None:
+    """8 samples on 64 devices: the file cannot be, and what is found in its place is written."""
+    file = tmp_path / "run.yaml"
+    file.write_text(FILE.replace("global_size: 512", "global_size: 8"))
+    words = [str(file), "--nodes", "8", "--num_gpus", "8", "--gpu", "h100-80gb"]
+    assert main(["plan", *words]) == 78
+    assert "nearest   " in capsys.readouterr().out
+    out = plan(*words, "--apply", "--top", "2", capsys=capsys)
+    assert "instead   of what is written, the best of the search: batch.global_size: 8" in out
+    planned = make_plan(load_config(str(file)), Cluster(8, 8, "cuda"))
+    assert planned.layout.global_size == 8
+    assert planned.layout.data_parallel_size < 64
+    answer = json.loads(plan(*words, "--search", "batch.global_size=4", "--json", capsys=capsys))
+    assert answer["refused"]["kind"] == "batch-not-divisible"
+
+
+def test_fixed_keys_that_cost_are_named_the_dearest_first(capsys: Capture) -> None:
+    """Each price is that of a plan with the settings that are named."""
+    words = ["ds_configs/gpt_zero3.yaml", "model={kind: gpt, size: llama-3-8b}", "zero.stage=3"]
+    words += ["--nodes", "8", "--num_gpus", "8", "--gpu", "h100-80gb"]
+    words += ["batch={global_size: 256, micro_size: 1}", "parallel={tensor: 8, pipe: auto}"]
+    answer = json.loads(plan(*words, "--json", capsys=capsys))
+    shares = [cost["share"] for cost in answer["costs"]]
+    assert shares == sorted(shares, reverse=True)
+    assert {"parallel.tensor", "training.recompute_every"} <= {
+        cost["key"] for cost in answer["costs"]
+    }
+    before = answer["time"]["samples_per_second"]
+    for cost in answer["costs"]:
+        changed = [f"{key}={value}" for key, value in cost["settings"].items()]
+        words_of_cost = [word for word in words if word.partition("=")[0] not in cost["settings"]]
+        after = json.loads(plan(*words_of_cost, *changed, "--json", capsys=capsys))
+        speed = after["time"]["samples_per_second"]
+        assert speed == cost["samples_per_second"]
+        assert cost["share"] == pytest.approx(1 - before / speed) and cost["share"] > 0.05
+    text = plan(*words, capsys=capsys)
+    assert f"costs     {answer['costs'][0]['key']}: " in text
+    assert "costs" not in json.loads(plan(*words, "--search", "--json", capsys=capsys))

@@ -71,23 +71,27 @@ def parts_speak_of_the_same(config: RunConfig, cluster: Cluster) -> Found:
         if form:
             known[part] = form
     first = next(iter(known), "")
+    is_alone = bool(first) and list(known.values()).count(known[first]) == 1
     for part, form in known.items():
         if form != known[first]:
-            yield _mismatch(config, part, form, first, known[first])
+            yield _mismatch(config, part, form, first, known[first], is_alone=is_alone)
 
 
-def _mismatch(config: RunConfig, part: str, form: str, first: str, first_form: str) -> Problem:
-    """Return the problem of a part that takes another form of data than the first known part."""
+def _mismatch(
+    config: RunConfig, part: str, form: str, first: str, first_form: str, *, is_alone: bool
+) -> Problem:
+    """Return the problem of a part that takes another form of data than the first known part;
+    `is_alone`: no third part takes the first one's form, so that this one may change as well.
+    """
     from framework.config import forms
 
     kind = getattr(config, part).kind
     first_kind = getattr(config, first).kind
     verb = "has" if first == "data" else "reads"
     first_part = f"{first_kind}, the {first}, {verb} {forms.NAMES[first_form]}"
-    fix = (
-        f"set {part}.kind: {forms.KINDS[first_form][part]} or {first}.kind: "
-        f"{forms.KINDS[form][first]}"
-    )
+    fix = f"set {part}.kind: {forms.KINDS[first_form][part]}"
+    if is_alone:
+        fix += f" or {first}.kind: {forms.KINDS[form][first]}"
     reason = f"it reads {forms.NAMES[form]}, and {first_part}"
     return Problem(f"{part}-{first}-mismatch", reason, fix, f"{part}.kind", kind)
 

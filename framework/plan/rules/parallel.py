@@ -14,6 +14,7 @@ from framework.errors import Problem
 from framework.plan.balance import stage_problems
 from framework.plan.cluster import Cluster
 from framework.plan.layers import num_layers
+from framework.plan.layout import Layout
 from framework.plan.rules.base import Found, nearest_divisor, rule
 
 # Keys that are counted over all ranks, or made for a layer that holds all of its weight.
@@ -190,32 +191,44 @@ def partition_beside_stages(config: RunConfig, cluster: Cluster) -> Found:
         )
 
 
-def _num_micro_batches(batch: Batch, stages: int, cluster: Cluster) -> int:
-    """Count the micro-batches of a pipeline in a step, as far as the config has them."""
-    count = batch.accumulation_steps
-    if count is None and batch.global_size and batch.micro_size:
-        count = batch.global_size * stages // (batch.micro_size * cluster.world_size)
-    return count or 1
-
-
-@rule()
-def idle_stages(config: RunConfig, cluster: Cluster) -> Found:
+def idle_stages(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     """Find pipelines with fewer micro-batches than stages: a stage waits (p - 1) / (m + p - 1) of a
     step (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2).
     """
-    stages = config.parallel.pipe
-    count = _num_micro_batches(config.batch, stages, cluster)
-    if 1 < stages > count:
-        idle = (stages - 1) / (count + stages - 1)
-        then_idle = (stages - 1) / (4 * stages + stages - 1)
-        batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-        reason = f"with {batches} per step {stages} stages stand idle {idle:.0%} of the time"
-        key = "batch.accumulation_steps"
-        yield Problem(
-            "pipeline-idle",
-            reason,
-            f"set {key}: {4 * stages} for {then_idle:.0%}",
-            key,
-            count,
-            severity="note",
-        )
+    stages = layout.pipe_size
+    count = layout.accumulation_steps
+    if not 1 < stages > count:
+        return
+    idle = (stages - 1) / (count + stages - 1)
+    batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    reason = f"with {batches} per step {stages} stages stand idle {idle:.0%} of the time"
+    yield Problem(
+        "pipeline-idle",
+        reason,
+        _fix_of_idle_stages(config.batch, layout),
+        "batch.accumulation_steps",
+        count,
+        severity="note",
+    )
+
+
+def _fix_of_idle_stages(batch: Batch, layout: Layout) -> str:
+    """Return the settings with four micro-batches for each stage, or as many as the samples of a
+    step have; a global size that is fixed stays, unless it has fewer samples than there are stages.
+    """
+    stages = layout.pipe_size
+    wanted = 4 * stages
+    if batch.global_size is None:
+        then_idle = (stages - 1) / (wanted + stages - 1)
+        return f"set batch.accumulation_steps: {wanted} for {then_idle:.0%}"
+    share = layout.micro_size * layout.accumulation_steps
+    counts = [count for count in range(1, share + 1) if share % count == 0]
+    enough = [count for count in counts if count >= wanted]
+    count = min(enough, default=counts[-1])
+    sizes = f"batch.micro_size: {share // count} and batch.accumulation_steps: {count}"
+    if count < stages:
+        count = stages
+        larger = layout.data_parallel_size * count
+        sizes = f"batch.global_size: {larger}, batch.micro_size: 1 and batch.accumulation_steps: {count}"
+    then_idle = (stages - 1) / (count + stages - 1)
+    return f"set {sizes} for {then_idle:.0%}"

@@ -1028,13 +1028,6 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (piped(2, partition="uniform"), "cuda", None),
         ({"parallel": {"pipe": 1}}, "cuda", None),
     ],
-    "idle_stages": [
-        (piped(batch={}), "cuda", "pipeline-idle"),
-        (piped(batch={"accumulation_steps": 1}), "cuda", "pipeline-idle"),
-        (piped(batch={"global_size": 32, "micro_size": 16}), "cuda", None),
-        (piped(batch={"accumulation_steps": 2}), "cuda", None),
-        ({}, "cuda", None),
-    ],
     "slow_host_optimizer": [
         (offload(2), "cuda", "slow-host-optimizer"),
         (
