@@ -347,7 +347,7 @@ def _print_lines(
         lines.append(f"{'auto':<10}{question.run.choice.removeprefix('auto: ')}")
     if question.refused:
         why = f"{question.refused.key}: {question.refused.reason} [{question.refused.kind}]"
-        lines.append(f"{'instead':<10}of what is written, the best of the search: {why}")
+        lines.append(f"{'refused':<10}as it is written, below is the best of the search: {why}")
     lines += answer.head
     lines += balance.lines
     lines += answer.lines

@@ -77,7 +77,7 @@ def test_one_output_has_everything(capsys: Capture) -> None:
     out = plan(*GPT, "zero.stage=1", "--gpu", "a100-80gb", capsys=capsys)
     labels = [line[:10].strip() for line in out.splitlines() if not line.startswith(" ")]
     planned = ["run", "cluster", "batch", "length", "precision", "ZeRO", "memory", "time"]
-    assert labels[:9] == [*planned, "instead"]
+    assert labels[:10] == [*planned, "costs", "instead"]
     assert re.search(
         r"^instead   .*: [\d.]+ GiB at most, [\d.]+ samples per second.*; --search has the table$",
         out,
@@ -604,24 +604,27 @@ def test_the_plan_stands_among_the_best_where_it_belongs(capsys: Capture) -> Non
 def test_a_search_does_not_end_with_what_is_written(tmp_path: Path, capsys: Capture) -> None:
     """8 samples on 64 devices: the file cannot be, and what is found in its place is written."""
     file = tmp_path / "run.yaml"
-    file.write_text(FILE.replace("global_size: 512", "global_size: 8"))
-    words = [str(file), "--nodes", "8", "--num_gpus", "8", "--gpu", "h100-80gb"]
+    file.write_text(FILE.replace("global_size: 512", "global_size: 8").replace("gpt2-xl", "gpt2"))
+    # stages would be timed in a process with torch
+    words = [str(file), "parallel.pipe=1", "--nodes", "8", "--num_gpus", "8", "--gpu", "h100-80gb"]
     assert main(["plan", *words]) == 78
     assert "nearest   " in capsys.readouterr().out
+    answer = json.loads(plan(*words, "--search", "--json", capsys=capsys))
+    assert answer["refused"]["kind"] == "batch-not-divisible"
     out = plan(*words, "--apply", "--top", "2", capsys=capsys)
-    assert "instead   of what is written, the best of the search: batch.global_size: 8" in out
+    assert (
+        "refused   as it is written, below is the best of the search: batch.global_size: 8" in out
+    )
     planned = make_plan(load_config(str(file)), Cluster(8, 8, "cuda"))
     assert planned.layout.global_size == 8
     assert planned.layout.data_parallel_size < 64
-    answer = json.loads(plan(*words, "--search", "batch.global_size=4", "--json", capsys=capsys))
-    assert answer["refused"]["kind"] == "batch-not-divisible"
 
 
 def test_fixed_keys_that_cost_are_named_the_dearest_first(capsys: Capture) -> None:
     """Each price is that of a plan with the settings that are named."""
     words = ["ds_configs/gpt_zero3.yaml", "model={kind: gpt, size: llama-3-8b}", "zero.stage=3"]
     words += ["--nodes", "8", "--num_gpus", "8", "--gpu", "h100-80gb"]
-    words += ["batch={global_size: 256, micro_size: 1}", "parallel={tensor: 8, pipe: auto}"]
+    words += ["batch={global_size: 256, micro_size: 1}", "parallel={tensor: 8, sequence: auto}"]
     answer = json.loads(plan(*words, "--json", capsys=capsys))
     shares = [cost["share"] for cost in answer["costs"]]
     assert shares == sorted(shares, reverse=True)
@@ -635,7 +638,8 @@ def test_fixed_keys_that_cost_are_named_the_dearest_first(capsys: Capture) -> No
         after = json.loads(plan(*words_of_cost, *changed, "--json", capsys=capsys))
         speed = after["time"]["samples_per_second"]
         assert speed == cost["samples_per_second"]
-        assert cost["share"] == pytest.approx(1 - before / speed) and cost["share"] > 0.05
+        assert cost["share"] == pytest.approx(1 - before / speed)
+        assert cost["share"] > 0.05
     text = plan(*words, capsys=capsys)
     assert f"costs     {answer['costs'][0]['key']}: " in text
     assert "costs" not in json.loads(plan(*words, "--search", "--json", capsys=capsys))

@@ -289,7 +289,11 @@ def test_a_model_of_ones_own_is_not_searched_for() -> None:
             "batch.micro_size: 8",
         ),
         ({"parallel": {"pipe": 3}}, Cluster(devices_per_host=8), "parallel.pipe: 2"),
-        (LLAMA | {"batch": {"global_size": 8}}, Cluster(8, 8), "parallel.tensor: 8"),
+        (
+            LLAMA | {"batch": {"global_size": 8}, "zero": {"stage": 1}},
+            Cluster(8, 8),
+            "parallel.tensor: 8",
+        ),
         ({"run": {"world_size": 4}}, Cluster(devices_per_host=8), "4 devices"),
     ],
 )
