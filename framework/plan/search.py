@@ -158,8 +158,8 @@ class _Refusal:
     Attributes:
         why: the reason, in words.
         is_of_batch: whether another micro-batch may be a candidate.
-        is_of_place: whether it is one of the stage or of sizes, whatever is offloaded or computed
-            again.
+        is_of_place: whether it is one of the stage or of sizes, however much is offloaded or
+            computed again.
     """
 
     why: str
@@ -235,8 +235,8 @@ class _Evaluator:
 
     def is_idle(self, strategy: Settings) -> bool:
         """Check whether a strategy takes time alone, since a plainer one of the same stage and
-        sizes fits: weights on the host, and, where ranks share the model in several ways, whatever
-        is offloaded or computed again.
+        sizes fits: weights on the host, and, where ranks share the model in several ways, all that is
+        offloaded or computed again.
         """
         if strategy.get(PARAMS) != "cpu" and not is_combined(strategy):
             return False

@@ -80,8 +80,8 @@ class Request:
 
 
 def all_strategies(request: Request, *, for_length: bool = False) -> Iterator[Settings]:
-    """Yield every combination of what is free beside the batch, those of the same sizes and stage
-    one after the other, the plainest first; `for_length`: those that take time to give memory to
+    """Yield every combination of what is free beside the batch, with the same sizes and stage one
+    after the other, the plainest first; `for_length`: those that take time to give memory to
     long sequences, for a run that fits in no other way.
     """
     stages: Sequence[int] = [request.config.zero.stage]
