@@ -135,7 +135,7 @@ def search(request: Request, *, is_quick: bool = False) -> SearchResult:
     )
 
 
-_TOO_LARGE: Final = "too large, whatever the batch"
+_TOO_LARGE: Final = "too large with any batch"
 
 
 def _states_of(strategy: Settings) -> tuple[Any, ...]:
