@@ -53,13 +53,14 @@ def fit(
     Args:
         config: a RunConfig, nested dicts, or the path of a YAML or JSON file; the section of what
             is handed over may hold its other keys.
-        model: an `nn.Module` or a list of layers, or a callable that builds one.
+        model: an `nn.Module` or a list of layers (modules, `Layer`s, DeepSpeed's `LayerSpec`s,
+            functions), or a callable that builds one, or a `PipelineModule`.
         train_data, eval_data: datasets of (inputs, target), map-style or streams, or the pair of
             both as `train_data`; for evaluation also several by name, whose metrics are
             ``eval/<name>/loss`` and so on.
         task: a `framework.Task` or a callable ``loss(outputs, targets)``.
         optimizer: a callable from parameters to an optimizer, for example ``functools.partial(SGD,
-            lr=0.1)``.
+            lr=0.1)``; from (name, parameter) pairs if its argument is ``named_parameters``.
         scheduler: a callable from the optimizer to a schedule like torch's, which is stepped after
             every step; for example ``functools.partial(StepLR, step_size=100)``.
         callbacks: objects with some of ``on_start``, ``on_gradients``, ``on_step``, ``on_log``,

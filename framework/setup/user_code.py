@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -35,9 +35,18 @@ from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.layers import Layer
 
-LayerList = Sequence[torch.nn.Module] | Sequence[Layer]
+
+class Recipe(Protocol):
+    """A recipe of a layer, as DeepSpeed's `LayerSpec` is."""
+
+    def build(self) -> Any:
+        """Build the layer."""
+
+
+LayerList = Sequence[torch.nn.Module | Layer | Recipe | Callable[[Any], Any]]
 ModelSource = torch.nn.Module | LayerList | Callable[[], torch.nn.Module | LayerList]
-MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+# From parameters, or from (name, parameter) pairs if the argument is called `named_parameters`.
+MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 
 # What `fit` and `open_engine` take as a config: the classes, nested dicts, or the path of a file.
 ConfigSource = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
