@@ -94,6 +94,8 @@ _ALWAYS: Final = (
     "pipeline",
     "trials",
     "paper",
+    "costs",
+    "refused",
 )
 _INDENT: Final = "          "  # in place of a label
 _SEARCHES: Final = {
