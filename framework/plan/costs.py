@@ -50,7 +50,7 @@ class KeyCost:
         key: of the run config.
         value: that it has.
         share: of the samples per second that are lost by it.
-        settings: what is chosen where it is free: its own value, and of keys that are `auto` theirs,
+        settings: what is chosen where it is free: its own value, and those that are `auto`,
             as far as they change.
         samples_per_second: with these settings.
     """

@@ -235,8 +235,8 @@ class _Evaluator:
 
     def is_idle(self, strategy: Settings) -> bool:
         """Check whether a strategy takes time alone, since a plainer one of the same stage and
-        sizes fits: weights on the host, and, where ranks share the model in several ways, all that is
-        offloaded or computed again.
+        sizes fits: weights on the host, and, where ranks share the model in several ways, all that
+        is offloaded or computed again.
         """
         if strategy.get(PARAMS) != "cpu" and not is_combined(strategy):
             return False

@@ -229,6 +229,7 @@ def _fix_of_idle_stages(batch: Batch, layout: Layout) -> str:
     if count < stages:
         count = stages
         larger = layout.data_parallel_size * count
-        sizes = f"batch.global_size: {larger}, batch.micro_size: 1 and batch.accumulation_steps: {count}"
+        sizes = f"batch.global_size: {larger}, batch.micro_size: 1"
+        sizes += f" and batch.accumulation_steps: {count}"
     then_idle = (stages - 1) / (count + stages - 1)
     return f"set {sizes} for {then_idle:.0%}"
