@@ -92,6 +92,24 @@ def test_a_mistake_is_answered_with_what_was_meant(
 
 
 @pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("scheduler", "{kind: linear}"),
+        ("scheduler", "{kind: cosine, warmup_ratio: 0.1}"),
+        ("checkpoint.keep_last", "all"),
+        ("monitors.wandb", "vision"),
+        ("run.output_dir", "~/runs"),
+    ],
+)
+def test_what_other_tools_take_and_a_run_takes_as_well_is_fine(
+    key: str, text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(config_with(key, text), encoding="utf-8")
+    assert main(["check", str(path)]) == 0
+
+
+@pytest.mark.parametrize(
     ("text", "answer"),
     [
         ("model:\n\tkind: lenet\n", "indent with spaces"),
