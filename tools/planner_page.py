@@ -28,7 +28,6 @@ from framework.commands.paper import (
     formula_bytes,
     goodput,
 )
-from framework.commands.strategies import unusual
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.plan.alternatives import settings_text, size_text
@@ -37,7 +36,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.memory import estimate
 from framework.plan.plan import make_plan
 from framework.plan.search import search
-from framework.plan.search_space import Request
+from framework.plan.search_space import Request, unusual
 from framework.plan.work import weights_alone
 
 ROOT: Final = Path(__file__).parents[1]

@@ -75,7 +75,8 @@ _NO_LAYOUT: Final = frozenset(
     }
 )
 _MOMENTS: Final = IN_WORDS | {"start": "after the start", "between": "between steps"}
-# Of what `plan.schema.json` describes, and the keys that every plan has there, null without a value.
+# Of what `plan.schema.json` describes, and the keys that every plan has there, null without a
+# value.
 _JSON_VERSION: Final = 1
 _ALWAYS: Final = (
     "version",

@@ -1,5 +1,5 @@
-"""``export --format torch_export`` and ``onnx``: the plain module as a program of `torch.export`, or
-as a file of ONNX that is made of it.
+"""``export --format torch_export`` and ``onnx``: the plain module as a program of `torch.export`,
+or as a file of ONNX that is made of it.
 """
 
 from __future__ import annotations

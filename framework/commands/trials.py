@@ -12,12 +12,12 @@ from itertools import chain
 from statistics import median
 from typing import Any, Final
 
-from framework.commands.strategies import unusual
 from framework.commands.timed_runs import INTERRUPTED, NO_TIMES, run_alone
 from framework.errors import TrainingError, UsageError
 from framework.plan.alternatives import settings_text
 from framework.plan.candidate import Candidate
 from framework.plan.plan import Plan
+from framework.plan.search_space import unusual
 from framework.report.series import Series
 from framework.system.output import write
 

@@ -30,10 +30,11 @@ def factor(schedule: Constant | InverseSqrt, step: int, total_steps: int) -> flo
     """Return the share of the learning rate at a step counted from 0: (t + 1) / W while warming up,
     then by kind.
 
-    W is the steps of warm-up, m `min_ratio`, k `power`, p the share of the steps after the warm-up that
-    is over: cosine m + (1 - m) (1 + cos(pi p)) / 2 (Loshchilov & Hutter 2017, eq. 5), polynomial
-    m + (1 - m) (1 - p)^k, linear with k = 1, inverse_sqrt sqrt(W / (t + 1)) (Vaswani et al. 2017, eq. 3); wsd 1 until
-    the last `decay_steps`, over which p counts then (Haegele et al. 2024).
+    W is the steps of warm-up, m `min_ratio`, k `power`, p the share of the steps after the warm-up
+    that is over: cosine m + (1 - m) (1 + cos(pi p)) / 2 (Loshchilov & Hutter 2017, eq. 5),
+    polynomial m + (1 - m) (1 - p)^k, linear with k = 1, inverse_sqrt sqrt(W / (t + 1)) (Vaswani et
+    al. 2017, eq. 3); wsd 1 until the last `decay_steps`, over which p counts then (Haegele et al.
+    2024).
     """
     warmup = schedule.num_warmup_steps(total_steps)
     if step < warmup:

@@ -728,8 +728,8 @@ class Tape:
         coming = self.run(sent, shape=travelling)
         repeats = query.shape[1] // key.shape[1]
         repeated = key.num_bytes + value.num_bytes if repeats > 1 else 0
-        # Gradients of queries; of keys and values the one that is here, the one that is sent and the
-        # one that comes; and what one chunk makes of all three, from keys and values that are
+        # Gradients of queries; of keys and values the one that is here, the one that is sent and
+        # the one that comes; and what one chunk makes of all three, from keys and values that are
         # repeated for queries.
         in_fp32 = _FP32 * (prod(query.shape) + 3 * travelling[0])
         of_chunk = query.num_bytes + 2 * repeats * repeated

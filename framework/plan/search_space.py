@@ -95,7 +95,11 @@ def all_strategies(request: Request, *, for_length: bool = False) -> Iterator[Se
 
 def is_combined(strategy: Settings) -> bool:
     """Check whether ranks share the model in two ways or more."""
-    return sum(strategy.get(key, 1) > 1 for key in (*SIZES, EXPERT)) > 1
+    num_ways = 0
+    for key in (*SIZES, EXPERT):
+        if strategy.get(key, 1) > 1:
+            num_ways += 1
+    return num_ways > 1
 
 
 def unusual(settings: Settings) -> Settings:
@@ -110,7 +114,10 @@ def _offloads(request: Request, stage: int) -> list[dict[str, str]]:
     what the config names where that is a drive.
     """
     zero = request.config.zero
-    devices = {OFFLOAD: zero.offload_optimizer.device, PARAMS: zero.offload_param.device}
+    devices: dict[str, str] = {
+        OFFLOAD: zero.offload_optimizer.device,
+        PARAMS: zero.offload_param.device,
+    }
     is_free = {key: key in request.free and devices[key] != "nvme" for key in devices}
     optimizers = [devices[OFFLOAD]]
     if is_free[OFFLOAD]:
