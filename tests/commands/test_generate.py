@@ -265,7 +265,7 @@ def shipped(name: str, *settings: str) -> dict[str, Any]:
 
 # The command of docs/pipeline.md: its config and settings.
 MOVED = re.findall(
-    r"^ +\./launch\.sh train (.*checkpoint\.init_weights=.*?) --num_gpus 2$",
+    r"^ *dsf train (.*checkpoint\.init_weights=.*?) --num_gpus 2$",
     (ROOT / "docs/pipeline.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )[0].split()
