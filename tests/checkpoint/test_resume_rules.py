@@ -45,7 +45,13 @@ WHOLE = {
     "profile",
     "supervision",
     "training.ema",
-} | {"training.lora", "training.compile", "training.bad_steps", "precision.fp8"}
+} | {
+    "evaluation.metrics",
+    "training.lora",
+    "training.compile",
+    "training.bad_steps",
+    "precision.fp8",
+}
 PAGE = ROOT / "docs" / "checkpoints.md"
 TORCHS = {"kind": "adamw", "implementation": "torch"}
 FP16 = {"dtype": "fp16"}

@@ -71,6 +71,8 @@ _ROOMS: Final[Mapping[str, str]] = {
     "report": "Reports",
     "system": "Processes",
 }
+# Kinds of run configs that the linter reports as well.
+_OF_RUN_CONFIGS: Final = frozenset({"config-syntax", "missing-key", "unknown-key", "wrong-type"})
 # What the messages do not have room for: of the kinds that people meet most.
 _EXPLAINED: Final = Path(__file__).with_name("problems.yaml")
 
@@ -306,7 +308,7 @@ def problem_pages() -> dict[str, str]:
     ]
     pages = {}
     for room, title in _ROOMS.items():
-        found = [kind for kind in kinds.values() if kind.room == room]
+        found = [kind for kind in kinds.values() if _subject(kind) == room]
         if not found:
             continue
         slug = room.replace("_", "-")
@@ -317,6 +319,11 @@ def problem_pages() -> dict[str, str]:
             parts += _problem(each, explained.get(each.name, {}))
         pages[f"reference/problems/{slug}.md"] = "\n".join(parts)
     return {"reference/problems.md": "\n".join(index), **pages}
+
+
+def _subject(kind: Kind) -> str:
+    """Return the room on whose page the kind stands."""
+    return "config" if kind.name in _OF_RUN_CONFIGS else kind.room
 
 
 def _problem(kind: Kind, explained: Mapping[str, str]) -> Iterator[str]:
