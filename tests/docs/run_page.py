@@ -82,7 +82,7 @@ class Page:
     def _ours(self, words: list[str]) -> str:
         ours = words[1:]
         # without measured rates
-        own_cache = {"COLUMNS": "120", "XDG_CACHE_HOME": str(self._folder / ".cache")}
+        own_cache = {"COLUMNS": "100", "XDG_CACHE_HOME": str(self._folder / ".cache")}
         with (
             mock.patch.dict(os.environ, own_cache),
             contextlib.redirect_stdout(io.StringIO()) as out,
