@@ -137,6 +137,9 @@ class _Base(_Part):
 
 class _Pipeline(_Part):
     layers: list[str]
+    # Of manifests that are made up for DeepSpeed's own checkpoints; another name must not point
+    # elsewhere.
+    files: dict[str, FileName] = {}
     bounds: list[Count] | None = None
 
     @model_validator(mode="after")

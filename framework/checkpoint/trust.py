@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.manifest import SavedCheckpoint, read_checkpoint
+from framework.checkpoint.names import MANIFEST
 from framework.errors import ConfigError, StorageError
 from framework.system.files import open_own, replace_text
 
@@ -119,10 +120,14 @@ def _writers(path: Path, *, of_user: bool) -> str:
 def why_not_trusted(checkpoint: SavedCheckpoint) -> str:
     """Return why the code that a checkpoint names is not trusted; empty: it is.
 
-    All links are resolved first, so that the folders that are looked at are those that are read.
+    All links are resolved first, and the manifest there must be the one that was read, so that the
+    folders that are looked at are those that it came from.
     """
     try:
         path = checkpoint.path.resolve(strict=True)
+        there = read_checkpoint(path)
+        if there is None or there.manifest != checkpoint.manifest:
+            return f"{path} has changed since it was read"
         if _is_listed(path):
             return ""
         return _why_not_trained(path, checkpoint.manifest["config"])
@@ -135,11 +140,22 @@ def _is_listed(path: Path) -> bool:
     can write.
     """
     for folder in trusted_folders():
-        if not path.is_relative_to(folder):
+        if not path.is_relative_to(folder) or _replaceable(folder):
             continue
-        if not any(_writers(each, of_user=False) for each in _between(folder, path)):
+        if not any(_writers(each, of_user=False) for each in _read_of(folder, path)):
             return True
     return False
+
+
+def _replaceable(folder: Path) -> str:
+    """Return the folder above in which everybody can put another one in its place; empty: none. In
+    a sticky folder, such as /tmp, only owners rename.
+    """
+    for above in folder.parents:
+        mode = above.lstat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return str(above)
+    return ""
 
 
 def _why_not_trained(path: Path, config: Mapping[str, Any]) -> str:
@@ -150,29 +166,32 @@ def _why_not_trained(path: Path, config: Mapping[str, Any]) -> str:
         return "this user has not trained it at this place, by the notes of this machine"
     if not path.is_relative_to(here):
         return f"it was trained by this user, but not below the present folder, {here}"
-    for each in [*_between(here, path), path / "manifest.json"]:
+    for each in _read_of(here, path):
         writers = _writers(each, of_user=True)
         if writers:
             return f"it was trained by this user, but {writers}"
     return ""
 
 
-def _between(folder: Path, path: Path) -> list[Path]:
-    """Return the folders from `folder` down to `path`, both of them too."""
+def _read_of(folder: Path, path: Path) -> list[Path]:
+    """Return what decides the code of a checkpoint: the folders from `folder` down to `path`, both
+    of them too, and the manifest.
+    """
     inside = path.relative_to(folder).parts
-    return [folder.joinpath(*inside[:count]) for count in range(len(inside) + 1)]
+    folders = [folder.joinpath(*inside[:count]) for count in range(len(inside) + 1)]
+    return [*folders, path / MANIFEST]
 
 
 # The user's list: `dsf trust`.
 
 
 def trusted_folders() -> list[Path]:
-    """Return the folders of the user's list."""
+    """Return the folders of the user's list, as they stand there: without links."""
     folders = []
     for line in _lines_of(trusted_file()):
         text = line.strip()
         if Path(text).is_absolute():  # others are comments
-            folders.append(Path(text).resolve())
+            folders.append(Path(text))
     return folders
 
 
@@ -188,6 +207,14 @@ def trust_folder(name: str) -> Path:
         raise ConfigError.of(
             "trust-folder", "it is no folder", "name a run folder, or one around it", value=name
         )
+    if not str(folder).isprintable() or str(folder) != str(folder).strip():
+        reason = "its name cannot stand on a line of the list"
+        raise ConfigError.of("trust-folder", reason, "rename it", value=name)
+    above = _replaceable(folder)
+    if above:
+        reason = f"everybody can put another folder in its place, in {above}"
+        fix = f"take that right away first: chmod o-w {above}"
+        raise ConfigError.of("trust-folder", reason, fix, value=name)
     if _writers(folder, of_user=False):
         reason = "everybody can write there, and so choose what code is run"
         fix = f"take that right away first: chmod o-w {folder}"

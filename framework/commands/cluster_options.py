@@ -50,7 +50,6 @@ def add_host_memory(parser: argparse.ArgumentParser) -> None:
     """Add ``--host_memory``: what no list of devices knows."""
     parser.add_argument(
         "--host_memory",
-        "--host-memory",
         type=_size,
         metavar="SIZE",
         help="memory of a host, for example 1500GiB or 2TB, which offloading must fit",

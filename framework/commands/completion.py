@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from framework.commands.table import BUILT_IN
 from framework.errors import EXIT_OK, ConfigError, missing_package
 from framework.system.arguments import CommandParser, parse_command, taken_parser
-from framework.system.command_names import BY_NAME, PROGRAM
+from framework.system.command_names import PROGRAM
 
 if TYPE_CHECKING:
     from shtab import CompleteType
@@ -108,9 +108,7 @@ def _tree(file: CompleteType, folder: CompleteType) -> argparse.ArgumentParser:
             continue
         for action in taken._actions:
             _add_completion(action, file, folder)
-        groups[group].add_parser(
-            name, help=BY_NAME[command.name].help, parents=[taken], add_help=False
-        )
+        groups[group].add_parser(name, help=command.help, parents=[taken], add_help=False)
     return root
 
 

@@ -16,6 +16,7 @@ from framework.errors import EXIT_OK, EXIT_PROBLEMS
 from framework.system.arguments import CommandParser, parse_command
 
 _MOST_IN_FULL: Final = 8
+_NARROWEST: Final = 40
 _WIDEST: Final = 100
 
 
@@ -92,7 +93,7 @@ def _other_tools(word: str) -> Iterator[str]:
 
 
 def _width() -> int:
-    return min(_WIDEST, shutil.get_terminal_size().columns)
+    return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns))
 
 
 def _short(key: str, *, width: int) -> str:

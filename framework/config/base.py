@@ -31,7 +31,6 @@ from pydantic import (
     StringConstraints,
     ValidationError,
 )
-from pydantic._internal._model_construction import ModelMetaclass
 from pydantic_core import (
     CoreSchema,
     PydanticCustomError,
@@ -124,6 +123,8 @@ class Factory:
 
 
 if TYPE_CHECKING:  # type checkers take a section's arguments from its fields
+    from pydantic._internal._model_construction import ModelMetaclass
+
     _SectionType = ModelMetaclass
 else:
 

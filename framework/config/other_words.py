@@ -19,7 +19,7 @@ import yaml
 TABLE: Final = Path(__file__).with_suffix(".yaml")
 SEVERAL_TOOLS: Final = "Words of several tools"
 _VALUES: Final = "Values"
-_REASON: Final = re.compile(r"(not needed|not a key|cannot): ")
+REASON: Final = re.compile(r"(not needed|not a key|cannot): ")
 # Title in the table -> the tool in a sentence.
 _IN_SENTENCES: Final[Mapping[str, str]] = {
     "Hugging Face TrainingArguments": "Hugging Face's ",
@@ -61,7 +61,7 @@ class OtherWord:
     def hint(self) -> str:
         """Return what to write instead, for the fix of a problem."""
         if self.reason:
-            return f"remove it: {_REASON.sub('', self.reason)}"
+            return f"remove it: {REASON.sub('', self.reason)}"
         text = f"{_IN_SENTENCES[self.tool]}{self.name} is {_alternatives(self.keys)} here"
         if self.remark:
             text += f" ({self.remark})"
@@ -144,7 +144,7 @@ def same_key(name: str, section: str = "") -> str | None:
 
 
 def _word(tool: str, name: str, answer: str) -> OtherWord:
-    if _REASON.match(answer):
+    if REASON.match(answer):
         return OtherWord(tool, name, (), "", answer)
     keys, _, remark = answer.partition("|")
     return OtherWord(tool, name, tuple(key.strip() for key in keys.split(",")), remark.strip(), "")

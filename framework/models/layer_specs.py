@@ -7,6 +7,7 @@ imported them.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import random
@@ -107,7 +108,9 @@ def builders_of(pipeline: Any) -> list[Any]:
     for number, item in enumerate(items):
         if is_spec(item):
             seed = arguments["base_seed"] + number
-            item.build = partial(_built_under, item.build, seed_by, seed)
+            # A copy: one spec may stand for several layers, and be built again.
+            items[number] = seeded = copy.copy(item)
+            seeded.build = partial(_built_under, item.build, seed_by, seed)
     return items
 
 

@@ -408,11 +408,8 @@ def number(value: float) -> str:
 
 def size(num_bytes: float) -> str:
     """Write bytes in a unit that fits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"
+    unit, unit_bytes = byte_unit(abs(num_bytes))
+    return f"{num_bytes / unit_bytes:.4g} {unit}"
 
 
 def byte_unit(largest: float) -> tuple[str, float]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from framework.report.run_lines import METRICS, POINT
+from framework.report.run_lines import POINT, metrics_of
 from framework.system.files import open_own
-
-_NOT_METRICS = frozenset({"step", "epoch", "time"})
 
 
 @dataclass(frozen=True)
@@ -46,10 +43,7 @@ def _add(line: bytes, points: dict[str, dict[int, float]]) -> None:
     """Add the metrics of a line to name -> step -> value; a damaged line is left out."""
     try:
         point = POINT.validate_python(json.loads(line))
-        metrics = METRICS.validate_python(point)
     except (ValueError, RecursionError):
         return
-    for name, value in metrics.items():
-        if name not in _NOT_METRICS:
-            number = math.nan if value is None else float(value)
-            points.setdefault(name, {})[point["step"]] = number
+    for name, value in metrics_of(point):
+        points.setdefault(name, {})[point["step"]] = value

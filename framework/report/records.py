@@ -19,12 +19,11 @@ from typing import IO, Any, Final
 from deepspeed_lint.text.document import parse_document
 from framework.checkpoint.names import CHECKPOINTS, TAG
 from framework.errors import ConfigError
-from framework.report.run_lines import EVENT, LIMIT, METRICS, POINT
+from framework.report.run_lines import EVENT, LIMIT, POINT, metrics_of
 from framework.report.series import Series
 from framework.system.files import open_own, read_regular
 
 _OF_A_RUN: Final = ("metrics.jsonl", "plan.json", "config.yaml", "events.jsonl")
-_NOT_METRICS: Final = frozenset({"step", "epoch", "time", "time_seconds", "metrics"})
 _LARGEST_TEXT: Final = 4 << 20
 _MOST_EVENTS: Final = 100_000
 _MOST_METRICS: Final = 400
@@ -306,11 +305,10 @@ def _add_point(run: RunRecords, line: bytes) -> bool:
     step = point["step"]
     run.clock.add(step, point.get("time", point.get("time_seconds", math.nan)))
     run.epochs.add(step, point.get("epoch", math.nan))
-    for name, value in METRICS.validate_python(point.get("metrics", point)).items():
-        if name not in _NOT_METRICS:
-            series = _series_of(run, name)
-            if series is not None:
-                series.add(step, _finite(value))
+    for name, value in metrics_of(point):
+        series = _series_of(run, name)
+        if series is not None:
+            series.add(step, value)
     return True
 
 
@@ -463,17 +461,6 @@ def _read_logs(run: RunRecords) -> None:
             elif path.name == "rank0.log":
                 run.last_error = text
     run.warnings = list(warnings)
-
-
-def _finite(value: float | None) -> float:
-    """Return a metric as a float; NaN if it is not finite, or larger than any float."""
-    if value is None:
-        return math.nan
-    try:
-        number = float(value)
-    except OverflowError:
-        return math.nan
-    return number if math.isfinite(number) else math.nan
 
 
 def flat(values: Any, *, prefix: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ out and the rest of the line is read. A line without its step or its kind is dam
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, ConfigDict, Field, OnErrorOmit, TypeAdapter, with_config
@@ -52,6 +53,27 @@ class Event(TypedDict, total=False):
     seconds: OnErrorOmit[_Number]
 
 
+NOT_METRICS: Final = frozenset({"step", "epoch", "time", "time_seconds", "metrics"})
 POINT: Final = TypeAdapter(Point)
 EVENT: Final = TypeAdapter(Event)
 METRICS: Final = TypeAdapter(dict[str, OnErrorOmit[_Metric]], config=ConfigDict(strict=True))
+
+
+def metrics_of(point: Point) -> Iterator[tuple[str, float]]:
+    """Yield name and value of each metric of a point; NaN where it is not finite, or larger than
+    any float.
+    """
+    metrics = point.get("metrics", point)
+    for name, value in METRICS.validate_python(metrics).items():
+        if name not in NOT_METRICS:
+            yield name, _finite(value)
+
+
+def _finite(value: float | None) -> float:
+    if value is None:
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan

@@ -19,6 +19,7 @@ from framework.plan.cluster import RANKS_ON_CPU
 from framework.plan.compiling import compile_choice
 from framework.plan.plan import Plan, describe_packed_rows
 from framework.report.run_result import RunResult
+from framework.system.command_names import PROGRAM
 from framework.system.log import print_line, warn
 from framework.system.metric_names import PHASES, time_of
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 # person's own shell, and how the script is called from there.
 SHELL_PATH: Final = "DSF_SHELL_PATH"
 DOOR: Final = "DSF_DOOR"
-PROGRAM: Final = "dsf"
 # Half a million points of 500 bytes. To read them takes 0.7 s of a processor; a page may cost the
 # end of a run one.
 _LARGEST_METRICS: Final = 256 << 20

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -395,17 +396,27 @@ def _handed_over_task(task: Any) -> Task:
     return as_task(task, handed_over=True)
 
 
-def model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], torch.nn.Module]:
-    """Return a function that builds the model handed over, or else the config's model."""
+def model_builder(
+    config: RunConfig, model: ModelSource | None, *, is_trained: bool = True
+) -> Callable[[], torch.nn.Module]:
+    """Return a function that builds the model handed over, or else the config's model.
+
+    Args:
+        config: of the run.
+        model: handed over, or None.
+        is_trained: the run trains it, so that what a `PipelineModule` was given besides its layers
+            is held against the config.
+    """
+    trained_by = config if is_trained else None
     if model is None:
         factory = config.model.factory()
         check_arguments(load_target(factory.path, key="model.target"), factory.kwargs, key="model")
         build = partial(call_factory, factory, key="model")
         if config.model.is_own_code:
-            return partial(_built_by, build, config)
+            return partial(_built_by, build, trained_by)
         return lambda: as_module(build())
     if isinstance(model, (torch.nn.Module, list, tuple)):
-        return partial(_built_by, lambda: model, config)
+        return partial(_built_by, lambda: model, trained_by)
     if not callable(model):
         reason = (
             "it is neither a torch.nn.Module nor a list of layers, nor a callable that builds one"
@@ -414,17 +425,18 @@ def model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], 
         raise ConfigError.of("model-target-result", reason, fix, "model", type_name(model))
     fix = "hand over functools.partial(...) with its arguments, or the built model"
     check_handed_over(model, key="model", call="()", fix=fix)
-    return partial(_built_by, model, config)
+    return partial(_built_by, model, trained_by)
 
 
-def _built_by(build: Callable[[], Any], config: RunConfig) -> torch.nn.Module:
+def _built_by(build: Callable[[], Any], config: RunConfig | None) -> torch.nn.Module:
     """Return the model that a function of the user's builds; a `PipelineModule` as its layers."""
     from framework.models.layer_specs import is_pipeline, pipelines_unbuilt
 
     with pipelines_unbuilt():
         model = build()
     if is_pipeline(model):
-        _check_arguments_of(model, config)
+        if config is not None:
+            _check_arguments_of(model, config)
         return _stacked(model)
     return as_module(model)
 
@@ -449,15 +461,11 @@ def _check_arguments_of(pipeline: Any, config: RunConfig) -> None:
         )
         fix = "name the loss: task: {target: my_module:my_loss}, or fit(..., task=my_loss)"
         raise ConfigError.of("pipeline-loss", reason, fix, "task")
-    ours = {
-        "num_stages": config.parallel.pipe,
-        "partition_method": config.parallel.partition,
-        "activation_checkpoint_interval": config.training.recompute_every,
-    }
     others = []
     for name, key in DECIDED.items():
-        if (arguments[name] or 0) != ours[name]:
-            others.append(f"{name}={arguments[name]} ({key} is {ours[name]})")
+        ours = attrgetter(key)(config)
+        if (arguments[name] or 0) != ours:
+            others.append(f"{name}={arguments[name]} ({key} is {ours})")
     if others:
         warn(
             f"model: of its PipelineModule the layers are taken, and not {', '.join(others)} "

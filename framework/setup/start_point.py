@@ -292,10 +292,10 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
 
 def _note_trained(folder: RunFolder, config: RunConfig) -> None:
     """Note in the user's own files that this user trains a run with code of its config."""
-    sections = (config.model, config.data, config.task, config.evaluation)
-    if any(True for section in sections for _ in targets_in(section)):
-        from framework.checkpoint.trust import note_trained
+    from framework.checkpoint.trust import CODE_SECTIONS, note_trained
 
+    sections = [getattr(config, name) for name in CODE_SECTIONS]
+    if any(True for section in sections for _ in targets_in(section)):
         note_trained(folder.path, config.to_dict())
 
 

@@ -642,8 +642,9 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     except NotTracedError as error:
         return {"unknown": str(error), "is_final": True}
     except Exception as error:  # the user's code may do anything with tensors without numbers
-        # a package or a file that is missing may be there the next time
-        is_final = not isinstance(error, ImportError | OSError)
+        # a package or a file that is missing may be there the next time, and memory too
+        passes = isinstance(error, ImportError | OSError | MemoryError)
+        is_final = not passes and "allocate memory" not in str(error)
         reason = f"it does not run without numbers: {in_one_line(error)}"
         return {"unknown": reason, "is_final": is_final}
 

@@ -93,7 +93,7 @@ def module_of(
     """Build the model of a config, or `model`, with the checkpoint's weights or their average;
     `base` as for export.
     """
-    build = model_builder(config, model)
+    build = model_builder(config, model, is_trained=False)
     if checkpoint.has_adapters:
         merged = MergedWeights(checkpoint, average=average)
         return merged_model(merged, config, build, base=base).eval()
@@ -179,7 +179,7 @@ def saved_config(
     is_trusted = _is_trusted(checkpoint, trust)
     for name in sections:
         section: Any = config
-        for part in name.split("."):
+        for part in name.split(".", 2):  # names of metrics may have dots
             section = section[part] if isinstance(section, Mapping) else getattr(section, part)
         if isinstance(section, Object):
             reason = f"{section.object} was handed over from Python, and cannot be asked here"

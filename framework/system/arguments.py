@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import sys
@@ -92,9 +91,12 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{command}: {message}; see {self.prog} --help")
 
     def _did_you_mean(self, name: str) -> str:
-        known = {_snake(option): option for option in self._option_string_actions}
-        found = difflib.get_close_matches(_snake(name), known, n=1, cutoff=0.75)
-        return f" (did you mean {known[found[0]]}?)" if found else ""
+        from deepspeed_lint.text.typos import nearest
+
+        # Of the spellings that the help shows; those that were typed are learned beside them.
+        shown = [option for action in self._actions for option in action.option_strings[:1]]
+        guess = nearest(name, shown)
+        return f" (did you mean {guess}?)" if guess else ""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Raise HelpShown."""

@@ -5,16 +5,14 @@ keys of DeepSpeed's JSON from the tables of the framework.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Final
 
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH
-from framework.config.other_words import SEVERAL_TOOLS, rows_by_tool, value_rows
+from framework.config.other_words import REASON, SEVERAL_TOOLS, rows_by_tool, value_rows
 from framework.plan.rules.passthrough import REMOVED, not_in_a_run
 from tools.docs_site.kinds import ROOT
 
-_REASON: Final = re.compile(r"(not needed|not a key|cannot): ")
 _TITLES: Final = {
     "Hugging Face TrainingArguments": "Every field of `transformers.TrainingArguments`.",
     "Lightning Trainer": "Every argument of `lightning.Trainer`.",
@@ -35,9 +33,7 @@ _JSON: Final = (
 def keys_of(answer: str) -> list[str]:
     """Our keys in an answer; none where it is a reason."""
     return (
-        []
-        if _REASON.match(answer)
-        else [key.strip() for key in answer.partition("|")[0].split(",")]
+        [] if REASON.match(answer) else [key.strip() for key in answer.partition("|")[0].split(",")]
     )
 
 
@@ -94,7 +90,7 @@ def coming_from_page() -> str:
 
 
 def _shown(answer: str) -> str:
-    if found := _REASON.match(answer):
+    if found := REASON.match(answer):
         return f"*{found[1]}*: {answer[found.end() :]}"
     keys, _, remark = answer.partition("|")
     shown = ", ".join(f"`{key.strip()}`" for key in keys.split(","))

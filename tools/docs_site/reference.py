@@ -24,30 +24,7 @@ from framework.config.key_list import schema_sections, sentences, type_words, va
 from framework.system.command_names import BY_NAME
 from tools.docs_site.kinds import Kind, find_kinds
 
-_COMMANDS: Final = (
-    *(
-        "check",
-        "plan",
-        "render",
-        "schema",
-        "import",
-        "new",
-        "keys",
-        "completion",
-        "inspect",
-        "report",
-        "prepare",
-        "generate",
-        "export",
-        "evaluate",
-        "predict",
-        "trust",
-        "lr-range",
-        "bench",
-        "doctor",
-    ),
-    *("train", "launch", "launch node", "launch k8s", "launch slurm", "train.py"),
-)
+_COMMANDS: Final = (*(command.name for command in BUILT_IN), "train.py")
 # What a room of `framework/` reports about.
 _ROOMS: Final[Mapping[str, str]] = {
     "config": "Run configs: keys and values",
@@ -193,9 +170,8 @@ def commands_page() -> str:
         "an environment first (`node` there is `launch node`). `key=value` are settings that win",
         "over the file.\n",
     ]
-    helps = {command.name: command.help for command in BUILT_IN}
     for name, parser in parsers().items():
-        about = parser.description or helps.get(name, "")
+        about = parser.description or BY_NAME[name].help
         lines += [f"## {name}\n", f"{_tidy(about)}\n", f"```\n{_usage(parser)}\n```\n"]
         rows = []
         for action in parser._actions:
