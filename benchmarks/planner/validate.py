@@ -4,8 +4,9 @@ benchmarks.planner.validate [--fit | --kept]``.
 ``--fit`` chooses the constants of `framework/plan/fitted_rates.py` on all sources and prints them.
 Without it the constants are chosen once more for each source, on all others, and the errors are
 written to `benchmarks/results/planner.json` and to the table in `docs/planner.md`: what a source
-that was not looked at may expect. ``--kept`` takes the constants that were written. Which points
-take part is decided by their fields (`left_out`).
+whose points are left out of the fit may expect; the form was chosen with all in view. ``--kept``
+takes the constants that were written. Which points take part is decided by their fields
+(`left_out`).
 """
 
 from __future__ import annotations
@@ -795,7 +796,8 @@ def table(written: Mapping[str, Any]) -> str:
         )
     lines += [
         "",
-        f"The median of the sources' medians is {throughput['median_of_sources']:.1%}.",
+        f"The median of the sources' medians, without {', '.join(_SHOWN_ONLY)}, is "
+        f"{throughput['median_of_sources']:.1%}.",
         "",
         "Memory, for which nothing was fitted but the share of unused pieces:",
         "",

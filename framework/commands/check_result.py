@@ -120,7 +120,12 @@ def _check_run_config(
 
         problems = [*release_note(file, against.release), *problems]
         problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
-    too_large, estimates = _held_against(plan, target)
+    held_against = target
+    if held_against is None and against.host_bytes is not None:
+        from framework.plan.hardware import Hardware
+
+        held_against = Hardware(host_bytes=against.host_bytes)
+    too_large, estimates = _held_against(plan, held_against)
     problems += map(source.locate, too_large)
     summary = one_line(plan, fits=not too_large)
     if run.choice:
@@ -197,17 +202,22 @@ def _held_against(plan: Plan, target: Hardware | None) -> tuple[list[Problem], s
     except NotEstimatedError:
         return [], ""
     usable = target.usable_text(planned.memory)
-    text = f"; {size_text(planned.peak_bytes)} of {usable}, by estimate"
+    text = ""
+    if usable:
+        text = f"; {size_text(planned.peak_bytes)} of {usable}, by estimate"
     on_host = target.host_text(planned.memory, plan.cluster.devices_per_host)
     if on_host:
         text += f"; {on_host}"
     reason = planned.lacking(target)
     if not reason:
         return [], text
+    search = "plan --search"
+    if target.name:
+        search += f" --gpu {target.name}"
     warning = Problem(
         "memory-too-small",
         f"{reason}, by estimate",
-        f"`plan --search --gpu {target.name}` finds what fits",
+        f"`{search}` finds what fits",
         "zero.stage",
         plan.config.zero.stage,
         severity="warning",

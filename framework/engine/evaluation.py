@@ -41,6 +41,7 @@ class _Results:
 
     figures: dict[str, float] = field(default_factory=dict)
     tables: dict[str, Table] = field(default_factory=dict)
+    undefined: UndefinedOnFewError | None = None
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,25 @@ class WholeEvaluation(Evaluation):
             if self._is_trial and rank() == 0:
                 self._announce(gathered.num_bytes)
             finish = f"{self._task.shown_name()}.finish"
-            self._take(finish, lambda: self._task.finish(gathered.values), computed)
+            self._try_to_take(finish, lambda: self._task.finish(gathered.values), computed)
         if self._metric_sums is not None:
             self._metric_sums.bring_to_rank0(self._is_source, num_batches=self._num_batches)
             for name, compute in self._metric_sums.computations():
-                self._take(name, compute, computed)
+                self._try_to_take(name, compute, computed)
+        if computed.undefined is not None:
+            raise computed.undefined
         if rank() == 0:
             self.tables = computed.tables
         return figures | {f"eval/{name}": value for name, value in computed.figures.items()}
+
+    def _try_to_take(self, name: str, compute: Callable[[], Any], results: _Results) -> None:
+        """Take a result; one that a single batch has no value of is kept as an error, so that the
+        others are tried as well. Collective.
+        """
+        try:
+            self._take(name, compute, results)
+        except UndefinedOnFewError as error:
+            results.undefined = results.undefined or error
 
     def _take(self, name: str, compute: Callable[[], Any], results: _Results) -> None:
         """Compute on rank 0, and add what comes out to the results of every rank. Collective."""

@@ -7,7 +7,6 @@ gathered, rank 0 holds one rank's share and one piece.
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from torch import Tensor
 from framework.engine.distributed import device, gather
 from framework.errors import ConfigError
 from framework.plan.layout import Layout
-from framework.system.limits import room
+from framework.system.limits import ranks_on_host, room
 
 # Share of the free memory of a host that gathered values may take.
 SHARE_OF_HOST: Final = 0.5
@@ -113,7 +112,7 @@ class Collected:
         self._source = source
         self._task_name = task_name
         self._most_bytes = most_bytes
-        self._most_here = most_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._most_here = most_bytes // ranks_on_host()
         self._parts: dict[str, list[Any]] = {}
         self._waiting: list[tuple[list[Any], int]] = []  # parts on the device, by their places
         self._waiting_bytes = 0
@@ -131,6 +130,7 @@ class Collected:
         if not isinstance(values, Mapping):
             self._refuse(f"collect() returned a {type(values).__name__}", "return a dict by name")
             return
+        values = {str(name): value for name, value in values.items()}
         names = self._parts.keys()
         if names and names != values.keys():
             known = ", ".join(sorted(names))
@@ -141,7 +141,7 @@ class Collected:
             )
             return
         for name, value in values.items():
-            self._add(str(name), value, targets)
+            self._add(name, value, targets)
         if self._num_bytes > self._most_here:
             self._refuse_size(self._num_bytes, self._most_here)
         elif self._waiting_bytes > _MOST_ON_DEVICE:
@@ -157,6 +157,8 @@ class Collected:
             num_bytes = part.numel() * part.element_size()
         elif isinstance(value, list | tuple | np.ndarray):
             part = [_on_host(row) for row in value]
+            if self._refuses_rows(name, part):
+                return
             num_bytes = sum(_bytes_of(row) for row in part)
         else:
             self._refuse(
@@ -194,20 +196,28 @@ class Collected:
             )
         return not is_positions
 
+    def _refuses_rows(self, name: str, rows: list[Any]) -> bool:
+        """Refuse objects that are no sequences, where ranks share the positions of a sample."""
+        if self._source.num_parts == 1 or all(isinstance(row, Tensor | list) for row in rows):
+            return False
+        self._refuse(
+            f"collect() returned a list under {name!r}, and ranks share the positions of every "
+            "sample (parallel.sequence)",
+            "return tensors, or lists with an item for each position, which are joined; or set "
+            "parallel.sequence: 1",
+        )
+        return True
+
     def _refuse(self, error: str, fix: str) -> None:
         self._error = error
         self._fix = fix
         self._parts = {}
 
     def _refuse_size(self, num_bytes: int, most: int) -> None:
-        self._refuse(
-            f"collect() has returned {size_of(num_bytes)}, and {size_of(most)} is the most that a "
-            f"rank of this host may hold (its part of {SHARE_OF_HOST:.0%} of the free memory)",
-            _LESS,
-        )
+        self._refuse(_too_much_here("collect() has returned", num_bytes, most), _LESS)
 
     def _to_host(self) -> None:
-        """Copy what is on the device to the host, and wait for it once."""
+        """Copy what is on the device to the host."""
         for parts, place in self._waiting:
             parts[place] = parts[place].to("cpu", non_blocking=False)
         self._waiting = []
@@ -274,6 +284,19 @@ _LESS: Final = (
     "collect less of each sample (a class instead of logits, .half(), numbers instead of text), or "
     "set evaluation.max_samples"
 )
+
+
+def _too_much_here(what: str, num_bytes: int, most: int) -> str:
+    return (
+        f"{what} {size_of(num_bytes)}, and {size_of(most)} is the most that a rank of this host "
+        f"may hold (its part of {SHARE_OF_HOST:.0%} of the free memory)"
+    )
+
+
+def too_large_here(what: str, num_bytes: int, most: int, task_name: str) -> ConfigError:
+    """Return the refusal of more bytes than one rank of a host may hold."""
+    reason = _too_much_here(what, num_bytes, most)
+    return ConfigError.of("collected-too-large", reason, _LESS, "task", task_name)
 
 
 def too_large(what: str, num_bytes: int, limit: int, task_name: str) -> ConfigError:
@@ -455,7 +478,7 @@ def _put(rows: Any, whole: Any, place: int, source: Source) -> None:
 
 def _unpacked(share: _Share, payload: Tensor) -> Any:
     if share.dtype is None:
-        return pickle.loads(payload.numpy().tobytes())
+        return pickle.loads(payload.numpy().data)
     return payload.view(share.dtype).view(sum(share.rows), *share.shape)
 
 

@@ -32,7 +32,7 @@ from framework.engine.initialize import refusing_scalars
 from framework.engine.random_state import capture, restore
 from framework.engine.step_batches import HALF
 from framework.errors import ConfigError
-from framework.system.limits import room
+from framework.system.limits import ranks_on_host, room
 
 if TYPE_CHECKING:
     from framework.engine.rank_groups import RankGroups
@@ -100,7 +100,7 @@ def build_model(
             its constructors write to weights of other modules; kind ``scalar-weight``.
     """
     is_cut = ds_config["zero_optimization"]["stage"] == 3
-    if not is_cut and _local_size() == 1:
+    if not is_cut and ranks_on_host() == 1:
         return build()
     if host_bytes is None:
         free = room()
@@ -154,7 +154,7 @@ def _build_whole(
 ) -> torch.nn.Module:
     """Build on every rank of the host at once, as stages 0 to 2 do."""
     if host_bytes is not None:
-        host_bytes //= _local_size()
+        host_bytes //= ranks_on_host()
     with _limited(host_bytes):
         return build()
 
@@ -177,7 +177,7 @@ def _build_in_turn(
     if not is_cut:
         host_bytes = None
     model: torch.nn.Module | None = None
-    for turn in reversed(range(_local_size())):
+    for turn in reversed(range(ranks_on_host())):
         if turn == local_rank:
             with suppress(_NotThisWay), _limited(host_bytes):
                 model = build()
@@ -229,10 +229,6 @@ def _build_in_pieces(
         raise _NotThisWay(
             f"its constructor fails there ({type(error).__name__}: {str(error)[:200]})"
         ) from error
-
-
-def _local_size() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager

@@ -50,16 +50,24 @@ class NamedMaker:
             if isinstance(parameter, Mapping):
                 reason = "training.freeze with steps makes groups, and so would the function"
                 fix = "make the groups with optimizer.groups, or freeze weights in all steps"
+                if "moe" in parameter:
+                    reason = "parallel.expert makes groups, and so would the function"
+                    fix = "make the groups with optimizer.groups, or set parallel.expert: 1"
                 raise ConfigError.of("optimizer-target-result", reason, fix, "optimizer")
             name = f"weight.{number}"
             if names is not None:
                 name = names[parameter]
             pairs.append((name, parameter))
         optimizer = self._make(pairs)
-        if names is None:  # names of a trial may leave a group empty, which no share is taken of
-            groups = [group for group in optimizer.param_groups if group["params"]]
-            optimizer.param_groups[:] = groups
+        _drop_empty_groups(optimizer)
         return optimizer
+
+
+def _drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Drop groups without a weight, which a stage of a pipeline or the names of a trial may leave:
+    DeepSpeed asks the first weight of each group for its type (runtime/zero/stage_1_and_2.py).
+    """
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def make_over_all(
@@ -91,6 +99,7 @@ def make_over_all(
             optimizer = make(parameters, names)
         else:
             optimizer = make(parameters)
+            _drop_empty_groups(optimizer)
         fault = _fault_of(optimizer, names)
     except Exception as error:
         if not is_stage:

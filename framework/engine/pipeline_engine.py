@@ -269,8 +269,10 @@ def build_pipeline(
         tuple(shape), dtype=dtype, device=engine.device
     )
     pipeline = PipelineEngine(engine, plan, task, loss=loss)
+    num_norms = 0  # a stage whose groups have one norm together
     if pipeline.has_norm_for_each_group:
-        _refuse_other_groups(len(engine.optimizer.bit16_groups), plan)
+        num_norms = len(engine.optimizer.bit16_groups)
+    _refuse_other_groups(num_norms, plan)  # on every stage: some may have one norm and others not
     return pipeline
 
 
@@ -293,14 +295,15 @@ def _attach_losses(engine: deepspeed.PipelineEngine) -> tuple[int, int]:
     return len(layers), sum(gather(len(layers))) // pipelines
 
 
-def _refuse_other_groups(num_groups: int, plan: Plan) -> None:
-    """Refuse stages with different numbers of parameter groups, of which this one has `num_groups`:
-    a stage would wait for the norm of a group that another one does not have. Collective.
+def _refuse_other_groups(num_norms: int, plan: Plan) -> None:
+    """Refuse stages with different numbers of norms, of which this one adds up `num_norms`, one for
+    each parameter group: a stage would wait for the norm of a group that another one does not have.
+    Collective.
 
     Raises:
         ConfigError: kind ``stage-with-one-group``.
     """
-    nums = gather(num_groups)
+    nums = gather(num_norms)
     if len(set(nums)) == 1:
         return
     reason = (

@@ -32,7 +32,7 @@ from framework.models.added_losses import (
 from framework.models.layers import LayeredModel
 from framework.plan.compiling import CompileChoice, compile_choice, uses_deepcompile
 from framework.plan.plan import Plan
-from framework.system.limits import room
+from framework.system.limits import ranks_on_host, room
 from framework.system.log import warn
 from framework.tasks.loss_checks import refuse_without_graph
 from framework.tasks.task import Task
@@ -140,8 +140,7 @@ class PlainEngine(BaseEngine):
             free = room()
             host_bytes = None
             if free is not None:  # the rest is for what a rank needs beside them
-                ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-                host_bytes = int(_SHARE_FOR_ACTIVATIONS * free.num_bytes / ranks)
+                host_bytes = int(_SHARE_FOR_ACTIVATIONS * free.num_bytes / ranks_on_host())
             holding = HostActivations(engine.module, device(), host_bytes=host_bytes)
             self._saving = holding.saving
         self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext

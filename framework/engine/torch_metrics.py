@@ -8,9 +8,9 @@ of other stages.
 
 from __future__ import annotations
 
-import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,9 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat
 
 from framework.engine.distributed import gather, rank
-from framework.engine.gathered import pickled, to_rank0, too_large
+from framework.engine.gathered import pickled, to_rank0, too_large, too_large_here
 from framework.errors import TrainingError, in_one_line
+from framework.system.limits import ranks_on_host
 
 _State = dict[str, Any]
 
@@ -41,7 +42,7 @@ class MetricSums:
         """
         self._metrics = metrics
         self._most_bytes = most_bytes
-        self._most_here = most_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._most_here = most_bytes // ranks_on_host()
         self._num_counted: dict[int, int] = {}  # items of each list, by its first one's id
         self._num_bytes = 0
         self._is_full = False
@@ -105,30 +106,37 @@ class MetricSums:
             ConfigError: kind ``collected-too-large``.
         """
         has_samples = is_source and any(metric.update_count for metric in self._all())
-        grown = gather(self._num_bytes if has_samples else 0)
-        of_a_pass = sum(grown) * num_batches
-        if of_a_pass > gather(self._most_bytes)[0] or any(gather(self._is_full)):
-            names = ", ".join(map(key_of, self._metrics))
-            raise too_large("the metrics bring", of_a_pass, self._most_bytes, names)
+        num_bytes = self._num_bytes if has_samples else 0
+        ranks = gather((num_bytes, self._most_bytes, self._most_here, self._is_full))
+        names = ", ".join(map(key_of, self._metrics))
+        for of_rank, _, most_here, is_full in ranks:
+            if is_full:
+                raise too_large_here("the metrics have kept", of_rank, most_here, names)
+        of_a_pass = sum(of_rank for of_rank, *_ in ranks) * num_batches
+        limit = ranks[0][1]
+        if of_a_pass > limit:
+            raise too_large("the metrics bring", of_a_pass, limit, names)
         payload: Tensor | None = None
         if has_samples:
             payload = self.packed()
         sizes = gather(None if payload is None else len(payload))
         senders = [(sender, size) for sender, size in enumerate(sizes) if size is not None]
-        payloads = list(to_rank0(payload, senders))
+        payloads = to_rank0(payload, senders)
         if rank() == 0:
             self.join(payloads)
+        else:
+            deque(payloads, maxlen=0)  # sends
 
     def packed(self) -> Tensor:
         """Return the bytes of this rank's states, (bytes,) uint8 on the host."""
         shared: dict[int, Any] = {}
         return pickled([(_state(metric, shared), metric.update_count) for metric in self._all()])
 
-    def join(self, payloads: Sequence[Tensor]) -> None:
+    def join(self, payloads: Iterable[Tensor]) -> None:
         """Take the states of all ranks with samples, as `packed` returned them, in place of this
         rank's own.
         """
-        states = [pickle.loads(payload.numpy().tobytes()) for payload in payloads]
+        states = [pickle.loads(payload.numpy().data) for payload in payloads]
         if not states:
             return
         for number, metric in enumerate(self._all()):

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from framework.config.run_config import RunConfig
 from framework.errors import show_value
-from framework.plan.alternatives import settings_text
+from framework.plan.alternatives import settings_text, with_settings
 from framework.plan.candidate import Candidate
 from framework.plan.memory import NotEstimatedError
 from framework.plan.search import search
@@ -16,10 +16,12 @@ from framework.plan.search_space import (
     ACCUMULATION,
     ACTIVATIONS,
     EXPERT,
+    GLOBAL,
     HOW,
     KERNEL,
     MICRO,
     MLP_TILE,
+    OF_FEW,
     OFFLOAD,
     PARAMS,
     RECOMPUTE,
@@ -63,7 +65,7 @@ class KeyCost:
 
     def __str__(self) -> str:
         return (
-            f"{self.key}: {show_value(self.value)} costs {self.share:.0%}: auto gives "
+            f"{self.key}: {show_value(self.value)} costs {self.share:.0%}: a search gives "
             f"{settings_text(self.settings)}, {self.samples_per_second:,.1f} samples per second"
         )
 
@@ -92,6 +94,7 @@ def costs_of_keys(request: Request, planned: Candidate, written: RunConfig) -> l
     """
     if planned.samples_per_second is None or planned.lacking(request.target):
         return []
+    request = replace(request, config=_with_same_samples(request.config, planned))
     costs = []
     for key in _fixed(written):
         free = set(_TOGETHER[key]) | written.auto
@@ -101,6 +104,14 @@ def costs_of_keys(request: Request, planned: Candidate, written: RunConfig) -> l
         if found is not None:
             costs.append(found)
     return sorted(costs, key=lambda cost: -cost.share)
+
+
+def _with_same_samples(config: RunConfig, planned: Candidate) -> RunConfig:
+    """Return a config with the samples of a step written down, so that a search keeps them."""
+    fixed: dict[str, Any] = {GLOBAL: planned.plan.layout.global_size}
+    if config.batch.micro_size is not None:
+        fixed[ACCUMULATION] = None  # it follows
+    return with_settings(config, fixed)
 
 
 def _fixed(written: RunConfig) -> Iterator[str]:
@@ -138,5 +149,5 @@ def _found(request: Request, key: str, planned: Candidate) -> KeyCost | None:
     changes = best.changes(planned)
     if not changes:
         return None
-    usual = planned.choice.get(key, 1 if key == EXPERT else "none")
-    return KeyCost(key, usual, 1 - before / speed, changes, speed)
+    value = (dict(OF_FEW) | dict(planned.choice))[key]
+    return KeyCost(key, value, 1 - before / speed, changes, speed)

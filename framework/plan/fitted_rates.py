@@ -13,7 +13,7 @@ class Rates:
     The fitted ones name the sources of `benchmarks/planner` that show them most. They were fitted
     all at once by ``python -m benchmarks.planner.validate --fit``: least squares of log ratios of
     throughput, in which each source counts as much as every other. `docs/planner.md` has the error
-    of each source with constants that it had no part in.
+    of each source with constants that were fitted without its points.
 
     Attributes:
         plateau: share of the fastest matrix product that the products of a large model reach.

@@ -65,7 +65,7 @@ class Hardware:
         text = f"{size_text(limit)} usable"
         margin = memory.beside.get(MARGIN, 0)
         if margin:
-            text += f" (run.memory_margin: {margin / (limit + margin):.2g})"
+            text += f" (run.memory_margin: {margin / (limit + margin):.3g})"
         return text
 
     def host_text(self, memory: Memory, ranks_per_host: int) -> str:
@@ -97,6 +97,8 @@ class Hardware:
         """
         limit = self.usable_bytes(memory)
         peak_bytes = memory.total(memory.peak)
+        if self.name == "cpu":  # what lies on the host is in the same memory
+            peak_bytes += sum(memory.host.values())
         if limit is not None and peak_bytes > limit:
             usable = self.usable_text(memory)
             return f"each rank takes {size_text(peak_bytes)}, and {self.name} has {usable}"

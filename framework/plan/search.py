@@ -249,7 +249,7 @@ class _Evaluator:
         self._refuse(strategy, refusal.why)
         if refusal.why == _TOO_LARGE:
             self._beyond.add(_states_of(strategy))
-        elif refusal.is_of_place:
+        elif refusal.is_of_place and strategy.get(PARAMS) != "cpu":  # it may refuse these alone
             self._refused_places[_place_of(strategy)] = refusal.why
 
     def _refuse(self, strategy: Settings, why: str) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from framework.errors import FrameworkError
+from framework.system.limits import ranks_on_host
 
 # Variables that identify one start of a host's ranks: torchrun's, DeepSpeed's, and this launcher's.
 _START: Final = (
@@ -121,7 +122,7 @@ def made_once_on_host(subject: str, make: Callable[[], object]) -> HostValue:
         make: returns a picklable value, the same on each of the host's ranks; if it raises an
             error, all ranks raise it.
     """
-    num_ranks = _num_ranks()
+    num_ranks = ranks_on_host()
     if num_ranks > 1:
         file = _locked(subject)
     else:
@@ -180,11 +181,3 @@ def _locked(subject: str) -> IO[bytes] | None:
 
 def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-
-
-def _num_ranks() -> int:
-    """Return the number of ranks on this host, by torchrun's or DeepSpeed's variable.
-
-    The plan of the run has checked it.
-    """
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)

@@ -25,6 +25,13 @@ _VERSION_1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
+def ranks_on_host() -> int:
+    """Return the number of ranks on this host, by torchrun's or DeepSpeed's variable; the plan of
+    the run has checked it.
+    """
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
 @dataclass(frozen=True)
 class Room:
     """Memory that can be taken, after a margin for others, and the name of its limit."""

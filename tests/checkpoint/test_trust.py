@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from framework.checkpoint import trust
-from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
 from framework.checkpoint.trust import note_trained, trusted_file, why_not_trusted
 from framework.cli import main
 from framework.config.base import targets_in
 from framework.config.load import config_from_values
+from framework.errors import ConfigError
+from framework.setup.trained import saved_config
 from tests.commands.test_trust import forged
 
 CODE = {"model": {"target": "tests.commands.test_trust:Net", "args": {"sizes": [1, 2]}}}
@@ -201,6 +203,51 @@ def test_the_list_of_the_user(here: Path, capsys: pytest.CaptureFixture[str]) ->
     (here / "open").chmod(0o777)
     assert main(["trust", "open"]) == 78
     assert "[trust-folder]" in capsys.readouterr().err
+
+
+def test_in_a_listed_folder_nothing_that_is_read_may_be_open(here: Path) -> None:
+    checkpoint = forged(here / "shared/x", CODE)
+    trust.trust_folder("shared")
+    manifest = checkpoint.path / "manifest.json"
+    manifest.chmod(0o666)
+    assert why_not_trusted(checkpoint) != ""
+    manifest.chmod(0o644)
+    assert why_not_trusted(checkpoint) == ""
+    here.chmod(0o777)  # another folder could be put in the place of `shared`
+    assert why_not_trusted(checkpoint) != ""
+    assert main(["trust", "shared"]) == 78
+    here.chmod(0o1777)
+    assert why_not_trusted(checkpoint) == ""
+
+
+def test_a_link_that_turns_after_the_manifest_was_read_is_seen(here: Path) -> None:
+    forged(here / "stranger/x", CODE)
+    forged(here / "listed/x", {"model": {"target": "tests.commands.test_trust:build"}})
+    trust.trust_folder("listed")
+    link = here / "link"
+    link.symlink_to(here / "stranger/x")
+    (checkpoint,) = list_checkpoints(link / "checkpoints")
+    link.unlink()
+    link.symlink_to(here / "listed/x")
+    assert "has changed since it was read" in why_not_trusted(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["a\n/tmp", "blank ", "a\u2028b"])
+def test_a_name_that_no_line_can_hold_is_not_listed(here: Path, name: str) -> None:
+    folder = here / name
+    folder.mkdir(parents=True)
+    assert main(["trust", str(folder)]) == 78
+    assert trust.trusted_folders() == []
+
+
+def test_names_of_metrics_may_have_dots(here: Path) -> None:
+    """The target of one is not hidden by the arguments of another."""
+    evil = {"target": "tests.commands.test_trust:build"}
+    metrics = {"f1": {"target": "torchmetrics:AUROC"}, "f1.args": evil}
+    checkpoint = forged(here / "x", {"evaluation": {"metrics": metrics}})
+    for name in metrics:
+        with pytest.raises(ConfigError, match=r"\[target-not-trusted\]"):
+            saved_config(checkpoint, f"evaluation.metrics.{name}")
 
 
 @as_root

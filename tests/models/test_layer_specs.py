@@ -59,6 +59,19 @@ def test_specs_are_recipes() -> None:
     assert torch.equal(recipes[1].make(1, seed=3).weight, linear), "wherever it is built"
 
 
+def test_a_spec_in_several_places_has_the_seed_of_each() -> None:
+    spec = LayerSpec(nn.Linear, WIDTH, WIDTH)
+    layers = [spec] * 3
+    for _ in range(2):  # also where the script's function is called again
+        model = model_builder(
+            config_from_values({}), partial(PipelineModule, layers, num_stages=1, seed_layers=True)
+        )()
+        for number in range(3):
+            set_random_seed(1234 + number)
+            drawn = nn.Linear(WIDTH, WIDTH)
+            assert torch.equal(model.state_dict()[f"{number}.weight"], drawn.weight)
+
+
 @pytest.mark.parametrize("seeds", [{}, {"seed_layers": True, "base_seed": 7}])
 def test_a_pipeline_module_is_its_list(seeds: dict[str, Any]) -> None:
     """Also of a subclass, whose constructor makes the list, and without a process group."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import pickle
 import re
 import shutil
@@ -30,7 +29,7 @@ from torch.utils.serialization import config as save_options
 
 from framework.errors import StorageError, in_one_line
 from framework.system.files import FileRecord, NewFile, hash_file, sync_file
-from framework.system.limits import room
+from framework.system.limits import ranks_on_host, room
 
 if TYPE_CHECKING:
     from framework.checkpoint.save_stream import OpenFile
@@ -163,8 +162,9 @@ def _may_pin(num_bytes: int) -> bool:
     if num_bytes <= _ALWAYS_PINNED:
         return True
     free = room()
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return free is not None and num_bytes <= free.num_bytes * _PINNED_SHARE / num_ranks
+    if free is None:
+        return False
+    return num_bytes <= free.num_bytes * _PINNED_SHARE / ranks_on_host()
 
 
 def _largest_on_device(value: Any) -> int:
