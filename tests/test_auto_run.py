@@ -29,7 +29,10 @@ training: {max_steps: 2}
 
 def test_ranks_choose_alike_and_a_resume_keeps_the_choice(warm: WarmRanks, tmp_path: Path) -> None:
     (tmp_path / "open.yaml").write_text(CONFIG, encoding="utf-8")
-    choice = {"batch.micro_size": 30, "parallel.pipe": 1, "zero.stage": 0}
+    sizes = dict.fromkeys(
+        ("parallel.expert", "parallel.pipe", "parallel.sequence", "parallel.tensor"), 1
+    )
+    choice = {"batch.micro_size": 30, "zero.stage": 0, **sizes}
     for steps, words in ((2, "speed unknown"), (3, "as in the checkpoint")):
         arguments = ["--config", "open.yaml", f"training.max_steps={steps}"]
         job = warm.start(arguments, num_ranks=2, folder=tmp_path)

@@ -20,10 +20,10 @@ from typing import Any, Final
 
 from framework.checkpoint.manifest import SavedCheckpoint, read_checkpoint
 from framework.checkpoint.names import MANIFEST
+from framework.config.run_config import CODE_SECTIONS
 from framework.errors import ConfigError, StorageError
 from framework.system.files import open_own, replace_text
 
-CODE_SECTIONS: Final = ("model", "data", "task", "evaluation")
 # Notes are cut to their newer half at this size: some 20,000 runs.
 _MOST_BYTES: Final = 4 << 20
 _OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH

@@ -34,6 +34,8 @@ from framework.config.zero import Zero
 # Where `auto` may stand: the value is chosen for the cluster before the run
 # (`framework/plan/auto.py`).
 AUTO: Final = "auto"
+CODE_SECTIONS: Final = ("model", "data", "task", "evaluation")
+"""Sections whose code a command calls that reads a checkpoint."""
 AUTO_KEYS: Final = (
     "zero.stage",
     "parallel.pipe",
@@ -149,9 +151,10 @@ class RunConfig(Section):
         config._was_auto = self._was_auto | frozenset(keys)
         return config
 
-    def names_of_added_metrics(self) -> list[str]:
-        """List the metrics of torchmetrics: named here, or handed over from Python."""
-        return [*self.evaluation.metrics, *sorted(self._given_metrics)]
+    @property
+    def given_metrics(self) -> list[str]:
+        """The names of metrics that were handed over from Python, beside `evaluation.metrics`."""
+        return sorted(self._given_metrics)
 
     def with_given_metrics(self, names: Iterable[str]) -> RunConfig:
         """Return the config with the names of metrics that are handed over from Python."""

@@ -55,12 +55,16 @@ _ENGINES: Final = (
     "framework.engine.plain_engine",
     "framework.engine.pipeline_engine",
     "framework.engine.step_batches",
+    "framework.engine.metrics",
+    "framework.engine.evaluation",
 )
 _CALLS: Final = {
     "forward": "the model",
     "loss": "the loss",
     "count": "count()",
     "measure": "the metrics",
+    "collect": "collect()",
+    "predicted": "predicted()",
 }
 _EXPLAINED: Final = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
 _LIBRARIES: Final = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))

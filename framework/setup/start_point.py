@@ -15,7 +15,7 @@ from framework.checkpoint.names import size_of
 from framework.checkpoint.resume_point import find_sound_checkpoint, set_aside_later
 from framework.checkpoint.verification import SharedVerification
 from framework.config.base import targets_in
-from framework.config.run_config import RunConfig
+from framework.config.run_config import CODE_SECTIONS, RunConfig
 from framework.engine.distributed import describe_environment, from_rank0, gather, rank
 from framework.engine.process_group_errors import is_lost_peer
 from framework.engine_protocol import Engine
@@ -292,10 +292,10 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
 
 def _note_trained(folder: RunFolder, config: RunConfig) -> None:
     """Note in the user's own files that this user trains a run with code of its config."""
-    from framework.checkpoint.trust import CODE_SECTIONS, note_trained
-
     sections = [getattr(config, name) for name in CODE_SECTIONS]
     if any(True for section in sections for _ in targets_in(section)):
+        from framework.checkpoint.trust import note_trained
+
         note_trained(folder.path, config.to_dict())
 
 

@@ -91,12 +91,15 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{command}: {message}; see {self.prog} --help")
 
     def _did_you_mean(self, name: str) -> str:
-        from deepspeed_lint.text.typos import nearest
+        import difflib  # after a mistake alone
 
         # Of the spellings that the help shows; those that were typed are learned beside them.
-        shown = [option for action in self._actions for option in action.option_strings[:1]]
-        guess = nearest(name, shown)
-        return f" (did you mean {guess}?)" if guess else ""
+        shown = {}
+        for action in self._actions:
+            for option in action.option_strings[:1]:
+                shown[_snake(option)] = option
+        found = difflib.get_close_matches(_snake(name), shown, n=1, cutoff=0.75)
+        return f" (did you mean {shown[found[0]]}?)" if found else ""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Raise HelpShown."""

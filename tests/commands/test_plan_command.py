@@ -289,7 +289,7 @@ def test_nothing_fits_names_the_constraint_and_the_devices(capsys: Capture) -> N
         r"nothing fits: each host would hold [\d.]+ GiB, and has 16.00 GiB; ",
         out,
     )
-    assert "zero.offload_param.device: cpu" in out
+    assert "zero.offload_optimizer.device: cpu" in out
     assert re.search(r"; use \d+ devices with zero\.stage: \d.* \[memory-too-small\]", out)
     assert (
         main(

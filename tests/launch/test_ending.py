@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -223,15 +224,17 @@ def test_a_request_during_the_check_starts_nothing(
 
     for module in (local, node):
         monkeypatch.setattr(module, "find_devices", find_devices)
+    words = ["x.yaml", "--num_gpus", "1"]
+    begin = partial(local.launch, words)
+    if command:
+        begin = partial(node.main, [*words, "--nnodes", "1"])
     # Without a handler the request would end these tests.
     before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("nobody heeds it"))
     try:
         with pytest.raises(
             RunStopped, match=r"stopped on request \(SIGTERM\) before any rank was started"
         ):
-            local.launch(
-                [*command, "x.yaml", "--num_gpus", "1", *(["--nnodes", "1"] if command else [])]
-            )
+            begin()
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -131,7 +131,7 @@ def _measured_by_task(config: RunConfig, key: str, metric: str) -> Iterator[Prob
     if is_own_data:
         name = metric.rpartition("/")[2]
     # A metric of several results has each under its own name.
-    several = tuple(f"{added}_" for added in config.names_of_added_metrics())
+    several = tuple(f"{added}_" for added in _added(config))
     if names and f"eval/{name}" not in names and not name.startswith(several):
         kind = getattr(config.task, "kind", "")
         reason = f"the {kind} task measures {', '.join(names)}"
@@ -158,12 +158,17 @@ def best_has_a_direction(config: RunConfig, cluster: Cluster) -> Found:
             yield Problem("smallest-is-best", reason, fix, key, callback.metric, severity="warning")
 
 
+def _added(config: RunConfig) -> list[str]:
+    """List the metrics of torchmetrics; a config of some sections alone was handed none over."""
+    return [*config.evaluation.metrics, *getattr(config, "given_metrics", ())]
+
+
 def _evaluated(config: RunConfig) -> list[str]:
     """List the metrics that evaluation measures, as far as the task is known by name."""
     names = getattr(config.task, "metrics", ())
     if not names:
         return []
-    return [f"eval/{name}" for name in (*names, *config.names_of_added_metrics())]
+    return [f"eval/{name}" for name in (*names, *_added(config))]
 
 
 def _unknown(
