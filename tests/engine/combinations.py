@@ -289,7 +289,7 @@ def shown() -> str:
         "`check` refuses it:\n\n"
         + _rows(["", *(f"ZeRO {stage}" for stage in STAGES)], stages)
         + "\nZeRO stages at which each way was held against plain PyTorch together with something else (half\n"
-        "precision within its rounding), or the kinds of the problems where it is refused at every stage:\n\n"
+        "precision within its rounding); or the kinds of the problems where it is refused at every stage:\n\n"
         + _rows(["", *WAYS], features)
         + "\nTwo ways at once: ZeRO stages that were held against plain PyTorch, or the kind of the problem:\n\n"
         + _rows(["", *names[1:]], ways)
