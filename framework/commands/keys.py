@@ -66,7 +66,7 @@ def find_keys(word: str) -> list[str]:
         return [key for key in keys if key == plain or key.startswith(f"{plain}.")]
     others: list[str] = []
     for other in words_named(plain.rpartition(".")[2], plain.rpartition(".")[0]):
-        others += [key for key in keys if key in other.keys and key not in others]
+        others += [key for key in keys if key in other.keys]
         others += [key for key in keys if key.partition(".")[0] in other.keys]
     if exact or others:
         return list(dict.fromkeys([*exact, *others]))

@@ -108,7 +108,7 @@ BUILT_IN: Final = (
     BuiltIn("bench", "framework.commands.bench:bench"),
     BuiltIn("train", "framework.launch.local:train"),
     BuiltIn("launch", "framework.launch.local:launch"),
-    BuiltIn("launch node", "framework.launch.local:launch_node"),
+    BuiltIn("launch node", "framework.launch.node:main"),
     BuiltIn("launch k8s", "framework.deploy.k8s.command:main"),
     BuiltIn("launch slurm", "framework.deploy.slurm:main"),
 )

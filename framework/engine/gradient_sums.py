@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -20,8 +20,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import Parameter
 
 from framework.errors import TrainingError
-
-_BUCKET_NUMBERS: Final = 25 * 2**20 // 4  # 25 MiB of float32, as DDP
+from framework.plan.flat_sums import DDP_BUCKET
 
 
 class _Bucket:
@@ -250,13 +249,13 @@ def _trainable(module: torch.nn.Module) -> list[Parameter]:
 
 
 def _cut(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
-    """Cut parameters into lists of one type and at most `_BUCKET_NUMBERS` numbers, or one
+    """Cut parameters into lists of one type and at most `DDP_BUCKET` numbers, or one
     parameter.
     """
     buckets: list[list[Parameter]] = [[]]
     num_numbers = 0
     for parameter in parameters:
-        is_full = num_numbers + parameter.numel() > _BUCKET_NUMBERS
+        is_full = num_numbers + parameter.numel() > DDP_BUCKET
         if buckets[-1] and (is_full or buckets[-1][-1].dtype != parameter.dtype):
             buckets.append([])
             num_numbers = 0

@@ -25,7 +25,6 @@ from framework.launch.deepspeed_command import (
 )
 from framework.launch.job import refuse_too_few, show_settings
 from framework.launch.node import grace_seconds, read_token, require_deepspeed, run_node
-from framework.launch.node import main as be_a_node
 from framework.launch.options import LaunchOptions, parse
 from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import Restarts
@@ -47,11 +46,6 @@ def launch(argv: Sequence[str]) -> int:
 def train(argv: Sequence[str]) -> int:
     """Do the same under the name that most users know."""
     return _launched(parse(argv, command="train"))
-
-
-def launch_node(argv: Sequence[str]) -> int:
-    """Be one node of a job of several, and return its exit code."""
-    return be_a_node(argv)
 
 
 def _launched(options: LaunchOptions) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from framework.config.precision import Autocast
 from framework.config.run_config import RunConfig
 from framework.plan.compiling import uses_deepcompile
@@ -19,6 +21,10 @@ def coalesces(config: RunConfig, layout: Layout) -> bool:
 def waits(config: RunConfig, layout: Layout) -> bool:
     """Check whether whole gradients wait for the last micro-batch of a step at stages 1 and 2."""
     return config.zero.stage == 1 or coalesces(config, layout)
+
+
+# Most elements of a message of `engine/gradient_sums.py`: 25 MiB of float32, as torch's DDP.
+DDP_BUCKET: Final = 25 * 2**20 // 4
 
 
 def most_in_message(bucket: int) -> int:

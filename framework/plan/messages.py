@@ -13,8 +13,6 @@ from typing import Final
 
 from framework.plan.flat_sums import most_in_message
 
-# Most elements of a bucket of `engine/gradient_sums.py`; torch's DDP has the same.
-DDP_BUCKET: Final = 25 * 2**20 // 4
 # Elements of a message of `PipelineEngine` without ZeRO (runtime/engine.py:
 # MEMORY_OPT_ALLREDUCE_SIZE, as runtime/pipe/engine.py `_exec_reduce_grads` gives it).
 PIPELINE_BUCKET: Final = 500_000_000

@@ -19,6 +19,7 @@ from framework.plan import messages
 from framework.plan.collectives import Collectives, needed
 from framework.plan.devices import Machine
 from framework.plan.fitted_rates import OF_PROCESSORS, RATES, Rates
+from framework.plan.flat_sums import DDP_BUCKET
 from framework.plan.muon import flops_of_rank, muon_matrices, sent_numbers
 from framework.plan.operations import Shape
 from framework.plan.parallelism import Parallelism
@@ -533,7 +534,7 @@ class _Step:
             return messages.bounded(backwards, by.bucket)
         if by.pipe > 1:
             return messages.filled(sizes, messages.PIPELINE_BUCKET)
-        return messages.bounded(backwards, messages.DDP_BUCKET)
+        return messages.bounded(backwards, DDP_BUCKET)
 
     def in_the_open(
         self,

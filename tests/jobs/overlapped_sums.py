@@ -171,7 +171,7 @@ def _noting(event: str, function: Callable[..., Any], order: list[str]) -> Calla
 def main() -> None:
     found: dict[str, Any] = {}
     # A bucket for every weight.
-    with mock.patch.object(gradient_sums, "_BUCKET_NUMBERS", 100), process_group(None):
+    with mock.patch.object(gradient_sums, "DDP_BUCKET", 100), process_group(None):
         for kind in KINDS:
             for task in (SquaresThatCount(), MeanSquares()):
                 # it drops what was accumulated

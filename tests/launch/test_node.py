@@ -22,7 +22,7 @@ from framework.errors import ConfigError, UsageError
 from framework.hosts.devices import LocalDevices
 from framework.hosts.topology import HostTopology
 from framework.launch import node
-from framework.launch.local import launch, launch_node
+from framework.launch.local import launch
 from framework.launch.node import main
 from framework.load_run import load_run
 from tests.hosts.network import why_not
@@ -335,7 +335,7 @@ def test_nodes_that_cannot_take_a_place_are_refused(
         "--dry_run",
     ]
     with pytest.raises(UsageError, match=reported):
-        launch_node([config, *place, *words])
+        main([config, *place, *words])
 
 
 def test_a_spare_takes_the_number_behind_those_that_train(
@@ -355,7 +355,7 @@ def test_a_spare_takes_the_number_behind_those_that_train(
         "--dry_run",
     ]
     place += ["--token_file", "token"]
-    assert launch_node([config, *place, "--spares", "1", "supervision.max_restarts=3"]) == 0
+    assert main([config, *place, "--spares", "1", "supervision.max_restarts=3"]) == 0
     stated = capsys.readouterr()
     assert "launch: node 2 is a spare" in stated.err
     assert "world size  2 = 2 nodes x 1 rank" in stated.out
