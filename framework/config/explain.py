@@ -5,6 +5,7 @@ kind.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
@@ -27,6 +28,8 @@ _WORDS: Final = json.loads(Path(__file__).with_suffix(".json").read_text(encodin
 # Optimizers that DeepSpeed knows by name and this framework does not: why, and what to write.
 _OTHER_OPTIMIZERS: Final[dict[str, tuple[str, str]]] = _WORDS["other_optimizers"]
 _SECTION: Final = "a section of keys"
+# A key and a value, which YAML reads as one text.
+_NO_SPACE: Final = re.compile(r"[a-z_]+:\S.*")
 # pydantic's error type -> the type that belongs there.
 WANTED: Final[Mapping[str, str]] = _WORDS["wanted"]
 # pydantic's error type -> (reason, fix), filled in from the error's context.
@@ -34,6 +37,13 @@ _OUT_OF_RANGE: Final[Mapping[str, Sequence[str]]] = _WORDS["out_of_range"]
 # Keys where people write null to turn something off.
 _TURNS_OFF: Final[Mapping[str, str]] = {
     "training.clip_grad_norm": "write 0 to turn clipping off, or leave the key out for 1.0"
+}
+# Keys of text that other tools switch on and off -> truth value -> what to write.
+_SWITCHED: Final[Mapping[str, Mapping[bool, str]]] = {
+    "checkpoint.resume": {
+        True: "write auto, for the newest checkpoint of the run, or a path",
+        False: "leave the key out",
+    }
 }
 # Section -> the key that a number in the section's place means.
 MAIN_KEYS: Final[Mapping[str, str]] = {
@@ -116,6 +126,8 @@ def _problem(
         if WANTED[kind] == "text" and isinstance(value, (bool, int, float)):
             value = Written(texts.get(path, show_value(value)))
             fix = f'write "{value}", in quotes'
+        if isinstance(details["input"], bool) and key in _SWITCHED:
+            fix = _SWITCHED[key][details["input"]]
         if value is None and key in _TURNS_OFF:
             fix = _TURNS_OFF[key]
         if key in MAIN_KEYS and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -188,7 +200,12 @@ def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -
     place = place_here(name)
     homes = list(homes_of(name, root))
     word = None if _is_own_code(owner) else meaning(name, str(path[0]))
-    if name == "kind" and "target" in known:
+    before_colon = name.partition(":")[0]
+    if value is None and before_colon in known and before_colon != name:
+        fix = _with_space(name)
+    elif value is None and name.isdigit():
+        fix = "write decimals with a point, such as 0.5, not with a comma"
+    elif name == "kind" and "target" in known:
         reason = "the section names a target as well"
         fix = "keep kind or target, not both"
     elif place and (len(path) == 1 or name in OWNED) and not is_plain_switch(name, value):
@@ -337,6 +354,8 @@ def _wrong_type(value: Any, wanted: str) -> tuple[str, str]:
     reason = f"{_type_name(value)} where {wanted} belongs"
     if wanted == _SECTION:
         fix = "write its keys under it"
+        if isinstance(value, str) and _NO_SPACE.fullmatch(value):
+            fix = _with_space(value)
         if value is None:
             fix += ", or leave the section out"
         return reason, fix
@@ -351,6 +370,12 @@ def _wrong_type(value: Any, wanted: str) -> tuple[str, str]:
         if text in ("nan", "inf", "infinity"):
             return reason, "write a finite number"
     return reason, f"write {wanted}"
+
+
+def _with_space(text: str) -> str:
+    """Return the fix of a key and a value without a space between them."""
+    name, _, value = text.partition(":")
+    return f"put a space after the colon: {name}: {value}"
 
 
 def _is_number(text: str) -> bool:

@@ -147,9 +147,10 @@ def _refuse_nothing_to_train(model: torch.nn.Module) -> None:
     if any(parameter.requires_grad for parameter in model.parameters()):
         return
     reason = "none of the model's weights is trained: requires_grad is False for all of them"
+    fix = "set requires_grad_(True) for those that are to be trained, or training.lora"
     if not list(model.parameters()):
         reason = "the model has no weights"
-    fix = "set requires_grad_(True) for those that are to be trained, or training.lora"
+        fix = "give it a layer with weights, such as nn.Linear"
     raise ConfigError.of("nothing-to-train", reason, fix, "model")
 
 

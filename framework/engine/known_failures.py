@@ -70,6 +70,7 @@ _EXPLAINED: Final = (RuntimeError, TypeError, ValueError, IndexError, AttributeE
 _LIBRARIES: Final = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
 _PACKAGE: Final = str(Path(__file__).parents[1])
 _LONGEST: Final = 300
+_NUMBER_CLASSES: Final = "number the classes from 0 in the dataset"
 # Names of types in torch's messages: of ATen (Float), of C++ (float, c10::Half), of Python
 # (torch.float32).
 _HALF_TYPE: Final = re.compile(r"\b(BFloat16|Half|bfloat16|float16)\b")
@@ -251,6 +252,8 @@ def explain_failed_batch(error: BaseException) -> str:
         hint = _hint_of_model(error, second)
     elif name == "count":
         batch = f"targets {describe(first)}"
+        if not isinstance(first, Tensor):
+            hint = _NUMBER_CLASSES
     else:
         batch = f"outputs {describe(first)} and targets {describe(second)}"
         if any(frame.f_code.co_name == "cross_entropy" for frame in frames):
@@ -352,7 +355,7 @@ def _hint_of_types(text: str, inputs: Sequence[Tensor]) -> str:
 def _hint_of_classes(outputs: Any, targets: Any) -> str:
     """Return the fix for outputs and targets that `cross_entropy` fails on."""
     if not isinstance(targets, Tensor):
-        return "number the classes from 0 in the dataset"
+        return _NUMBER_CLASSES
     if not isinstance(outputs, Tensor):
         return (
             "return the logits alone from the model, or write a task that takes them out "

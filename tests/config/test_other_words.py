@@ -58,6 +58,14 @@ model: {target: nets.Net}  ->  write nets:Net
 model: {target: './nets.py:Net'}  ->  write nets:Net
 model: {target: my/nets.py}  ->  write my.nets:NAME
 data.image_size: 32  ->  set model.image_size: 32 or data.image_size: 28
+checkpoint.resume: true  ->  write auto, for the newest checkpoint
+checkpoint.resume: false  ->  leave the key out
+checkpoint.folder: ckpt  ->  folder is run.output_dir here
+training: max_epochs:1  ->  put a space after the colon: max_epochs: 1
+training: {max_steps:1}  ->  put a space after the colon: max_steps: 1
+optimizer: {kind: adamw, lr: 0,005}  ->  write decimals with a point
+tensor_parallel: 2  ->  tensor_parallel is parallel.tensor here
+data.validation_split: 0.1  ->  the second dataset that the function of data.target returns
 run.output_dir: '${HOME}/x'  ->  variables are not replaced in a run config
 """
 

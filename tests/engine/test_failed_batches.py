@@ -24,6 +24,7 @@ exec(
     "def train_step(task, model, inputs, targets): task.loss(task.forward(model, inputs), targets)",
     _SCOPE,
 )
+exec("def count_batch(task, targets): task.count(targets)", _SCOPE)
 
 
 class Added(nn.Linear):
@@ -102,6 +103,12 @@ def test_the_batch_is_shown(
     assert line.startswith("rank 0: ")
     assert line.endswith("(traceback: logs/rank0.log) [batch-failed]")
     assert line.count("\n") == 0
+
+
+def test_classes_that_are_names_are_explained_before_the_loss() -> None:
+    with pytest.raises(TrainingError) as caught, explaining_failures(Path("logs")):
+        _SCOPE["count_batch"](as_task(nn.CrossEntropyLoss()), ("cat",) * 4)
+    assert "targets a tuple of 4 x str; number the classes from 0" in str(caught.value)
 
 
 def test_other_errors_stay_as_they_are() -> None:

@@ -8,6 +8,7 @@ built site has no other files of the repository. Warnings are errors.
 from __future__ import annotations
 
 import argparse
+import json
 import posixpath
 import re
 import shutil
@@ -25,6 +26,8 @@ from tools.docs_site.reference import reference_pages
 
 DOCS: Final = ROOT / "docs"
 _LINK: Final = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)#\s]*)(?:#[^)\s]*)?\)")
+# Pages whose entries are found by their whole name, and after other pages by a part of it.
+_LISTS: Final = ("decisions/", "reference/problems/", "reference/deepspeed-keys")
 _LIST: Final = re.compile(r"[-*] |\d+\. ")
 
 
@@ -56,6 +59,7 @@ def main() -> None:
                 r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr.partition("Traceback")[0]
             )
             sys.exit(f"{text}docs: the site was not built")
+        rank_lists_last(work / "site")
         shutil.rmtree(out, ignore_errors=True)
         shutil.move(work / "site", out)
     print(f"docs: open {out / 'index.html'}; it needs no server and no network")
@@ -81,6 +85,24 @@ def assemble(work: Path) -> None:
         text = without_outer_links(path.read_text(encoding="utf-8"), name)
         text = with_consoles(with_bars(with_lists(text)))
         path.write_text(text, encoding="utf-8")
+
+
+def rank_lists_last(site: Path) -> None:
+    """Let the search rank pages above the long lists, whose titles are many short words.
+
+    The search ranks a word in a title above one in a text. An invisible joiner before the words of
+    a list's titles keeps them out of it, and the title also begins the text: the whole name of a
+    kind still finds its entry first.
+    """
+    index = json.loads((site / "search.json").read_text(encoding="utf-8"))
+    for item in index["items"]:
+        if item["location"].startswith(_LISTS):
+            title = item["title"]
+            item["text"] = f"<p>{title}</p> {item['text']}"
+            item["title"] = re.sub(r"(?<!\S)(?=\S)|(?<=[.,:=`/()])(?=\w)", "\u2060", title)
+    text = json.dumps(index)
+    (site / "search.json").write_text(text, encoding="utf-8")
+    (site / "search.js").write_text(f"var __index = {text};", encoding="utf-8")
 
 
 def decisions_page() -> str:
