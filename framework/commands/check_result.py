@@ -194,21 +194,21 @@ def _held_against(plan: Plan, target: Hardware | None) -> tuple[list[Problem], s
     if target is None:
         return [], ""
     from framework.plan.alternatives import size_text
-    from framework.plan.candidate import judge
-    from framework.plan.memory import NotEstimatedError
+    from framework.plan.memory import NotEstimatedError, estimate
 
     try:
-        planned = judge(plan, target)
+        memory = target.with_beside(estimate(plan), plan)
     except NotEstimatedError:
         return [], ""
-    usable = target.usable_text(planned.memory)
+    usable = target.usable_text(memory)
     text = ""
     if usable:
-        text = f"; {size_text(planned.peak_bytes)} of {usable}, by estimate"
-    on_host = target.host_text(planned.memory, plan.cluster.devices_per_host)
+        text = f"; {size_text(memory.total(memory.peak))} of {usable}, by estimate"
+    ranks = plan.cluster.devices_per_host
+    on_host = target.host_text(memory, ranks)
     if on_host:
         text += f"; {on_host}"
-    reason = planned.lacking(target)
+    reason = target.lacking(memory, ranks)
     if not reason:
         return [], text
     search = "plan --search"

@@ -120,6 +120,7 @@ class _Question:
         written: the run config before its ``auto`` keys were chosen; None: it has none.
         refused: the problem of the config as it is written, where the plan is the best that a
             search found in its place.
+        result: of that search.
     """
 
     arguments: argparse.Namespace
@@ -130,6 +131,7 @@ class _Question:
     why: str = ""
     written: RunConfig | None = None
     refused: Problem | None = None
+    result: SearchResult | None = None
 
     @property
     def is_wide(self) -> bool:
@@ -167,6 +169,16 @@ class _Question:
             self.plan.length.num_train_samples,
             self.work,
         )
+
+    def search(self) -> SearchResult:
+        """Return the result of the search that the options ask for, which a refused config has.
+
+        Raises:
+            NotEstimatedError: the model's memory is not known.
+        """
+        if self.result is not None:
+            return self.result
+        return _SEARCHES[self.arguments.goal](self.request)
 
 
 def main(words: Sequence[str]) -> int:
@@ -277,7 +289,7 @@ def _found_instead(
         return None
     if not result.ranked:
         return None
-    return replace(question, plan=result.ranked[0].plan)
+    return replace(question, plan=result.ranked[0].plan, result=result)
 
 
 def _refuse_wrong_arguments(arguments: argparse.Namespace) -> None:
@@ -416,7 +428,7 @@ def _answer(question: _Question) -> _Answer:
     target = question.target
     try:
         planned = judge(plan, target, work=question.work)
-        result = _SEARCHES[question.arguments.goal](question.request)
+        result = question.search()
     except NotEstimatedError as error:
         return _not_estimated(question, error)
     candidates = _candidates_to_show(question, planned, result)
@@ -483,8 +495,26 @@ def _candidates_to_show(
     """Return the best strategies, as many as ``--top``; beside a plan only clear alternatives."""
     candidates = list(result.ranked)
     if not question.is_wide:
-        candidates = [each for each in candidates if _is_alternative(each, planned)]
+        candidates = _alternatives(planned, result)
     return candidates[: question.arguments.top or _TOP]
+
+
+def _alternatives(planned: Candidate, result: SearchResult) -> list[Candidate]:
+    """Return the strategies that are clear alternatives to a plan: all, where it does not fit."""
+    if planned.lacking(result.target):
+        return list(result.ranked)
+    return [candidate for candidate in result.ranked if _is_better(candidate, planned)]
+
+
+def _is_better(candidate: Candidate, planned: Candidate) -> bool:
+    """Check that a candidate is more than 2 % faster than the plan, or where speeds are not known
+    takes a tenth less memory.
+    """
+    speed = candidate.samples_per_second
+    planned_speed = planned.samples_per_second
+    if speed is not None and planned_speed is not None:
+        return speed > 1.02 * planned_speed
+    return candidate.peak_bytes < 0.9 * planned.peak_bytes
 
 
 def _strategy_lines(
@@ -508,10 +538,8 @@ def _strategy_lines(
 
 
 def _alternative_line(planned: Candidate, result: SearchResult) -> Iterator[str]:
-    """Yield the best strategy beside the plan: the fastest that is faster, or where speeds are not
-    known the first that takes a tenth less.
-    """
-    others = [each for each in result.ranked if _is_worth_a_line(each, planned)]
+    """Yield the best strategy beside the plan."""
+    others = _alternatives(planned, result)
     if not others:
         return
     best = others[0]
@@ -521,14 +549,6 @@ def _alternative_line(planned: Candidate, result: SearchResult) -> Iterator[str]
     if len(others) > 1:
         text += f", the best of {len(others)}"
     yield f"{'instead':<10}{text}; --search has the table"
-
-
-def _is_worth_a_line(candidate: Candidate, planned: Candidate) -> bool:
-    speed = candidate.samples_per_second
-    planned_speed = planned.samples_per_second
-    if speed is not None and planned_speed is not None:
-        return speed > 1.02 * planned_speed
-    return candidate.peak_bytes < 0.9 * planned.peak_bytes
 
 
 def _loser_lines(result: SearchResult, shown: Sequence[Candidate]) -> Iterator[str]:
@@ -569,17 +589,6 @@ def _candidates_to_try(answer: _Answer, count: int) -> list[Candidate]:
     if planned is not None and all(each.choice != planned.choice for each in candidates):
         candidates.append(planned)
     return candidates
-
-
-def _is_alternative(candidate: Candidate, planned: Candidate) -> bool:
-    """Check that a candidate is more than 2 % faster than the plan, or takes more than 1 % less
-    memory.
-    """
-    speed = candidate.samples_per_second
-    planned_speed = planned.samples_per_second
-    if speed is not None and planned_speed is not None and speed > 1.02 * planned_speed:
-        return True
-    return candidate.peak_bytes < 0.99 * planned.peak_bytes
 
 
 def _order_text(shown: Sequence[Candidate], target: Hardware) -> str:

@@ -349,6 +349,7 @@ class _RegisteredUnion:
             context = {"discriminator": "kind", "tag": tag, "expected_tags": ""}
             raise PydanticKnownError("union_tag_invalid", context)
         if isinstance(value, member):
+            type(value).model_rebuild()  # deferred: pydantic before 2.14 cannot write it then
             return value
         section: Section = _validator(member, tag).validate_python(value)
         return section

@@ -112,7 +112,7 @@ class Candidate:
 
     def lacking(self, target: Hardware) -> str:
         """Return the reason why it does not fit, in words; empty if it does, or if that is not
-        known. Every command judges a plan by this.
+        known. Every command judges a plan by `Hardware.lacking`.
         """
         return target.lacking(self.memory, self.plan.cluster.devices_per_host)
 

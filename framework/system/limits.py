@@ -22,8 +22,6 @@ _MARGIN_SHARE: Final = 0.05
 _VERSION_2: Final = ("memory.max", "memory.current", "")
 _VERSION_1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
-_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
-
 
 def ranks_on_host() -> int:
     """Return the number of ranks on this host, by torchrun's or DeepSpeed's variable; the plan of
@@ -149,9 +147,8 @@ def require(wanted: int, what: str, *, fix: str = "") -> None:
         raise ConfigError.of("nofile-low", reason, fix, key="ulimit -n", value=soft)
 
 
-def host_memory_bytes() -> int:
-    """Return the memory of this machine, or of the container that this process is in."""
+def host_memory_bytes(*, system: Path = Path("/")) -> int:
+    """Return the memory of this machine, or of the smallest control group of this process."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # without a limit the file has the word max
-        return min(memory, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
-    return memory
+    limits = [total for _, total, _ in _of_groups(system)]
+    return min([memory, *limits])

@@ -14,13 +14,14 @@ import jsonschema
 import pytest
 
 from framework.cli import main
+from framework.commands import plan as plan_command
 from framework.commands import traced_work
 from framework.commands.strategies import write_choice
 from framework.commands.torch_child import NoAnswerError
 from framework.config.load import load_config
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.plan.search import search
+from framework.plan.search import SearchResult, search
 from framework.plan.search_space import ACCUMULATION, MICRO, OFFLOAD, SEQUENCE, TENSOR, Request
 from tests.commands.children import answer_here
 
@@ -601,8 +602,19 @@ def test_the_plan_stands_among_the_best_where_it_belongs(capsys: Capture) -> Non
     assert not re.search(r"zero\.stage: 1: ", out[out.index("\nothers ") :])
 
 
-def test_a_search_does_not_end_with_what_is_written(tmp_path: Path, capsys: Capture) -> None:
-    """8 samples on 64 devices: the file cannot be, and what is found in its place is written."""
+def test_a_search_does_not_end_with_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """8 samples on 64 devices: the file cannot be, and what is found in its place, by one search,
+    is written.
+    """
+    requests: list[Request] = []
+
+    def counted(request: Request) -> SearchResult:
+        requests.append(request)
+        return search(request)
+
+    monkeypatch.setitem(plan_command._SEARCHES, None, counted)
     file = tmp_path / "run.yaml"
     file.write_text(FILE.replace("global_size: 512", "global_size: 8").replace("gpt2-xl", "gpt2"))
     # stages would be timed in a process with torch
@@ -611,6 +623,7 @@ def test_a_search_does_not_end_with_what_is_written(tmp_path: Path, capsys: Capt
     assert "nearest   " in capsys.readouterr().out
     answer = json.loads(plan(*words, "--search", "--json", capsys=capsys))
     assert answer["refused"]["kind"] == "batch-not-divisible"
+    assert len(requests) == 1
     out = plan(*words, "--apply", "--top", "2", capsys=capsys)
     assert (
         "refused   as it is written, below is the best of the search: batch.global_size: 8" in out

@@ -18,6 +18,7 @@ from deepspeed_lint.text.document import is_setting, parse_document
 from framework.config.load import config_from_values, load_config
 from framework.config.optimizer import SGD, AdamW
 from framework.config.run_config import RunConfig
+from framework.config.training import Classification
 from framework.errors import ConfigError, UsageError
 
 PLAIN = st.recursive(
@@ -264,6 +265,19 @@ def test_the_resolved_config_loads_as_the_same_run(tmp_path: Path) -> None:
 def test_a_resolved_config_shows_what_json_cannot() -> None:
     config = config_from_values({"model": {"target": "a:b", "args": {"norm": print}}})
     assert config.to_dict()["model"]["args"] == {"norm": "<built-in function print>"}
+
+
+def test_a_default_section_is_built_when_it_is_taken() -> None:
+    """A section that stands in another without a check, and that pydantic 2.11 to 2.13 cannot write
+    as long as its building is deferred.
+    """
+
+    class Mine(Classification):
+        """Classification."""
+
+    config = RunConfig(task=Mine.model_construct())
+    assert Mine.__pydantic_complete__
+    assert config.to_dict()["task"]["kind"] == "classification"
 
 
 def test_configs_are_frozen() -> None:

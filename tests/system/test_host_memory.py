@@ -10,7 +10,7 @@ import pytest
 
 from framework.checkpoint import save_stream as staged_files
 from framework.checkpoint.save_stream import StagedFiles
-from framework.system.limits import Room, room
+from framework.system.limits import Room, host_memory_bytes, room
 
 GB = 10**9
 # Four times the margin of one GiB: 5 % of them, and so that margin is the smaller one.
@@ -84,6 +84,13 @@ def test_version_1(tmp_path: Path) -> None:
         system=system(tmp_path, cgroup="5:devices:/\n4:cpu,memory:/docker/a\n0::/x\n", files=files)
     )
     assert found == Room(GB + GB // 2 - GB // 10, "the container's limit (2.0 GB)")
+    assert host_memory_bytes(system=tmp_path) == 2 * GB
+
+
+def test_a_group_above_limits_the_memory_of_the_host(tmp_path: Path) -> None:
+    files = version_2("/pods", most=str(GB), used=0, of_files=0)
+    files |= version_2("/pods/one", most=str(2 * GB), used=0, of_files=0)
+    assert host_memory_bytes(system=system(tmp_path, cgroup="0::/pods/one\n", files=files)) == GB
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 30 << 20])
