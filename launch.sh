@@ -312,9 +312,7 @@ main() {
         test)
             set_up 'train dev'
             cd "$ROOT"
-            # Without bytecode a hundred processes would compile framework/ anew, each for itself.
-            unset DSF_SHELL_PATH DSF_DOOR PYTHONDONTWRITEBYTECODE
-            export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+            unset DSF_SHELL_PATH DSF_DOOR
             exec "$PY" -m pytest "$@"
             ;;
         docs)

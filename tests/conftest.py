@@ -37,6 +37,14 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             _number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
         )
 
+# Bytecode is kept, here and in every process that a test starts: without it, collecting takes twice
+# as long, and every command compiles the framework.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Threads of lanes, and of ranks, would wait for each other in loops that keep processors busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # In what tests start through commands as well.
 os.environ[launched.NO_COMPILE] = "1"
 
@@ -109,7 +117,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave files of slow tests alone where none is chosen: what they import takes seconds."""
-    if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
+    if lanes.leaves_slow_out(config) and collection_path.suffix == ".py":
         text = collection_path.read_text(encoding="utf-8")
         if re.search(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", text, re.MULTILINE):
             return True

@@ -81,8 +81,14 @@ def choose(config: pytest.Config) -> None:
         options.usepdb or options.collectonly or options.capture == "no" or options.keyword
     )
     if is_whole_suite and not needs_one_process and hasattr(os, "fork"):
-        runs_slow_ones = options.markexpr != "not slow"
-        config.pluginmanager.register(_Lanes(with_ranks=runs_slow_ones), "lanes")
+        needs_ranks = not leaves_slow_out(config)
+        config.pluginmanager.register(_Lanes(with_ranks=needs_ranks), "lanes")
+
+
+def leaves_slow_out(config: pytest.Config) -> bool:
+    """Return whether the choice by marker is `not slow`, alone or narrowed further."""
+    words = config.option.markexpr.split()
+    return words[:2] == ["not", "slow"] and "or" not in words
 
 
 def number() -> int | None:
