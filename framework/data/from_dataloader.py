@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from framework.data.batches import fetched, random_state_kept, seed_generators
 from framework.data.loaders import is_stream
-from framework.data.order import Order, mix_int
+from framework.data.order import Order, Positions, mix_int
 from framework.errors import ConfigError
 from framework.system.log import warn
 
@@ -81,16 +81,7 @@ class TakenSet(_Taken):
             ConfigError: kind ``sampler-order``: the order has another length than `num_ordered`, or
                 a number that is no sample's.
         """
-        set_epoch = getattr(self._sampler, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-        generator = getattr(self._sampler, "generator", None)
-        number = mix_int(_SAMPLER_SALT, seed, epoch)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(number)
-        with random_state_kept():
-            seed_generators(number)
-            order = np.fromiter(self._sampler, dtype=np.int64)
+        order = _drawn(self._sampler, epoch=epoch, seed=seed, draw=self._numbers)
         are_samples = bool(np.all((order >= 0) & (order < len(self))))  # true of an empty order
         if len(order) != self.num_ordered or not are_samples:
             reason = (
@@ -98,8 +89,95 @@ class TakenSet(_Taken):
                 f"{self.num_ordered}"
             )
             fix = "let every epoch have as many, each with a number of the dataset"
-            raise ConfigError.of("sampler-order", reason, fix, "data", type(self._sampler).__name__)
+            raise self._refusal(reason, fix)
         return order.take
+
+    def _numbers(self) -> Positions:
+        return np.fromiter(self._sampler, dtype=np.int64)
+
+    def _refusal(self, reason: str, fix: str) -> ConfigError:
+        return ConfigError.of("sampler-order", reason, fix, "data", type(self._sampler).__name__)
+
+
+class TakenBatches(TakenSet):
+    """A dataset of samples by number, whose `batch_sampler` makes the micro-batches.
+
+    Attributes:
+        batch_size: samples of every micro-batch.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Any, batches: Any) -> None:
+        """Take a dataset, its `collate_fn` or None, and its sampler of batches. Epoch 0 is drawn
+        twice: an order that cannot be drawn again would be another one on each rank.
+
+        Raises:
+            ConfigError: kind ``sampler-order``: the batches have different sizes, or the second
+                order differs.
+        """
+        super().__init__(dataset, collate_fn, ())
+        self._sampler = batches
+        self.batch_size = 0
+        first = _drawn(batches, epoch=0, seed=0, draw=self._numbers)
+        again = _drawn(batches, epoch=0, seed=0, draw=self._numbers)
+        if not np.array_equal(first, again):
+            reason = "epoch 0 has another order when it is drawn again, so it cannot be resumed"
+            fix = (
+                "draw from torch's, numpy's or Python's global generator, from a torch.Generator "
+                "in its attribute generator, or from one that set_epoch(epoch) seeds"
+            )
+            raise self._refusal(reason, fix)
+        self.num_ordered = len(first)
+
+    def _numbers(self) -> Positions:
+        """Return the samples of all batches, one after the other; a shorter last batch is left
+        out.
+        """
+        batches = [np.asarray(batch, dtype=np.int64) for batch in self._sampler]
+        if batches and not self.batch_size:
+            self.batch_size = len(batches[0])
+        if batches and len(batches[-1]) < self.batch_size:
+            batches.pop()
+        sizes = {len(batch) for batch in batches} - {self.batch_size}
+        if sizes:
+            reason = f"it makes batches of {self.batch_size} and of {sizes.pop()} samples"
+            fix = (
+                "let all have one size, as a step has a fixed number of samples; or leave it out "
+                "and set data.bucket_steps, which makes micro-batches of like lengths"
+            )
+            raise self._refusal(reason, fix)
+        return np.concatenate([np.empty(0, np.int64), *batches])
+
+    def check_kept(self, *, micro_size: int, bucket_steps: int) -> None:
+        """Refuse a run whose micro-batches would be others than the sampler's.
+
+        Raises:
+            ConfigError: kind ``sampler-order``.
+        """
+        made = f"the data's {type(self._sampler).__name__} makes batches of {self.batch_size}"
+        if micro_size != self.batch_size:
+            fix = f"set batch.micro_size: {self.batch_size}, or give it another batch_size"
+            raise ConfigError.of("sampler-order", made, fix, "batch.micro_size", micro_size)
+        if bucket_steps:
+            reason = f"{made}, which an order by length would take apart"
+            fix = "leave one of the two out"
+            raise ConfigError.of("sampler-order", reason, fix, "data.bucket_steps", bucket_steps)
+
+
+def _drawn(sampler: Any, *, epoch: int, seed: int, draw: Callable[[], Positions]) -> Positions:
+    """Draw the order of an epoch with a seed of (seed, epoch), also of a sampler within the
+    sampler; the global generators are left as they were.
+    """
+    number = mix_int(_SAMPLER_SALT, seed, epoch)
+    for each in (sampler, getattr(sampler, "sampler", None)):
+        set_epoch = getattr(each, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        generator = getattr(each, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(number)
+    with random_state_kept():
+        seed_generators(number)
+        return draw()
 
 
 def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, Any]]:
@@ -113,37 +191,37 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
             evaluation its order is drawn once, here.
 
     Raises:
-        ConfigError: kind ``loader-not-taken``: something else than a sampler makes its batches, its
-            sampler divides over ranks, or its `worker_init_fn` may divide a stream.
+        ConfigError: kind ``loader-not-taken``: its dataset makes its batches, its sampler divides
+            over ranks, or its `worker_init_fn` may divide a stream; kind ``sampler-order``: as of
+            `TakenBatches`.
     """
     if not isinstance(given, DataLoader):
         return as_tensors(given), {}
     dataset = as_tensors(given.dataset)
     batches = given.batch_sampler
-    if given.batch_size is None and type(batches) is not BatchSampler:
-        reason = f"its {'dataset' if batches is None else 'batch_sampler'} makes the batches"
+    if batches is None:
+        reason = "its dataset makes the batches"
         fix = "give it a batch_size and a sampler"
         raise ConfigError.of("loader-not-taken", reason, fix, key, "DataLoader")
     collate_fn = None if given.collate_fn is default_collate else given.collate_fn
-    size = given.batch_size or batches.batch_size  # type: ignore[union-attr]
+    if given.batch_size is None and type(batches) is not BatchSampler:
+        _check_worker_init(given, key=key)
+        _refuse_order_of_each_rank(batches, key=key)
+        return _with_batches(TakenBatches(dataset, collate_fn, batches), given, trains=trains)
+    size = given.batch_size or batches.batch_size  # type: ignore[attr-defined]
     taken: dict[str, Any] = {"num_workers": given.num_workers, "micro_size": size}
     _check_worker_init(given, key=key)
     if is_stream(dataset):
         if collate_fn is None:
             return dataset, taken
         return TakenStream(dataset, collate_fn), taken
-    sampler: Any = batches.sampler  # type: ignore[union-attr]
+    sampler: Any = batches.sampler  # type: ignore[attr-defined]
     is_shuffled = _shuffles_all(sampler, dataset)
     if is_shuffled or type(sampler).__iter__ in _KNOWN_ORDERS:
         taken["shuffle"] = is_shuffled or getattr(sampler, "shuffle", False)
         sampler = None
-    elif getattr(sampler, "num_replicas", 1) > 1:
-        reason = (
-            f"its sampler, {type(sampler).__name__}, has an order of each rank's own, and "
-            "ranks are divided by the run"
-        )
-        fix = "give it a sampler of the whole order (num_replicas=1, rank=0)"
-        raise ConfigError.of("loader-not-taken", reason, fix, key, "DataLoader")
+    else:
+        _refuse_order_of_each_rank(sampler, key=key)
     if sampler is not None and not trains:  # all ranks have to draw the same
         order = TakenSet(dataset, None, sampler).epoch_order(0, seed=0)
         dataset = Subset(dataset, order(np.arange(len(sampler))).tolist())
@@ -151,6 +229,36 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
     if collate_fn is None and sampler is None:
         return dataset, taken
     return TakenSet(dataset, collate_fn, sampler), taken
+
+
+def _with_batches(
+    dataset: TakenBatches, given: DataLoader[Any], *, trains: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Return a dataset with its sampler of batches, and the settings of its loader. In evaluation
+    its order is drawn once.
+    """
+    taken = {"num_workers": given.num_workers, "micro_size": dataset.batch_size}
+    if trains:
+        return dataset, taken
+    order = dataset.epoch_order(0, seed=0)
+    chosen: Any = dataset
+    return Subset(chosen, order(np.arange(dataset.num_ordered or 0)).tolist()), taken
+
+
+def _refuse_order_of_each_rank(sampler: Any, *, key: str) -> None:
+    """Refuse a sampler, of samples or of batches, that divides its order over ranks.
+
+    Raises:
+        ConfigError: kind ``loader-not-taken``.
+    """
+    inner = getattr(sampler, "sampler", None)
+    if max(getattr(sampler, "num_replicas", 1), getattr(inner, "num_replicas", 1)) > 1:
+        reason = (
+            f"its sampler, {type(sampler).__name__}, has an order of each rank's own, and "
+            "ranks are divided by the run"
+        )
+        fix = "give it a sampler of the whole order (num_replicas=1, rank=0)"
+        raise ConfigError.of("loader-not-taken", reason, fix, key, "DataLoader")
 
 
 def _shuffles_all(sampler: Any, dataset: Any) -> bool:

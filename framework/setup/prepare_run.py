@@ -188,6 +188,10 @@ def prepare(
         resumed = _find_resumed(config, lookup)
         with waiting("the data: it is read, downloaded or made ready (data)"):
             parts = gather_parts(config, objects)
+        check_kept = getattr(parts.splits.train, "check_kept", None)
+        if check_kept is not None:  # its sampler makes the micro-batches
+            bucket_steps = config.data.bucket_steps
+            check_kept(micro_size=plan.layout.micro_size, bucket_steps=bucket_steps)
     plan = plan.with_data(parts.splits.num_train, source)
     texts_per_row = getattr(parts.splits.train, "texts_per_row", 1.0)
     plan = replace(plan, texts_per_row=texts_per_row)

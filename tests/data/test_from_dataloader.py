@@ -5,9 +5,10 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -163,15 +164,11 @@ class TestTaken:
         assert [batch for batch, _ in loader] == [[*range(9)]]
         assert splits.taken == {"num_workers": 0, "micro_size": 2, "eval_size": 2}
 
-    @pytest.mark.parametrize(
-        ("options", "whose"),
-        [({"batch_size": None}, "dataset"), ({"batch_sampler": [[0, 1], [2]]}, "batch_sampler")],
-    )
-    def test_one_of_ready_batches_is_refused(self, options: dict[str, Any], whose: str) -> None:
+    def test_one_of_ready_batches_is_refused(self) -> None:
         with pytest.raises(
-            ConfigError, match=f"train_data = DataLoader: its {whose} makes the batches; give it"
+            ConfigError, match="train_data = DataLoader: its dataset makes the batches; give it"
         ):
-            given_splits(DataLoader(NUMBERS, **options))
+            given_splits(DataLoader(NUMBERS, batch_size=None))
 
     def test_a_stateful_one_is_taken_apart_as_well(self) -> None:
         stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
@@ -266,6 +263,88 @@ class TestSamplers:
             DataLoader(NUMBERS, 4, sampler=Weighted(NUMBERS, 1, 0)), key="data", trains=True
         )
         assert steps(dataset, 1) == [[0] * 8], "of one rank it is an order like any"
+
+
+class Bucketed:
+    """Batches of neighbours, in an order drawn anew for every epoch."""
+
+    def __init__(self, size: int = 4, draw: Any = torch.randperm, tail: int = 0) -> None:
+        self.size = size
+        self.draw = draw
+        self.tail = tail
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in self.draw(40 // self.size).tolist():
+            yield [*range(first * self.size, (first + 1) * self.size)]
+        if self.tail:
+            yield [*range(self.tail)]
+
+
+class Inner(BatchSampler):
+    """A subclass, whose sampler is seeded as one that stands alone."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return reversed([*super().__iter__()])
+
+
+class TestBatchSamplers:
+    @pytest.mark.parametrize(
+        "sampler",
+        [
+            Bucketed(),
+            Bucketed(tail=3),
+            Inner(RandomSampler(NUMBERS, generator=torch.Generator()), 4, drop_last=True),
+            Inner(Growing(), 4, drop_last=True),
+        ],
+        ids=["bucketed", "short-tail", "own-generator", "set-epoch"],
+    )
+    def test_its_batches_are_the_micro_batches_on_any_ranks(self, sampler: Any) -> None:
+        loader = DataLoader(NUMBERS, batch_sampler=sampler)
+        dataset, taken = taken_over(loader, key="", trains=True)
+        assert taken == {"num_workers": 0, "micro_size": 4}
+        whole = steps(dataset, 10)
+        assert steps(dataset, 10, ranks=2) == whole
+        assert steps(dataset, 4, start=5, ranks=2) == whole[5:9]
+        per_epoch = dataset.num_ordered // 8
+        assert whole[:per_epoch] != whole[per_epoch : 2 * per_epoch]
+        if isinstance(sampler, Bucketed):
+            assert sorted(chain(*whole[:5])) == [*range(40)]
+            for step in whole:
+                for batch in (step[:4], step[4:]):
+                    assert batch == [*range(batch[0], batch[0] + 4)]
+
+    def test_sections_that_state_nothing_take_its_size(self) -> None:
+        handed = Objects(
+            train_data=DataLoader(NUMBERS, batch_sampler=Bucketed(8)), model=torch.nn.Linear(1, 2)
+        )
+        assert config_with_objects({}, handed).batch.micro_size == 8
+
+    def test_in_evaluation_it_chooses_the_samples(self) -> None:
+        loader = DataLoader(NUMBERS, batch_sampler=[[3, 5], [9, 8], [1]])
+        dataset, _ = taken_over(loader, key="", trains=False)
+        assert [int(dataset[number][0]) for number in range(len(dataset))] == [3, 5, 9, 8]
+
+    @pytest.mark.parametrize(
+        ("sampler", "line"),
+        [
+            ([[0, 1], [2], [3, 4]], "it makes batches of 2 and of 1 samples; let all have one"),
+            (Bucketed(draw=np.random.default_rng(3).permutation), "it cannot be resumed; draw"),
+        ],
+    )
+    def test_what_cannot_be_resumed_is_refused(self, sampler: Any, line: str) -> None:
+        with pytest.raises(ConfigError, match=r"\[sampler-order\]") as caught:
+            given_splits(DataLoader(NUMBERS, batch_sampler=sampler))
+        assert line in str(caught.value)
+
+    def test_other_micro_batches_are_refused(self) -> None:
+        dataset = given_splits(DataLoader(NUMBERS, batch_sampler=Bucketed())).train
+        dataset.check_kept(micro_size=4, bucket_steps=0)
+        for micro_size, bucket_steps, line in (
+            (8, 0, "set batch.micro_size: 4"),
+            (4, 2, "data.bucket_steps = 2: the data's Bucketed makes batches of 4, which"),
+        ):
+            with pytest.raises(ConfigError, match=line):
+                dataset.check_kept(micro_size=micro_size, bucket_steps=bucket_steps)
 
 
 def test_a_function_that_begins_workers_is_named_and_of_a_stream_refused(
