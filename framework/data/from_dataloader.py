@@ -100,7 +100,7 @@ class TakenSet(_Taken):
 
 
 class TakenBatches(TakenSet):
-    """A dataset of samples by number, whose `batch_sampler` makes the micro-batches.
+    """A dataset of samples by number with a `batch_sampler`, which makes the micro-batches.
 
     Attributes:
         batch_size: samples of every micro-batch.
