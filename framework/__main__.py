@@ -1,10 +1,12 @@
 """The program `dsf`, also `python -m framework`."""
 
+import gc
 import os
 import signal
 import sys
 
 from framework.errors import EXIT_CONFIG, EXIT_STOPPED
+from framework.system.garbage import collect_seldom
 
 
 def main() -> int:
@@ -15,10 +17,13 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_STOPPED))
     # before a launcher adds to it; see report/summary.py
     os.environ.setdefault("DSF_SHELL_PATH", os.environ.get("PATH", ""))
+    collect_seldom()
     try:
         from framework.cli import main as run
 
-        return run()
+        code = run()
+        gc.freeze()  # the interpreter would search all that is there for garbage on its way out
+        return code
     except ModuleNotFoundError as error:
         if error.name not in ("pydantic", "pydantic_core", "yaml", "ruamel", "rich"):
             raise

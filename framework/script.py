@@ -7,6 +7,7 @@ Torch is imported after every check that does not need it; requests to stop are 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Final, NoReturn
 from framework.errors import EXIT_OK, EXIT_TRAINING, FrameworkError, in_one_line, missing_package
 from framework.system.arguments import CommandParser, add_log_level
 from framework.system.exits import SILENT_RANKS_WAIT_SECONDS, refusing_exits, report
+from framework.system.garbage import collect_as_usual, collect_seldom
 from framework.system.launcher_rank import take_rank
 from framework.system.output import write
 from framework.system.parent_watch import AGENT_VARIABLE, report_end, watch_parent
@@ -44,6 +46,7 @@ def _parser() -> CommandParser:
 
 def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
     """Load the run that the command line names, plan it for the ranks at hand, and train it."""
+    collect_seldom()
     # Imported here, where requests to stop are handled already.
     from framework.load_run import load_run
     from framework.plan.cluster import Cluster
@@ -61,6 +64,9 @@ def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
         run = run.started(replace(cluster, device=find_devices(os.environ).kind))
     plan = run.plan(cluster)  # before the seconds that torch takes to import
     from framework.training import fit_loaded
+
+    gc.freeze()  # modules stay: no collection has to search them
+    collect_as_usual()
 
     fit_loaded(plan, run.source, request, words=run.words, lookup=run.lookup)
 

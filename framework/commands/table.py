@@ -18,6 +18,7 @@ from framework import registry
 from framework.errors import ConfigError, Problem, UsageError, missing_package
 from framework.system.command_names import BY_NAME
 from framework.system.exits import refusing_exits
+from framework.system.garbage import collect_as_usual
 
 GROUP: Final = "dsf.commands"
 
@@ -62,6 +63,7 @@ class BuiltIn:
         if not self.needs_torch:
             return self._function()(words)
         function = self._function_with_torch()
+        collect_as_usual()  # cycles may hold tensors
         with refusing_exits():  # the user's code runs there
             return function(words)
 
@@ -158,6 +160,7 @@ def _load(registered: registry.Registered) -> AnyCommand:
     from framework.commands.command import Command
 
     command = registered.load()
+    collect_as_usual()
     if not isinstance(command, Command) or command.name != registered.name:
         raise registered.broken("that is no framework.commands.command.Command of this name")
     return command
