@@ -43,6 +43,7 @@ from framework.plan.knob import Knob, find_knob
 from framework.plan.layout import Layout
 from framework.plan.memory import Memory, NotEstimatedError
 from framework.plan.nearest_plan import nearest_plan
+from framework.plan.otherwise import Otherwise, runs_that_fit
 from framework.plan.out_of_memory import IN_WORDS
 from framework.plan.plan import Length, Plan, default_cluster, make_plan, rows
 from framework.plan.search import SearchResult, search
@@ -261,35 +262,44 @@ def _question(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster) -
         run = run.chosen(cluster, target, is_proposal=True, work=work)
         plan = run.plan_with_data(cluster)
     except ConfigError as error:
-        instead = _found_instead(arguments, run, cluster, target)
+        as_written = _question_as_written(arguments, run, cluster, target)
+        instead = _found_instead(as_written)
         if instead is not None:
             return replace(instead, refused=error.problems[0])
         kinds = {problem.kind for problem in error.problems}
         if kinds & _NO_LAYOUT and not run.config.auto:
             _print_nearest(run, cluster)
+        if "auto-nothing-fits" in kinds:
+            _print_others(_widest_request(as_written))
         raise
     return _Question(arguments, run, plan, target, work, why, written)
 
 
-def _found_instead(
+def _question_as_written(
     arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster, target: Hardware
-) -> _Question | None:
+) -> _Question:
+    """Return the question about a config that cannot be as it is written, in place of a plan with
+    its cluster and data alone.
+    """
+    _, size = look_at_data(run.config, data_elsewhere=True)
+    length = Length(None, None, size, 0)
+    plan = Plan(run.config, cluster, Layout(1, 1, 1, 1, 1), length, ())
+    return _Question(arguments, run, plan, target)
+
+
+def _found_instead(as_written: _Question) -> _Question | None:
     """Return the question with the best plan that a wide search finds for a config that cannot be
     as it is written; None without one.
     """
-    where = Plan(run.config, cluster, Layout(1, 1, 1, 1, 1), Length(None, None, None, 0), ())
-    question = _Question(arguments, run, where, target)
-    if not question.is_wide:
+    if not as_written.is_wide:
         return None
-    _, size = look_at_data(run.config, data_elsewhere=True)
-    request = replace(question.request, num_train_samples=size)
     try:
-        result = _SEARCHES[arguments.goal](request)
+        result = as_written.search()
     except (NotEstimatedError, UsageError):
         return None
     if not result.ranked:
         return None
-    return replace(question, plan=result.ranked[0].plan, result=result)
+    return replace(as_written, plan=result.ranked[0].plan, result=result)
 
 
 def _refuse_wrong_arguments(arguments: argparse.Namespace) -> None:
@@ -451,6 +461,11 @@ def _answer(question: _Question) -> _Answer:
         section["refused"] = question.refused.to_dict()
     if target.machine:
         section["machine"] = target.machine.to_dict() | {"rates": target.rates}
+    widest = _widest_search(question, planned, result)
+    if widest is not None and not widest.ranked:
+        others = list(runs_that_fit(_widest_request(question)))
+        lines += _other_lines(others)
+        section["strategies"]["otherwise"] = [other.to_dict() for other in others]
     knob = _knob(question, candidates)
     if knob:
         lines.append(f"{'knob':<10}{knob}")
@@ -459,7 +474,7 @@ def _answer(question: _Question) -> _Answer:
         section,
         head=tuple(head),
         lines=tuple(lines),
-        findings=tuple(_findings(question, planned, result)),
+        findings=tuple(_findings(question, planned, result, widest)),
         candidates=tuple(candidates),
         planned=planned,
     )
@@ -664,36 +679,71 @@ def _largest_first(components: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(components.items(), key=lambda item: -item[1])
 
 
-def _findings(question: _Question, planned: Candidate, result: SearchResult) -> Iterator[Problem]:
+def _widest_request(question: _Question) -> Request:
+    """Return the request of a search in which all keys of a strategy are free."""
+    request = question.request
+    if question.is_wide:
+        return request
+    return replace(request, free=EVERYTHING)
+
+
+def _widest_search(
+    question: _Question, planned: Candidate, result: SearchResult
+) -> SearchResult | None:
+    """Return the result of the widest search, where neither a plan nor a strategy beside it fits;
+    None where one does.
+    """
+    if result.ranked or not planned.lacking(question.target):
+        return None
+    if question.is_wide:
+        return result
+    return search(_widest_request(question))
+
+
+def _findings(
+    question: _Question, planned: Candidate, result: SearchResult, widest: SearchResult | None
+) -> Iterator[Problem]:
     """Warn of a plan that does not fit the memory, with the nearest that does as the fix."""
     reason = planned.lacking(question.target)
     if not reason:
         return
-    if result.ranked:
+    if widest is not None:
+        reason = f"{reason}; nothing fits: {result.block}"
+        fix = _devices_that_fit(question, planned, widest)
+    else:
         best = result.ranked[0]
         fix = f"set {settings_text(best.changes(planned)) or 'as above'}"
         if best.plan.cluster != planned.plan.cluster:
             fix = f"use {best.plan.cluster}, and {fix}"
-    else:
-        reason = f"{reason}; nothing fits: {result.block}"
-        fix = _devices_that_fit(question, planned)
     stage = planned.plan.config.zero.stage
     yield Problem("memory-too-small", reason, fix, "zero.stage", stage, severity="warning")
 
 
-def _devices_that_fit(question: _Question, planned: Candidate) -> str:
-    """Return the fix for a plan that no strategy makes fit: settings, or more devices."""
-    request = replace(question.request, free=EVERYTHING)
-    if not question.is_wide:
-        result = search(request)
-        if result.ranked:
-            return f"set {settings_text(result.ranked[0].changes(planned))}"
-    on_more_devices = search_more_devices(request)
+def _devices_that_fit(question: _Question, planned: Candidate, widest: SearchResult) -> str:
+    """Return the fix for a plan that no strategy beside it makes fit: the settings of the widest
+    search, or more devices.
+    """
+    if widest.ranked:
+        return f"set {settings_text(widest.ranked[0].changes(planned))}"
+    on_more_devices = search_more_devices(replace(question.request, free=EVERYTHING))
     if on_more_devices is None:
         return "use a smaller model, or devices with more memory"
     best = on_more_devices.ranked[0]
     settings = settings_text(unusual(best.settings))
     return f"use {best.plan.cluster.world_size} devices with {settings}"
+
+
+def _print_others(request: Request) -> None:
+    """Print the other runs that fit."""
+    for line in _other_lines(list(runs_that_fit(request))):
+        write(sys.stdout, f"{line}\n")
+
+
+def _other_lines(others: Sequence[Otherwise]) -> Iterator[str]:
+    label = "otherwise"
+    for other in others:
+        yield f"{label:<10}{other}"
+        label = ""
 
 
 def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:

@@ -273,6 +273,24 @@ def test_what_does_not_fit_is_reported_with_what_would(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
+def test_other_runs_are_named_where_nothing_fits(capsys: Capture) -> None:
+    """Each fits with its settings, and none of them is among the strategies."""
+    words = ["ds_configs/gpt_zero3.yaml", "model.size=gpt2-xl", "batch.micro_size=1"]
+    words += ["--num_gpus", "1", "--gpu", "rtx4090-24gb", "--host_memory", "10GiB"]
+    found = json.loads(plan(*words, "--json", capsys=capsys))
+    assert found["strategies"]["ranked"] == []
+    states, adapters = found["strategies"]["otherwise"]
+    assert states["settings"]["precision.states"] == "bf16"
+    assert adapters["settings"]["training.lora"] == {"target_modules": "all-linear"}
+    for other in (states, adapters):
+        without = [word for word in words if word.partition("=")[0] not in other["settings"]]
+        given = [f"{key}={json.dumps(value)}" for key, value in other["settings"].items()]
+        answer = json.loads(plan(*without, *given, "--json", capsys=capsys))
+        assert answer["fits"]
+        assert answer["memory"]["total_bytes"][answer["memory"]["peak"]] == other["peak_bytes"]
+
+
+@pytest.mark.slow
 def test_nothing_fits_names_the_constraint_and_the_devices(capsys: Capture) -> None:
     out = plan(
         *MODEL,
