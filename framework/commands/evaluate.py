@@ -66,7 +66,10 @@ def main(words: Sequence[str]) -> int:
         sets = make_eval_loaders(prepared.plan, prepared.parts.splits, rank=rank())
         if not sets:
             reason = "the data has no evaluation set"
-            fix = "name data that has one, such as data.path=..."
+            fix = (
+                "name data that has one, such as data.path=..., or return the pair (training, "
+                "evaluation) from the function of data.target"
+            )
             raise ConfigError.of("evaluation-without-data", reason, fix, "data")
         stack.enter_context(arithmetic_of(prepared.plan))
         stack.enter_context(leaving_nothing(prepared.plan.config.zero.stage))

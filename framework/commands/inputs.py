@@ -145,7 +145,11 @@ def _row_reader(config: RunConfig) -> Callable[[Mapping[str, Any]], Any] | None:
 
 def _files_of(path: Path, config: RunConfig) -> list[Path]:
     """Return a file, or the images of a folder; what `datasets` reads is left as it is."""
-    if path.is_dir() and not isinstance(_data_of(config), HuggingFace):
+    if isinstance(_data_of(config), HuggingFace):
+        return [path]
+    if not path.exists():
+        raise _RefusedError("there is no such file or folder", "check the path")
+    if path.is_dir():
         return sorted(filter(_is_image, path.rglob("*")))
     return [path]
 

@@ -380,7 +380,7 @@ class TestInputs:
             ("t.csv", b"1,2\n3,x\n", "'x' to float32"),
             ("t.npz", b"no archive", "t.npz: "),
             ("t.png", b"", "how an image is read only data.kind: image_folder says"),
-            ("none.npz", None, "No such file"),
+            ("none.npz", None, "there is no such file or folder; check the path"),
         ],
     )
     def test_what_cannot_be_read_is_named(
