@@ -166,11 +166,34 @@ def _load(registered: registry.Registered) -> AnyCommand:
     return command
 
 
+# What other tools call a command, and what is typed here instead.
+_OTHER_NAMES: Final = {
+    "fit": "train",
+    "run": "train",
+    "start": "train",
+    "resume": "train CONFIG checkpoint.resume=auto",
+    "continue": "train CONFIG checkpoint.resume=auto",
+    "test": "evaluate",
+    "validate": "evaluate for a checkpoint, check for a config",
+    "infer": "predict",
+    "inference": "predict",
+    "lint": "check",
+    "init": "new",
+    "convert": "import for a config, export for a checkpoint",
+    "merge": "export",
+    "config": "keys",
+    "slurm": "launch slurm",
+    "k8s": "launch k8s",
+    "node": "launch node",
+    "benchmark": "bench",
+}
+
+
 def _no_command(word: str) -> UsageError:
     from deepspeed_lint.text.typos import nearest
 
     names = list(dict.fromkeys([*_BY_NAME, *registry.installed(GROUP)]))
-    guess = nearest(word, names)
+    guess = _OTHER_NAMES.get(word) or nearest(word, names)
     if guess is None:
         fix = f"choose from {', '.join(names)}"
     else:

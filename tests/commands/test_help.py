@@ -72,6 +72,8 @@ def test_every_option_of_every_command_goes_in_both_spellings() -> None:
     ("words", "stated"),
     [
         (["trian"], "(did you mean train?)"),
+        (["resume", "runs/a"], "(did you mean train CONFIG checkpoint.resume=auto?)"),
+        (["test", "runs/a"], "(did you mean evaluate?)"),
         (["chekc", "run.yaml"], "(did you mean check?)"),
         (["plan", "run.yaml", "--num-gpu", "2"], "--num-gpu (did you mean --num_gpus?)"),
         (["check", "run.yaml", "--frobnicate"], "unrecognized arguments: --frobnicate; see dsf"),
