@@ -15,7 +15,7 @@ def main() -> int:
         # Process 1 of a container never gets a signal that it does not handle, and the imports take
         # half a second.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_STOPPED))
-    # before a launcher adds to it; see report/summary.py
+    # before a launcher adds to it; see report/end_summary.py
     os.environ.setdefault("DSF_SHELL_PATH", os.environ.get("PATH", ""))
     collect_seldom()
     try:

@@ -98,7 +98,7 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
                 ):
                     yield run
         if run.outcome.stopped:  # only now: all ranks have left the group in good order
-            from framework.report.summary import describe_stop
+            from framework.report.end_summary import describe_stop
 
             raise RunStopped(describe_stop(run.result, run.outcome.stopped, prepared.plan))
 

@@ -108,7 +108,7 @@ def fit_loaded(
         prepared = prepare(plan.config, source=source, plan=plan, lookup=lookup)
     result = run_prepared(prepared, request)
     if os.environ.get("RANK", "0") == "0":
-        from framework.report.summary import print_next
+        from framework.report.end_summary import print_next
 
         print_next(prepared.plan, words, environment=os.environ)
     return result

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from framework.checkpoint import resume_point
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.load import config_from_values
 from framework.errors import StorageError, TrainingError
@@ -58,7 +59,7 @@ def test_no_other_run_may_end_between_the_look_and_the_taking(
             RunFolder(tmp_path).open(fresh=False)
         raise LookedError
 
-    monkeypatch.setattr(start_point, "find_sound_checkpoint", look)
+    monkeypatch.setattr(resume_point, "find_sound_checkpoint", look)
     folder = RunFolder(tmp_path)
     with pytest.raises(LookedError):
         start_point.choose_start(folder, plan(kind="constant").config)

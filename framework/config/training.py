@@ -824,7 +824,7 @@ class TensorSplit(Section):
     """Equal matrices that a column layer holds side by side: 3 where query, key and value are
     one.
     """
-    divide: list[str] = Field(default_factory=list)
+    divide: list[str] = []
     """Attributes of the module that count what a rank has a part of, such as ``num_heads``."""
 
 

@@ -33,7 +33,6 @@ from framework.engine.stragglers import stragglers_of
 from framework.engine.trained_weights import TrainedWeights
 from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import may_have_been_skipped
-from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.engine_protocol import Table
 from framework.errors import TrainingError
@@ -146,8 +145,11 @@ class BaseEngine:
             )
         self.trained_weights = TrainedWeights(engine, names())
         self._end_pass: Callable[[], None] | None = None
-        # flat sums are in the order of the weights
-        if not sums_in_graph and self._flat_sums is None:
+        # flat sums, and sums at stage 0, are in the order of the weights
+        sums_by_zero = engine.zero_optimization_stage() > 0 and not sums_in_graph
+        if sums_by_zero and self._flat_sums is None:
+            from framework.engine.workarounds.gradient_order import keep_gradient_order
+
             self._end_pass = keep_gradient_order(
                 engine, refuse_changes=self.trained_weights.refuse_changed_flags
             )

@@ -9,12 +9,8 @@ from typing import Any
 from torch import nn
 
 from framework.errors import ConfigError, in_one_line
-from framework.models.layers import (
-    CHECKPOINT_OPTIONS,
-    LayeredModel,
-    as_layers,
-    keeps_nothing,
-)
+from framework.models.layer_lists import as_layers
+from framework.models.layers import CHECKPOINT_OPTIONS, LayeredModel, keeps_nothing
 
 
 def with_recompute(model: nn.Module, *, every: int, keeps_products: bool = False) -> nn.Module:

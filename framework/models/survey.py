@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from framework.errors import ConfigError, in_one_line
-from framework.models.layers import Layer, as_layers
+from framework.models.layer_lists import as_layers
+from framework.models.layers import Layer
 
 # What DeepSpeed's pipeline can send (runtime/pipe/engine.py `ID_TO_DTYPE`), less bool, which NCCL
 # cannot.

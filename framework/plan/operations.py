@@ -15,7 +15,6 @@ from itertools import chain
 from math import ceil, prod
 from typing import Final, Literal
 
-from framework.config.groups import ALL_LINEAR, is_named
 from framework.config.precision import FP8_ALIGNED
 from framework.config.training import HALF_ROWS, LoRA, fills_rows
 
@@ -448,6 +447,8 @@ class Tape:
         """Return the adapters' section if it adapts this module of the part, else None."""
         if self.lora is None:
             return None
+        from framework.config.groups import ALL_LINEAR, is_named
+
         if self.lora.target_modules == ALL_LINEAR:
             is_adapted = is_linear
         else:

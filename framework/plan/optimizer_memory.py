@@ -7,7 +7,6 @@ from math import prod
 from typing import Final
 
 from framework.config.base import Factory, Object
-from framework.config.groups import stepped_by_muon
 from framework.config.optimizer import (
     MOMENT_BLOCK,
     NUMBERS_AT_ONCE,
@@ -71,6 +70,8 @@ def _mean_numbers(optimizer: Muon | Adafactor, shapes: Mapping[str, Shape]) -> f
 def _state_numbers(name: str, shape: Shape, optimizer: Muon | Adafactor) -> int:
     """Count the numbers kept of a weight: Adafactor keeps means of a matrix's rows and columns."""
     if isinstance(optimizer, Muon):
+        from framework.config.groups import stepped_by_muon
+
         if stepped_by_muon(name, shape, optimizer):
             return prod(shape)
         return 2 * prod(shape)
@@ -129,6 +130,8 @@ def muon_copies(muon: Muon, weights: Mapping[str, Shape], *, is_cpu: bool) -> in
     A matrix is there in fp32 and twice in bf16, with two of its products with itself. The other
     weights are stepped as by AdamW.
     """
+    from framework.config.groups import stepped_by_muon
+
     matrices = []
     others = []
     for name, shape in weights.items():

@@ -15,7 +15,6 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import Final
 
-from framework.config.groups import base_name, group_values, in_order, quantized_bytes
 from framework.config.optimizer import (
     Adagrad,
     AdamW8bit,
@@ -231,11 +230,15 @@ class RankMemory:
         """
         lora = self.config.training.lora
         form = None if lora is None else lora.quantization
+        if form is None:
+            return [prod(shape) for shape in self.work.frozen.values()]
+        from framework.config.groups import base_name, quantized_bytes
+
         sizes = []
         for name, shape in self.work.frozen.items():
             module = base_name(name).removesuffix("weight")
             is_adapted = f"{module}lora_A.default.weight" in self.work.weights
-            if form is not None and is_adapted and len(shape) == 2:
+            if is_adapted and len(shape) == 2:
                 sizes.append(ceil(quantized_bytes(shape, form) / self.width))
             else:
                 sizes.append(prod(shape))
@@ -996,6 +999,8 @@ def _group_sizes(shapes: Mapping[str, Shape], config: RunConfig) -> list[tuple[l
     """
     if not has_groups(config.optimizer):
         return [([prod(shape) for shape in shapes.values()], False)]
+    from framework.config.groups import group_values, in_order
+
     value_of = group_values(shapes, config.optimizer)
     groups = []
     for value in in_order(value_of.values()):

@@ -12,7 +12,6 @@ from itertools import chain
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from framework.config.groups import LORA, is_inside_saved
 from framework.config.model import ModelSection
 from framework.config.precision import BF16, FP16, Autocast, PrecisionSection, fp8_of
 from framework.config.run_config import RunConfig
@@ -467,14 +466,11 @@ def _images(model: Any, micro_size: int, size: int, width: int) -> Value:
 
 def _test_of_trained(freeze: tuple[str, ...], lora: LoRA | None) -> Callable[[str], bool]:
     """Return a function that checks whether a weight of a name is trained."""
+    if lora is None:
+        return cache(lambda name: not any(re.fullmatch(pattern, name) for pattern in freeze))
+    from framework.config.groups import LORA, is_inside_saved
 
-    @cache
-    def is_trained(name: str) -> bool:
-        if lora is None:
-            return not any(re.fullmatch(pattern, name) for pattern in freeze)
-        return LORA in name or is_inside_saved(name, lora)
-
-    return is_trained
+    return cache(lambda name: LORA in name or is_inside_saved(name, lora))
 
 
 def weights_alone(

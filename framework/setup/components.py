@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from deepspeed_lint.text.typos import nearest
 from framework.config.base import Object, Target
 from framework.config.data import Mixture
 from framework.config.optimizer import Muon, optimizer_lr
@@ -27,7 +26,7 @@ from framework.data.order import LATEST_ORDER, Ordering, Share
 from framework.data.splits import Splits, as_splits
 from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, Problem
-from framework.models.layers import LayeredModel, as_layers
+from framework.models.layers import LayeredModel
 from framework.models.unsupported import refuse_unsupported
 from framework.plan.plan import Plan
 from framework.plan.rules.model import vocabulary_problem
@@ -174,8 +173,12 @@ def _check_events(callback: Any, key: str, name: str) -> None:
                 "callback-event", reason, f"write def {event}(self, state)", key, name
             )
     for attribute in dir(type(callback)):
+        if not attribute.startswith("on_") or attribute in EVENTS:
+            continue
+        from deepspeed_lint.text.typos import nearest
+
         similar = nearest(attribute, EVENTS)
-        if attribute.startswith("on_") and attribute not in EVENTS and similar:
+        if similar:
             line = f"{key} = {name}: {attribute} is no event; is {similar} meant? [callback-event]"
             warn(line, is_of_all_ranks=True)
 
@@ -503,6 +506,8 @@ def _stacked(model: Any, *, taken_from: Any = None) -> LayeredModel:
     Raises:
         ConfigError: as `as_layers`; kind ``layers-do-not-fit``.
     """
+    from framework.models.layer_lists import as_layers
+
     layers = as_layers(model)
     try:
         return LayeredModel(layers, taken_from=taken_from)

@@ -95,7 +95,7 @@ class OpenRun:
 
     def print_start(self) -> None:
         """Print the summary of the start; on rank 0."""
-        from framework.report.summary import print_start  # the other ranks print nothing
+        from framework.report.start_summary import print_start  # the other ranks print nothing
 
         prepared = self.prepared
         stages = prepared.cut.table if prepared.cut else None
@@ -116,7 +116,7 @@ class OpenRun:
         """Record the end in the events, write the report and print the result, or only the goodput
         if the run was stopped; on rank 0, when the engine is closed.
         """
-        from framework.report.summary import describe_goodput, print_end, write_report
+        from framework.report.end_summary import describe_goodput, print_end, write_report
 
         plan = self.prepared.plan
         folder = self.folder.path

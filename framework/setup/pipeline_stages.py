@@ -24,12 +24,11 @@ from framework.config.run_config import RunConfig
 from framework.config.training import LoRA
 from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.freezing import frozen_names
+from framework.models.layer_lists import as_layers, lists_layers
 from framework.models.layers import (
     AroundLayers,
     Layer,
     LayeredModel,
-    as_layers,
-    lists_layers,
     own_train,
     recipes_only,
     refuse_bad_ties,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.resume_point import ResumeLookup
 from framework.config.load import Source
 from framework.config.precision import fp8_of
 from framework.config.run_config import RunConfig
@@ -38,7 +37,8 @@ from framework.setup.user_code import Objects, check_arguments, describe_objects
 from framework.system.waiting import waiting
 from framework.train.run_folder import RunFolder
 
-if TYPE_CHECKING:  # a plain run reads no weights
+if TYPE_CHECKING:  # a plain run reads no weights and no checkpoint
+    from framework.checkpoint.resume_point import ResumeLookup
     from framework.checkpoint.state.weight_files import LazyWeights
     from framework.setup.pipeline_stages import CutModel
 
@@ -173,7 +173,10 @@ def prepare(
     source = source or Source()
     device = cast(Device, device_name())
     config = describe_objects(config, objects)
-    lookup = lookup or ResumeLookup(config)
+    if lookup is None and (config.auto or _reads_checkpoint(config)):
+        from framework.checkpoint.resume_point import ResumeLookup
+
+        lookup = ResumeLookup(config)
     # Errors of the config alone are raised before anything is imported.
     if plan is None:
         plan = _plan_here(config, device, lookup, source)
@@ -226,11 +229,15 @@ def prepare(
     return Prepared(plan, ds_config, parts, cut, named, weights, adapter)
 
 
-def _plan_here(config: RunConfig, device: Device, lookup: ResumeLookup, source: Source) -> Plan:
+def _plan_here(
+    config: RunConfig, device: Device, lookup: ResumeLookup | None, source: Source
+) -> Plan:
     """Return the plan of a config, with its ``auto`` values chosen, for the ranks of this job."""
     cluster = Cluster.from_environment(os.environ, device=device)
     if config.auto:
         from framework.plan.auto import chosen_here
+
+        assert lookup is not None
 
         config = chosen_here(config, cluster, lookup.manifest, source=source)
     return make_plan(config, cluster, source=source)
@@ -288,16 +295,24 @@ def _shared_lanes(plan: Plan, parts: Parts) -> Iterator[Problem]:
         yield Problem("stream-lanes-shared", reason, fix, "data.lanes", lanes, severity="warning")
 
 
-def _find_resumed(config: RunConfig, lookup: ResumeLookup) -> SavedCheckpoint | None:
-    """Return the checkpoint that the run resumes, if `checkpoint.resume` is a path or first weights
-    depend on it; otherwise None.
+def _reads_checkpoint(config: RunConfig) -> bool:
+    """Check whether `checkpoint.resume` is a path, or first weights depend on the checkpoint that
+    the run resumes.
+    """
+    if config.checkpoint.resume not in ("auto", "never"):
+        return True
+    return bool(config.checkpoint.init_weights or config.training.first_adapter)
+
+
+def _find_resumed(config: RunConfig, lookup: ResumeLookup | None) -> SavedCheckpoint | None:
+    """Return the checkpoint that the run resumes, if that is read before all ranks have met;
+    otherwise None.
 
     Its bytes are verified later, when the run folder is held.
     """
-    resume = config.checkpoint.resume
-    first_weights = config.checkpoint.init_weights or config.training.first_adapter
-    if first_weights is None and resume in ("auto", "never"):
+    if lookup is None or not _reads_checkpoint(config):
         return None
+    first_weights = config.checkpoint.init_weights or config.training.first_adapter
     try:
         return lookup.checkpoint
     except (StorageError, OSError):  # damaged, or a file system that may answer next time

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from framework.checkpoint.checkpointer import clear_unfinished
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import size_of
-from framework.checkpoint.resume_point import find_sound_checkpoint, set_aside_later
-from framework.checkpoint.verification import SharedVerification
 from framework.config.base import targets_in
 from framework.config.run_config import CODE_SECTIONS, RunConfig
 from framework.engine.distributed import describe_environment, from_rank0, gather, rank
@@ -28,6 +26,7 @@ from framework.train.events import carry_over
 from framework.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from framework.checkpoint.verification import SharedVerification
     from framework.data.streams import StreamPlaces
 
 DamageOf = Callable[[SavedCheckpoint], list[str]]
@@ -148,6 +147,8 @@ def _refuse_different_weights(prepared: Prepared, path: str) -> None:
 
 
 def _verification() -> SharedVerification:
+    from framework.checkpoint.verification import SharedVerification
+
     return SharedVerification(
         rank=rank(), gather=gather, from_rank0=from_rank0, print_line=print_line
     )
@@ -159,6 +160,9 @@ def choose_together(
     """Return the checkpoint that the run starts from: rank 0 decides, and all ranks read the
     candidates. `named` was looked up at the path that the config names. Collective.
     """
+    if config.checkpoint.resume == "never":
+        from_rank0(on_rank0(folder.lock_if_exists))
+        return None
     return decide_together(
         lambda damage_of: choose_start(folder, config, named=named, damage_of=damage_of)
     )
@@ -189,6 +193,8 @@ def choose_start(
     """Lock the run's folder if it exists, and choose the checkpoint that the run starts from; None
     for a fresh start. Faults of later checkpoints are printed. On rank 0.
     """
+    from framework.checkpoint.resume_point import find_sound_checkpoint
+
     folder.lock_if_exists()
     start, damaged = find_sound_checkpoint(
         config.checkpoint.resume,
@@ -309,6 +315,8 @@ def _remove_unfinished(folder: RunFolder) -> None:
 
 def _set_aside_later(start: SavedCheckpoint) -> None:
     """Rename checkpoints of steps that are taken again, and print their new names."""
+    from framework.checkpoint.resume_point import set_aside_later
+
     for replaced in set_aside_later(start):
         print_line(
             f"the steps after {start.step} are taken again; an earlier checkpoint of them is "

@@ -32,7 +32,7 @@ from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, in_one_line
 from framework.models.adapters import add_adapters
 from framework.models.freezing import freeze
-from framework.models.layers import as_layers
+from framework.models.layer_lists import as_layers
 from framework.plan.cluster import Cluster
 from framework.plan.operations import masked
 from framework.plan.plan import make_plan

@@ -12,7 +12,6 @@ from dataclasses import Field, field, fields
 from typing import Any, Final, NoReturn, TypeVar
 
 from framework.errors import UsageError
-from framework.system.command_names import epilog_of
 
 _T = TypeVar("_T")
 
@@ -74,6 +73,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return argparse's help, with the examples and the page of the command below it."""
+        from framework.system.command_names import epilog_of
+
         more = epilog_of(self.prog)
         if more:
             return f"{super().format_help()}\n{more}\n"

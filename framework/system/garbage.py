@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 from typing import Final
 
-_OBJECTS: Final = 50_000  # between two collections
+_OBJECTS: Final = 100_000  # between two collections
 _USUAL: Final = gc.get_threshold()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from framework.config.precision import FP32, Autocast
 from framework.engine.metrics import time_layers
 from framework.errors import ConfigError
-from framework.models.layers import as_layers
+from framework.models.layer_lists import as_layers
 
 pytestmark = pytest.mark.slow  # imports DeepSpeed
 

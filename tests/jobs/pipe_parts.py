@@ -273,8 +273,9 @@ class SpecsByHand(nn.Module):
         super().__init__()
         import deepspeed.pipe  # noqa: F401, the function below would import it too late
 
+        from framework.models.layer_lists import as_layers
         from framework.models.layer_specs import pipelines_unbuilt
-        from framework.models.layers import LayeredModel, as_layers
+        from framework.models.layers import LayeredModel
 
         with pipelines_unbuilt():
             weights = list(LayeredModel(as_layers(specs())).state_dict().values())

@@ -25,7 +25,8 @@ from framework.engine.tensor_cut import TensorCut
 from framework.engine.tensor_plans import known_plan
 from framework.errors import ConfigError
 from framework.models import sequence
-from framework.models.layers import Layer, LayeredModel, as_layers
+from framework.models.layer_lists import as_layers
+from framework.models.layers import Layer, LayeredModel
 from framework.models.split import TensorPart, VocabularyPart
 from framework.recipes.language_models import bert, gpt
 from framework.tasks.causal_lm import CausalLM

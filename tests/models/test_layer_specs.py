@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
+from framework.models.layer_lists import as_layers
 from framework.models.layer_specs import pipelines_unbuilt
-from framework.models.layers import Layer, LayeredModel, as_layers, recipes_only
+from framework.models.layers import Layer, LayeredModel, recipes_only
 from framework.setup.components import as_module, model_builder
 
 WIDTH = 4

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from framework.errors import ConfigError
-from framework.models.layers import Layer, LayeredModel, as_layers, recipes_only
+from framework.models.layer_lists import as_layers
+from framework.models.layers import Layer, LayeredModel, recipes_only
 from framework.recipes.image_models.resnet import SmallResNet18
 from framework.recipes.image_models.small_nets import MLP, LeNet
 

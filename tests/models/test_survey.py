@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from framework.errors import ConfigError
-from framework.models.layers import Layer, as_layers
+from framework.models.layer_lists import as_layers
+from framework.models.layers import Layer
 from framework.models.survey import Surveyed, survey
 
 IMAGES = torch.randn(4, 3, 8, 8)

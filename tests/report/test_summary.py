@@ -15,8 +15,9 @@ from framework.launch.options import parse
 from framework.plan.cluster import Cluster
 from framework.plan.memory import estimate
 from framework.plan.plan import Plan, make_plan
+from framework.report.end_summary import print_end, print_next, write_report
 from framework.report.run_result import RunResult
-from framework.report.summary import print_end, print_next, print_start, write_report
+from framework.report.start_summary import print_start
 from framework.train.best import Best
 from tests.report.made_runs import write_run
 

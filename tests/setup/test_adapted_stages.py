@@ -8,7 +8,8 @@ import torch
 from framework.config.training import LoRA
 from framework.errors import ConfigError
 from framework.models.adapters import add_adapters
-from framework.models.layers import as_layers, recipes_only
+from framework.models.layer_lists import as_layers
+from framework.models.layers import recipes_only
 from framework.recipes.language_models.gpt import GPT
 from framework.setup.adapted_stages import adapted_layers, trained_shapes_of_layers
 

@@ -19,7 +19,8 @@ import framework.engine.metrics
 import framework.setup.start_point
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.errors import ConfigError
-from framework.models.layers import Layer, LayeredModel, as_layers
+from framework.models.layer_lists import as_layers
+from framework.models.layers import Layer, LayeredModel
 from framework.recipes.text.prepare import prepare as prepare_text
 from framework.setup.pipeline_stages import cut_as_saved, let_go_of_others
 from framework.setup.prepare_run import Prepared, prepare

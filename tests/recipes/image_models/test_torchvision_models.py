@@ -7,7 +7,8 @@ import torch
 import torchvision
 from torch import nn
 
-from framework.models.layers import LayeredModel, as_layers
+from framework.models.layer_lists import as_layers
+from framework.models.layers import LayeredModel
 from framework.recipes.image_models.resnet import resnet18, resnet50
 
 

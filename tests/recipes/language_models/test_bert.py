@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from framework.models.layers import as_layers, recipes_only
+from framework.models.layer_lists import as_layers
+from framework.models.layers import recipes_only
 from framework.recipes.language_models.bert import BERT
 
 SHAPE: dict[str, Any] = {

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.models.layers import LayeredModel, as_layers, recipes_only
+from framework.models.layer_lists import as_layers
+from framework.models.layers import LayeredModel, recipes_only
 from framework.recipes.language_models.gpt import GPT, GPTShape
 
 GPT2_LIKE: dict[str, Any] = {

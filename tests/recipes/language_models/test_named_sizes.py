@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from framework.config.run_config import RunConfig
-from framework.models.layers import as_layers
+from framework.models.layer_lists import as_layers
 from framework.plan.layers import num_layers
 from framework.recipes.language_models.kinds import BERT, GPT
 from framework.setup.user_code import call_factory

@@ -1,32 +1,28 @@
-"""Summaries that rank 0 prints before and after training."""
+"""The summary that rank 0 prints after training, and the report that it writes."""
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from deepspeed_lint.text.document import is_setting
 from framework.checkpoint.names import CHECKPOINTS, tag_of
-from framework.config.training import Checkpoint
 from framework.errors import counted, in_one_line
 from framework.plan.cluster import RANKS_ON_CPU
-from framework.plan.compiling import compile_choice
-from framework.plan.plan import Plan, describe_packed_rows
+from framework.plan.plan import Plan
 from framework.report.run_result import RunResult
+from framework.report.start_summary import bytes_text, print_rows
 from framework.system.command_names import PROGRAM
 from framework.system.log import print_line, warn
 from framework.system.metric_names import PHASES, time_of
 
 if TYPE_CHECKING:
     from framework.config.run_config import RunConfig
-    from framework.config.training import Monitors
-    from framework.plan.balance import StageTable
 
 # From launch.sh, which puts its environment's programs in front of the PATH: the PATH of the
 # person's own shell, and how the script is called from there.
@@ -35,150 +31,6 @@ DOOR: Final = "DSF_DOOR"
 # Half a million points of 500 bytes. To read them takes 0.7 s of a processor; a page may cost the
 # end of a run one.
 _LARGEST_METRICS: Final = 256 << 20
-
-
-def _other_size(plan: Plan) -> Iterator[str]:
-    """Note training data of another size than the config expects."""
-    expected = plan.config.data.num_train_samples()
-    num_found = plan.length.num_train_samples
-    if None not in (expected, num_found) and expected != num_found:
-        yield (
-            f"note: {num_found:,} training samples found ({expected:,} expected); "
-            "steps and schedule follow what was found"
-        )
-
-
-def print_start(
-    plan: Plan,
-    folder: Path,
-    *,
-    start_step: int,
-    stages: StageTable | None = None,
-    evaluates: bool = True,
-    num_params: int | None = None,
-    num_trained: int | None = None,
-) -> None:
-    """Print the plan's warnings and notes, the balance of the stages, and one line about the run
-    that begins, with sizes below it if they are known.
-
-    Args:
-        plan: of the run.
-        folder: its folder.
-        start_step: the step that it starts from.
-        stages: of its pipeline.
-        evaluates: whether there is evaluation data, which is not in the plan.
-        num_params: size of the model.
-        num_trained: how many of them are trained; None: all.
-    """
-    lines = [f"{finding.severity}: {finding}" for finding in plan.findings]
-    lines += _other_size(plan)
-    if not evaluates:
-        lines += _without_evaluation_data(plan)
-    if stages:
-        lines += stages.lines()
-    for line in lines:
-        print_line(line)
-    begin = f"from step {start_step} " if start_step else ""
-    steps = counted(plan.length.total_steps or 0, "step")
-    print_line(
-        f"training {plan.config.run.name} {begin}on {plan.cluster}: {steps}, {plan.layout}, "
-        f"ZeRO {plan.config.zero.stage}, {plan.config.precision.dtype} -> {folder}"
-    )
-    if num_params is not None:
-        if num_trained is None:
-            num_trained = num_params
-        _print_rows(_start_rows(plan, num_params, num_trained))
-
-
-def _start_rows(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str, str]]:
-    """Yield label and text of what a run begins with: model, compiling, length, memory estimate,
-    checkpoints and metrics.
-    """
-    config = plan.config
-    yield "model", _model_text(config.model, num_params, num_trained)
-    choice = compile_choice(config, plan.cluster.device, os.environ)
-    compiled = choice.section
-    if compiled is not None:
-        where = ", if the first micro-batch then gives the same" if choice.is_auto else ""
-        yield "compiled", f"per {compiled.per} by {compiled.backend}, in the first step{where}"
-    elif choice.reason:
-        yield "compiled", f"no: {choice.reason}"
-    yield "length", str(plan.length)
-    packed = describe_packed_rows(plan)
-    if packed:
-        yield "rows", packed
-    from framework.plan.memory import NotEstimatedError, estimate  # rank 0 alone prints it
-
-    with suppress(NotEstimatedError):
-        memory = estimate(plan)
-        where = "host memory" if plan.cluster.device == "cpu" else "device memory"
-        lacks = ", without activations" if memory.lacks else ""
-        yield "estimate", f"{_size(memory.total(memory.peak))} of {where} per rank{lacks}"
-    yield "checkpoints", ", ".join(_saves(config.checkpoint)) or "none"
-    yield "metrics", ", ".join(_sinks(config.monitors))
-
-
-def _model_text(model: Any, num_params: int, num_trained: int) -> str:
-    """Return the model's kind, or the import path of its code, and its parameters."""
-    tags = [tag for tag in ("kind", "target", "object") if hasattr(model, tag)]
-    text = f"{getattr(model, tags[0])}, {num_params:,} parameters"
-    if num_trained < num_params:
-        text += f", {num_trained:,} of them trained ({num_trained / num_params:.2%})"
-    return text
-
-
-def _sinks(monitors: Monitors) -> Iterator[str]:
-    """Yield what metrics are written to."""
-    yield "metrics.jsonl"
-    if monitors.csv:
-        yield "metrics.csv"
-    yield from monitors.sinks()
-    for other in monitors.others:
-        yield other.factory().path
-
-
-def _saves(checkpoint: Checkpoint) -> Iterator[str]:
-    if checkpoint.every_steps:
-        yield f"every {counted(checkpoint.every_steps, 'step')}"
-    elif checkpoint.every_epochs:
-        yield f"every {counted(checkpoint.every_epochs, 'epoch')}"
-    if checkpoint.every_minutes:
-        yield f"every {checkpoint.every_minutes:g} minutes"
-    if checkpoint.at_end:
-        yield "at the end"
-
-
-def _size(count: float) -> str:
-    if count >= 1e9:
-        return f"{count / 1e9:,.1f} GB"
-    return f"{count / 1e6:,.1f} MB"
-
-
-def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    rows = list(rows)
-    width = max(len(label) for label, _ in rows)
-    for label, text in rows:
-        print_line(f"  {label:<{width}}  {text}")
-
-
-def _without_evaluation_data(plan: Plan) -> Iterator[str]:
-    """List evaluations that are configured and will not happen; evaluating the last step is a
-    default and not listed.
-    """
-    evaluation = plan.config.evaluation
-    metric = plan.config.checkpoint.keep_best or ""
-    for name in ("every_steps", "every_epochs", "every_minutes", "at_start"):
-        if getattr(evaluation, name):
-            value = getattr(evaluation, name)
-            yield (
-                f"note: evaluation.{name} = {value}: there is no evaluation data "
-                "[no-evaluation-data]"
-            )
-    if metric.startswith("eval/"):
-        yield (
-            f"warning: checkpoint.keep_best = {metric}: there is no evaluation data, so it is "
-            "never measured, and no checkpoint is deleted [no-evaluation-data]"
-        )
 
 
 def write_report(folder: Path) -> Path | None:
@@ -271,7 +123,7 @@ def print_end(
     if plan.config.monitors.tensorboard:
         folder = shlex.quote(str(result.folder.parent))
         rows.append(("TensorBoard", f"{_tensorboard(environment)} --logdir {folder}"))
-    _print_rows(rows)
+    print_rows(rows)
 
 
 def _losses(result: RunResult) -> list[tuple[str, str]]:
@@ -332,7 +184,7 @@ def _bounded_by(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         yield "step", f"{step:,.1f} ms: {', '.join(texts)}"
     peak = metrics.get("memory/device_peak_bytes")
     if peak is not None:
-        yield "peak memory", f"{_size(peak)} on this rank's device"
+        yield "peak memory", f"{bytes_text(peak)} on this rank's device"
 
 
 def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, str]) -> None:
