@@ -77,7 +77,7 @@ class Length:
         epochs = _epochs_text(self.total_steps / self.steps_per_epoch)
         text = f"{steps} = {epochs} of {self.steps_per_epoch}"
         if self.unused_samples_per_epoch:
-            text += f", {self.unused_samples_per_epoch} samples dropped per epoch"
+            text += f", {counted(self.unused_samples_per_epoch, 'sample')} dropped per epoch"
         return text
 
 

@@ -284,11 +284,12 @@ _MARKS: Final = {
 
 def _curve(line: Line, frame: Frame, columns: int) -> str:
     """Draw a line, broken where values are not finite, with a dot at each of at most 60 points if
-    `line.shows_points`.
+    `line.shows_points`, and otherwise where a point stands alone.
     """
     pieces = thin(line.series, columns)
     strokes = []
     dots = []
+    lone_dots = []
     for piece in pieces:
         points = []
         for step, value in piece:
@@ -299,9 +300,10 @@ def _curve(line: Line, frame: Frame, columns: int) -> str:
         stroke = "M" + "L".join(points)
         if len(points) == 1:
             stroke += "h.1"
+            lone_dots.append(dots[-1])
         strokes.append(stroke)
     if not line.shows_points or len(dots) > 60:
-        dots = []
+        dots = lone_dots[:60]
     return f'<path class="l l{line.style % STYLES}" d="{"".join(strokes)}"/>{"".join(dots)}'
 
 

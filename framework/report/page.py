@@ -253,7 +253,8 @@ def _sentence(words: str) -> str:
 def _where(run: RunRecords) -> str:
     """Return device, model and dates in a line; what is not known is left out."""
     cluster = run.section("cluster")
-    model = run.setting("model", "kind") or run.setting("model", "target") or "unknown"
+    names = [run.setting("model", key) for key in ("kind", "target", "object")]
+    model = next(filter(None, names), "unknown")
     device = run.environment.get("device", cluster.get("device"))
     facts = [f"model {show_value(model)}"]
     world_size = cluster.get("world_size")
@@ -262,7 +263,7 @@ def _where(run: RunRecords) -> str:
     dtype = run.setting("precision", "dtype")
     stage = run.setting("zero", "stage")
     if dtype is not None and stage is not None:
-        facts.append(f"{dtype}, ZeRO {stage}")
+        facts.append(f"ZeRO {stage}, {dtype}")
     stamps = run.clock.finite_values
     if stamps:
         facts.append(f"last record {moment(stamps[-1])} UTC")

@@ -217,7 +217,7 @@ def _fixed_costs(shares: Mapping[str, float], step_ms: float) -> _Cause:
     """Judge what a step costs with any batch."""
     share = shares.get("other", 0.0) + shares.get("copy", 0.0) + shares.get("optimizer", 0.0)
     text = (
-        "what a step costs whatever its batch (optimizer, copies, Python) takes "
+        "work of a step that does not grow with its batch (optimizer, copies, Python) takes "
         f"{_share_text(share, step_ms)}"
     )
     return _cause("host-bound", share, FIXED_SHARE, text, _LESS_HOST)

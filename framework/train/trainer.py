@@ -534,7 +534,7 @@ class Trainer:
             loss += f", as {self._not_finite} logged losses in a row"
         return TrainingError(
             f"step {self._outcome.step}: train/loss = {loss}: training has diverged; lower "
-            "optimizer.lr, set training.clip_grad_norm, or start again from an earlier "
+            "optimizer.lr, look for NaN in the data, or start again from an earlier "
             "checkpoint [loss-not-finite]"
         )
 

@@ -166,6 +166,11 @@ def test_a_chart_has_title_description_axes_and_table() -> None:
     assert found.rows == [["10", "3", ""], ["20", "2", "2.5"], ["30", "1", ""]]
 
 
+def test_a_point_alone_is_seen() -> None:
+    assert chart(Line("a", Series([2, 4], [1.0, NAN]))).svg.count("<circle") == 1
+    assert chart(Line("a", Series([2, 4], [1.0, 2.0]))).svg.count("<circle") == 0
+
+
 def test_values_over_orders_of_magnitude_have_a_logarithmic_axis() -> None:
     assert "loss (log scale)" in chart(Line("a", Series([1, 2], [1.0, 100.0]))).svg
     assert "(log scale)" not in chart(Line("a", Series([1, 2], [0.0, 100.0]))).svg
