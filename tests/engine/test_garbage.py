@@ -42,6 +42,13 @@ class Cyclic:
         self.itself = self
 
 
+@pytest.fixture(autouse=True)
+def _freezes_the_tests_again() -> Iterator[None]:
+    """Leave out of collections, after each test, the thousands of tests that were collected."""
+    yield
+    gc.freeze()
+
+
 @pytest.fixture
 def collections() -> Iterator[list[int]]:
     """Generations that were collected."""
