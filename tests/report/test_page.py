@@ -157,7 +157,7 @@ def test_smoothed_labels_are_named_where_losses_do_not_compare(tmp_path: Path) -
 
 def test_what_is_known_is_shown_whatever_its_name(tmp_path: Path) -> None:
     config = CONFIG | {"model": {"object": "my.models.Given"}}
-    assert " Model my.models.Given." in page(
+    assert "Model my.models.Given." in page(
         [read_run(write_run(tmp_path / "given", config=config))]
     )
     config = CONFIG | {"model": {"target": "my.models:NoneOfThem"}}
