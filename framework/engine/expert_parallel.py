@@ -208,7 +208,10 @@ def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[s
     packed = _expert_parts(engine.module)
     for name, tensor in rank_state.items():
         if name in packed:
-            state |= _joined_experts(name, tensor, packed[name])
+            group = group_of_part(packed[name])
+            writer = torch.distributed.get_global_rank(group, 0)
+            if writer < engine.mp_world_size:  # the group writes the model's file
+                state |= _joined_experts(name, tensor, packed[name])
             continue
         expert = EXPERT.search(name)
         mixture = None
@@ -216,7 +219,7 @@ def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[s
             mixture = mixtures.get(name[: expert.start(2) - 1])
         if mixture is None:
             state[name] = tensor
-        elif _writer_of(mixture) < engine.mp_world_size:  # the group writes the model's file
+        elif _writer_of(mixture) < engine.mp_world_size:
             state |= _gathered_experts(name, tensor, mixture)
     return state
 
@@ -324,11 +327,9 @@ def _take_part(packed: torch.nn.Module, state: Any, prefix: str, *_: Any) -> Non
 
 
 def _joined_experts(name: str, tensor: torch.Tensor, part: RankPart) -> dict[str, torch.Tensor]:
-    """Return a weight with the packed experts of all ranks of the first group, by name, on rank 0;
-    nothing on the others. Collective in the first group.
+    """Return a weight with the packed experts of all ranks of a group, by name, on its first rank;
+    nothing on the others. Collective in the group.
     """
-    if torch.distributed.get_rank() >= part.size:
-        return {}
     parts = _gathered(tensor, group_of_part(part))
     if not parts:
         return {}

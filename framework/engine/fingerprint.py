@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Final
@@ -12,11 +12,12 @@ import torch
 import torch.distributed
 from torch import nn
 
+from framework.checkpoint.state import tensor_split
 from framework.checkpoint.state.tensor_split import RankPart, expert_part_of, split_of
 from framework.config.groups import base_name
 from framework.engine.distributed import gather
 from framework.models.experts import MixtureOfExperts
-from framework.models.split import part_of
+from framework.models.split import TensorPart, part_of
 
 _CHUNK: Final = 1 << 22
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -57,22 +58,15 @@ def fingerprint(
         with gathered(list(frozen.values())):
             for name, parameter in frozen.items():
                 full_name = plain_name(f"{module_name}.{name}" if module_name else name)
-                split = split_of(parameter)
-                experts = expert_part_of(parameter)
                 shape = tuple(parameter.shape)
-                if experts is not None:
-                    from framework.engine.expert_parallel import group_of_part
-
-                    shape = tuple(experts.split.whole_shape(shape))
-                    checksum = _checksum_of_parts(
-                        parameter.detach(), experts, group_of_part(experts)
-                    )
-                elif split is None or part is None:
+                own = _part_in(part, parameter)
+                if own is None:
                     checksum = int(_checksum(parameter.detach()))
                 else:
-                    shape = tuple(split.whole_shape(shape))
-                    own = RankPart(split, part.rank, part.size)
-                    checksum = _checksum_of_parts(parameter.detach(), own, part.group)
+                    shape = tuple(own.split.whole_shape(shape))
+                    checksum = _checksum_of_parts(
+                        parameter.detach(), own, _groups_of(part, parameter)
+                    )
                 line = f"{base_name(full_name)} {shape} {parameter.dtype} {checksum}"
                 if id(parameter) in seen:
                     further.append(line)
@@ -84,6 +78,26 @@ def fingerprint(
     if is_stage or has_other_experts:
         lines = list(set(chain.from_iterable(gather(lines))))
     return _digest(lines), _digest([*lines, *further])
+
+
+def _part_in(part: TensorPart | None, weight: torch.Tensor) -> RankPart | None:
+    """Return this rank's part of a weight of a model that a tensor group may divide."""
+    if part is None:
+        return expert_part_of(weight)
+    return tensor_split.part_of(weight, tensor_rank=part.rank, tensor_size=part.size)
+
+
+def _groups_of(part: TensorPart | None, weight: torch.Tensor) -> list[Any]:
+    """Return the groups of ranks that have the parts of a weight."""
+    groups: list[Any] = []
+    if part is not None and split_of(weight) is not None:
+        groups.append(part.group)
+    experts = expert_part_of(weight)
+    if experts is not None:
+        from framework.engine.expert_parallel import group_of_part
+
+        groups.append(group_of_part(experts))
+    return groups
 
 
 def _digest(lines: list[str]) -> str:
@@ -107,8 +121,10 @@ def _checksum(
     return total
 
 
-def _checksum_of_parts(tensor: torch.Tensor, part: RankPart, group: Any) -> int:
-    """Return the `_checksum` of a whole weight by the parts of a group's ranks. Collective."""
+def _checksum_of_parts(tensor: torch.Tensor, part: RankPart, groups: Sequence[Any]) -> int:
+    """Return the `_checksum` of a whole weight by the parts of the ranks of its groups.
+    Collective.
+    """
     split = part.split
     whole = split.whole_shape(tensor.shape)
     row = whole[split.dim :].numel()
@@ -125,5 +141,6 @@ def _checksum_of_parts(tensor: torch.Tensor, part: RankPart, group: Any) -> int:
 
         total += _checksum(tensor.narrow(split.dim, done, end - begin), place_of)
         done += end - begin
-    torch.distributed.all_reduce(total, group=group)
+    for group in groups:
+        torch.distributed.all_reduce(total, group=group)
     return int(total)

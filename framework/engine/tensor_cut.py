@@ -17,6 +17,7 @@ from torch import nn
 
 from framework.checkpoint.state.tensor_split import Split
 from framework.config.training import TensorSplit
+from framework.engine.packed_experts import divide_over_tensor_ranks
 from framework.engine.tensor_plans import (
     PLAN_KEY,
     KnownPlan,
@@ -27,6 +28,7 @@ from framework.engine.tensor_plans import (
 from framework.errors import ConfigError, counted
 from framework.models.initialized import TokenEmbedding
 from framework.models.layers import register_module
+from framework.models.packed_experts import find_packed
 from framework.models.split import (
     ColumnLinear,
     RowLinear,
@@ -177,6 +179,10 @@ class TensorCut:
         for name, module in modules.items():
             if name in entries:
                 self._cut_module(model, name, module, entries[name])
+        for name, module in find_packed(model).items():
+            if name not in entries:
+                self._cut.add(id(module))
+                divide_over_tensor_ranks(name, module, self.part, self._divide)
         # In the model's order, and not in a set's: ranks refuse the same weight.
         for name, weight in weights.items():
             if name in entries:

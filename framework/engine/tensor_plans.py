@@ -5,7 +5,7 @@ the model brings along.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from torch import nn
 from framework.config.training import TensorSplit
 from framework.errors import ConfigError
 from framework.models.layers import Layer, LayeredModel, first_of_ties
+from framework.models.packed_experts import find_packed
 
 Plan = Mapping[str, TensorSplit]
 PLAN_KEY: Final = "parallel.tensor_plan"
@@ -25,6 +26,7 @@ _TRANSFORMERS_SPLITS: Final = {
     "colwise_rep": "column_gathered",
     "embedding_rowwise": "vocabulary",
     "replicated_with_grad_allreduce": "summed",
+    "rowwise_split_input": "replicated",  # behind norms over joined outputs of column layers
 }
 
 
@@ -94,6 +96,9 @@ def _transformers_plan(
     module: nn.Module, splits: Mapping[str, str], *, prefix: str, size: int
 ) -> Plan:
     """Return the plan that a model of transformers has, with names that begin with a prefix."""
+    # Packed experts are divided whole, whatever the plan has for their matrices.
+    packed = find_packed(module)
+    splits = {key: split for key, split in splits.items() if not _is_within(key, packed)}
     unknown = sorted(set(splits.values()) - _TRANSFORMERS_SPLITS.keys())
     if unknown:
         reason = (
@@ -108,6 +113,17 @@ def _transformers_plan(
         entry = TensorSplit.model_validate({"split": _TRANSFORMERS_SPLITS[split]})
         plan[f"{prefix}{key}"] = entry
     return plan
+
+
+def _is_within(pattern: str, names: Collection[str]) -> bool:
+    """Check whether a pattern of a plan is for one of these modules, or for a weight of one."""
+    regex = _regex_of(pattern)
+    outer = _regex_of(pattern.rpartition(".")[0])
+    return any(regex.fullmatch(name) or outer.fullmatch(name) for name in names)
+
+
+def _regex_of(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
 
 
 def _refuse_heads(config: Any, size: int) -> None:
@@ -129,7 +145,7 @@ def entries_by_name(
     entries: dict[str, TensorSplit] = {}
     matched: set[str] = set()
     for pattern, entry in plan.items():
-        regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
+        regex = _regex_of(pattern)
         matches = [name for name in names if name and regex.fullmatch(name)]
         if matches:
             matched.add(pattern)

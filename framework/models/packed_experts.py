@@ -4,8 +4,10 @@ interface of transformers 5 (`use_experts_implementation`).
 
 Each rank of a group holds some whole experts. A token is sent once to every expert that it chose,
 and its outputs come back; ranks first exchange how many they send, so that nothing is dropped and
-no room is left empty. The module itself computes what arrives, in the way that the model's config
-names: expert after expert (``eager``) or in grouped products (``grouped_mm``).
+no room is left empty. Ranks of a tensor group have the same tokens: each computes them by the
+experts that it holds, and they sum up what they made. The module itself computes what arrives, in
+the way that the model's config names: expert after expert (``eager``) or in grouped products
+(``grouped_mm``).
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from framework.models.split import TensorPart
+
 # Attributes that transformers' decorator gives to every module of experts.
 _INTERFACE = ("num_experts", "has_gate", "is_transposed")
+_DIVIDED = "divided_experts"  # attribute of a module
 
 
 def find_packed(model: nn.Module) -> dict[str, nn.Module]:
@@ -70,29 +75,52 @@ class _Journey:
     experts: Tensor
 
 
-class ExpertExchange:
-    """The forward pass of a module where each rank has some of the experts. Collective."""
+class DividedExperts:
+    """The forward pass of a module where each rank has some of the experts. Collective.
 
-    def __init__(self, module: Any, compute: Any, group: Any, num_experts: int) -> None:
-        """Take a module that holds this rank's experts.
+    Attributes:
+        group: ranks with other tokens that share the experts of this rank's tensor part; None: none
+            do.
+    """
 
-        Args:
-            module: with `num_experts` of this rank.
-            compute: its forward pass over these experts.
-            group: the ranks that share the experts.
-            num_experts: of all ranks.
+    group: Any = None
+
+    def __init__(self, module: Any) -> None:
+        """Take a module; its `num_experts` are those of this rank, and its `part`, if it has one,
+        is this rank's place in the tensor group that shares all experts.
         """
-        self._signature = inspect.signature(compute)
-        self._compute = compute
-        self._group = group
-        self._num_experts = num_experts
-        self._num_own = module.num_experts
-        self._size = torch.distributed.get_world_size(group)
+        self._module = module
+        self._compute = module.forward
+        self._signature = inspect.signature(module.forward)
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        """Compute what `compute` is given, under the names that it has for them."""
+        """Compute what the module is given, under the names that it has for them."""
         hidden, chosen, weights = self._signature.bind(*inputs, **named).args
-        return self._mix(hidden, chosen, weights)
+        part: TensorPart | None = vars(self._module).get("part")
+        if part is None:
+            return self._mix(hidden, chosen, weights)
+        own = chosen - part.rank * self._num_of_part
+        is_elsewhere = (own < 0) | (own >= self._num_of_part)
+        own = own.masked_fill(is_elsewhere, self._num_of_part)
+        # Each rank has the gradients that its own experts give: both are summed up.
+        return part.sum(self._mix(part.copy(hidden), own, part.copy(weights)))
+
+    @property
+    def _num_own(self) -> int:
+        num_own: int = self._module.num_experts
+        return num_own
+
+    @property
+    def _group_size(self) -> int:
+        """Ranks of the group."""
+        if self.group is None:
+            return 1
+        return torch.distributed.get_world_size(self.group)
+
+    @property
+    def _num_of_part(self) -> int:
+        """Experts of all ranks of the group."""
+        return self._num_own * self._group_size
 
     def _mix(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs, of the shape of `hidden`.
@@ -107,22 +135,30 @@ class ExpertExchange:
         choices = chosen.shape[-1]
         journey = self._plan(chosen.reshape(-1))
         rows = tokens[journey.order // choices]
-        rows = _ExchangeRows.apply(rows, self._group, journey.sent, journey.received)
+        rows = self._exchange(rows, journey.sent, journey.received)
         outputs = self._compute_rows(rows, journey.experts)
-        outputs = _ExchangeRows.apply(outputs, self._group, journey.received, journey.sent)
+        outputs = self._exchange(outputs, journey.received, journey.sent)
         outputs = outputs * weights.reshape(-1)[journey.order].unsqueeze(-1)
         return self._sum(outputs, journey.order, choices, tokens).view_as(hidden)
 
+    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        if self.group is None:
+            return rows
+        exchanged: Tensor = _ExchangeRows.apply(rows, self.group, sent, received)
+        return exchanged
+
     def _plan(self, chosen: Tensor) -> _Journey:
         """Exchange how many rows go to each expert. It waits for the device, once."""
-        num_experts = self._num_experts
+        num_experts = self._num_of_part
         counts = torch.bincount(chosen, minlength=num_experts)[:num_experts]
-        arriving = torch.empty_like(counts)
-        torch.distributed.all_to_all_single(arriving, counts, group=self._group)
-        by_rank = torch.stack((counts, arriving)).view(2, self._size, self._num_own).sum(-1)
+        arriving = counts
+        if self.group is not None:
+            arriving = torch.empty_like(counts)
+            torch.distributed.all_to_all_single(arriving, counts, group=self.group)
+        by_rank = torch.stack((counts, arriving)).view(2, self._group_size, self._num_own).sum(-1)
         sent, received = by_rank.tolist()
         order = chosen.argsort(stable=True)[: sum(sent)]
-        own = torch.arange(self._num_own, device=chosen.device).repeat(self._size)
+        own = torch.arange(self._num_own, device=chosen.device).repeat(self._group_size)
         experts = own.repeat_interleave(arriving, output_size=sum(received))
         return _Journey(order, sent, received, experts)
 
@@ -150,3 +186,16 @@ class ExpertExchange:
             outputs = torch.cat((outputs, outputs.new_zeros(1, outputs.shape[-1])))
         summed = outputs[place].view(len(tokens), choices, -1).sum(1)
         return summed.to(tokens.dtype)
+
+
+def divided_experts(module: Any) -> DividedExperts:
+    """Return what computes a module's forward pass with some of its experts on each rank; put in
+    the place of the module's own, if that was not done yet.
+    """
+    known: DividedExperts | None = vars(module).get(_DIVIDED)
+    if known is None:
+        known = DividedExperts(module)
+        setattr(module, _DIVIDED, known)
+        # Not compiled: how many rows travel is known on the host alone.
+        module.forward = torch.compiler.disable(known.forward)  # type: ignore[no-untyped-call]
+    return known

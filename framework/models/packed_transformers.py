@@ -129,8 +129,10 @@ def _replace_attention(model: Any) -> None:
 
 
 def find_texts(model: nn.Module) -> None:
-    """Have a model of transformers find the texts of its batch before each forward pass."""
-    model.register_forward_pre_hook(_TextFinder(model), with_kwargs=True)
+    """Have a model of transformers find the texts of its batch before each forward pass, and
+    before ranks that share sequences take their part of the places of tokens.
+    """
+    model.register_forward_pre_hook(_TextFinder(model), with_kwargs=True, prepend=True)
     model.register_forward_hook(_forget_texts, always_call=True)
 
 

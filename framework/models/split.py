@@ -264,8 +264,9 @@ class RowLinear(nn.Linear):
 def part_of(model: nn.Module) -> TensorPart | None:
     """Return this rank's place in the tensor group that divides a model; None: none does."""
     for module in model.modules():
-        if isinstance(module, ColumnLinear | RowLinear):
-            return module.part
+        part = vars(module).get("part")
+        if isinstance(part, TensorPart):
+            return part
         if isinstance(module, VocabularyEmbedding) and module.vocabulary.part is not None:
             return module.vocabulary.part
     return None

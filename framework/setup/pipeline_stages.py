@@ -184,10 +184,6 @@ def _taken_apart(
         if plan.config.parallel.sequence > 1:
             from framework.models.sequence import share_attention
 
-            if is_packed:
-                raise _not_shared(
-                    plan, "packed rows of a model of transformers were not held there"
-                )
             share_attention(model)
         taken = TransformersLayers(model, given)
         taken.refuse_other_logits(taken.in_order(given))
@@ -198,7 +194,15 @@ def _taken_apart(
     layers = tuple(as_layers(model))
     stages = plan.config.parallel.pipe
     if plan.config.parallel.sequence > 1 and plan.config.model.is_own_code:
-        raise _not_shared(plan, "a model's own layers do not share their sequences in them")
+        parallel = plan.config.parallel
+        raise ConfigError.of(
+            "sequence-with-pipeline",
+            f"stages of a pipeline (parallel.pipe {parallel.pipe}) share sequences of gpt, bert "
+            "and models of transformers alone: a model's own layers do not share their sequences",
+            "set one of the two to 1",
+            "parallel.sequence",
+            parallel.sequence,
+        )
     if has_own_loss:
         reason = f"stages of a pipeline (parallel.pipe {stages}) have no model that sees the labels"
         fix = "name a task that computes the loss from outputs and targets"
@@ -212,19 +216,6 @@ def _taken_apart(
         fix = "set data.packing: false"
         raise ConfigError.of("packing-not-separated", reason, fix, "data.packing", True)
     return layers, around
-
-
-def _not_shared(plan: Plan, reason: str) -> ConfigError:
-    """Return the error of a model with stages in which ranks cannot share sequences."""
-    parallel = plan.config.parallel
-    return ConfigError.of(
-        "sequence-with-pipeline",
-        f"stages of a pipeline (parallel.pipe {parallel.pipe}) share sequences of gpt, bert and "
-        f"models of transformers alone: {reason}",
-        "set one of the two to 1",
-        "parallel.sequence",
-        parallel.sequence,
-    )
 
 
 def _refuse_own_forward(task: Task) -> None:

@@ -151,8 +151,9 @@ def proven() -> Iterator[Run]:
     mixtures = test_experts
     for mixed in (*mixtures.TWO, *mixtures.RARE, *mixtures.FOUR, *mixtures.RARE_FOUR):
         yield Run(mixed.ranks, mixed.config(nowhere))
-    for packed in (*test_packed_experts.TWO, *test_packed_experts.FOUR):
-        yield Run(packed.ranks, packed.config(nowhere))
+    packed = test_packed_experts
+    for one in (*packed.TWO, *packed.RARE, *packed.FOUR, *packed.RARE_FOUR, *packed.RARE_EIGHT):
+        yield Run(one.ranks, one.config(nowhere))
     yield from (Run(2, test_experts.varied(name, nowhere)) for name in test_experts.VARIANTS)
     yield from (Run(2, one) for one in test_lora.held_cases(nowhere))
     yield from (Run(ranks, one) for ranks, one in test_tensor_adapters.held_cases(nowhere))

@@ -20,7 +20,7 @@ from framework.checkpoint.state.reader import MergedWeights
 from tests.engine import test_lora
 from tests.engine.oracle import Average
 from tests.jobs.parts import prompts_of_step, tiny_mixture
-from tests.launched import fewer, read_metrics, series, train_cases
+from tests.launched import fewer, rarely, read_metrics, series, train_cases
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -31,6 +31,7 @@ SGD = {"kind": "sgd", "lr": 0.3, "momentum": 0.9}
 ADAMW = {"kind": "adamw", "lr": 3e-3, "weight_decay": 0.1}
 MAX_NORM = 0.5
 LORA = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["gate"]}
+DIVIDED = {"tensor": 2, "expert": 1}
 ROUTER_LOSS = 0.05  # `tests.jobs.parts.WithRouterLoss`
 
 
@@ -113,6 +114,18 @@ TWO = [
     Case("deepseek_v3", 2, ADAMW, parallel={"sequence": 2}),
     Case("mixtral", 1, SGD | {"lr": 3.0}, has_adapters=True, average=True),
     Case("qwen3_moe", 3, ADAMW, steps=2, has_adapters=True),
+    # Whole experts on each rank of a tensor group.
+    Case("mixtral", 0, SGD, steps=2, num_steps=NUM_STEPS, parallel=DIVIDED),
+    Case("gpt_oss", 2, ADAMW, parallel=DIVIDED, average=True),
+    Case("qwen3_moe", 3, ADAMW, parallel=DIVIDED),
+    Case("qwen3_moe", 1, SGD, steps=2, parallel=DIVIDED, has_adapters=True),
+]
+# With --exhaustive: other models at other stages.
+RARE = [
+    Case("deepseek_v3", 1, SGD, steps=2, parallel=DIVIDED),
+    Case("olmoe", 1, ADAMW, implementation="eager", parallel=DIVIDED),
+    Case("qwen2_moe", 0, ADAMW, parallel=DIVIDED),
+    Case("mixtral", 3, ADAMW, parallel=DIVIDED, has_adapters=True),
 ]
 FOUR = [
     Case("qwen2_moe", 1, SGD, ranks=4),
@@ -122,6 +135,18 @@ FOUR = [
     Case("qwen3_moe", 1, SGD, steps=2, ranks=4, num_steps=NUM_STEPS, parallel={"pipe": 2}),
     Case("mixtral", 1, ADAMW, steps=2, ranks=4, parallel={"pipe": 2}),
     Case("qwen3_moe", 1, SGD, steps=2, ranks=4, parallel={"pipe": 2}, has_adapters=True),
+    Case("qwen3_moe", 3, SGD, ranks=4, parallel={"tensor": 2}),
+    Case("qwen3_moe", 1, ADAMW, steps=2, ranks=4, parallel={"pipe": 2, **DIVIDED}),
+]
+RARE_FOUR = [
+    Case("mixtral", 2, ADAMW, ranks=4, parallel={"tensor": 2}),
+    Case("qwen2_moe", 1, SGD, steps=2, ranks=4, parallel={"tensor": 2}),
+    Case("qwen2_moe", 1, ADAMW, ranks=4, parallel={"tensor": 2, "sequence": 2}),
+    Case("mixtral", 3, ADAMW, ranks=4, parallel={"tensor": 2}, has_adapters=True),
+]
+RARE_EIGHT = [
+    Case("qwen3_moe", 1, ADAMW, steps=2, ranks=8, parallel={"tensor": 2, "pipe": 2}),
+    Case("qwen3_moe", 1, SGD, steps=2, ranks=8, parallel={"pipe": 2, "sequence": 2, **DIVIDED}),
 ]
 
 
@@ -177,46 +202,68 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
     return found, average
 
 
-# Nothing of its loss depends on how a batch is divided. Layout before the stop -> after it.
+# Nothing of its loss depends on how a batch is divided. Layout up to the middle -> after it.
 MOVED = Case("deepseek_v3", 1, ADAMW)
-APART: dict[str, Any] = {"parallel": {"expert": 2}, "zero": {"stage": 1}}
-SHARED: dict[str, Any] = {"parallel": {"expert": 2, "sequence": 2}, "zero": {"stage": 1}}
-SPREAD: dict[str, Any] = {"parallel": {"expert": 2}, "zero": {"stage": 3}}
-MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+Layouts = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+
+
+def layout(stage: int, **parallel: int) -> dict[str, Any]:
+    return {"parallel": {"expert": 1, **parallel}, "zero": {"stage": stage}}
+
+
+APART = layout(1, expert=2)
+SHARED = layout(1, expert=2, sequence=2)
+SPREAD = layout(3, expert=2)
+CUT = layout(1, tensor=2)
+MOVES: Layouts = {
     "same": (APART, APART),
-    "together": (APART, {"parallel": {"expert": 1}, "zero": {"stage": 3}}),
-    "apart": (
-        {"parallel": {"expert": 1}, "zero": {"stage": 0}},
-        {"parallel": {"expert": 2}, "zero": {"stage": 2}},
-    ),
+    "together": (APART, layout(3)),
+    "apart": (layout(0), layout(2, expert=2)),
     "spread": (SPREAD, SPREAD),
     "shared": (SHARED, SHARED),
+    "cut": (CUT, CUT),
+    "out-of-groups": (CUT, SPREAD),
+    "into-groups": (APART, layout(3, tensor=2)),
 }
 # Adapters beside frozen experts: their fingerprint is the same, however they are divided.
 ADAPTED = Case("qwen3_moe", 1, ADAMW, has_adapters=True)
-ADAPTED_MOVES = {
+ADAPTED_MOVES: Layouts = {
     "adapted": (APART, APART),
-    "adapted-together": (APART, {"parallel": {"expert": 1}, "zero": {"stage": 3}}),
+    "adapted-together": (APART, layout(3)),
+    "adapted-cut": (APART, CUT),
 }
 # On four ranks, of a model in which every layer has experts.
 MOVED_STAGES = Case("qwen3_moe", 1, ADAMW, steps=2, ranks=4)
-STAGED: dict[str, Any] = {"parallel": {"expert": 2, "pipe": 2}, "zero": {"stage": 1}}
-WHOLE: dict[str, Any] = {"parallel": {"expert": 1}, "zero": {"stage": 2}}
-STAGE_MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+STAGED = layout(1, expert=2, pipe=2)
+BOTH = layout(3, expert=2, tensor=2)
+STAGE_MOVES: Layouts = {
     "staged": (STAGED, STAGED),
-    "out-of-stages": (STAGED, WHOLE),
+    "out-of-stages": (STAGED, layout(2)),
     "into-stages": (APART, STAGED),
+    "both": (BOTH, BOTH),
+    "both-into-stages": (BOTH, layout(1, pipe=2, tensor=2)),
 }
-TO_THE_BIT = ("same", "spread", "shared", "staged", "adapted")
+ADAPTED_STAGES = Case("qwen3_moe", 1, ADAMW, steps=2, ranks=4, has_adapters=True)
+ADAPTED_STAGE_MOVES: Layouts = {
+    "adapted-staged": (STAGED, STAGED),
+    "adapted-into-groups": (STAGED, layout(2, expert=2, tensor=2)),
+}
+TO_THE_BIT = ("same", "spread", "shared", "cut", "staged", "both", "adapted", "adapted-staged")
+
+
+def whole_name(before: dict[str, Any], case: Case) -> str:
+    """Return the name of the run in a piece from which runs of other layouts go on."""
+    sizes = [f"{way}{size}" for way, size in before["parallel"].items()]
+    return "-".join(("whole", case.name, f"z{before['zero']['stage']}", *sizes))
 
 
 def saved(
-    name: str, folder: Path, layout: dict[str, Any], *, max_steps: int, case: Case = MOVED
+    name: str, folder: Path, layout: dict[str, Any], *, case: Case = MOVED, **checkpoint: Any
 ) -> dict[str, Any]:
     sections: dict[str, Any] = {
         "run": {"name": name, "output_dir": str(folder)},
         "training": {
-            "max_steps": max_steps,
+            "max_steps": END,
             "log_every": 1,
             "clip_grad_norm": MAX_NORM,
             "ema": {"decay": 0.8},
@@ -224,50 +271,61 @@ def saved(
         "evaluation": {"every_steps": 3, "batch_size": 2, "weights": "ema"},
         "data": {"target": "tests.jobs.parts:masked_prompts_and_seven_more"},
         "scheduler": {"kind": "cosine", "warmup_steps": 2, "total_steps": END},
-        "checkpoint": {"at_end": True, "resume": "auto"},
+        "checkpoint": {"at_end": True, **checkpoint},
     }
     if case.has_adapters:
         sections["training"]["lora"] = LORA
     return case.config(folder, **(sections | layout))
 
 
-def pairs_of(
-    moves: dict[str, tuple[dict[str, Any], dict[str, Any]]], folder: Path, case: Case
-) -> list[dict[str, Any]]:
-    """Runs in a piece, and in two with another layout after the stop."""
-    cases = []
+def moves_of(moves: Layouts, folder: Path, case: Case) -> list[dict[str, Any]]:
+    """Runs in a piece, and from the middle of one of them in another layout."""
+    wholes: dict[str, dict[str, Any]] = {}
+    further = []
     for name, (before, after) in moves.items():
-        cases.append(saved(f"{name}-whole", folder, before, max_steps=END, case=case))
-        cases.append(saved(name, folder, before, max_steps=STOP, case=case))
-        cases.append(saved(name, folder, after, max_steps=END, case=case))
-    return cases
+        whole = whole_name(before, case)
+        wholes[whole] = saved(whole, folder, before, case=case, every_steps=STOP)
+        middle = folder / whole / "checkpoints" / f"global_step{STOP}"
+        further.append(saved(name, folder, after, case=case, resume=str(middle)))
+    return [*wholes.values(), *further]
 
 
 def moved_cases(folder: Path) -> list[dict[str, Any]]:
-    cases = [*pairs_of(MOVES, folder, MOVED), *pairs_of(ADAPTED_MOVES, folder, ADAPTED)]
-    begun = {"at_end": False, "init_weights": str(folder / "same-whole")}
+    cases = [*moves_of(MOVES, folder, MOVED), *moves_of(ADAPTED_MOVES, folder, ADAPTED)]
+    begun = {"at_end": False, "init_weights": str(folder / whole_name(APART, MOVED))}
     for name, size in (("begun-together", 1), ("begun-apart", 2)):
-        layout = {"parallel": {"expert": size}, "zero": {"stage": 1}, "checkpoint": begun}
-        cases.append(saved(name, folder, layout, max_steps=2))
+        case = saved(name, folder, layout(1, expert=size), **begun)
+        case["training"]["max_steps"] = 2
+        cases.append(case)
     return cases
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed-experts")
     in_half = TWO[1].config(folder, precision={"dtype": "bf16"})
     in_half["run"]["name"] = "bf16"
-    cases = [*(case.config(folder) for case in TWO), in_half, *moved_cases(folder)]
+    held = [*TWO, *(RARE if exhaustive else ())]
+    cases = [*(case.config(folder) for case in held), in_half, *moved_cases(folder)]
     train_cases(cases, num_ranks=2, folder=folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def on_four(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed-experts-4")
-    cases = [case.config(folder) for case in FOUR]
-    cases += pairs_of(STAGE_MOVES, folder, MOVED_STAGES)
+    held = [*FOUR, *(RARE_FOUR if exhaustive else ())]
+    cases = [case.config(folder) for case in held]
+    cases += moves_of(STAGE_MOVES, folder, MOVED_STAGES)
+    cases += moves_of(ADAPTED_STAGE_MOVES, folder, ADAPTED_STAGES)
     train_cases(cases, num_ranks=4, folder=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed-experts-8")
+    train_cases([case.config(folder) for case in RARE_EIGHT], num_ranks=8, folder=folder)
     return folder
 
 
@@ -290,14 +348,19 @@ def hold(case: Case, folder: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*TWO, *rarely(RARE)], ids=lambda case: case.name)
 def test_trains_as_plain_pytorch(case: Case, folder: Path) -> None:
     hold(case, folder)
 
 
-@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*FOUR, *rarely(RARE_FOUR)], ids=lambda case: case.name)
 def test_groups_of_experts_train_as_plain_pytorch(case: Case, on_four: Path) -> None:
     hold(case, on_four)
+
+
+@pytest.mark.parametrize("case", rarely(RARE_EIGHT), ids=lambda case: case.name)
+def test_experts_in_divided_stages_train_as_plain_pytorch(case: Case, on_eight: Path) -> None:
+    hold(case, on_eight)
 
 
 def test_half_precision_stays_close(folder: Path) -> None:
@@ -306,47 +369,58 @@ def test_half_precision_stays_close(folder: Path) -> None:
     assert [*series(folder / "bf16", "train/loss").values()] == pytest.approx(losses, abs=0.05)
 
 
-def hold_moved(name: str, folder: Path) -> None:
-    """Compare a run in two pieces with the one in a piece: in the same layout to the bit,
-    evaluations of the average included; in others as their arithmetic has it.
+def hold_moved(name: str, before: dict[str, Any], folder: Path, case: Case) -> None:
+    """Compare a run that goes on from the middle of another with that other: in the same layout to
+    the bit, evaluations of the average included; in others as their arithmetic has it.
     """
     for kind in ("train/loss", "train/grad_norm", "eval/loss"):
-        whole = series(folder / f"{name}-whole", kind)
+        whole = series(folder / whole_name(before, case), kind)
+        second_half = {step: value for step, value in whole.items() if step > STOP}
         broken = series(folder / name, kind)
         if name in TO_THE_BIT:
-            assert broken == whole, kind
+            assert broken == second_half, kind
         else:
-            assert broken == pytest.approx(whole, abs=2e-5), kind
+            assert broken == pytest.approx(second_half, abs=2e-5), kind
 
 
-@pytest.mark.parametrize("name", [*MOVES, *ADAPTED_MOVES])
+@pytest.mark.parametrize("name", MOVES)
 def test_saved_experts_go_on_where_they_were(name: str, folder: Path) -> None:
-    hold_moved(name, folder)
+    hold_moved(name, MOVES[name][0], folder, MOVED)
+
+
+@pytest.mark.parametrize("name", ADAPTED_MOVES)
+def test_saved_adapters_beside_experts_go_on_where_they_were(name: str, folder: Path) -> None:
+    hold_moved(name, ADAPTED_MOVES[name][0], folder, ADAPTED)
+
+
+@pytest.mark.parametrize("name", ADAPTED_STAGE_MOVES)
+def test_saved_adapters_in_stages_go_on_where_they_were(name: str, on_four: Path) -> None:
+    hold_moved(name, ADAPTED_STAGE_MOVES[name][0], on_four, ADAPTED_STAGES)
 
 
 @pytest.mark.parametrize("name", STAGE_MOVES)
 def test_saved_experts_of_stages_go_on_where_they_were(name: str, on_four: Path) -> None:
-    hold_moved(name, on_four)
-    weights = MergedWeights(list_checkpoints(on_four / name / "checkpoints")[-1])
-    expected = MergedWeights(list_checkpoints(on_four / f"{name}-whole" / "checkpoints")[-1])
-    state = tiny_mixture(MOVED_STAGES.kind).state_dict()
-    assert set(weights) | set(weights.ties) == set(state)
-    for weight_name, weight in weights.items():
-        assert weight.shape == state[weight_name].shape, weight_name
-        torch.testing.assert_close(weight, expected[weight_name], atol=1e-4, rtol=0.0)
+    before, _ = STAGE_MOVES[name]
+    hold_moved(name, before, on_four, MOVED_STAGES)
+    hold_weights([whole_name(before, MOVED_STAGES), name], on_four, MOVED_STAGES)
+
+
+def hold_weights(runs: list[str], folder: Path, case: Case) -> None:
+    """Compare names and shapes of the last weights of runs with those of transformers, and the
+    weights with those of the first run.
+    """
+    state = tiny_mixture(case.kind).state_dict()
+    ends = [MergedWeights(list_checkpoints(folder / run / "checkpoints")[-1]) for run in runs]
+    for end in ends:
+        assert set(end) | set(end.ties) == set(state)
+        for name, weight in end.items():
+            assert weight.shape == state[name].shape, name
+            torch.testing.assert_close(weight, ends[0][name], atol=1e-4, rtol=0.0)
 
 
 def test_weights_of_a_checkpoint_are_those_of_transformers(folder: Path) -> None:
-    ends = {}
-    for run in ("together-whole", "spread-whole", "together"):
-        ends[run] = MergedWeights(list_checkpoints(folder / run / "checkpoints")[-1])
-    together = ends.pop("together")
-    state = tiny_mixture(MOVED.kind).state_dict()
-    for apart in ends.values():
-        assert set(apart) | set(apart.ties) == set(state)
-        for name, weight in apart.items():
-            assert weight.shape == state[name].shape, name
-            torch.testing.assert_close(weight, together[name], atol=1e-4, rtol=0.0)
+    wholes = [whole_name(before, MOVED) for before in (APART, SPREAD, CUT)]
+    hold_weights([*wholes, "together", "into-groups"], folder, MOVED)
 
 
 def test_weights_of_a_checkpoint_begin_another_run(folder: Path) -> None:
@@ -354,4 +428,4 @@ def test_weights_of_a_checkpoint_begin_another_run(folder: Path) -> None:
         series(folder / f"begun-{name}", "train/loss") for name in ("together", "apart")
     )
     assert apart == pytest.approx(together, abs=1e-5)
-    assert apart[1] < series(folder / "same-whole", "train/loss")[1]
+    assert apart[1] < series(folder / whole_name(APART, MOVED), "train/loss")[1]

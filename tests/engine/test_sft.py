@@ -135,17 +135,25 @@ def classifier(root: Path, name: str) -> dict[str, Any]:
     }
 
 
-# On four ranks: stages that tensor groups divide.
-DIVIDED_STAGES = "ours-packed-pipe-tensor"
-_SECTIONS: dict[str, Any] = {
-    "parallel": {"pipe": 2, "tensor": 2},
-    "batch": {"micro_size": 1},
-    "zero": {"stage": 1},
+_SHARED: dict[str, Any] = {"parallel": {"pipe": 2, "sequence": 2}, "batch": {"micro_size": 1}}
+# On four ranks: stages that tensor groups divide, or whose ranks share sequences.
+FOUR: dict[str, tuple[bool, bool, dict[str, Any]]] = {
+    "ours-packed-pipe-tensor": (
+        True,
+        True,
+        {
+            "parallel": {"pipe": 2, "tensor": 2},
+            "batch": {"micro_size": 1},
+            "zero": {"stage": 1},
+        },
+    ),
+    "packed-pipe-sequence": (True, False, {**_SHARED, "zero": {"stage": 1}}),
+    "lora-packed-pipe-sequence": (True, False, {**_SHARED, "training": {"lora": _LORA}}),
 }
 
 
 def config(root: Path, name: str) -> dict[str, Any]:
-    packed, is_ours, sections = RUNS.get(name, (True, True, _SECTIONS))
+    packed, is_ours, sections = (RUNS | FOUR)[name]
     place = {"pretrained_model_name_or_path": str(root / "base")}
     theirs = {
         "model": {"target": "transformers:AutoModelForCausalLM.from_pretrained", "args": place}
@@ -290,10 +298,16 @@ def test_losses_are_those_of_plain_pytorch_with_transformers(name: str, runs: Pa
     assert [*series(runs / name, "train/loss").values()] == pytest.approx(expected, abs=1e-5)
 
 
-def test_divided_stages_keep_texts_of_a_row_apart(runs: Path) -> None:
-    train_cases([config(runs, DIVIDED_STAGES)], num_ranks=4, folder=runs)
-    expected = plain(runs, packed=True, lora=False)
-    found = [*series(runs / DIVIDED_STAGES, "train/loss").values()]
+@pytest.fixture(scope="module")
+def on_four(runs: Path) -> Path:
+    train_cases([config(runs, name) for name in FOUR], num_ranks=4, folder=runs)
+    return runs
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_divided_stages_keep_texts_of_a_row_apart(name: str, on_four: Path) -> None:
+    expected = plain(on_four, packed=True, lora="lora" in name)
+    found = [*series(on_four / name, "train/loss").values()]
     assert found == pytest.approx(expected, abs=1e-5)
 
 

@@ -172,13 +172,18 @@ def expert_part_of(weight: torch.Tensor) -> RankPart | None:
 
 
 def part_of(weight: torch.Tensor, *, tensor_rank: int, tensor_size: int) -> RankPart | None:
-    """Return this rank's part of a weight, in a tensor group or an expert group; None if the weight
-    is whole.
+    """Return this rank's part of a weight, in a tensor group, an expert group or both; None if the
+    weight is whole.
     """
     split = split_of(weight)
+    experts = expert_part_of(weight)
     if split is None:
-        return expert_part_of(weight)
-    return RankPart(split, tensor_rank, tensor_size)
+        return experts
+    if experts is None:
+        return RankPart(split, tensor_rank, tensor_size)
+    # Tensor ranks have equally many experts each, and share them with the ranks of their groups:
+    # in the order of both, all ranks have equally many.
+    return RankPart(split, tensor_rank * experts.size + experts.rank, tensor_size * experts.size)
 
 
 def parts_of(
@@ -216,9 +221,9 @@ def whole_shape(weight: torch.Tensor) -> torch.Size:
     """
     shape = torch.Size(getattr(weight, "ds_shape", weight.shape))
     split = split_of(weight)
-    if split is not None:
-        shape = split.whole_shape(shape)
     part = expert_part_of(weight)
+    if split is not None:
+        return split.whole_shape(shape)
     if part is not None:
-        shape = part.split.whole_shape(shape)
+        return part.split.whole_shape(shape)
     return shape
