@@ -445,7 +445,7 @@ def test_groups_of_experts_train_as_plain_pytorch(case: Case, on_four: Path) -> 
 UNBALANCED = {"model": {**PROMPTED_GPT, "moe": {**TOP2, "balance_loss": 0.0}}}
 STAGED: dict[str, Any] = {
     "model": {**PROMPTED_GPT, "moe": {**TOP2, "balance_loss": 0.0, "every": 1}},
-    "parallel": {"expert": 2, "pipe": 2},
+    "parallel": {"expert": 2, "pipe": 2, "sequence": 2},
     "zero": {"stage": 1},
 }
 # Layout before the stop -> after it.

@@ -34,6 +34,7 @@ class Layout:
     tensor: int = 1
     dtype: str = "fp32"
     more: str = ""
+    sequence: int = 1
 
     @property
     def name(self) -> str:
@@ -42,6 +43,7 @@ class Layout:
             f"z{self.stage}",
             f"p{self.pipe}" if self.pipe > 1 else "",
             f"t{self.tensor}" if self.tensor > 1 else "",
+            f"s{self.sequence}" if self.sequence > 1 else "",
             self.dtype if self.dtype != "fp32" else "",
             self.more,
         ]
@@ -52,6 +54,12 @@ PLAIN = [Layout(ranks, stage) for ranks in (1, 2, 4) for stage in (0, 1, 2, 3)]
 PIPED = [Layout(2, 0, 2), Layout(2, 1, 2), Layout(4, 1, 2), Layout(4, 0, 2)]
 DIVIDED = [Layout(2, 0, tensor=2), Layout(2, 3, tensor=2), Layout(4, 2, tensor=4)]
 DIVIDED_STAGES = [Layout(4, 1, 2, tensor=2)]
+# Two ways more at once, and three of them on eight ranks.
+TOGETHER = [
+    Layout(4, 1, 2, sequence=2),
+    Layout(4, 2, tensor=2, sequence=2),
+    Layout(8, 1, 2, tensor=2),
+]
 # Half precision, and optimizer state in host memory.
 HALF = [
     Layout(2, 0, dtype="bf16"),
@@ -69,10 +77,10 @@ HALF = [
 MEETS_HALF = [Layout(1, 2), Layout(2, 0), Layout(2, 3), Layout(2, 1, 2), *HALF]
 # Moved into one another: other weights have other state.
 MUON = [Layout(2, 2, more="muon"), Layout(2, 3, more="muon"), Layout(1, 0, more="muon")]
-LAYOUTS = [*PLAIN, *PIPED, *DIVIDED, *DIVIDED_STAGES, *HALF, *MUON]
+LAYOUTS = [*PLAIN, *PIPED, *DIVIDED, *DIVIDED_STAGES, *TOGETHER, *HALF, *MUON]
 # With --exhaustive: four processes are dear, and each of these divides its state as another one
 # does.
-RARE_LAYOUTS = [Layout(4, 0), Layout(4, 1), Layout(4, 2), Layout(4, 0, 2)]
+RARE_LAYOUTS = [Layout(4, 0), Layout(4, 1), Layout(4, 2), Layout(4, 0, 2), *TOGETHER]
 MORE = {
     "": {},
     "fused": {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}},
@@ -124,7 +132,11 @@ def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[st
         "scheduler": {"kind": "warmup", "warmup_steps": 4, "curve": "linear"},
         "batch": {"global_size": 8, "micro_size": 1},
         "zero": {"stage": layout.stage} | MORE[layout.more].get("zero", {}),
-        "parallel": {"pipe": layout.pipe, "tensor": layout.tensor},
+        "parallel": {
+            "pipe": layout.pipe,
+            "tensor": layout.tensor,
+            "sequence": layout.sequence,
+        },
         "training": {"max_steps": NUM_STEPS, "log_every": 1},
         "evaluation": {"at_end": False},
         "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
@@ -134,7 +146,7 @@ def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[st
 
 def run_jobs(cases: dict[Layout, dict[str, Any]], folder: Path) -> None:
     """One job for each number of ranks, plain engines and pipelines apart."""
-    for ranks in (1, 2, 4):
+    for ranks in (1, 2, 4, 8):
         for piped in (False, True):
             jobs = [
                 case

@@ -243,6 +243,20 @@ DROPPED = {
     "training": {"max_steps": RESUMED},
 }
 MOVED = ("to-one", "to-data")
+# On four ranks, resumed to the bit: a run, and the model's sections for dropout.
+WAYS: dict[str, tuple[tuple[str, int, dict[str, Any]], dict[str, Any]]] = {
+    "split": (DIVIDED["gpt-split-z2"], {"dropout": 0.2}),
+    "piped": (PIPED["gpt-piped-z0"], {"dropout": 0.2}),
+    "ring": (RING["few-ring-z2"], {"dropout": 0.2}),
+    "llama-piped": (PIPED["llama-piped-z1"], {"args": {"attention_dropout": 0.2}}),
+}
+# Into stages of transformers' layers that share sequences, and out of them: sizes, ZeRO stage, and
+# the run and the step from which a run goes on.
+STAGED_MOVES: dict[str, tuple[dict[str, int], int, str, int]] = {
+    "llama-divided": ({"sequence": 2, "tensor": 2}, 3, "", 0),
+    "llama-into-stages": ({"sequence": 2, "pipe": 2}, 1, "llama-divided", STOP),
+    "llama-out-of-stages": ({"sequence": 4}, 2, "llama-into-stages", 2 * STOP),
+}
 
 
 @pytest.fixture(scope="module")
@@ -303,22 +317,31 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive:
     folder = tmp_path_factory.mktemp("sequence-2x2")
     listed = FOUR_RANKS | DIVIDED | PIPED | RING | (RARE_FOUR | RARE_DIVIDED if exhaustive else {})
     cases = [values(name, case, folder, text) for name, case in listed.items()]
-    for sections in (
-        {},
-        {"training": {"max_steps": STOP}},
-        {"checkpoint": {"at_end": True, "resume": "auto"}},
-    ):
-        end = "broken" if sections else "whole"
-        for way, case in (
-            ("split", DIVIDED["gpt-split-z2"]),
-            ("piped", PIPED["gpt-piped-z0"]),
-            ("ring", RING["few-ring-z2"]),
-        ):
-            shape = DROPPED["model"] | MODELS[case[0]]["model"] | {"dropout": 0.2}
-            given = DROPPED | sections | {"model": shape}
-            cases.append(values(f"{way}-{end}", case, folder, text, **given))
+    for way, (case, dropped) in WAYS.items():
+        sections = DROPPED | {"model": dropped}
+        sections["checkpoint"] = {"every_steps": STOP, "at_end": True}
+        cases.append(values(f"{way}-whole", case, folder, text, **sections))
+        middle = folder / f"{way}-whole" / "checkpoints" / f"global_step{STOP}"
+        sections["checkpoint"] = {"resume": str(middle)}
+        cases.append(values(f"{way}-broken", case, folder, text, **sections))
+    cases += [staged_move(name, folder, text) for name in STAGED_MOVES]
     train_cases(cases, num_ranks=4, folder=folder)
     return folder
+
+
+def staged_move(name: str, folder: Path, text: Path) -> Any:
+    """Return a run of `STAGED_MOVES`."""
+    parallel, stage, source, step = STAGED_MOVES[name]
+    checkpoint: dict[str, Any] = {"every_steps": STOP}
+    if source:
+        checkpoint["resume"] = str(folder / source / "checkpoints" / f"global_step{step}")
+    sections = {
+        "parallel": parallel,
+        "zero": {"stage": stage},
+        "training": {"max_steps": RESUMED},
+        "checkpoint": checkpoint,
+    }
+    return values(name, ("staged-llama", 1, ADAMW), folder, text, **sections)
 
 
 _plain: dict[str, tuple[list[float], list[float], dict[str, float]]] = {}
@@ -382,13 +405,20 @@ def test_rings_equal_plain_pytorch(four_ranks: Path, text: Path, name: str) -> N
     hold(four_ranks, name, RING[name], text, global_size=8)
 
 
-@pytest.mark.parametrize("way", ["split", "piped", "ring"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_resumed_run_of_both_is_the_unbroken_one(four_ranks: Path, way: str) -> None:
     whole, broken = (
         series(four_ranks / f"{way}-{end}", "train/loss") for end in ("whole", "broken")
     )
-    assert whole == broken
+    assert broken == {step: whole[step] for step in range(STOP + 1, RESUMED + 1)}
+
+
+def test_stages_of_transformers_layers_go_on_as_other_layouts(four_ranks: Path) -> None:
+    whole = series(four_ranks / "llama-divided", "train/loss")
     assert len(whole) == RESUMED
+    for name, (*_, step) in STAGED_MOVES.items():
+        later = {number: loss for number, loss in whole.items() if number > step}
+        assert series(four_ranks / name, "train/loss") == pytest.approx(later, abs=1e-5), name
 
 
 @pytest.mark.parametrize("name", VARIANTS)
