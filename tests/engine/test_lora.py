@@ -29,10 +29,10 @@ from framework.models.quantized import dequantize, quantizable, quantize
 from framework.plan.work import trained_shapes
 from framework.setup.adapters import write_adapter
 from framework.setup.user_code import call_factory
-from tests.engine.oracle import Average
+from tests.engine.oracle import Average, MuonWithAdam, ScheduleFree
 from tests.engine.saved_runs import write_tokens
 from tests.engine.test_pipeline import GPT
-from tests.launched import fewer, rarely, series, train_cases
+from tests.launched import fewer, furthest, rarely, series, train_cases
 
 pytestmark = pytest.mark.slow
 peft = pytest.importorskip("peft", reason="peft comes with the lora extra")
@@ -55,6 +55,16 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.1},
 }
 TOLERANCES = {"sgd": 1e-5, "adamw": 1e-4}
+# Optimizer, ZeRO stage, and by how much losses may be others than those of plain PyTorch: moments
+# of 8 bits are held against AdamW's, and Muon computes in bf16.
+OTHERS: dict[str, tuple[dict[str, Any], int, float]] = {
+    "adafactor-z0": ({"kind": "adafactor", "lr": 0.3}, 0, 1e-5),
+    "muon-z0": ({"kind": "muon", "lr": 0.05}, 0, 1e-4),
+    "muon-z3": ({"kind": "muon", "lr": 0.05}, 3, 1e-4),
+    "schedule_free-z1": ({"kind": "schedule_free", "lr": 0.02, "weight_decay": 0.1}, 1, 1e-4),
+    "adamw_8bit-z2": (OPTIMIZERS["adamw"] | {"kind": "adamw_8bit"}, 2, 5e-3),
+    "nf4-adamw_8bit-z0": (OPTIMIZERS["adamw"] | {"kind": "adamw_8bit"}, 0, 5e-3),
+}
 
 
 def training_of(model: str, **lora: Any) -> dict[str, Any]:
@@ -126,6 +136,16 @@ def varied(folder: Path, name: str) -> dict[str, Any]:
     made = config(folder, model, optimizer, stage) | {"checkpoint": {"at_end": is_read}}
     made["run"] = {**made["run"], "name": name}
     return made | {key: {**made.get(key, {}), **section} for key, section in sections.items()}
+
+
+def other(folder: Path, name: str) -> dict[str, Any]:
+    """The run of another optimizer."""
+    optimizer, stage, _ = OTHERS[name]
+    made = config(folder, "gpt", "sgd", stage) | {"optimizer": optimizer}
+    made["run"]["name"] = name
+    if name.startswith("nf4"):
+        made["training"]["lora"]["quantization"] = "nf4"
+    return made
 
 
 def begun(folder: Path, name: str, stage: int) -> dict[str, Any]:
@@ -225,6 +245,7 @@ def held_cases(folder: Path) -> list[dict[str, Any]]:
     return [
         *whole,
         *(varied(folder, name) for name in VARIANTS),
+        *(other(folder, name) for name in OTHERS),
         *(shared(folder, *each) for each in SHARED),
         *(piped(folder, *each) for each in PIPED),
         piped_with_dora(folder),
@@ -251,9 +272,9 @@ def runs(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     stages, moves = (AGAIN + RARE_AGAIN, MOVES + RARE_MOVES) if exhaustive else (AGAIN, MOVES)
     again = [config(folder, "gpt", "adamw", stage, stage) for stage in stages]
     moved = [config(folder, "gpt", "adamw", now, before) for before, now in moves]
-    other = config(folder, "gpt", "adamw", 0, 0)  # on other frozen weights
+    elsewhere = config(folder, "gpt", "adamw", 0, 0)  # on other frozen weights
     torch.save(build(config(folder, "gpt", "adamw", 0), seed=5).state_dict(), folder / "other.pt")
-    other["run"]["name"], other["checkpoint"]["init_weights"] = (
+    elsewhere["run"]["name"], elsewhere["checkpoint"]["init_weights"] = (
         "other-base",
         str(folder / "other.pt"),
     )
@@ -261,13 +282,16 @@ def runs(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     begin = [begun(folder, "start", stage) for stage in (0, 3)]
     begin.append(begun_in_stages(folder))
     again += [
-        going_on(folder, from_stages=one, in_stages=other)
-        for one, other in ((True, True), (True, False), (False, True))
+        going_on(folder, from_stages=one, in_stages=after)
+        for one, after in ((True, True), (True, False), (False, True))
     ]
     begin.append(begun(folder, "stranger", 0))
     few = [in_few_bits(folder, 2), in_few_bits(folder, 2, 2), in_few_bits(folder, 3, 2)]
     train_cases(
-        [*first, *again, *moved, *begin, *few, other], num_ranks=2, folder=folder, allow_fp16=True
+        [*first, *again, *moved, *begin, *few, elsewhere],
+        num_ranks=2,
+        folder=folder,
+        allow_fp16=True,
     )
     return folder
 
@@ -336,9 +360,7 @@ def plain(values: dict[str, Any], num_steps: int = NUM_STEPS) -> tuple[list[floa
     """
     samples = call_factory(config_from_values(values).data.factory(), key="data").train
     model, trained = adapted(values)
-    section = dict(values["optimizer"])
-    make: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[section.pop("kind")]
-    optimizer, losses = make(trained, **section), []
+    optimizer, losses = plain_optimizer(model, trained, dict(values["optimizer"])), list[float]()
     order, model = epoch_order(len(samples), seed=0, epoch=0, shuffle=True), model.train()
     average = Average(model, 0.9)
     for step in range(num_steps):
@@ -359,6 +381,23 @@ def plain(values: dict[str, Any], num_steps: int = NUM_STEPS) -> tuple[list[floa
     return losses, untrained, average
 
 
+def plain_optimizer(model: nn.Module, trained: list[nn.Parameter], section: dict[str, Any]) -> Any:
+    """The optimizer of a config's section, of PyTorch or by hand."""
+    kind, lr = section.pop("kind"), section["lr"]
+    if kind == "muon":
+        return MuonWithAdam.for_blocks(model, lr=lr, adam_lr=3e-4)
+    if kind == "schedule_free":
+        return ScheduleFree(model, lr=lr, decay=section["weight_decay"], warmup_steps=0)
+    if kind == "adamw_8bit":
+        kind = "adamw"
+    kinds: Any = {
+        "sgd": torch.optim.SGD,
+        "adamw": torch.optim.AdamW,
+        "adafactor": torch.optim.Adafactor,
+    }
+    return kinds[kind](trained, **section)
+
+
 def weights(run: Path, step: int = NUM_STEPS, **options: Any) -> MergedWeights:
     (found,) = [one for one in list_checkpoints(run / "checkpoints") if one.step == step]
     return MergedWeights(found, **options)
@@ -374,6 +413,13 @@ def test_steps_are_those_of_peft_in_one_process(
     difference = max(abs(one - other) for one, other in zip(found, expected, strict=True))
     print(f"{model} {optimizer} z{stage}: {difference:.1e}")
     assert difference < TOLERANCES[optimizer]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_step_adapters_as_in_one_process(runs: Path, name: str) -> None:
+    losses, untrained, _ = plain(other(runs, name))
+    assert untrained - losses[-1] > 0.01
+    assert furthest(runs / name, losses) < OTHERS[name][2]
 
 
 def same_training(run: Path, of: Path, losses: list[float], optimizer: str) -> tuple[Any, Any]:

@@ -768,7 +768,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             GPT
             | {"training": {"lora": {"target_modules": ["query"]}}, "optimizer": {"kind": "muon"}},
             "cuda",
-            "not-with-lora",
+            None,
         ),
         (MIXED | {"training": {"lora": {"target_modules": ["query"]}}}, "cuda", None),
         (
