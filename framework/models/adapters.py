@@ -84,7 +84,7 @@ def _inject(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
         ConfigError: kind ``lora-not-adaptable``: peft has no adapter for a module.
     """
     # Imported here: peft imports transformers, which takes seconds, and torchao where it is
-    # installed, of which torch 2.15 logs a note on each start.
+    # installed; torch 2.15 logs a note about it on each start.
     with without_warnings_of("torch.utils._pytree"):
         from peft import LoraConfig, inject_adapter_in_model
 

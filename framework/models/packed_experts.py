@@ -86,8 +86,8 @@ class DividedExperts:
     group: Any = None
 
     def __init__(self, module: Any) -> None:
-        """Take a module; its `num_experts` are those of this rank, and its `part`, if it has one,
-        is this rank's place in the tensor group that shares all experts.
+        """Take a module. Its `num_experts` counts this rank's; its `part`, if it has one, is this
+        rank's place in the tensor group that shares all experts.
         """
         self._module = module
         self._compute = module.forward
