@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from framework.config.run_config import RunConfig
+from framework.config.training import MEASURED
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
 from framework.engine.backward_passes import BackwardPasses
 from framework.engine.distributed import rank
@@ -186,6 +187,14 @@ def _work_of_fit(config: RunConfig, *, has_callbacks: bool) -> Iterator[Problem]
             "the loop of fit() calls them, at events that a loop of one's own has not",
             "call them there",
             "callbacks",
+        )
+    if config.batch.micro_size == MEASURED:
+        yield Problem(
+            "not-in-own-loop",
+            "steps of fit() measure it, and the loop's may take other memory",
+            "write a number",
+            "batch.micro_size",
+            MEASURED,
         )
     if config.profile is not None:
         yield Problem(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.run_config import RunConfig
+from framework.config.training import MEASURED
 from framework.data.loaders import is_stream
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
 from framework.engine.distributed import (
@@ -83,6 +84,7 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
             with closing(folder):
                 start = start_point.choose_together(folder, config, prepared.named)
                 prepared = start_point.measure_cut(prepared, start)
+                prepared = _with_measured_batch(prepared, start)
                 prepared = start_point.agreed_weights(prepared, start)
                 start_point.open_folder(folder, prepared, start)
                 open_rank_log(folder.logs / f"rank{rank()}.log")
@@ -101,6 +103,17 @@ def opened(prepared: Prepared, request: StopRequest) -> Iterator[OpenRun]:
             from framework.report.end_summary import describe_stop
 
             raise RunStopped(describe_stop(run.result, run.outcome.stopped, prepared.plan))
+
+
+def _with_measured_batch(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
+    """Return the run with the micro-batch that `batch.micro_size: measured` finds. Collective."""
+    plan = prepared.plan
+    if plan.config.batch.micro_size != MEASURED:
+        return prepared
+    from framework.setup.micro_size import measured
+
+    with arithmetic_of(plan), _leaving_nothing(plan.config.zero.stage):
+        return measured(prepared, start, around=partial(_attention, plan))
 
 
 def _leaving_nothing(stage: int) -> AbstractContextManager[None]:

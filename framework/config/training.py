@@ -783,6 +783,10 @@ class Monitors(Section):
 # there.
 
 
+MEASURED: Final = "measured"
+MicroSize = Literal["measured"] | PositiveCount | None
+
+
 class Batch(Section):
     """global_size = micro_size x accumulation_steps x data-parallel size; any one of the three may
     be left out.
@@ -790,10 +794,19 @@ class Batch(Section):
 
     global_size: PositiveCount | None = None
     """Samples per optimizer step, over all devices."""
-    micro_size: PositiveCount | None = None
-    """Samples per forward pass on one device; ``auto``: as the devices allow."""
+    micro_size: MicroSize = None
+    """Samples per forward pass on one device; ``auto``: as the plan takes the devices to allow;
+    ``measured``: the most that fit in steps on the devices before the first start.
+    """
     accumulation_steps: PositiveCount | None = None
     """Forward passes per optimizer step on one device."""
+
+    @property
+    def fixed_micro_size(self) -> int | None:
+        """`micro_size`, or None where it is to be measured."""
+        if self.micro_size == MEASURED:
+            return None
+        return self.micro_size
 
 
 # `parallel`: how the model itself is spread over devices.

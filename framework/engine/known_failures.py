@@ -103,7 +103,7 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> Problem | N
     """Return the event, the fix and the kind of a known failure; None for other errors. A plan adds
     the largest parts of the memory in use.
     """
-    lack = _lack_of_memory(error)
+    lack = lack_of_memory(error)
     if lack == "device":
         fix = _SMALLER_STEPS
         if _is_from_evaluation(error):
@@ -130,7 +130,7 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> Problem | N
     return None
 
 
-def _lack_of_memory(error: BaseException) -> str:
+def lack_of_memory(error: BaseException) -> str:
     """Return ``device`` or ``host`` if memory lacks there, another kind of memory of
     `plan/out_of_memory.py`, or an empty string.
     """

@@ -109,7 +109,7 @@ def costs_of_keys(request: Request, planned: Candidate, written: RunConfig) -> l
 def _with_same_samples(config: RunConfig, planned: Candidate) -> RunConfig:
     """Return a config with the samples of a step written down, so that a search keeps them."""
     fixed: dict[str, Any] = {GLOBAL: planned.plan.layout.global_size}
-    if config.batch.micro_size is not None:
+    if config.batch.fixed_micro_size is not None:
         fixed[ACCUMULATION] = None  # it follows
     return with_settings(config, fixed)
 
@@ -117,7 +117,7 @@ def _with_same_samples(config: RunConfig, planned: Candidate) -> RunConfig:
 def _fixed(written: RunConfig) -> Iterator[str]:
     """Yield the keys that a config fixes, by a value or by the default, and that may cost."""
     batch = written.batch
-    if batch.global_size is not None and batch.micro_size is not None:
+    if batch.global_size is not None and batch.fixed_micro_size is not None:
         yield MICRO
     elif batch.global_size is not None and batch.accumulation_steps is not None:
         yield ACCUMULATION

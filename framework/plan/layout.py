@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final
 
-from framework.config.training import Batch
+from framework.config.training import MEASURED, Batch
 from framework.errors import Problem, counted
 
 DEFAULT_MICRO_SIZE: Final = 32
@@ -104,9 +104,10 @@ def implied_data_parallel_size(batch: Batch) -> int | None:
     """Return the data-parallel size that follows from the three numbers of a batch; None if one of
     them is not set, or they do not divide.
     """
-    if batch.global_size is None or batch.micro_size is None or batch.accumulation_steps is None:
+    micro = batch.fixed_micro_size
+    if batch.global_size is None or micro is None or batch.accumulation_steps is None:
         return None
-    size, remainder = divmod(batch.global_size, batch.micro_size * batch.accumulation_steps)
+    size, remainder = divmod(batch.global_size, micro * batch.accumulation_steps)
     if size and not remainder:
         return size
     return None
@@ -137,7 +138,7 @@ def make_layout(
     if remainder:
         return _devices_do_not_divide(world_size, sizes)
     if batch.global_size is None:
-        micro = batch.micro_size or DEFAULT_MICRO_SIZE
+        micro = batch.fixed_micro_size or DEFAULT_MICRO_SIZE
         accumulation = batch.accumulation_steps or 1
         global_size = micro * accumulation * parallel
         return Layout(world_size, parallel, global_size, micro, accumulation, **sizes)
@@ -152,8 +153,10 @@ def _divided(batch: Batch, global_size: int, parallel: int) -> tuple[int, int] |
     """Return micro-batch and accumulation steps of a global size on `parallel` data-parallel ranks,
     or the problem if they do not divide.
     """
-    micro = batch.micro_size
+    micro = batch.fixed_micro_size
     accumulation = batch.accumulation_steps
+    if batch.micro_size == MEASURED and accumulation is None:
+        micro = 1  # until it is measured
     samples = counted(global_size, "sample")
     devices = counted(parallel, "device")
     if global_size % parallel:
@@ -220,7 +223,7 @@ def _does_not_divide(batch: Batch, parallel: int, reason: str) -> Problem:
     unit = _unit(batch, parallel)
     key = "batch.global_size"
     below = largest_global_size(batch, parallel=parallel, at_most=batch.global_size)
-    if batch.micro_size is not None and batch.accumulation_steps is not None:
+    if batch.fixed_micro_size is not None and batch.accumulation_steps is not None:
         fix = f"set {key}: {unit}, or leave one of the three out"
         devices = implied_data_parallel_size(batch)
         if devices:
@@ -234,6 +237,6 @@ def _does_not_divide(batch: Batch, parallel: int, reason: str) -> Problem:
 
 def _unit(batch: Batch, parallel: int) -> int:
     """Return the smallest step between global sizes that fit the batch's other numbers."""
-    micro_size = batch.micro_size or 1
+    micro_size = batch.fixed_micro_size or 1
     accumulation_steps = batch.accumulation_steps or 1
     return parallel * micro_size * accumulation_steps

@@ -91,7 +91,7 @@ def _changes_text(config: RunConfig, cluster: Cluster, settings: Settings, plan:
     """Describe what a plan changes: settings, else the cluster, else the layout."""
     changes = {key: value for key, value in settings.items() if value}
     micro_size = plan.layout.micro_size
-    if MICRO in settings and config.batch.micro_size not in (None, micro_size):
+    if MICRO in settings and config.batch.fixed_micro_size not in (None, micro_size):
         changes[MICRO] = micro_size
     if changes:
         return settings_text(changes)

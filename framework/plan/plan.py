@@ -16,6 +16,7 @@ from framework.config.run_config import AUTO, RunConfig
 from framework.config.training import (
     FAST_ROWS,
     HALF_ROWS,
+    MEASURED,
     CausalLM,
     LoRA,
     MaskedLM,
@@ -392,7 +393,10 @@ def one_line(plan: Plan, *, fits: bool = True) -> str:
     if plan.length.total_steps is None:
         length = f"length {length}"
     verdict = "fine on" if fits else "too large for"
-    return f"{verdict} {plan.cluster}: {plan.layout}, {length}"
+    layout = str(plan.layout)
+    if plan.config.batch.micro_size == MEASURED:
+        layout += " or fewer steps of larger micro-batches, as measured at the start"
+    return f"{verdict} {plan.cluster}: {layout}, {length}"
 
 
 def loss_tile(config: RunConfig, micro_size: int) -> int:

@@ -279,7 +279,7 @@ class _Evaluator:
         if candidate.time is not None:
             return is_better
         # Without speeds the gain is not known: the usual micro-batch is enough.
-        plain = self.request.config.batch.micro_size or DEFAULT_MICRO_SIZE
+        plain = self.request.config.batch.fixed_micro_size or DEFAULT_MICRO_SIZE
         return candidate.plan.layout.micro_size < plain
 
     def _divide(self, strategy: Settings) -> _Trials:

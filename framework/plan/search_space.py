@@ -279,7 +279,7 @@ def all_batches(request: Request, strategy: Settings, *, grows: bool) -> Iterato
         steps = None if ACCUMULATION in request.free else batch.accumulation_steps
         ranks_per_sample = prod(strategy[key] for key in SIZES)
         share = max(batch.global_size * ranks_per_sample // request.cluster.world_size, 1)
-        yield from _batches_of(share, steps, batch.micro_size)
+        yield from _batches_of(share, steps, batch.fixed_micro_size)
     else:
         yield from _growing_batches(batch, strategy[PIPE], grows=grows)
 
@@ -287,10 +287,10 @@ def all_batches(request: Request, strategy: Settings, *, grows: bool) -> Iterato
 def _growing_batches(batch: Batch, pipe: int, *, grows: bool) -> Iterator[Settings]:
     """Yield micro-batches from one sample on, up to the config's if they do not grow beyond."""
     steps = batch.accumulation_steps or _usual_steps(pipe)
-    most = batch.micro_size or DEFAULT_MICRO_SIZE
+    most = batch.fixed_micro_size or DEFAULT_MICRO_SIZE
     if grows:
         most = _LARGEST_MICRO
-    for size in _sizes_to_try(most, batch.micro_size):
+    for size in _sizes_to_try(most, batch.fixed_micro_size):
         yield {MICRO: size, ACCUMULATION: steps}
 
 

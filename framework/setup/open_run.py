@@ -163,6 +163,8 @@ class OpenRun:
             changes = self._changes()
             if changes:
                 events[0]("changed", start_step, changes=changes)
+            if self.prepared.measured:
+                events[0]("measured", start_step, **self.prepared.measured)
             monitors.extend(
                 make_monitors(
                     plan.config,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,7 @@ class Prepared:
         weights: of a fresh start, if they are not drawn; or the checkpoint to read them from, once
             all ranks have met and verified its files.
         adapter: of a fresh start, if adapters are not drawn, under the names in peft's files.
+        measured: what `batch.micro_size: measured` has found, for the events.
     """
 
     plan: Plan
@@ -65,6 +66,7 @@ class Prepared:
     named: SavedCheckpoint | None = None
     weights: LazyWeights | SavedCheckpoint | None = None
     adapter: LazyWeights | None = None
+    measured: Mapping[str, Any] | None = None
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal on every rank, or collectives would hang or mix

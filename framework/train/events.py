@@ -25,8 +25,8 @@ class Events:
     """Appends events to the file of a run; as a monitor, it also records skipped steps.
 
     A line is ``{"time_seconds": Unix time, "step": n, "kind": ..., "seconds": duration of those
-    that have one, ...}``. Kinds: ``start`` and ``resume``, ``changed``, ``first_step``,
-    ``evaluate``, ``save``, ``callbacks``, ``skip``, ``bad_step``, ``roll_back``, ``warning``,
+    that have one, ...}``. Kinds: ``start`` and ``resume``, ``changed``, ``measured``,
+    ``first_step``, ``evaluate``, ``save``, ``callbacks``, ``skip``, ``bad_step``, ``roll_back``, ``warning``,
     ``straggler``, ``slow``, ``hang``, ``stop``, ``end``; ``reached`` is the last step of an earlier
     start, where this start takes steps again.
 

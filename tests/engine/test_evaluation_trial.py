@@ -4,6 +4,7 @@ right leaves every number of the run as it is without the trial.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,21 @@ def config(name: str, folder: Path, *, tries: bool, **sections: Any) -> dict[str
     return base | sections
 
 
+def sized(name: str, micro_size: Any = "measured", *, steps: int = 2) -> dict[str, Any]:
+    """A run with 12 samples on each rank, of which rank 1 has memory for 5 at once; again under the
+    same name it goes on.
+    """
+    return {
+        "run": {"name": name},
+        "model": {"target": "tests.jobs.parts:NoRoomOnRank1", "args": {"most": 5}},
+        "batch": {"global_size": 24, "micro_size": micro_size},
+        "training": {"max_steps": steps, "log_every": 1},
+        "evaluation": {"at_end": False, "batch_size": 4},
+        "checkpoint": {"resume": "auto"},
+        "monitors": {"tensorboard": False, "progress": "off", "report": False},
+    }
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trial")
@@ -58,6 +74,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     for name, sections in wrong.items():
         cases.append(config(name, folder, tries=True, **sections))
+    cases += [sized("size-given", 4), sized("size-measured"), sized("size-measured", steps=3)]
+    for case in cases[-3:]:
+        case["run"]["output_dir"] = str(folder)
     train_cases(cases, num_ranks=2, folder=folder)
     piped = [config(f"pipe-{tries}", folder, tries=tries, **PIPE) for tries in (True, False)]
     train_cases(piped, num_ranks=2, folder=folder)
@@ -74,6 +93,29 @@ def test_the_trial_changes_no_number(runs: Path, case: str) -> None:
     )
     assert with_trial.keys() == without.keys()
     assert all(torch.equal(value, without[name]) for name, value in with_trial.items())
+
+
+def test_a_measured_micro_batch_is_one_that_all_ranks_have_memory_for(runs: Path) -> None:
+    given = series(runs / "size-given", "train/loss")
+    found = series(runs / "size-measured", "train/loss")
+    assert [found[step] for step in (1, 2)] == [given[1], given[2]]
+    assert list(found) == [1, 2, 3]
+    lines = (runs / "size-measured/events.jsonl").read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line) for line in lines]
+    (measured,) = [event for event in events if event["kind"] == "measured"]
+    assert measured["micro_size"] == 4
+    assert {size: peak is None for size, peak in measured["peak_bytes"].items()} == {
+        "1": False,
+        "2": False,
+        "4": False,
+        "6": True,
+        "8": True,
+    }
+    plan = json.loads((runs / "size-measured/plan.json").read_text(encoding="utf-8"))
+    assert plan["auto"] == {"batch.micro_size": 4}
+    assert plan["layout"]["accumulation_steps"] == 3
+    kinds = [event["kind"] for event in events]
+    assert "resume" in kinds[kinds.index("measured") :], "which keeps it"
 
 
 @pytest.mark.parametrize(

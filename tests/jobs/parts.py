@@ -390,6 +390,20 @@ class SleepyNet(torch.nn.Module):
         return outputs
 
 
+class NoRoomOnRank1(torch.nn.Module):
+    """A layer that draws, and whose rank 1 has no memory for more than `most` samples."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.layer, self._most = torch.nn.Linear(28 * 28, 10), most
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if len(images) > self._most and torch.distributed.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        outputs: torch.Tensor = self.layer(torch.nn.functional.dropout(images.flatten(1)))
+        return outputs
+
+
 class DigitsOfASlowDisk(NoisyDigits):
     """Samples that one rank waits for."""
 
