@@ -26,9 +26,9 @@ class Events:
 
     A line is ``{"time_seconds": Unix time, "step": n, "kind": ..., "seconds": duration of those
     that have one, ...}``. Kinds: ``start`` and ``resume``, ``changed``, ``measured``,
-    ``first_step``, ``evaluate``, ``save``, ``callbacks``, ``skip``, ``bad_step``, ``roll_back``, ``warning``,
-    ``straggler``, ``slow``, ``hang``, ``stop``, ``end``; ``reached`` is the last step of an earlier
-    start, where this start takes steps again.
+    ``first_step``, ``evaluate``, ``save``, ``callbacks``, ``skip``, ``bad_step``, ``roll_back``,
+    ``warning``, ``straggler``, ``slow``, ``hang``, ``stop``, ``end``; ``reached`` is the last step
+    of an earlier start, where this start takes steps again.
 
     Attributes:
         restarts: how often the run was started before.
