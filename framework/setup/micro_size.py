@@ -79,8 +79,8 @@ class Search:
     def largest(self) -> int | None:
         """Return the largest size that fits, None if the smallest does not.
 
-        Sizes are doubled, also to some that are none to choose from, so that each is close to those
-        whose peaks are known; then those between the last two are halved.
+        Sizes are doubled, also to some that are none to choose from, so that each is close to
+        sizes with known peaks; then those between the last two are halved.
         """
         fitting = 0
         too_large = self.sizes[-1] + 1
@@ -114,7 +114,7 @@ class Search:
         return limit is not None and num_bytes > limit
 
     def expected(self, size: int) -> int | None:
-        """Return the peak of a size on the line through those of the two largest smaller ones; None
+        """Return the peak of a size on the line through the peaks of the two largest smaller ones; None
         with fewer than two.
         """
         smaller = [(tried, peak) for tried, peak in self.peaks.items() if tried < size and peak]
@@ -126,7 +126,7 @@ class Search:
 
 
 def measured(prepared: Prepared, start: SavedCheckpoint | None, *, around: Around) -> Prepared:
-    """Return the run with the largest micro-batch that fits, or with that of the checkpoint that it
+    """Return the run with the largest micro-batch that fits, or with the one of the checkpoint that it
     goes on from on as many ranks. Collective.
 
     Raises:
