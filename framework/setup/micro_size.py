@@ -114,8 +114,8 @@ class Search:
         return limit is not None and num_bytes > limit
 
     def expected(self, size: int) -> int | None:
-        """Return the peak of a size on the line through the peaks of the two largest smaller ones; None
-        with fewer than two.
+        """Return the peak of a size, on the line through the peaks of the two largest smaller ones;
+        None with fewer than two.
         """
         smaller = [(tried, peak) for tried, peak in self.peaks.items() if tried < size and peak]
         if len(smaller) < 2:
@@ -126,8 +126,8 @@ class Search:
 
 
 def measured(prepared: Prepared, start: SavedCheckpoint | None, *, around: Around) -> Prepared:
-    """Return the run with the largest micro-batch that fits, or with the one of the checkpoint that it
-    goes on from on as many ranks. Collective.
+    """Return the run with the largest micro-batch that fits. A run that goes on from a checkpoint on
+    as many ranks keeps its micro-batch. Collective.
 
     Raises:
         ConfigError: kind ``micro-size-measured``: one sample does not fit.
