@@ -126,8 +126,8 @@ class Search:
 
 
 def measured(prepared: Prepared, start: SavedCheckpoint | None, *, around: Around) -> Prepared:
-    """Return the run with the largest micro-batch that fits. A run that goes on from a checkpoint on
-    as many ranks keeps its micro-batch. Collective.
+    """Return the run with the largest micro-batch that fits. A run that goes on from a checkpoint
+    on as many ranks keeps its micro-batch. Collective.
 
     Raises:
         ConfigError: kind ``micro-size-measured``: one sample does not fit.
