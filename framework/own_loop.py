@@ -36,18 +36,15 @@ from framework.errors import (
 )
 from framework.run import opened
 from framework.setup.assemble import make_eval_loaders, make_schedule
-from framework.setup.open_run import OpenRun
-from framework.setup.prepare_run import prepare
-from framework.setup.user_code import (
-    ConfigSource,
-    MakeOptimizer,
-    ModelSource,
-    Objects,
+from framework.setup.handed_over import (
     config_with_objects,
     names_section,
     read_given,
     refuse_unknown_arguments,
 )
+from framework.setup.open_run import OpenRun
+from framework.setup.prepare_run import prepare
+from framework.setup.user_code import ConfigSource, MakeOptimizer, ModelSource, Objects
 from framework.system.clock import now
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.launcher_rank import take_rank

@@ -13,15 +13,7 @@ from framework.plan.plan import Plan
 from framework.report.run_result import RunResult
 from framework.run import run_prepared
 from framework.setup.prepare_run import prepare
-from framework.setup.user_code import (
-    ConfigSource,
-    MakeOptimizer,
-    ModelSource,
-    Objects,
-    config_with_objects,
-    read_given,
-    refuse_unknown_arguments,
-)
+from framework.setup.user_code import ConfigSource, MakeOptimizer, ModelSource, Objects
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.launcher_rank import take_rank
 from framework.system.stopping import StopRequest
@@ -74,6 +66,12 @@ def fit(
         TrainingError, StorageError: it started and failed; PeerLostError: another rank is gone.
         RunStopped: it was asked to stop, and what it had reached is saved.
     """
+    from framework.setup.handed_over import (
+        config_with_objects,
+        read_given,
+        refuse_unknown_arguments,
+    )
+
     end_in_one_line()
     refuse_unknown_arguments(unknown, further=further)
     objects = Objects(model, train_data, eval_data, task, optimizer, callbacks, scheduler, metrics)

@@ -51,7 +51,8 @@ from framework.setup.trained import (
 )
 from framework.system.arguments import CommandParser, add_step, whole
 from framework.system.files import open_own
-from framework.tasks.task import Task, as_task
+from framework.tasks.from_callable import as_task
+from framework.tasks.task import Task
 
 _LONGEST_ROW: Final = 64 << 20
 _SHORTEST_BEGIN: Final = len('{"input": "')

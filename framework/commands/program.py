@@ -21,7 +21,7 @@ from framework.errors import ConfigError, in_one_line, missing_package
 from framework.models.layers import LayeredModel
 from framework.setup.components import load_task
 from framework.setup.user_code import call_factory
-from framework.tasks.task import as_task
+from framework.tasks.from_callable import as_task
 
 PROGRAM: Final = "model.pt2"
 ONNX: Final = "model.onnx"

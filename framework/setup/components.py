@@ -43,7 +43,7 @@ from framework.setup.user_code import (
     type_name,
 )
 from framework.system.log import warn
-from framework.tasks.task import Task, as_task, collects
+from framework.tasks.task import Task, collects
 from framework.train.callbacks import EVENTS, EarlyStopping, ReduceOnPlateau
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     _refuse_objects_from_files(config, objects)
     splits = objects.splits or _load_data(config.data, key="data")
     if objects.task is None:
-        task = as_task(load_task(config))
+        task = _configured_task(config)
     else:
         task = _handed_over_task(objects.task)
     task.added_metrics = None  # a task that is handed over again has the metrics of the run before
@@ -360,6 +360,15 @@ def _is_given(metric: str, known: Sequence[str], areas: Sequence[str]) -> bool:
     return metric.startswith(tuple(areas))
 
 
+def _configured_task(config: RunConfig) -> Task:
+    task = load_task(config)
+    if isinstance(task, Task):
+        return task
+    from framework.tasks.from_callable import as_task
+
+    return as_task(task)
+
+
 def load_task(config: RunConfig) -> Any:
     """Return the config's task, in a form that `as_task` takes.
 
@@ -393,6 +402,8 @@ def _is_loss(target: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _handed_over_task(task: Any) -> Task:
+    from framework.tasks.from_callable import as_task
+
     if callable(task) and not isinstance(task, (Task, type)):
         fix = "hand over functools.partial(...) with what else it takes"
         check_handed_over(task, key="task", call="(outputs, targets)", num_values=2, fix=fix)

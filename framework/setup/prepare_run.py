@@ -33,7 +33,7 @@ from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
 from framework.plan.rules.devices import fp8_problems, missing_fp8_package, missing_metrics_package
 from framework.setup.components import Parts, gather_parts
-from framework.setup.user_code import Objects, check_arguments, describe_objects, load_target
+from framework.setup.user_code import Objects, check_arguments, load_target
 from framework.system.waiting import waiting
 from framework.train.run_folder import RunFolder
 
@@ -171,10 +171,14 @@ def prepare(
     Raises:
         ConfigError, StorageError: the run cannot work.
     """
-    objects = objects or Objects()
     source = source or Source()
     device = cast(Device, device_name())
-    config = describe_objects(config, objects)
+    if objects is None:
+        objects = Objects()
+    else:
+        from framework.setup.handed_over import describe_objects
+
+        config = describe_objects(config, objects)
     if lookup is None and (config.auto or _reads_checkpoint(config)):
         from framework.checkpoint.resume_point import ResumeLookup
 

@@ -28,7 +28,8 @@ from framework.config.base import members_of
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError
-from framework.setup.user_code import Objects, describe_objects
+from framework.setup.handed_over import describe_objects
+from framework.setup.user_code import Objects
 from tests.places import ROOT
 
 # Sections whose rule holds for whatever they have or will have: what they decide is restored from

@@ -25,7 +25,7 @@ from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, FrameworkError, TrainingError
 from framework.setup.trained import find_source
 from framework.setup.user_code import call_factory
-from framework.tasks.task import as_task
+from framework.tasks.from_callable import as_task
 from tests.commands.test_trust import forged
 from tests.full_disks import longest_file
 from tests.launched import ROOT, read_metrics, run_ranks

@@ -29,7 +29,8 @@ from framework.data.loaders import EvalLoader, is_stream, num_samples_of
 from framework.data.splits import given_splits
 from framework.data.streams import StreamEvalLoader
 from framework.errors import ConfigError
-from framework.setup.user_code import Objects, config_with_objects
+from framework.setup.handed_over import config_with_objects
+from framework.setup.user_code import Objects
 from tests.data.loader_of import train_loader
 
 NUMBERS = TensorDataset(torch.arange(40), torch.arange(40) % 2)

@@ -19,7 +19,7 @@ from framework.data.batches import SeededBatches, SeededSamples, WholeBatch
 from framework.data.order import epoch_order
 from framework.data.splits import as_splits
 from framework.setup.user_code import call_factory, load_target
-from framework.tasks.task import as_task
+from framework.tasks.from_callable import as_task
 from tests.engine.oracle import Average, MuonWithAdam, ScheduleFree
 from tests.gpu.oracles import lion
 from tests.tasks.value import value_of_step

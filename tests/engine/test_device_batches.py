@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from framework.engine.step_batches import DeviceBatches, place
-from framework.tasks.task import Task, as_task
+from framework.tasks.from_callable import as_task
+from framework.tasks.task import Task
 from tests.tasks.value import value_of
 
 META, CPU = torch.device("meta"), torch.device("cpu")

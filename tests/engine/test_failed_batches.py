@@ -15,7 +15,8 @@ from framework.engine.failures import explaining_failures
 from framework.engine.known_failures import explain_failed_batch, known_failure
 from framework.errors import TrainingError
 from framework.tasks.classification import Classification
-from framework.tasks.task import Task, as_task
+from framework.tasks.from_callable import as_task
+from framework.tasks.task import Task
 from tests.warm_ranks import WarmRanks
 
 X, Y = torch.ones(4, 3), torch.tensor([0, 1, 1, 0])

@@ -30,8 +30,9 @@ from framework.engine.schedules import OwnSchedule, StepSchedule, client_schedul
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.setup.handed_over import config_with_objects
 from framework.setup.prepare_run import prepare
-from framework.setup.user_code import Objects, config_with_objects
+from framework.setup.user_code import Objects
 
 
 def optimizer(*lrs: float) -> torch.optim.Optimizer:

@@ -28,7 +28,7 @@ from framework.errors import ConfigError, StorageError, show_value
 from framework.recipes.text.prepare import prepare
 from framework.setup.user_code import call_factory
 from framework.system.files import hash_file
-from framework.tasks.task import as_task
+from framework.tasks.from_callable import as_task
 from tests.checkpoint.test_every_fault import before
 from tests.engine.pipe_oracle import plain_run, tensors_of
 from tests.engine.saved_runs import read_weights

@@ -21,7 +21,8 @@ from framework.config.load import config_from_values
 from framework.engine.distributed import process_group, rank
 from framework.engine.plain_engine import build_engine
 from framework.setup.prepare_run import prepare
-from framework.tasks.task import Task, as_task
+from framework.tasks.from_callable import as_task
+from framework.tasks.task import Task
 
 _COLLECTIVES = (
     "all_reduce",

@@ -24,7 +24,8 @@ from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.recipes.text.prepare import prepare
 from framework.setup.components import Parts, gather_parts, make_train_loader
-from framework.setup.user_code import Objects, describe_objects
+from framework.setup.handed_over import describe_objects
+from framework.setup.user_code import Objects
 from framework.tasks.task import Ratio, Task
 from tests.tasks.value import value_of
 

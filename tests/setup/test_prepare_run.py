@@ -26,8 +26,9 @@ from framework.data.tokens import Tokens
 from framework.errors import FrameworkError
 from framework.recipes.text.windows import TextWindows
 from framework.setup import prepare_run
+from framework.setup.handed_over import config_with_objects
 from framework.setup.prepare_run import prepare
-from framework.setup.user_code import Objects, config_with_objects
+from framework.setup.user_code import Objects
 
 DATA = TensorDataset(torch.randn(64, 3), torch.arange(64) % 2)
 

@@ -24,7 +24,8 @@ from framework.data.splits import Splits
 from framework.errors import ConfigError, UsageError
 from framework.recipes.image_sets.kinds import Digits
 from framework.setup.components import gather_parts
-from framework.setup.user_code import Objects, config_with_objects, read_given
+from framework.setup.handed_over import config_with_objects, read_given
+from framework.setup.user_code import Objects
 from framework.tasks.classification import Classification
 from framework.tasks.task import Task
 

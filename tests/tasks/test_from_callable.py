@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from framework.errors import ConfigError
 from framework.tasks.classification import Classification
-from framework.tasks.task import as_task
+from framework.tasks.from_callable import as_task
 from tests.tasks.value import value_of, value_of_step
 
 

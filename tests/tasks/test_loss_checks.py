@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from framework.errors import ConfigError
+from framework.tasks.from_callable import as_task
 from framework.tasks.loss_checks import is_sum, refuse_first_sum, refuse_without_graph
 from framework.tasks.model_loss import ModelLoss
-from framework.tasks.task import Ratio, Task, as_task
+from framework.tasks.task import Ratio, Task
 
 Loss = Callable[[Tensor, Tensor], Any]
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.3])

@@ -10,7 +10,8 @@ from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.rules import apply_rules
 from framework.plan.rules.devices import missing_metrics_package
-from framework.setup.user_code import Objects, config_with_objects
+from framework.setup.handed_over import config_with_objects
+from framework.setup.user_code import Objects
 from framework.system.metric_names import BY_NAME
 
 EPOCHS = {"every_epochs": 1}

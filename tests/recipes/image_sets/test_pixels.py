@@ -21,7 +21,8 @@ from framework.engine.step_batches import DeviceBatches
 from framework.recipes.image_sets import digits, image_folder
 from framework.recipes.image_sets.image_tensors import ImageTensors
 from framework.recipes.image_sets.synthetic import SyntheticImages
-from framework.tasks.task import Task, as_task
+from framework.tasks.from_callable import as_task
+from framework.tasks.task import Task
 from tests.data.loader_of import train_loader
 from tests.engine.late_streams import LateStreams
 
