@@ -67,6 +67,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="try what is otherwise tried in part; minutes more",
     )
+    parser.addoption(
+        "--processor-times",
+        metavar="FILE",
+        type=Path,
+        help="write the processor seconds of each test, with those of its processes, into FILE",
+    )
 
 
 _exit_codes: list[int] = []
@@ -77,6 +83,9 @@ def pytest_configure(config: pytest.Config) -> None:
     tests are collected: nothing of what they import is garbage.
     """
     launched.exhaustive = bool(config.getoption("--exhaustive"))
+    times = config.getoption("--processor-times")
+    if times is not None:
+        times.write_bytes(b"")
     gc.disable()
     atexit.register(_end_at_once)  # early, and so after all other handlers
     # Late, torch asks for a solver of this name; the folder of a test's run is none.
@@ -101,6 +110,27 @@ def _end_at_once() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_exit_codes[-1])
+
+
+def _processor_seconds() -> float:
+    times = os.times()
+    own = times.user + times.system
+    children = times.children_user + times.children_system
+    return own + children + warm_ranks.processor_seconds()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Note the processor time of each test for `--processor-times`. Lanes write into one file, a
+    line at a time.
+    """
+    begin = _processor_seconds()
+    result = yield
+    times = item.config.getoption("--processor-times")
+    if times is not None:
+        with times.open("a", encoding="utf-8") as file:
+            file.write(f"{_processor_seconds() - begin:.2f}\t{item.nodeid}\n")
+    return result
 
 
 @pytest.fixture(scope="session")

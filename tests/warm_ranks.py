@@ -57,6 +57,11 @@ def session_ranks() -> WarmRanks:
     return _session[0]
 
 
+def processor_seconds() -> float:
+    """Return the processor time of the session's ranks that have ended, with their children."""
+    return sum(ranks.processor_seconds for ranks in _session)
+
+
 def end_session_ranks() -> None:
     """End the session's process, if it was started."""
     while _session:
@@ -133,6 +138,7 @@ class WarmRanks:
         self._codes: dict[int, int] = {}
         self._is_ready = False
         self._is_over = False
+        self.processor_seconds = 0.0
         threading.Thread(target=self._listen, daemon=True).start()
 
     def __enter__(self) -> WarmRanks:
@@ -205,6 +211,7 @@ class WarmRanks:
                     self._pids.append(message["pids"])
                 elif "code" in message:
                     self._codes[message["pid"]] = message["code"]
+                    self.processor_seconds += message["seconds"]
                 else:
                     self._is_ready = True
                 self._changed.notify_all()
@@ -378,10 +385,14 @@ def _serve(orders_end: int, answers_end: int) -> None:
 
 def _collect(running: set[int], answers: Any) -> None:
     for pid in sorted(running):
-        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        ended_pid, status, usage = os.wait4(pid, os.WNOHANG)
         if ended_pid:
             running.discard(pid)
-            message = {"pid": pid, "code": os.waitstatus_to_exitcode(status)}
+            message = {
+                "pid": pid,
+                "code": os.waitstatus_to_exitcode(status),
+                "seconds": usage.ru_utime + usage.ru_stime,
+            }
             answers.write(json.dumps(message) + "\n")
 
 
