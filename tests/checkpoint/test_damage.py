@@ -307,7 +307,7 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_set_aside_with_the_later_ones
 
 def test_there_are_as_many_changes_as_the_page_states() -> None:
     (stated,) = re.findall(
-        r"of (\d+) changes to the bytes", (ROOT / "docs/promises.md").read_text(encoding="utf-8")
+        r"[Oo]f (\d+) changes to the bytes", (ROOT / "docs/promises.md").read_text(encoding="utf-8")
     )
     assert int(stated) == NUM_SEEDS * len(MUTATIONS)
 
