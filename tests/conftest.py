@@ -37,14 +37,6 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             _number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
         )
 
-# Bytecode is kept, here and in every process that a test starts: without it, collecting takes twice
-# as long, and every command compiles the framework.
-sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-# Threads of lanes, and of ranks, would wait for each other in loops that keep processors busy.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 # In what tests start through commands as well.
 os.environ[launched.NO_COMPILE] = "1"
 

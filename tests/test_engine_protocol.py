@@ -18,7 +18,10 @@ from tests.places import ROOT
 
 def _reaches(path: Path) -> Iterator[str]:
     """Yield the places where a file takes the `engine` of an engine."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    text = path.read_text(encoding="utf-8")
+    if "engine.engine" not in text:
+        return
+    for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Attribute) or node.attr != "engine":
             continue
         owner = getattr(node.value, "attr", None) or getattr(node.value, "id", "")

@@ -36,6 +36,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     return json.loads(out.read_text(encoding="utf-8")), printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt2", "8b-slice-lora"])
 def test_all_loops_have_the_same_losses(model: str, measured: tuple[dict[str, Any], str]) -> None:
     rows = measured[0]["rows"][model]
@@ -49,12 +50,14 @@ def test_all_loops_have_the_same_losses(model: str, measured: tuple[dict[str, An
         assert row["ms_per_step"] > 0
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_a_row(measured: tuple[dict[str, Any], str]) -> None:
     rows = measured[0]["rows"]["bert-large"]
     assert rows["accelerate"] == {"failed": "not installed: No module named 'accelerate'"}
     assert {side for side, row in rows.items() if "losses" in row} == set(SIDES) - {"accelerate"}
 
 
+@pytest.mark.slow
 def test_a_second_call_goes_on_with_what_is_missing(
     measured: tuple[dict[str, Any], str],
 ) -> None:

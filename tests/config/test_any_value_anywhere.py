@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import suppress
 from typing import Any
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 from deepspeed_lint.text.document import Document
 from framework.config.load import config_from_values, load_known
 from framework.config.run_config import RunConfig
-from framework.config.schema import run_schema
+from framework.config.schema import schema_text
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import errors_of_known, make_plan
 
-SCHEMA = run_schema()
+pytestmark = pytest.mark.slow
+
+SCHEMA = json.loads(schema_text())
 KEYS = sorted({key for section in SCHEMA["$defs"].values() for key in section["properties"]})
 TAGS = sorted(
     {
@@ -51,7 +54,6 @@ JARGON = re.compile(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=300)
 @given(CONFIGS)
 def test_problems_are_whole_sentences(values: dict[str, Any]) -> None:

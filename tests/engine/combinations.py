@@ -7,6 +7,7 @@ python -m tests.engine.combinations      # writes the tables into docs/paralleli
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -230,6 +231,7 @@ class Table(NamedTuple):
     by_ways: Mapping[tuple[str, str], Cell]
 
 
+@cache
 def table() -> Table:
     """Read all of it off."""
     runs = [(ways_of(run.values), run, features_of(run)) for run in proven()]

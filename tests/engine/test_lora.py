@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,10 @@ from tests.engine.saved_runs import write_tokens
 from tests.engine.test_pipeline import GPT
 from tests.launched import fewer, furthest, rarely, series, train_cases
 
-pytestmark = pytest.mark.slow
-peft = pytest.importorskip("peft", reason="peft comes with the lora extra")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("peft") is None, reason="peft comes with the lora extra"),
+]
 
 # Drift is held by one run of each optimizer.
 LONG_STEPS, NUM_STEPS, HALF_WAY = fewer(8, of=20), fewer(4, of=20), fewer(2, of=10)
@@ -164,6 +167,8 @@ def begun_in_stages(folder: Path) -> dict[str, Any]:
 
 def write_with_peft(folder: Path, values: dict[str, Any]) -> None:
     """Adapters that add something, as peft saves them; and the same, noted as of another base."""
+    import peft  # here: it takes seconds
+
     from safetensors.torch import load_file, save_file
 
     made = peft.get_peft_model(build(values), peft.LoraConfig(**values["training"]["lora"]))
@@ -332,6 +337,8 @@ def in_few_bits(folder: Path, stage: int, start: int | None = None) -> dict[str,
 
 def adapted(values: dict[str, Any]) -> tuple[Any, list[nn.Parameter]]:
     """The base with adapters by peft's own functions, and what is trained."""
+    import peft  # here: it takes seconds
+
     model = build(values)
     lora = dict(values["training"]["lora"])
     begin = lora.pop("init_adapter", None)
@@ -486,6 +493,8 @@ def compare_with_peft(run: Path, values: dict[str, Any], folder: Path) -> None:
     """Hold what peft computes with a run's exported adapter against the run's model, and against
     the model without it.
     """
+    import peft  # here: it takes seconds
+
     export(str(run), folder, adapter=True)
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
     loaded = peft.PeftModel.from_pretrained(build(values), str(folder)).eval()
@@ -641,6 +650,8 @@ def test_checkpoints_hold_no_frozen_weight(runs: Path, stage: int) -> None:
 def test_exports_compute_what_the_trained_model_does(
     runs: Path, tmp_path: Path, model: str, stage: int
 ) -> None:
+    import peft  # here: it takes seconds
+
     run, values = runs / f"{model}-sgd-z{stage}", config(runs, model, "sgd", stage)
     if model == "llama":
         with pytest.raises(ConfigError, match=r"or give --adapter, .* \[target-not-trusted\]"):
@@ -701,6 +712,8 @@ def test_a_run_in_few_bits_resumes_to_the_bit_and_moves(runs: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nf4", "nf4-spread", "int8-spread", "int8-bf16"])
 def test_adapters_are_merged_into_the_numbers_that_few_bits_hold(runs: Path, name: str) -> None:
+    import peft  # here: it takes seconds
+
     values = varied(runs, name)
     base = build(values)
     lora = LoRA(**values["training"]["lora"])

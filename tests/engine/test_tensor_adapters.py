@@ -4,6 +4,7 @@ process, resumed to the bit, moved to other sizes of the group, and exported.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,10 @@ from tests.engine import test_lora
 from tests.engine.saved_runs import write_tokens
 from tests.launched import fewer, rarely, series, train_cases
 
-pytestmark = pytest.mark.slow
-peft = pytest.importorskip("peft", reason="peft comes with the lora extra")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("peft") is None, reason="peft comes with the lora extra"),
+]
 
 NUM_STEPS = fewer(5, of=20)
 BATCH, CLIP = test_lora.BATCH, test_lora.CLIP
@@ -313,6 +316,8 @@ def test_exports_of_stages_are_those_of_one_process(
 
 def hold_exports(folder: Path, case: Case, tmp_path: Path, name: str) -> None:
     """Compare the logits of exported adapters, and of merged weights, with plain PyTorch's."""
+    import peft  # here: it takes seconds
+
     config = values(name, case, folder)
     _, _, model = plain(config)
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
