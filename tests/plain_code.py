@@ -65,9 +65,15 @@ def rooms() -> dict[str, list[Path]]:
 
 
 @cache
+def tree(file: Path) -> ast.Module:
+    """Parse a file once for all tests of a process."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
 def nodes(file: Path) -> tuple[ast.AST, ...]:
-    """Return all nodes of a module's tree: each file is parsed once for all tests of a process."""
-    return tuple(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    """Return all nodes of a module's tree."""
+    return tuple(ast.walk(tree(file)))
 
 
 def function_docstrings(file: Path) -> Iterator[tuple[str, str]]:

@@ -44,6 +44,7 @@ def test_config_keys_are_not_more() -> None:
     assert len(config_keys()) <= CONFIG_KEYS
 
 
+@pytest.mark.slow
 def test_kinds_of_problems_are_not_more() -> None:
     assert len(find_kinds()) <= KINDS_OF_PROBLEMS
 

@@ -16,6 +16,7 @@ WRITTEN = json.loads((ROOT / "benchmarks/results/planner.json").read_text(encodi
 MEASURED = ("tokens_per_second_per_gpu", "step_seconds", "samples_per_second", "memory_gib", "mfu")
 
 
+@pytest.mark.slow
 def test_throughput_is_as_written() -> None:
     rates = validate.rates_of(WRITTEN["constants_without"])
     assert validate.throughput_errors(rates) == WRITTEN["throughput"]

@@ -74,6 +74,7 @@ def table(out: str) -> list[dict[str, str]]:
     return rows
 
 
+@pytest.mark.slow
 def test_one_output_has_everything(capsys: Capture) -> None:
     out = plan(*GPT, "zero.stage=1", "--gpu", "a100-80gb", capsys=capsys)
     labels = [line[:10].strip() for line in out.splitlines() if not line.startswith(" ")]
@@ -103,6 +104,7 @@ def test_one_output_has_everything(capsys: Capture) -> None:
     assert searched.count("\n          *") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [None, 80])
 def test_what_is_planned_fits_the_width(
     columns: int | None, capsys: Capture, monkeypatch: pytest.MonkeyPatch
@@ -252,6 +254,7 @@ def test_the_margin_is_a_key_and_decides(capsys: Capture) -> None:
         assert ("memory-too-small" in out) == warns
 
 
+@pytest.mark.slow
 def test_without_a_device_the_order_reports_it(capsys: Capture) -> None:
     order = "in the order of a card on PCIe (l4-24gb), speed unknown: no device named (--gpu)"
     assert order in plan(*GPT, "--search", capsys=capsys)
@@ -651,6 +654,7 @@ def test_a_search_does_not_end_with_what_is_written(
     assert planned.layout.data_parallel_size < 64
 
 
+@pytest.mark.slow
 def test_fixed_keys_that_cost_are_named_the_dearest_first(capsys: Capture) -> None:
     """Each price is that of a plan with the settings that are named."""
     words = ["ds_configs/gpt_zero3.yaml", "model={kind: gpt, size: llama-3-8b}", "zero.stage=3"]

@@ -207,6 +207,7 @@ def loss_of(model: Any) -> torch.Tensor:
     return model(drawn(20, 6, seed=2) + torch.randn(20, 6)).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", *wrong_compilers.WRONG])
 @pytest.mark.usefixtures("alone")
 def test_nothing_is_left_of_the_trial(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,6 +233,7 @@ def test_nothing_is_left_of_the_trial(backend: str, capsys: pytest.CaptureFixtur
         assert f"auto goes on as written: {probe.reason}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_what_differs_is_named() -> None:
     for backend, kind, reason in (
@@ -246,6 +248,7 @@ def test_what_differs_is_named() -> None:
         assert reason in problem.reason
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_half_precision_is_within_its_bound() -> None:
     model = gpt().to(torch.bfloat16)
@@ -261,6 +264,7 @@ def test_half_precision_is_within_its_bound() -> None:
     assert probe_of(model, "eager", is_auto=True, precision=FP32(matmul="high"))._dtype() == "tf32"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_tiles_that_are_wrong_leave_blocks_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     model = gpt().to(torch.bfloat16)
@@ -298,6 +302,7 @@ def test_models_that_auto_leaves_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
     assert "fails as written: RuntimeError" in probe.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "rounds_too_much"])
 @pytest.mark.usefixtures("alone")
 def test_a_graph_of_cuda_is_replayed_in_the_trial(

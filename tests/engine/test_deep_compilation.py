@@ -58,6 +58,7 @@ def test_after_a_resume_its_passes_begin_with_the_first_step_of_the_start() -> N
     assert engine.launched == [0, 0, 1, 5]
 
 
+@pytest.mark.slow
 def test_deepspeed_takes_up_its_passes_where_its_count_of_steps_is_theirs() -> None:
     """The reason for counting anew: the schedule's first step is 0, and no other will do."""
     backend = pytest.importorskip("deepspeed.compile.backend")

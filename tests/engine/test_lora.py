@@ -168,7 +168,6 @@ def begun_in_stages(folder: Path) -> dict[str, Any]:
 def write_with_peft(folder: Path, values: dict[str, Any]) -> None:
     """Adapters that add something, as peft saves them; and the same, noted as of another base."""
     import peft  # here: it takes seconds
-
     from safetensors.torch import load_file, save_file
 
     made = peft.get_peft_model(build(values), peft.LoraConfig(**values["training"]["lora"]))

@@ -65,6 +65,7 @@ class Handle:
         return 1
 
 
+@pytest.mark.slow
 def test_the_fastest_setting_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(bytes_per_second=1e9)
     monkeypatch.setattr(nvme_bench.time, "perf_counter", drive.perf_counter)
@@ -84,6 +85,7 @@ def test_the_fastest_setting_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert set(drive.sizes) == {64 * MIB}
 
 
+@pytest.mark.slow
 def test_less_is_written_to_a_slow_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(bytes_per_second=32 * MIB)
     monkeypatch.setattr(nvme_bench.time, "perf_counter", drive.perf_counter)

@@ -100,12 +100,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], TileKer
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [
         ("eager", torch.bfloat16),
         ("aot_eager", torch.float16),
-        pytest.param("inductor", torch.bfloat16, marks=pytest.mark.slow),
+        ("inductor", torch.bfloat16),
     ],
     ids=str,
 )
@@ -132,6 +133,7 @@ def test_compiled_tiles_are_those_as_written(
             assert float((one.double() - other).abs().max()) < BOUNDS[dtype] * largest
 
 
+@pytest.mark.slow
 def test_where_tiles_are_computed_as_written(kernels: Callable[[str], TileKernels]) -> None:
     made = kernels("eager")
     given, targets = drawn()

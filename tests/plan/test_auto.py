@@ -110,6 +110,7 @@ def test_an_unresolved_config_is_no_plan() -> None:
     assert [problem.kind for problem in refused.value.problems] == ["auto-not-chosen"] * 6
 
 
+@pytest.mark.slow
 def test_without_a_device_nothing_is_started() -> None:
     with pytest.raises(ConfigError, match=r"--gpu KIND.*DSF_GPU.*\[auto-without-device\]"):
         resolve(config_from_values(AUTO), CLUSTER, Hardware())

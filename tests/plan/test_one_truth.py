@@ -66,6 +66,7 @@ def facts(candidate: Candidate, request: Request) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_candidate_is_the_plan_of_its_settings(name: str) -> None:
     """Work that a search keeps for one candidate is no other's: all are planned again from plain
@@ -95,6 +96,7 @@ SIXTEEN: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_what_auto_chooses_fits_by_the_plan_that_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +158,7 @@ FREE: dict[str, tuple[dict[str, Any], int, int, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FREE)
 def test_a_search_starts_from_what_is_free(name: str) -> None:
     """As written the samples do not divide over the ranks."""

@@ -176,6 +176,7 @@ def test_keys_that_are_not_free_stay() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["", "rtx4090-24gb"])
 def test_cards_without_rates_are_ranked_as_one_on_pcie(name: str) -> None:
     """All that is sent over PCIe counts, the sums of tensor groups too: recomputation with ZeRO
@@ -347,6 +348,7 @@ def test_512_gpus_are_searched_in_seconds_without_torch() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 8
 
 
+@pytest.mark.slow
 def test_found_is_empty_of_words_where_something_fits() -> None:
     assert isinstance(searched(), SearchResult)
     assert searched().block == ""

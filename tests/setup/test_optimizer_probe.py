@@ -96,6 +96,7 @@ def test_what_works_number_by_number_is_taken(name: str, lr: float) -> None:
     assert judge(partial(getattr(optim, name), lr=lr), stage=3) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [lion, noisy])
 def test_also_of_ones_own_and_no_generator_is_moved(step: Step) -> None:
     before = torch.get_rng_state(), random.getstate()
@@ -117,6 +118,7 @@ def test_closures_are_refused_at_every_stage(make: Any) -> None:
     assert {judge(make, stage=stage) for stage in range(4)} == {"optimizer-needs-closure"}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_tried_is_not_judged() -> None:
     model = torch.nn.Linear(3, 3)
     before = model.weight.detach().clone()
@@ -277,6 +279,7 @@ def dropped(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return gradient * torch.empty_like(weight).bernoulli_(0.7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [masked, dropped, draws])
 def test_a_draw_for_each_number_is_no_reason_to_refuse(step: Step) -> None:
     assert judge(partial(Own, step=step), stage=2) == ""
@@ -338,6 +341,7 @@ def notes_norms(optimizer: AllWeights, group: dict[str, Any]) -> None:
     take(optimizer, group)
 
 
+@pytest.mark.slow
 def test_a_norm_that_changes_no_step_is_no_reason_to_refuse() -> None:
     assert judge(partial(AllWeights, step=notes_norms), stage=2) == ""
 
