@@ -19,7 +19,7 @@ from framework.config.training import LoRA, Quantization
 from framework.engine.weights import gives, is_base, load_part, needed_shapes
 from framework.errors import ConfigError, counted
 from framework.models.quantized import QuantizedLinear, quantizable
-from framework.models.split import part_of
+from framework.models.split import DividedLinear, part_of
 
 
 def put_adapter(model: nn.Module, weights: Mapping[str, torch.Tensor], lora: LoRA) -> None:
@@ -89,7 +89,8 @@ def quantize_adapted(
     spread: Callable[[nn.Module], object] = lambda module: None,
 ) -> str:
     """Put the linear layers under adapters into few bits, one by one, their numbers first rounded
-    to `dtype`; `spread` partitions one again, at ZeRO stage 3. Collective.
+    to `dtype`; `spread` partitions one again, at ZeRO stage 3. Layers of other stages of a pipeline,
+    which have no numbers here, stay as they are. Collective.
 
     Returns:
         What was done, and the share of the weights' norm that was lost.
@@ -104,19 +105,33 @@ def quantize_adapted(
         raise ConfigError.of("quantizes-nothing", reason, fix, "training.lora.quantization", form)
     lost = torch.zeros((), dtype=torch.float64)
     whole = torch.zeros((), dtype=torch.float64)
-    for module in adapted.values():
+    here = {name: module for name, module in adapted.items() if not _is_elsewhere(module)}
+    for name, module in here.items():
         base: Any = module.base_layer
         is_spread = hasattr(base.weight, "ds_id")
         with deepspeed.zero.GatheredParameters([base.weight], enabled=is_spread):
-            quantized = QuantizedLinear(base, form, dtype=dtype)
-            numbers = base.weight.detach().to(dtype).float()
-            lost += (quantized.matrix(torch.float32) - numbers).double().square().sum().cpu()
+            if isinstance(base, DividedLinear):
+                from framework.engine.tensor_quantized import quantize_part
+
+                numbers, held = quantize_part(base, form, dtype=dtype, name=name)
+            else:
+                numbers = base.weight.detach().to(dtype).float()
+                module.base_layer = QuantizedLinear(base, form, dtype=dtype)
+                held = module.base_layer.matrix(torch.float32)
+            lost += (held - numbers).double().square().sum().cpu()
             whole += numbers.double().square().sum().cpu()
-        module.base_layer = quantized
-        spread(quantized)
-    share = float((lost / whole).sqrt())
-    layers = counted(len(adapted), "linear layer")
+        spread(module.base_layer)
+    share = 0.0
+    if here:
+        share = float((lost / whole).sqrt())
+    layers = counted(len(here), "linear layer")
     return f"{layers} in {form}, which leaves out {share:.2%} of the norm of their weights"
+
+
+def _is_elsewhere(module: Any) -> bool:
+    """Check whether a layer of a pipeline has its numbers on other ranks."""
+    is_meta: bool = module.base_layer.weight.is_meta
+    return is_meta
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from framework.models.experts import MixtureOfExperts
 from framework.models.split import TensorPart, part_of
 
 _CHUNK: Final = 1 << 22
+_WHOLE: Final = "whole_in_fingerprint"
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd numbers that mix well (Steele et al. 2014, "Fast Splittable Pseudorandom Number Generators"),
 # as int64.
@@ -60,7 +61,9 @@ def fingerprint(
                 full_name = plain_name(f"{module_name}.{name}" if module_name else name)
                 shape = tuple(parameter.shape)
                 own = _part_in(part, parameter)
-                if own is None:
+                if _WHOLE in vars(parameter):
+                    shape, checksum = vars(parameter)[_WHOLE]
+                elif own is None:
                     checksum = int(_checksum(parameter.detach()))
                 else:
                     shape = tuple(own.split.whole_shape(shape))
@@ -98,6 +101,11 @@ def _groups_of(part: TensorPart | None, weight: torch.Tensor) -> list[Any]:
 
         groups.append(group_of_part(experts))
     return groups
+
+
+def note_whole(weight: nn.Parameter, whole: torch.Tensor) -> None:
+    """Have a frozen weight, a part of `whole` that no `Split` describes, count as the whole."""
+    vars(weight)[_WHOLE] = (tuple(whole.shape), int(_checksum(whole)))
 
 
 def _digest(lines: list[str]) -> str:

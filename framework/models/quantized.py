@@ -6,11 +6,14 @@ Both passes make the matrix anew, and autograd keeps the bytes alone.
 
 - ``nf4``: 16 levels, at the quantiles of a normal distribution; a scale for each 64 numbers.
 - ``int8``: 255 equal steps; a scale for each row.
+
+A rank of a tensor group has the codes of its part of the matrix, and their scales: of ``nf4`` all
+blocks that its part reaches into.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ from torch.nn.functional import linear, pad
 
 from framework.config.groups import NUMBERS_OF_A_BLOCK
 from framework.config.training import Quantization
+from framework.models.split import ColumnLinear, RowLinear
 
 # Dettmers et al. 2023, appendix E.
 _LEVELS: Final = (
@@ -26,6 +30,8 @@ _LEVELS: Final = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+BYTES_OF_A_BLOCK: Final = NUMBERS_OF_A_BLOCK // 2
+"""Bytes of the codes of an ``nf4`` block."""
 _LARGEST: Final = 127  # of an int8, the same on both sides of zero
 
 
@@ -52,21 +58,51 @@ def _not_zero(scales: Tensor) -> Tensor:
     return torch.where(scales == 0, 1.0, scales)
 
 
+class Kept(NamedTuple):
+    """Numbers of ``nf4`` blocks that are a rank's part of a matrix.
+
+    Attributes:
+        rows: lines of blocks; the same numbers are kept of each.
+        spans: first number of each stretch that is kept of a line, and the one after its last.
+    """
+
+    rows: int
+    spans: tuple[tuple[int, int], ...]
+
+    def of(self, numbers: Tensor) -> Tensor:
+        """Return the kept numbers of blocks, line by line."""
+        lines = numbers.view(self.rows, -1)
+        return torch.cat([lines[:, begin:end] for begin, end in self.spans], dim=1)
+
+
 def dequantize(
-    held: Tensor, shape: tuple[int, int], form: Quantization, dtype: torch.dtype
+    held: Tensor,
+    shape: tuple[int, int],
+    form: Quantization,
+    dtype: torch.dtype,
+    kept: Kept | None = None,
 ) -> Tensor:
-    """Return the matrix (rows, columns) of such bytes, computed in fp32 and rounded to `dtype`."""
+    """Return the matrix (rows, columns) of such bytes, computed in fp32 and rounded to `dtype`;
+    of a rank's part in ``nf4`` what is `kept` of its blocks.
+    """
     rows, columns = shape
     if form == "int8":
         codes = held[: rows * columns].view(torch.int8).view(rows, columns)
         return (codes.float() * _scales(held, rows * columns)[:, None]).to(dtype)
-    num_codes = -(-rows * columns // NUMBERS_OF_A_BLOCK) * NUMBERS_OF_A_BLOCK // 2
+    num_codes = num_blocks(held) * BYTES_OF_A_BLOCK
     codes = held[:num_codes]
     levels = torch.tensor(_LEVELS, device=held.device)
     pairs = torch.stack((codes >> 4, codes & 15), dim=-1)
     blocks = levels[pairs.int()].view(-1, NUMBERS_OF_A_BLOCK)
     numbers = blocks * _scales(held, num_codes)[:, None]
+    if kept is not None:
+        numbers = kept.of(numbers)
     return numbers.flatten()[: rows * columns].view(rows, columns).to(dtype)
+
+
+def num_blocks(held: Tensor) -> int:
+    """Count the ``nf4`` blocks of some bytes."""
+    return held.numel() // (BYTES_OF_A_BLOCK + torch.float32.itemsize)
 
 
 def _scales(held: Tensor, start: int) -> Tensor:
@@ -74,62 +110,94 @@ def _scales(held: Tensor, start: int) -> Tensor:
     return held[start:].clone().view(torch.float32)
 
 
-class QuantizedLinear(nn.Linear):
-    """`nn.Linear` that is never trained, with its matrix in few bits.
+class InFewBits(nn.Linear):
+    """A linear layer that is never trained, with its matrix in few bits.
 
     Attributes:
         shape: rows and columns of the matrix.
         form: of its bytes.
+        kept: numbers of its blocks that are the matrix; None: all.
     """
+
+    shape: tuple[int, int]
+    form: Quantization
+    kept: Kept | None = None
+
+    def hold(self, held: Tensor, form: Quantization, kept: Kept | None = None) -> None:
+        """Keep these bytes for the matrix."""
+        self.shape = (self.out_features, self.in_features)
+        self.form = form
+        self.kept = kept
+        self.weight = nn.Parameter(held, requires_grad=False)
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        layout = (self.shape, self.form, self.kept)
+        output: Tensor = _Product.apply(input, self.weight, bias, layout)
+        return output
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrix, rounded to `dtype`."""
+        return _matrix(self.weight.detach(), (self.shape, self.form, self.kept), dtype)
+
+
+class QuantizedLinear(InFewBits):
+    """`nn.Linear` in few bits."""
 
     def __init__(self, of: nn.Linear, form: Quantization, *, dtype: torch.dtype) -> None:
         """Take the place of a whole layer, its numbers first rounded to `dtype`."""
         nn.Module.__init__(self)
         self.in_features = of.in_features
         self.out_features = of.out_features
-        self.shape = (of.out_features, of.in_features)
-        self.form: Quantization = form
-        held = quantize(of.weight.detach().to(dtype), form)
-        self.weight = nn.Parameter(held, requires_grad=False)
+        self.hold(quantize(of.weight.detach().to(dtype), form), form)
         self.bias = of.bias
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features)."""
-        output: Tensor = _Product.apply(input, self.weight, self.bias, self.shape, self.form)
-        return output
+        return self.product(input, self.bias)
 
-    def matrix(self, dtype: torch.dtype) -> Tensor:
-        """Return the matrix, rounded to `dtype`."""
-        return dequantize(self.weight.detach(), self.shape, self.form, dtype)
+
+class QuantizedColumn(InFewBits, ColumnLinear):
+    """`ColumnLinear` in few bits: a rank's outputs."""
+
+
+class QuantizedRow(InFewBits, RowLinear):
+    """`RowLinear` in few bits: a rank's inputs."""
 
 
 class _Product(torch.autograd.Function):
     """A product with a matrix in few bits, and the gradient of its input."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, held: Tensor, bias: Tensor | None, shape: Any, form: Any
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, held: Tensor, bias: Tensor | None, layout: Any) -> Tensor:
         device = input.device.type
         dtype = input.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         ctx.save_for_backward(held)
-        ctx.shape = shape
-        ctx.form = form
+        ctx.layout = layout
         ctx.dtype = dtype
         ctx.input_dtype = input.dtype
         if bias is not None:
             bias = bias.to(dtype)
         with torch.autocast(device, enabled=False):
-            return linear(input.to(dtype), dequantize(held, shape, form, dtype), bias)
+            return linear(input.to(dtype), _matrix(held, layout, dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (held,) = ctx.saved_tensors
-        matrix = dequantize(held, ctx.shape, ctx.form, ctx.dtype)
+        matrix = _matrix(held, ctx.layout, ctx.dtype)
         of_input = (gradients[0].to(ctx.dtype) @ matrix).to(ctx.input_dtype)
-        return of_input, None, None, None, None
+        return of_input, None, None, None
+
+
+def _matrix(held: Tensor, layout: Any, dtype: torch.dtype) -> Tensor:
+    """Return the matrix of bytes with the shape, form and kept numbers of an `InFewBits`."""
+    shape, form, kept = layout
+    return dequantize(held, shape, form, dtype, kept)
+
+
+_PRODUCTS: Final = (nn.Linear.forward, ColumnLinear.forward, RowLinear.forward)
 
 
 def quantizable(model: nn.Module) -> dict[str, Any]:
@@ -140,7 +208,7 @@ def quantizable(model: nn.Module) -> dict[str, Any]:
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             base = module.get_base_layer()
-            if isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward:
+            if type(base).forward in _PRODUCTS:
                 found[name] = module
     return found
 

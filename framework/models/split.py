@@ -188,6 +188,20 @@ def _put_generator_states(states: Sequence[Tensor]) -> None:
         torch.cuda.set_rng_state(state)
 
 
+class DividedLinear(nn.Linear):
+    """A layer with a rank's part of a matrix.
+
+    Attributes:
+        part: this rank's place in the tensor group.
+    """
+
+    part: TensorPart
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply with this rank's part, (..., its inputs) to (..., its outputs)."""
+        return linear(input, self.weight, bias)
+
+
 class SumsTogether(nn.Module):
     """A module that copies what its column layers read, and sums what its row layers make, by
     itself: once for all of them, and beside layers that are whole.
@@ -199,12 +213,11 @@ class SumsTogether(nn.Module):
     part: TensorPart | None = None
 
 
-class ColumnLinear(nn.Linear):
+class ColumnLinear(DividedLinear):
     """`nn.Linear` with this rank's part of the outputs: (..., in_features) to (..., part of
     out_features).
 
     Attributes:
-        part: this rank's place in the tensor group.
         copies: whether it copies its input itself; a module around it may have done so for all
             column layers.
         widths: sizes of all ranks' parts, to join them to (..., out_features); None to leave them
@@ -212,7 +225,6 @@ class ColumnLinear(nn.Linear):
         is_last: no row layer follows: its output is the model's.
     """
 
-    part: TensorPart
     copies = True
     widths: Sequence[int] | None = None
     is_last = False
@@ -221,28 +233,26 @@ class ColumnLinear(nn.Linear):
         """Shapes as in the class docstring."""
         part = self.part
         if self.is_last:
-            output = linear(part.copy(input), self.weight, self.bias)
+            output = self.product(part.copy(input), self.bias)
             if self.widths is None:
                 return output
             return part.join(output, self.widths)
         if self.copies:
             input = part.copy_once(input)
-        output = linear(input, self.weight, self.bias)
+        output = self.product(input, self.bias)
         part.begin(draws=self.training)
         return output
 
 
-class RowLinear(nn.Linear):
+class RowLinear(DividedLinear):
     """`nn.Linear` with this rank's part of the inputs: (..., part of in_features) to (...,
     out_features), summed.
 
     Attributes:
-        part: this rank's place in the tensor group.
         sums: whether it sums its output itself; a module around it may do so for several row
             layers.
     """
 
-    part: TensorPart
     sums = True
 
     def forward(self, input: Tensor) -> Tensor:
@@ -250,8 +260,8 @@ class RowLinear(nn.Linear):
         self.part.end()
         if not self.sums:
             part_of_bias = None if self.bias is None else self._bias_to_sum()
-            return linear(input, self.weight, part_of_bias)
-        output = self.part.sum(linear(input, self.weight))
+            return self.product(input, part_of_bias)
+        output = self.part.sum(self.product(input, None))
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def _bias_to_sum(self) -> Tensor:

@@ -240,6 +240,13 @@ def _adapted_stage(prepared: Prepared, cut: CutModel, lora: LoRA) -> tuple[Layer
 
         put_adapter(whole, prepared.adapter, lora)
         prepared.adapter.let_go()
+    if lora.quantization is not None:
+        from framework.engine.adapter_weights import quantize_adapted
+
+        dtype = HALF.get(plan.config.precision.dtype, torch.float32)
+        done = quantize_adapted(whole, lora.quantization, dtype=dtype)
+        if rank() == 0:
+            print_line(f"training.lora.quantization: in the first stage {done}")
     return layers
 
 

@@ -253,6 +253,7 @@ def held_cases(folder: Path) -> list[dict[str, Any]]:
         *(shared(folder, *each) for each in SHARED),
         *(piped(folder, *each) for each in PIPED),
         piped_with_dora(folder),
+        piped_in_few_bits(folder),
     ]
 
 
@@ -298,6 +299,13 @@ def runs(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         allow_fp16=True,
     )
     return folder
+
+
+def piped_in_few_bits(folder: Path) -> dict[str, Any]:
+    """The run of `in_few_bits` in two stages."""
+    made = in_few_bits(folder, 1)
+    made["run"]["name"] = "nf4-piped"
+    return made | {"parallel": {"pipe": 2}, "batch": {"global_size": BATCH, "micro_size": 2}}
 
 
 def build(values: dict[str, Any], *, seed: int = 0) -> Any:
@@ -526,6 +534,13 @@ def test_other_arithmetic_stays_close(runs: Path, plain_losses: Any, name: str) 
         expected = plain_losses[model, optimizer][0]
     print(f"{name}: {max(abs(a - b) for a, b in zip(found, expected, strict=True)):.1e}")
     assert found == pytest.approx(expected, abs=within)
+
+
+def test_two_stages_train_over_weights_in_few_bits(runs: Path) -> None:
+    run = runs / "nf4-piped"
+    left, _ = same_training(run, runs / "nf4-z2", plain(in_few_bits(runs, 2))[0], "adamw")
+    base = weights(run).checkpoint.manifest["base"]
+    assert base == left.checkpoint.manifest["base"], "the same bytes, whoever has them"
 
 
 @pytest.mark.parametrize("stage", [0, 3])

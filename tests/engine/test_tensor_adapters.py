@@ -43,6 +43,9 @@ THEIR_HEAD = {
 
 # Next to nothing is dropped, but the products of what is left are made anew.
 DORA = {"target_modules": r".*\.(q|v|o|up|down)_proj", "use_dora": True, "lora_dropout": 1e-12}
+# Of nf4 a row layer divides whole rows of blocks: `output` has rows of 32 numbers.
+IN_NF4 = {"target_modules": r".*\.(q|v|up|down)_proj", "quantization": "nf4"}
+IN_INT8 = {"target_modules": r".*\.(k|o|down)_proj|lm_head", "quantization": "int8"}
 # Runs that go on -> from which one.
 ROUTES = {
     "dropped-again": "dropped",
@@ -77,11 +80,17 @@ CASES = {
     "ends-z3": Case("untied", 3, ENDS, "adamw", within=1e-4),
     "dora-z2": Case("gpt", 2, ROWS_AND_COLUMNS | {"use_dora": True}),
     "dora-z3": Case("llama", 3, DORA, "adamw", within=1e-4),
+    "nf4-z3": Case("llama", 3, IN_NF4, "adamw", within=1e-4),
+    "int8-z1": Case("llama", 1, IN_INT8, sections={"batch": {"accumulation_steps": 2}}),
     "theirs-z1": Case("llama", 1, THEIR_ENDS),
     "theirs-z3": Case("llama", 3, THEIR_HEAD),
 }
 RARE = {
     "gpt-z1": Case("gpt", 1, ROWS_AND_COLUMNS),
+    "nf4-z0": Case(
+        "gpt", 0, {**ROWS_AND_COLUMNS, "target_modules": ["query", "down"], "quantization": "nf4"}
+    ),
+    "int8-z2": Case("gpt", 2, ROWS_AND_COLUMNS | {"quantization": "int8"}),
     "theirs-z0": Case("llama", 0, THEIR_HEAD, "adamw", within=1e-4),
     "theirs-z2": Case("llama", 2, THEIR_ENDS),
 }
@@ -99,6 +108,7 @@ FOUR |= {
     "gpt-z0-staged": Case("gpt", 0, ROWS_AND_COLUMNS, sections=_STAGES),
     "gpt-z1-staged": Case("gpt", 1, ROWS_AND_COLUMNS, "adamw", _STAGES, 1e-4),
     "theirs-z1-staged": Case("llama", 1, THEIR_HEAD, sections=_STAGES),
+    "nf4-z1-staged": Case("llama", 1, IN_NF4, sections=_STAGES),
 }
 
 
@@ -305,6 +315,26 @@ def test_a_run_moves_out_of_stages_of_groups(four_ranks: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt-z0", "ends-z3", "theirs-z3", "dora-z3"])
 def test_exports_are_those_of_one_process(two_ranks: Path, tmp_path: Path, name: str) -> None:
     hold_exports(two_ranks, CASES[name], tmp_path, name)
+
+
+def hold_loaded(folder: Path, name: str) -> None:
+    """Compare the logits of a model over weights in few bits; loading it compares fingerprints."""
+    case = (CASES | RARE | FOUR)[name]
+    _, _, model = plain(values(name, case, folder))
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    merged = framework.load(folder / name, trust=True)
+    with torch.no_grad():
+        difference = merged.eval()(tokens) - model.eval()(tokens)
+    assert float(difference.abs().max()) < 100 * case.within
+
+
+@pytest.mark.parametrize("name", ["nf4-z3", "int8-z1", *rarely(("nf4-z0", "int8-z2"))])
+def test_weights_in_few_bits_are_those_of_one_process(two_ranks: Path, name: str) -> None:
+    hold_loaded(two_ranks, name)
+
+
+def test_weights_of_stages_in_few_bits_are_those_of_one_process(four_ranks: Path) -> None:
+    hold_loaded(four_ranks, "nf4-z1-staged")
 
 
 @pytest.mark.parametrize("name", ["gpt-z0-staged", "theirs-z1-staged"])

@@ -783,7 +783,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
                 "parallel": {"tensor": 2},
             },
             "cuda",
-            "not-with-lora",
+            None,
         ),
         (
             GPT
@@ -809,7 +809,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             | {"training": {"lora": {"target_modules": ["query"], "quantization": "nf4"}}}
             | piped(),
             "cuda",
-            "not-with-lora",
+            None,
         ),
         (
             divided(
