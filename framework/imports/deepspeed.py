@@ -50,6 +50,7 @@ from framework.imports.deepspeed_sections import (
 )
 from framework.plan.plan import default_cluster, make_plan
 from framework.plan.render import merged
+from framework.plan.rules.devices import PASSES_NOT_IN_A_RUN
 from framework.plan.rules.passthrough import not_in_a_run
 
 _BATCH: Final = (
@@ -87,6 +88,7 @@ _SERVICE_KEYS_LEFT_OUT: Final = (
 )
 
 
+_OF_COMPILING: Final = ("deepcompile", "passes")  # they are training.compile
 _IN_TENSOR_GROUPS: Final = (
     "it does something in stages that tensor groups divide: write it under deepspeed.pipeline "
     "beside parallel.pipe and parallel.tensor"
@@ -267,6 +269,9 @@ def _training(reader: DeepSpeedReader) -> Values:
     interval = reader.take("pipeline.activation_checkpoint_interval", 0)
     if interval:
         section["recompute_every"] = interval
+    compiled = _deepcompile(reader)
+    if compiled:
+        section["compile"] = compiled
     _leave_out_pipeline_keys(reader)
     if reader.comments.pop("training.log_every", None):
         reader.leave_out("steps_per_print", "auto", "training.log_every has a default")
@@ -277,6 +282,25 @@ def _training(reader: DeepSpeedReader) -> Values:
             "the Trainer leaves the boundaries of a step to DeepSpeed",
             "remove it",
         )
+    return section
+
+
+def _deepcompile(reader: DeepSpeedReader) -> Values:
+    """Return `training.compile:` of DeepCompile; empty where a file does not turn it on, or asks it
+    for a pass that a run does not have.
+    """
+    if not reader.facts.flag("compile.deepcompile", False):
+        return {}
+    passes = reader.facts.get("compile.passes") or []
+    section: Values = {"backend": "deepcompile"}
+    for name in passes:
+        if name in PASSES_NOT_IN_A_RUN:
+            reason, fix = PASSES_NOT_IN_A_RUN[name]
+            reader.refuse("compile.passes", reason, fix)
+            section = {}
+    if section and passes:
+        section["passes"] = list(passes)
+    reader.sources["training.compile.backend"] = "compile.deepcompile"
     return section
 
 
@@ -347,6 +371,10 @@ def _passed_through(reader: DeepSpeedReader) -> Values:
     for name, value in reader.facts.values.items():
         if name not in PASSED_THROUGH or value == _SILENT.get(name):
             continue
+        if name == "compile" and isinstance(value, Mapping):
+            value = {key: one for key, one in value.items() if key not in _OF_COMPILING}
+            if not value:
+                continue
         effective = _with_effect(reader, name, value)
         if effective is not None:
             reader.sources[f"deepspeed.{name}"] = name

@@ -15,7 +15,7 @@ from deepspeed_lint.facts import DEPRECATED, Facts, dotted, leaves
 from deepspeed_lint.keys import Key, KeyTable
 from deepspeed_lint.rules.silent import UNSWITCHED
 from framework.config.deepspeed_words import OWNED, SCHEDULES, SHARED, TYPED
-from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
+from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion, Muon
 from framework.config.precision import BF16, FP16
 from framework.config.zero import NEEDED_STAGE, OFFLOADS, STAGE3_KEYS, ZenFlow, Zero
 from framework.errors import MISSING, Problem, show_value
@@ -236,6 +236,7 @@ def dotted_leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 _PRECISIONS: Final = ("fp16", "bf16", "torch_autocast")
 _COMPUTE: Final = {"bf16": "bf16", "fp16": "fp16"}
 _ZENFLOW: Final = "zero_optimization.zenflow"
+_MUON_BUFFER: Final = "zero_optimization.save_muon_momentum_buffer_in_memory"
 # Micro-batches of a step where the file leaves them to DeepSpeed: its own example's.
 _ZENFLOW_MICRO_BATCHES: Final = 4
 _ALL_STAGES: Final = (
@@ -475,6 +476,8 @@ def optimizer(reader: DeepSpeedReader) -> Values:
     params = reader.facts.section("optimizer.params")
     if name in ("adam", "adamw"):
         return _adam(reader, name, params)
+    if name == "muon":
+        return _muon(reader)
     section = _OPTIMIZERS.get(name)
     if section is not None and (name != "SGD" or params.keys() <= section.model_fields.keys()):
         return {"kind": section.model_fields["kind"].default, **_fields(reader, section)}
@@ -514,6 +517,42 @@ def _adam(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Valu
     # without weight_decay torch.optim.AdamW decays by 0.01
     weight_decay = section.model_fields["weight_decay"].default
     return _adam_section(reader, section, implementation, weight_decay=weight_decay)
+
+
+# What DeepSpeed's groups have where the file has nothing (runtime/zero/muon/original_muon.py
+# `MuonWithAuxAdam`).
+_MUON_DEFAULTS: Final[Mapping[str, Any]] = {
+    "momentum": 0.95,
+    "weight_decay": 0.0,
+    "betas": [0.9, 0.95],
+    "eps": 1e-10,
+}
+
+
+def _muon(reader: DeepSpeedReader) -> Values:
+    """Return `optimizer:` for Muon: `lr` is the rate of both halves unless each has its own."""
+    values: Values = {"kind": "muon"}
+    for ours, theirs, default in (("lr", "muon_lr", 0.02), ("adam_lr", "adam_lr", 3e-4)):
+        shared = reader.take("optimizer.params.lr", default, default)
+        if reader.facts.given(f"optimizer.params.{theirs}"):
+            shared = reader.take(f"optimizer.params.{theirs}", default, default)
+        values[ours] = shared
+    for name, default in _MUON_DEFAULTS.items():
+        ours = Muon.model_fields[name].get_default()
+        values[name] = reader.take(f"optimizer.params.{name}", ours, default)
+    reader.mark_handled("optimizer.params.adam_w_mode", "optimizer.params.torch_adam")
+    reader.mark_handled("optimizer.params.ns_method", _MUON_BUFFER)
+    if reader.facts.given(_MUON_BUFFER):
+        reason = "momentum lies where the optimizer's state does"
+        reader.leave_out(_MUON_BUFFER, reader.facts.get(_MUON_BUFFER), reason)
+    if reader.take("optimizer.params.per_head_muon", False):
+        reason = "a run makes whole matrices orthogonal, not those of a head"
+        reader.refuse("optimizer.params.per_head_muon", reason, "remove it")
+    reader.comments["optimizer.kind"] = (
+        "matrices of numbered blocks, where DeepSpeed takes all but those with embed or lm_head in "
+        "their name (write optimizer.matrices), and clipped before they are made orthogonal"
+    )
+    return values
 
 
 def _adam_section(

@@ -571,7 +571,14 @@ def test_keys_without_effect_are_named() -> None:
         ),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         ({"data_parallel_size": 2}, "data_parallel_size"),
-        ({"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}, "optimizer.type"),
+        (
+            {"optimizer": {"type": "Muon", "params": {"per_head_muon": True}}},
+            "optimizer.params.per_head_muon",
+        ),
+        (
+            {"zero_optimization": {"stage": 1}, "compile": {"deepcompile": True, "passes": ["z3"]}},
+            "compile.passes",
+        ),
         (
             {
                 "optimizer": {"type": "Adam"},
@@ -840,3 +847,25 @@ def test_the_command_goes_on_without_keys_that_have_no_word(
         import_deepspeed(BATCH | values)
     file.write_text(json.dumps(BATCH | {"zero_optimization": {"stage": 7}}))
     assert main(["import", str(file)]) == 78, "DeepSpeed refuses it"
+
+
+def test_muon_and_deepcompile_become_those_of_a_run() -> None:
+    params = {"lr": 0.001, "muon_lr": 0.02, "weight_decay": 0.1, "ns_method": "standard"}
+    file = {
+        "optimizer": {"type": "Muon", "params": params},
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 2, "save_muon_momentum_buffer_in_memory": True},
+        "compile": {"deepcompile": True, "passes": ["z1"], "debug_log": True},
+    }
+    values = import_deepspeed(file)
+    assert values["optimizer"] == {
+        "kind": "muon",
+        "lr": 0.02,
+        "adam_lr": 0.001,
+        "momentum": 0.95,
+        "weight_decay": 0.1,
+        "betas": [0.9, 0.95],
+        "eps": 1e-10,
+    }
+    assert values["training"]["compile"] == {"backend": "deepcompile", "passes": ["z1"]}
+    assert values["deepspeed"] == {"compile": {"debug_log": True}}

@@ -33,8 +33,7 @@ def world_size_differs(config: RunConfig, cluster: Cluster) -> Found:
         )
 
 
-# A pass of DeepCompile -> why a run does not have it, and what to do.
-_PASSES: Final = {
+PASSES_NOT_IN_A_RUN: Final = {
     "z3": (
         "it is ZeRO stage 3's, where DeepCompile takes away the hooks that gather weights",
         "leave passes out; the ZeRO stage has its own",
@@ -49,6 +48,7 @@ _PASSES: Final = {
         "set parallel.tensor",
     ),
 }
+"""A pass of DeepCompile -> why a run does not have it, and what to do."""
 
 
 @rule("deepcompile-pass")
@@ -63,8 +63,8 @@ def passes_of_deepcompile(config: RunConfig, cluster: Cluster) -> Found:
             fix = "set training.compile: {backend: deepcompile}, or leave passes out"
             yield "training.compile.passes", reason, fix
             return
-        if name in _PASSES:
-            reason, fix = _PASSES[name]
+        if name in PASSES_NOT_IN_A_RUN:
+            reason, fix = PASSES_NOT_IN_A_RUN[name]
             yield "training.compile.passes", reason, fix
 
 
