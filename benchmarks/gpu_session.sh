@@ -26,10 +26,16 @@ for step in ${STEPS:-1 2 3}; do
   case $step in
     1)
       # Three processes share the device; what fills its memory runs alone, behind them.
-      tests_of kernels tests/gpu/test_{tiled_loss,products,attention,packed_rows,ring,fp8,gathered,copies,host_activations}_on_gpu.py &
-      tests_of runs tests/gpu/test_{written_weights,deepcompile,zenflow,full_weights,flat_sums}_on_gpu.py tests/gpu/test_gpu_risks.py \
+      tests_of kernels tests/gpu/test_tiled_loss_on_gpu.py tests/gpu/test_products_on_gpu.py \
+        tests/gpu/test_attention_on_gpu.py tests/gpu/test_packed_rows_on_gpu.py tests/gpu/test_ring_on_gpu.py \
+        tests/gpu/test_fp8_on_gpu.py tests/gpu/test_gathered_on_gpu.py tests/gpu/test_copies_on_gpu.py \
+        tests/gpu/test_host_activations_on_gpu.py &
+      tests_of runs tests/gpu/test_written_weights_on_gpu.py tests/gpu/test_deepcompile_on_gpu.py \
+        tests/gpu/test_zenflow_on_gpu.py tests/gpu/test_full_weights_on_gpu.py tests/gpu/test_flat_sums_on_gpu.py \
+        tests/gpu/test_gpu_risks.py \
         --deselect "$full_device" &
-      tests_of learning tests/gpu/test_{states_,,language_models_}on_gpu.py &
+      tests_of learning tests/gpu/test_states_on_gpu.py tests/gpu/test_on_gpu.py \
+        tests/gpu/test_language_models_on_gpu.py &
       wait
       SECONDS_OF_TESTS=40 tests_of full_device "$full_device"
       ;;
