@@ -89,7 +89,7 @@ def quantize_adapted(
     spread: Callable[[nn.Module], object] = lambda module: None,
 ) -> str:
     """Put the linear layers under adapters into few bits, one by one, their numbers first rounded
-    to `dtype`; `spread` partitions one again, at ZeRO stage 3. Layers of other stages of a pipeline,
+    to `dtype`; `spread` partitions one again, at ZeRO stage 3. Layers of a pipeline's other stages,
     which have no numbers here, stay as they are. Collective.
 
     Returns:
