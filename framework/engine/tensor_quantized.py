@@ -1,7 +1,7 @@
 """Layers of a tensor group under adapters in few bits.
 
 The whole matrix is put into few bits, as in one process, and each rank keeps its part of the codes
-and their scales: so a run has the same numbers whatever the size of its group.
+and their scales: so a run has the same numbers at every size of its group.
 """
 
 from __future__ import annotations
