@@ -63,10 +63,11 @@ def main() -> int:
     arguments = parser.parse_args()
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    from framework.engine.extensions import use_own_cache
+    from framework.engine.extensions import announcing_compilers, use_own_cache
 
     use_own_cache()
-    make_handle = AsyncIOBuilder().load(verbose=False).aio_handle
+    with announcing_compilers():
+        make_handle = AsyncIOBuilder().load(verbose=False).aio_handle
     usual, best = measure(arguments.folder, make_handle, num_bytes=arguments.mib * _MIB)
     answer = {"usual": asdict(usual), "best": asdict(best)}
     sys.stdout.write(encode(answer).decode())

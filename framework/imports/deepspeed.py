@@ -88,6 +88,7 @@ _SERVICE_KEYS_LEFT_OUT: Final = (
 )
 
 
+_DIVIDING: Final = ("expert_parallel", "tensor_parallel")
 _OF_COMPILING: Final = ("deepcompile", "passes")  # they are training.compile
 _IN_TENSOR_GROUPS: Final = (
     "it does something in stages that tensor groups divide: write it under deepspeed.pipeline "
@@ -375,7 +376,10 @@ def _passed_through(reader: DeepSpeedReader) -> Values:
             value = {key: one for key, one in value.items() if key not in _OF_COMPILING}
             if not value:
                 continue
+        num_refused = len(reader.problems)
         effective = _with_effect(reader, name, value)
+        if name in _DIVIDING and len(reader.problems) > num_refused:
+            continue  # the other keys of the section are those of what is refused
         if effective is not None:
             reader.sources[f"deepspeed.{name}"] = name
             section[name] = effective

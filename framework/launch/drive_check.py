@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from framework.doctor.node.findings import Check
-from framework.errors import Problem, in_one_line
+from framework.errors import Problem
 from framework.system.json_lines import BadLineError, decode
 
 _LONGEST_SECONDS = 900.0  # a first start compiles DeepSpeed's op for minutes
 _GB = 1e9
+_NEEDS = (
+    "DeepSpeed's async_io needs libaio (apt install libaio-dev), a compiler, some idle minutes of "
+    "it, and a drive that takes direct reads and writes (no tmpfs)"
+)
 
 
 def drive_check(folder: str) -> Check:
@@ -23,26 +28,45 @@ def drive_check(folder: str) -> Check:
     """
     if not Path(folder).is_dir():
         return _failed(folder, "there is no such folder", "name a folder on the drive")
-    command = [sys.executable, "-m", "framework.engine.nvme_bench", folder]
-    environment = {"DS_ACCELERATOR": "cpu", **os.environ}
+    stdout, stderr = _measured(folder)
     try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_LONGEST_SECONDS,
-            check=False,
-        )
-        answer = decode(done.stdout.strip().rpartition("\n")[2].encode())
+        answer = decode(stdout.strip().rpartition("\n")[2].encode())
         return Check("NVMe", _outcome(folder, answer), facts={"aio": answer["best"]["aio"]})
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = in_one_line(error)
     except (BadLineError, KeyError, TypeError):
-        reason = done.stderr.strip().rpartition("\n")[2][-300:] or "it printed nothing"
-    fix = "DeepSpeed's async_io needs libaio (apt install libaio-dev), a compiler, and a drive "
-    return _failed(folder, reason, f"{fix}that takes direct reads and writes (no tmpfs)")
+        reason = stderr.strip().rpartition("\n")[2][-300:] or "it printed nothing"
+    return _failed(folder, reason, _NEEDS)
+
+
+def _command(folder: str) -> list[str]:
+    return [sys.executable, "-m", "framework.engine.nvme_bench", folder]
+
+
+def _measured(folder: str) -> tuple[str, str]:
+    """Return the output of a process that measures, and its errors, its own time-out among them.
+
+    It is the first of a session, so that a compiler that it waits for is ended with it: one that
+    goes on alone ends at its first message, without the op, and holds up the next one.
+    """
+    child = subprocess.Popen(
+        _command(folder),
+        env={"DS_ACCELERATOR": "cpu", **os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        return child.communicate(timeout=_LONGEST_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        stdout, stderr = child.communicate()
+        last = stderr.strip().rpartition("\n")[2] or "it printed nothing"
+        minutes = f"{_LONGEST_SECONDS / 60:.0f} minutes"
+        return (
+            stdout,
+            f"{stderr}\nit was not done after {minutes}, and was ended; its last message: {last}",
+        )
 
 
 def _outcome(folder: str, answer: Mapping[str, Any]) -> str:

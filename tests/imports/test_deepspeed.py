@@ -869,3 +869,22 @@ def test_muon_and_deepcompile_become_those_of_a_run() -> None:
     }
     assert values["training"]["compile"] == {"backend": "deepcompile", "passes": ["z1"]}
     assert values["deepspeed"] == {"compile": {"debug_log": True}}
+
+
+def test_keys_of_what_a_run_does_not_have_go_with_it() -> None:
+    """AutoEP and SuperOffload as DeepSpeed's own examples have them."""
+    offload = {"device": "cpu", "super_offload": True, "cpuadam_cores_perc": 0.9}
+    experts = {"enabled": True, "autoep_size": 8, "preset_model": "qwen3_5_moe"}
+    file = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 3, "offload_optimizer": offload},
+        "optimizer": {"type": "AdamW"},
+        "expert_parallel": experts,
+    }
+    found = import_document(Document("file", file), partly=True)
+    assert "deepspeed" not in found.values
+    assert {problem.key for problem in found.not_taken} == {
+        "zero_optimization.offload_optimizer.super_offload",
+        "expert_parallel.enabled",
+        "expert_parallel.autoep_size",
+    }

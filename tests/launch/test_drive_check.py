@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -24,15 +22,9 @@ AIO = {
 }
 
 
-def answer_with(monkeypatch: pytest.MonkeyPatch, stdout: str, stderr: str = "") -> list[Any]:
-    asked: list[Any] = []
-
-    def run(words: Any, **_: Any) -> Any:
-        asked.append(words)
-        return subprocess.CompletedProcess(words, 0, stdout, stderr)
-
-    monkeypatch.setattr(drive_check.subprocess, "run", run)
-    return asked
+def answer_with(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Let this program measure."""
+    monkeypatch.setattr(drive_check, "_command", lambda _: [sys.executable, "-S", "-c", program])
 
 
 def test_what_is_printed_goes_into_a_run_config(
@@ -41,9 +33,8 @@ def test_what_is_printed_goes_into_a_run_config(
     best = {"aio": AIO, "read": 6.5e9, "write": 3.21e9}
     usual = {"aio": {}, "read": 2e9, "write": 1e9}
     line = json.dumps({"best": best, "usual": usual})
-    asked = answer_with(monkeypatch, f"Using /cache\n{line}")
+    answer_with(monkeypatch, f"print('Using /cache'); print({line!r})")
     found = check(str(tmp_path))
-    assert asked == [[sys.executable, "-m", "framework.engine.nvme_bench", str(tmp_path)]]
     assert found.status == "ok"
     assert (
         "reads 6.50 GB/s, writes 3.21 GB/s; with DeepSpeed's defaults reads 2.00" in found.outcome
@@ -55,11 +46,29 @@ def test_what_is_printed_goes_into_a_run_config(
 
 
 def test_a_child_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_with(monkeypatch, "", "Traceback\nRuntimeError: Unable to JIT load the async_io op")
+    answer_with(monkeypatch, "raise RuntimeError('Unable to JIT load the async_io op')")
     (problem,) = check(str(tmp_path)).problems
     assert problem.kind == "drive-not-measured"
     assert "Unable to JIT load the async_io op" in problem.reason
     assert "libaio" in problem.fix
+
+
+def test_a_compiler_ends_with_the_child_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "compiler"
+    program = f"""
+import subprocess, sys, time
+print("compiling async_io", file=sys.stderr, flush=True)
+open({str(out)!r}, "w").write(str(subprocess.Popen(["sleep", "600"]).pid))
+time.sleep(600)
+"""
+    answer_with(monkeypatch, program)
+    monkeypatch.setattr(drive_check, "_LONGEST_SECONDS", 1.0)
+    (problem,) = check(str(tmp_path)).problems
+    assert problem.reason.endswith("and was ended; its last message: compiling async_io")
+    status = Path(f"/proc/{out.read_text()}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
