@@ -425,7 +425,8 @@ def _offload(reader: DeepSpeedReader, name: str, stage: int) -> Values:
             f"DeepSpeed offloads to {device} from stage {needed_stage} on",
         )
         return {}
-    reader.mark_without_effect(f"{path}.cpuadam_cores_perc", "it belongs to SuperOffload")
+    if reader.facts.get(f"{path}.super_offload"):
+        reader.mark_without_effect(f"{path}.cpuadam_cores_perc", "it belongs to SuperOffload")
     section: Values = {"device": device}
     for key, field_info in OFFLOADS[name][device].model_fields.items():
         if key not in ("device", "zenflow"):
