@@ -379,7 +379,7 @@ def _passed_through(reader: DeepSpeedReader) -> Values:
         num_refused = len(reader.problems)
         effective = _with_effect(reader, name, value)
         if name in _DIVIDING and len(reader.problems) > num_refused:
-            continue  # the other keys of the section are those of what is refused
+            continue  # the rest of the section belongs to what is refused
         if effective is not None:
             reader.sources[f"deepspeed.{name}"] = name
             section[name] = effective
