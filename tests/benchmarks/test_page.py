@@ -53,6 +53,16 @@ def test_speed_of_check() -> None:
     assert [row[1:3] for row in rows("Speed of `check`")] == [*one[:2], many, *one[2:]]
 
 
+def test_a_start_to_its_first_step() -> None:
+    found = results("start_to_step")
+    shown = []
+    for side in ("train.py", "bare DeepSpeed"):
+        least, most = found[side]["processor_seconds"]
+        median = found[side]["median_processor_seconds"]
+        shown.append([side, f"{median:.2f}", f"{least:.2f} - {most:.2f}"])
+    assert rows("A start to its first step") == shown
+
+
 def test_the_trainer_over_other_loops() -> None:
     def shown(found: Any, digits: int) -> list[list[str]]:
         steps, ratios, blocks = (
