@@ -97,7 +97,7 @@ HARMS: Final[tuple[Harm, ...]] = (
         lambda saw: saw["stage"] == 0,
     ),
     Harm(
-        "Batch sizes with a decimal point",
+        "Decimal points in batch sizes",
         "wrong-type",
         _BATCH,
         "`gradient_accumulation_steps: 1.5` is kept: the engine steps in a rhythm that is neither one nor two",
