@@ -189,7 +189,7 @@ def _memory_without_pipeline(plan: Plan, work: ModelWork) -> Memory:
     """Return the memory of a rank that runs all layers; weights of experts on other ranks are only
     in `num_params` and in the files.
     """
-    *layers, loss = work.layers()
+    *layers, loss = work.layers
     training = plan.config.training
     passes = passes_over(
         layers,
@@ -309,7 +309,7 @@ def _stages(plan: Plan, work: ModelWork) -> Iterator[_Stage]:
     # A run cuts before it divides: by the numbers of whole layers.
     whole = work if plan.layout.tensor_size == 1 else work_of(plan)
     assert whole is not None  # or there were no work of a rank
-    layers = list(work.layers())[:-1]
+    layers = work.layers[:-1]
     for number, (start, stop) in enumerate(pairwise(_known_bounds(config, whole))):
         stage_layers = layers[start:stop]
         pipeline = PipelineStage(

@@ -224,7 +224,7 @@ class ModelWork:
         from framework.plan.balance import LayerFacts
 
         facts = []
-        for layer in list(self.layers())[:-1]:
+        for layer in self.layers[:-1]:
             facts.append(
                 LayerFacts(
                     layer.name,
@@ -245,17 +245,20 @@ class ModelWork:
                 groups.add("matrices" if is_matrix else "biases and norms")
         return frozenset(groups)
 
-    def layers(self) -> Iterator[LayerWork]:
-        """Yield every part by itself, as often as it is there; the names of equal ones are numbered
-        from the first one's number on.
+    @cached_property
+    def layers(self) -> tuple[LayerWork, ...]:
+        """Every part by itself, as often as it is there; the names of equal ones are numbered from
+        the first one's number on.
         """
+        layers = []
         for part in self.parts:
             if part.count == 1:
-                yield part
+                layers.append(part)
                 continue
             path, _, first = part.name.rpartition(".")
             for number in range(part.count):
-                yield replace(part, name=f"{path}.{int(first) + number}", count=1)
+                layers.append(replace(part, name=f"{path}.{int(first) + number}", count=1))
+        return tuple(layers)
 
 
 def named_work(

@@ -170,6 +170,7 @@ class TestFailing:
         assert capfd.readouterr().err == ""
         assert names(tmp_path) == ["global_step1", "global_step3", "latest"]
 
+    @pytest.mark.slow
     def test_a_writer_that_is_killed_is_replaced(
         self, make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:

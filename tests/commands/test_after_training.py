@@ -486,6 +486,7 @@ class TestFilesOfTheRunsOwnForm:
         listed = json.dumps(_CHAT[:1])
         assert list(self.read("t", listed, self.CHATS, lines=True).values()) == [listed.encode()]
 
+    @pytest.mark.slow
     def test_rows_of_datasets_with_and_without_targets(self) -> None:
         datasets = pytest.importorskip("datasets")
         rows = {"a": [[1.0], [2.0]], "b": [[3.0], [4.0]], "label": [0, 1]}

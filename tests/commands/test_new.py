@@ -95,6 +95,7 @@ def test_every_command_of_the_readme_works_as_it_stands(project: Path) -> None:
     assert json.loads(done.stdout[done.stdout.rindex('{\n  "checkpoint') :])["step"] == 44
 
 
+@pytest.mark.slow
 def test_the_schema_of_the_config_lies_beside_it(project: Path) -> None:
     first = (project / "run.yaml").read_text(encoding="utf-8").splitlines()[0]
     match = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)

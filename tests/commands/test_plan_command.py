@@ -125,6 +125,7 @@ def test_what_is_planned_fits_the_width(
     assert not [line for line in lines if re.match(r" *(GiB|MiB|s)\b", line)]
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_marked_in_the_table(capsys: Capture) -> None:
     words = [*MODEL, "batch={micro_size: 8}", "zero.stage=1", "--num_gpus", "8"]
     out = plan(*words, "--gpu", "a100-40gb", "--search", "--top", "2", capsys=capsys)
@@ -145,7 +146,10 @@ JSON_WORDS: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize("name", JSON_WORDS)
+@pytest.mark.parametrize(
+    "name",
+    [*sorted(JSON_WORDS.keys() - {"a search"}), pytest.param("a search", marks=pytest.mark.slow)],
+)
 def test_what_tools_get_is_what_the_schema_describes(name: str, capsys: Capture) -> None:
     """Keys are the same in every plan; those without a value are null."""
     assert main(["schema", "plan"]) == 0
@@ -474,6 +478,7 @@ def test_apply_writes_the_choice_and_keeps_the_text(tmp_path: Path, capsys: Capt
     assert file.read_text() == after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

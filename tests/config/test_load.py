@@ -90,6 +90,7 @@ def test_json_comes_back_as_it_went(value: Any) -> None:
             assert parse_document(text, name="x", is_json=True).value == {"key": value}
 
 
+@pytest.mark.slow
 @given(PLAIN)
 def test_what_yaml_dumps_comes_back(value: Any) -> None:
     assert parse_document(yaml.safe_dump({"key": value}, allow_unicode=True), name="x").value == {
@@ -97,6 +98,7 @@ def test_what_yaml_dumps_comes_back(value: Any) -> None:
     }
 
 
+@pytest.mark.slow
 @given(st.text() | st.text("{}[]:,-&*!|>'\"%@#?\n\t ab1."))
 def test_any_text_is_read_or_refused(text: str) -> None:
     for is_json in (False, True):

@@ -123,6 +123,7 @@ def pairs(cls: type) -> Iterator[dict[str, Any]]:
     yield from ({one: True, other: True} for one, other in itertools.combinations(flags, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_what_an_optimizer_refuses_is_refused(name: str) -> None:
     cls = getattr(torch.optim, name)

@@ -17,7 +17,7 @@ def saved_bytes(work: ModelWork, recompute_every: int = 0) -> int:
         Everything that is saved; with recomputation the inputs of the groups up to the fullest one,
         and what that one saves when it has run again. The loss belongs to no group.
     """
-    *layers, loss = work.layers()
+    *layers, loss = work.layers
     if not recompute_every:
         return sum(part.saved_bytes for part in (*layers, loss))
     inputs, most = 0, 0

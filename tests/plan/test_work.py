@@ -288,7 +288,7 @@ def test_logits_with_filled_rows_keep_a_copy_of_the_weight(
     config = config_from_values(values | {"precision": {"dtype": "bf16"}})
     work = named_work(config, micro_size, device=device)
     assert work is not None
-    head = next(layer for layer in work.layers() if layer.name == "head")
+    head = next(layer for layer in work.layers if layer.name == "head")
     kept = 2 * micro_size * 32 * SMALL["hidden_size"]  # its input
     copy = 2 * 320 * SMALL["hidden_size"]
     assert head.saved_bytes == kept + is_filled * copy

@@ -263,6 +263,7 @@ SEES_ALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", SEES_ALL)
 def test_what_looks_at_many_numbers_is_refused_however_late_it_shows(step: Any) -> None:
     make = partial(AllWeights, step=step)

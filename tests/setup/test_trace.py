@@ -164,6 +164,7 @@ def test_what_is_saved_is_what_autograd_saves(name: str, dtype: str) -> None:
 SMALL = {"vocab_size": 97, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "max_positions": 32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size", [{"size": "tiny", "dropout": 0.1}, {"size": "llama-2-7b", "mlp_size": 160}]
 )
@@ -183,13 +184,13 @@ def test_on_gpus_it_is_the_closed_form(size: dict[str, Any], dtype: str, arithme
     work = traced(lambda: GPT.of(**values), TOKENS, _NextToken(), dtype, device="cuda")
     assert work.flops == closed.flops
     assert saved_bytes(work) == pytest.approx(saved_bytes(closed), rel=0.01)
-    moved = [sum(part.moved_bytes for part in each.layers()) for each in (work, closed)]
+    moved = [sum(part.moved_bytes for part in each.layers) for each in (work, closed)]
     assert moved[0] == pytest.approx(moved[1], rel=0.1)
     for name in ("peak_bytes", "backward_bytes"):
         most = [max(getattr(part, name) for part in each.parts) for each in (work, closed)]
         assert most[0] == pytest.approx(most[1], rel=0.1, abs=2**15), name
     found = {part.name: part for part in work.parts}
-    for part in closed.layers():
+    for part in closed.layers:
         other = found.get(
             part.name, next((each for each in work.parts if each.shares and part.shares), part)
         )
@@ -381,5 +382,5 @@ def test_fused_attention_of_processors_leaves_masked_scores_out_too() -> None:
     }
     work = traced(lambda: GPT.of(**values), TOKENS, _NextToken(), device="cpu")
     assert closed is not None
-    found = [sum(part.masked_flops for part in each.layers()) for each in (work, closed)]
+    found = [sum(part.masked_flops for part in each.layers) for each in (work, closed)]
     assert found[0] == found[1] > 0

@@ -77,6 +77,7 @@ def test_every_problem_states_what_to_do() -> None:
                 assert problem.fix, problem
 
 
+@pytest.mark.slow
 def test_every_setting_that_a_fix_names_mends_the_run() -> None:
     """`set a.b: value or c.d: value`: each of them alone is taken by the config, silences the rule,
     and brings no other error.
