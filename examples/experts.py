@@ -48,6 +48,7 @@ def main(steps: int) -> None:
             "zero": {"stage": 1},
             "optimizer": {"kind": "adamw", "lr": 2e-3},
             "training": {"max_steps": steps, "log_every": 1},
+            "evaluation": {"max_samples": 64},
         },
         model=small_mixtral,
     )

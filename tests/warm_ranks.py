@@ -34,9 +34,11 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import framework
+from framework.engine import garbage
 from tests.launched import NO_COMPILE, ROOT, job_environment
 from tests.ports import free_ports
 
@@ -416,7 +418,8 @@ def _be_rank(rank: int, order: dict[str, Any]) -> None:
     code = 70
     # An engine that closes unfreezes all objects: with those of the parent, each collection after
     # it would take half a second, and copy their pages.
-    gc.freeze = gc.unfreeze = lambda: None
+    without = {"freeze": lambda: None, "unfreeze": lambda: None}
+    garbage.gc = SimpleNamespace(**vars(gc) | without)  # type: ignore[assignment]
     try:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
