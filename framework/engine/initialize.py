@@ -114,9 +114,12 @@ def initialize(
             config=_with_group_rates(ds_config, parameters),
             mpu=groups,
         )
-    if isinstance(section, Muon) and plan.config.zero.stage > 0:
-        # kept by DeepSpeed inside its own optimizer
-        engine.optimizer.optimizer.take_shares(engine)
+    if isinstance(section, Muon):
+        if plan.config.zero.stage > 0:
+            # kept by DeepSpeed inside its own optimizer
+            engine.optimizer.optimizer.take_shares(engine)
+        elif plan.layout.tensor_size > 1:
+            engine.optimizer.take_shares(engine)
     if plan.layout.expert_size > 1 and plan.config.zero.stage == 3:
         from framework.engine.expert_parallel import count_all_parts
 

@@ -1,4 +1,4 @@
-"""Muon where every rank has a share of the weights: ZeRO 1, 2 and 3.
+"""Muon where every rank has a share of the weights: ZeRO 1, 2 and 3, and tensor groups.
 
 Momentum is kept number by number, so that each rank moves that of its own share. What Muon makes
 orthogonal is a whole matrix: its pieces are sent in bf16 to one of the ranks that hold them, which
@@ -10,6 +10,10 @@ At stages 1 and 2 a matrix is sent only where the border between two ranks' shar
 At stage 3 every rank has a piece of every matrix: it sends 2 bytes for each number of its share,
 and gets as many back.
 
+Ranks of a tensor group hold parts of a matrix. The ranks that compute the parts of one matrix are
+of one tensor group, since their shares are alike: they join the parts, make the whole orthogonal,
+each by itself, and keep their own part of it.
+
 DeepSpeed's own Muon (0.19.8, runtime/zero/stage_1_and_2.py `_get_flat_partition` and `step`,
 stage3.py `step`) takes the gradient norm after it has made matrices orthogonal, and clips what is
 orthogonal.
@@ -18,7 +22,8 @@ orthogonal.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -35,7 +40,10 @@ from torch.optim._muon import (
     _zeropower_via_newtonschulz,
 )
 
+from framework.checkpoint.state.tensor_split import Split, split_of
 from framework.engine.flat_groups import flat_groups
+from framework.errors import ConfigError
+from framework.models.split import TensorPart, part_of
 
 ROUND_NUMBERS: Final = 2**24
 """Most numbers of the matrices that a rank computes in one exchange, 32 MiB in bf16; of a larger
@@ -61,10 +69,25 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class DividedMatrix:
-    """A matrix and the ranks that hold it: its pieces are in the order of its numbers."""
+    """A matrix, or a tensor rank's part of one, and the ranks that hold it: its pieces are in the
+    order of its numbers.
+
+    Attributes:
+        shape: of the matrix, or of the part.
+        pieces: of each rank that holds some of it.
+        split: how a tensor group divides the matrix; None: this is the whole of it.
+    """
 
     shape: torch.Size
     pieces: tuple[Piece, ...]
+    split: Split | None = None
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Shape of the whole matrix."""
+        if self.split is None:
+            return self.shape
+        return self.split.whole_shape(self.shape)
 
     @property
     def work(self) -> int:
@@ -192,20 +215,26 @@ class MatrixShares:
         process_group: Any,
         device: torch.device,
         most: int = ROUND_NUMBERS,
+        tensor: TensorPart | None = None,
     ) -> None:
         """Take the layout that all ranks of a process group have alike.
 
         Args:
             matrices: of the flat tensor of which this rank has a share.
-            process_group: the ranks with the shares.
+            process_group: the ranks with the shares; None: this rank has all of them.
             device: where matrices are computed and sent; a share may lie on the host.
             most: numbers that a rank computes in a round.
+            tensor: this rank's place in the tensor group that divides some of the matrices.
         """
         self.matrices = matrices
         self._group = process_group
         self._device = device
-        self._rank = torch.distributed.get_rank(process_group)
-        self._num_ranks = torch.distributed.get_world_size(process_group)
+        self._tensor = tensor
+        self._rank = 0
+        self._num_ranks = 1
+        if process_group is not None:
+            self._rank = torch.distributed.get_rank(process_group)
+            self._num_ranks = torch.distributed.get_world_size(process_group)
         self._owners = owners_of(matrices, self._num_ranks)
         self.whole = []
         sizes: dict[int, int] = {}
@@ -255,12 +284,32 @@ class MatrixShares:
         self._take_back(update, len(self.rounds) - 1, returning)
 
     def _orthogonal(self, values: Tensor, number: int, options: Mapping[str, Any]) -> Tensor:
-        """Return a whole matrix made orthogonal, flattened."""
-        shape = self.matrices[number].shape
+        """Return a matrix made orthogonal, flattened; of one that the tensor group divides this
+        rank's part.
+        """
+        matrix = self.matrices[number]
+        whole = values.view(matrix.shape)
+        if matrix.split is not None:
+            whole = self._joined(whole, matrix.split)
         result = _zeropower_via_newtonschulz(
-            values.view(shape), options["ns_coefficients"], options["ns_steps"], options["eps"]
+            whole, options["ns_coefficients"], options["ns_steps"], options["eps"]
         )
+        if matrix.split is not None and self._tensor is not None:
+            result = matrix.split.part(result, self._tensor.rank, self._tensor.size)
         return result.reshape(-1)
+
+    def _joined(self, part: Tensor, split: Split) -> Tensor:
+        """Return the whole of a matrix that the tensor group divides, bf16."""
+        assert self._tensor is not None
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self._tensor.size)]
+        # as bytes: gloo sends no bf16
+        torch.distributed.all_gather(
+            [one.view(torch.uint8) for one in parts],
+            part.view(torch.uint8),
+            group=self._tensor.group,
+        )
+        return split.whole(parts)
 
     def _outgoing_in(self, number: int) -> list[list[_Stretch]]:
         """Return what this rank sends in a round, for each rank that computes a matrix of it."""
@@ -347,10 +396,11 @@ def _nums(stretches_of_ranks: Sequence[Sequence[_Stretch]]) -> list[int]:
 
 
 class MuonOfShares(torch.optim.Optimizer):
-    """torch's Muon for flat shares of matrices, with the same options and the same state.
+    """torch's Muon for shares of matrices, with the same options and the same state.
 
     Attributes:
-        shares: a share that is stepped -> its matrices; set when ZeRO has divided the weights.
+        shares: a share that is stepped, flat or one weight -> its matrices; set when ZeRO has
+            divided the weights.
     """
 
     def __init__(
@@ -390,50 +440,91 @@ class MuonOfShares(torch.optim.Optimizer):
         mean = state["momentum_buffer"]
         mean.lerp_(gradient, 1 - group["momentum"])
         if group["nesterov"]:
-            update = gradient.lerp(mean, group["momentum"]).to(torch.bfloat16)
+            update = gradient.lerp(mean, group["momentum"]).to(torch.bfloat16).reshape(-1)
         else:
-            update = mean.to(torch.bfloat16)
+            update = mean.to(torch.bfloat16).reshape(-1)
         shares = self.shares[share]
         shares.orthogonalize(update, group)
         rate = float(group["lr"])
         share.mul_(1 - rate * group["weight_decay"])
+        numbers = share.view(-1)
         for matrix, piece in zip(shares.matrices, shares.own, strict=True):
             if piece is not None:
                 values = update.narrow(0, piece.offset, piece.num)
-                by_shape = _adjust_lr(rate, group["adjust_lr_fn"], matrix.shape)
-                share.narrow(0, piece.offset, piece.num).add_(values, alpha=-by_shape)
+                by_shape = _adjust_lr(rate, group["adjust_lr_fn"], matrix.whole_shape)
+                numbers.narrow(0, piece.offset, piece.num).add_(values, alpha=-by_shape)
 
 
 def matrix_shares(
-    engine: deepspeed.DeepSpeedEngine, is_stepped: Sequence[bool]
+    engine: deepspeed.DeepSpeedEngine, optimizer: torch.optim.Optimizer, is_stepped: Sequence[bool]
 ) -> dict[Tensor, MatrixShares]:
-    """Return the shares of this rank at ZeRO 1, 2 or 3 that Muon steps, with their matrices.
+    """Return the shares of this rank that Muon steps, with their matrices.
 
-    `is_stepped` has an entry for each parameter group: whether Muon steps it.
+    Args:
+        engine: built, with its weights divided.
+        optimizer: the one that steps the shares.
+        is_stepped: whether Muon steps it, for each parameter group.
+
+    Raises:
+        ConfigError: kind ``not-with-tensor``, of matrices that a tensor group divides unevenly.
     """
     zero = engine.optimizer
+    tensor = part_of(engine.module)
+    shares_of = partial(MatrixShares, device=engine.device, tensor=tensor)
     shares: dict[Tensor, MatrixShares] = {}
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         for number, share in enumerate(zero.fp32_partitioned_groups_flat):
             if is_stepped[zero.sub_group_to_group_id[number]]:
+                weights = zero.fp16_groups[number]
                 # experts are spread over fewer ranks than other weights
-                group = zero.fp16_groups[number][0].ds_process_group
+                group = weights[0].ds_process_group
                 num_ranks = torch.distributed.get_world_size(group)
-                sizes = [
-                    (weight.ds_shape, weight.partition_numel())
-                    for weight in zero.fp16_groups[number]
-                ]
-                shares[share] = MatrixShares(
-                    each_cut(sizes, num_ranks=num_ranks), process_group=group, device=engine.device
-                )
+                sizes = [(weight.ds_shape, weight.partition_numel()) for weight in weights]
+                matrices = each_cut(sizes, num_ranks=num_ranks)
+                matrices = _with_splits(matrices, weights, tensor)
+                shares[share] = shares_of(matrices, process_group=group)
         return shares
-    for is_muon, flat_group in zip(is_stepped, flat_groups(zero), strict=True):
+    flat = flat_groups(zero)
+    if not flat:  # ZeRO 0, in a tensor group
+        for is_muon, group in zip(is_stepped, optimizer.param_groups, strict=True):
+            for weight in group["params"] if is_muon else ():
+                matrices = in_a_row([(weight.shape, 0)], share_size=weight.numel(), num_ranks=1)
+                matrices = _with_splits(matrices, [weight], tensor)
+                shares[weight] = shares_of(matrices, process_group=None)
+        return shares
+    for is_muon, flat_group in zip(is_stepped, flat, strict=True):
         if is_muon:
             share = flat_group.copy()
             offsets = [(shape, offset) for _, shape, offset in flat_group.members]
-            shares[share] = MatrixShares(
-                in_a_row(offsets, share_size=share.numel(), num_ranks=flat_group.ranks),
-                process_group=flat_group.process_group,
-                device=engine.device,
-            )
+            matrices = in_a_row(offsets, share_size=share.numel(), num_ranks=flat_group.ranks)
+            weights = [weight for weight, _, _ in flat_group.members]
+            matrices = _with_splits(matrices, weights, tensor)
+            shares[share] = shares_of(matrices, process_group=flat_group.process_group)
     return shares
+
+
+def _with_splits(
+    matrices: Sequence[DividedMatrix], weights: Sequence[Tensor], tensor: TensorPart | None
+) -> list[DividedMatrix]:
+    """Return the matrices of weights with the splits that a tensor group has made.
+
+    Raises:
+        ConfigError: kind ``not-with-tensor``, of parts of different sizes: ranks of the group would
+            have shares that are not alike.
+    """
+    if tensor is None:
+        return list(matrices)
+    found = []
+    for matrix, weight in zip(matrices, weights, strict=True):
+        split = split_of(weight)
+        if split is not None and any(section % tensor.size for section in split.sections):
+            raise ConfigError.of(
+                "not-with-tensor",
+                f"Muon steps a matrix of {tuple(split.whole_shape(matrix.shape))} that the "
+                f"{tensor.size} ranks of a tensor group share unevenly",
+                "leave it out of optimizer.matrices",
+                "optimizer.matrices",
+                None,
+            )
+        found.append(replace(matrix, split=split))
+    return found

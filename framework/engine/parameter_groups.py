@@ -107,7 +107,7 @@ def _divide_by_freeze_entry(
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """One optimizer for DeepSpeed: Muon for the groups marked `BY_MUON`, torch's AdamW for the
-    others. Muon is torch's where weights are whole, and `MuonOfShares` under ZeRO.
+    others. Muon is torch's where weights are whole, and `MuonOfShares` elsewhere.
 
     Both step the same groups and keep the same state as this one, so that schedules, checkpoints
     and the fp32 copies of half precision see one optimizer.
@@ -121,8 +121,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         Args:
             groups: marked `BY_MUON`.
             section: the config's.
-            has_shares: whether ZeRO will put a share of each group in the place of its weights;
-                then `take_shares` is called before the first step.
+            has_shares: whether ZeRO will put a share of each group in the place of its weights, or
+                a tensor group divides them; then `take_shares` is called before the first step.
         """
         super().__init__(groups, {"lr": section.lr, "weight_decay": section.weight_decay})
         first_beta, second_beta = section.betas
@@ -152,14 +152,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return [group for group in self.param_groups if group[BY_MUON] is by_muon]
 
     def take_shares(self, engine: deepspeed.DeepSpeedEngine) -> None:
-        """Learn where the matrices lie that ZeRO has divided over the ranks."""
+        """Learn where the matrices lie that ZeRO, or a tensor group, has divided over the ranks."""
         from framework.engine.muon_shares import MuonOfShares, matrix_shares
 
         muon = self._inner.get(True)
         if not isinstance(muon, MuonOfShares):
             return  # a stage of a pipeline without such matrices
         is_stepped = [group[BY_MUON] for group in self.param_groups]
-        muon.shares = matrix_shares(engine, is_stepped)
+        muon.shares = matrix_shares(engine, self, is_stepped)
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for by_muon, inner in self._inner.items():

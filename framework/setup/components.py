@@ -536,7 +536,8 @@ def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
     if isinstance(section, Muon):
         from framework.engine.parameter_groups import MuonWithAdamW
 
-        return partial(MuonWithAdamW, section=section, has_shares=config.zero.stage > 0)
+        has_shares = config.zero.stage > 0 or config.parallel.tensor > 1
+        return partial(MuonWithAdamW, section=section, has_shares=has_shares)
     factory = section.own_factory()
     if factory is None:
         return None

@@ -76,7 +76,12 @@ HALF = [
 ]
 MEETS_HALF = [Layout(1, 2), Layout(2, 0), Layout(2, 3), Layout(2, 1, 2), *HALF]
 # Moved into one another: other weights have other state.
-MUON = [Layout(2, 2, more="muon"), Layout(2, 3, more="muon"), Layout(1, 0, more="muon")]
+MUON = [
+    Layout(2, 2, more="muon"),
+    Layout(2, 3, more="muon"),
+    Layout(2, 0, tensor=2, more="muon"),
+    Layout(1, 0, more="muon"),
+]
 LAYOUTS = [*PLAIN, *PIPED, *DIVIDED, *DIVIDED_STAGES, *TOGETHER, *HALF, *MUON]
 # With --exhaustive: four processes are dear, and each of these divides its state as another one
 # does.

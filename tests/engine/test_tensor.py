@@ -92,6 +92,13 @@ PLANS: dict[str, dict[str, Any]] = {
 PLANS["unnamed"] = {name: entry for name, entry in PLANS["fused"].items() if entry != "summed"}
 
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"kind": "sgd", "lr": 0.1, "momentum": 0.9},
+    "adamw": {"kind": "adamw", "lr": 1e-3},
+    "muon": {"kind": "muon"},
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A run of 16 samples per step, accumulated twice, and the sections that differ from its
@@ -128,6 +135,9 @@ TWO_RANKS = [
     Case("gpt", 1, tolerance=0.05, dtype="bf16", steps=NUM_STEPS),
     Case("gpt", 0, tolerance=0.02, dtype="autocast"),
     Case("gpt", 2, tolerance=5e-3, dtype="fp16", steps=NUM_STEPS),
+    # Muon computes in bf16, where a last bit of a gradient may move a number by 2**-8 of it.
+    Case("gpt", 0, "muon", tolerance=1e-3),
+    Case("llama", 3, "muon", tolerance=1e-3),
 ]
 FOUR_RANKS = [Case("llama", 1, steps=NUM_STEPS), Case("bert", 2), Case("gpt", 3)]
 # Of these plans a weight between column and row layers is missing.
@@ -143,8 +153,10 @@ RARE_TWO = [
     Case("gpt", 2),
     Case("bert", 0),
     Case("gpt", 3, tolerance=0.05, dtype="bf16"),
+    Case("fused", 1, "muon", tolerance=1e-3),
 ]
 RARE_FOUR = [
+    Case("gpt", 2, "muon", tolerance=1e-3),
     *(Case("gpt", stage) for stage in (0, 1, 2)),
     Case("theirs", 3),
     *(Case("llama", 3, kind) for kind in ("sgd", "adamw")),
@@ -193,9 +205,7 @@ def values(
         "parallel": {"tensor": 2, **plan},
         "precision": {"dtype": case.dtype},
         "zero": {"stage": case.stage},
-        "optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}
-        if case.kind == "sgd"
-        else {"kind": "adamw", "lr": 1e-3},
+        "optimizer": OPTIMIZERS[case.kind],
         "training": {"max_steps": case.steps, "log_every": 1, "clip_grad_norm": CLIP},
         "evaluation": {"at_end": True, "batch_size": 48},
         "checkpoint": {"at_end": False},

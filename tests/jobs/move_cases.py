@@ -119,9 +119,8 @@ def whole_state(engine: Any, keys: dict[str, tuple[str, ...]]) -> dict[str, torc
     splits = {name: split for part in gather(splits_of(names)) for name, split in part.items()}
     size = engine._layout.tensor_size
     for name, split in splits.items():
-        for key in [
-            f"{name} {what}" for what in ("model", "fp32", *KEYS) if f"{name} {what}" in whole
-        ]:
+        kinds = ("model", "fp32", *KEYS, *OF_MUON)
+        for key in [f"{name} {what}" for what in kinds if f"{name} {what}" in whole]:
             # ranks of a group stand side by side; a stage has its own weights
             whole[key] = split.whole([part[key] for part in everyone if key in part][:size])
     return whole
