@@ -303,7 +303,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "not_with_tensor": [
         (divided(**LAMB), "cuda", "not-with-tensor"),
-        (divided(**MUON), "cuda", "not-with-tensor"),
+        (divided(**MUON), "cuda", None),
         (divided(**EIGHT_BIT), "cuda", None),
         (divided(**SCHEDULE_FREE), "cuda", None),
         (divided(precision={"dtype": "bf16"}), "cuda", "not-with-tensor"),
