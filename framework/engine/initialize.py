@@ -115,11 +115,7 @@ def initialize(
             mpu=groups,
         )
     if isinstance(section, Muon):
-        if plan.config.zero.stage > 0:
-            # kept by DeepSpeed inside its own optimizer
-            engine.optimizer.optimizer.take_shares(engine)
-        elif plan.layout.tensor_size > 1:
-            engine.optimizer.take_shares(engine)
+        _take_matrix_shares(engine, plan)
     if plan.layout.expert_size > 1 and plan.config.zero.stage == 3:
         from framework.engine.expert_parallel import count_all_parts
 
@@ -131,6 +127,15 @@ def initialize(
     leave_out_measurements(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine
+
+
+def _take_matrix_shares(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> None:
+    """Have Muon learn where its matrices lie, if ZeRO or a tensor group has divided them."""
+    if plan.config.zero.stage > 0:
+        # kept by DeepSpeed inside its own optimizer
+        engine.optimizer.optimizer.take_shares(engine)
+    elif plan.layout.tensor_size > 1:
+        engine.optimizer.take_shares(engine)
 
 
 def _own_optimizer(plan: Plan) -> MakeOptimizer | None:
