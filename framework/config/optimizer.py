@@ -442,10 +442,13 @@ SchedulerSection = Annotated[SchedulerKind | Target | Object, OneOf()]
 
 def has_groups(optimizer: Any) -> bool:
     """Check whether an optimizer may step some weights with other values than the rest."""
-    if isinstance(optimizer, Muon):
+    if has_groups_by_name(optimizer):
         return True
-    if getattr(optimizer, "groups", None):
-        return True
-    if getattr(optimizer, "weight_decay_on", "all") != "all" and optimizer.weight_decay:
+    return bool(getattr(optimizer, "weight_decay_on", "all") != "all" and optimizer.weight_decay)
+
+
+def has_groups_by_name(optimizer: Any) -> bool:
+    """Check whether a weight's name, and not its shape alone, may decide how it is stepped."""
+    if isinstance(optimizer, Muon) or getattr(optimizer, "groups", None):
         return True
     return bool(getattr(optimizer, "layer_decay", 1.0) != 1.0)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from framework.config.base import Object
 from framework.config.model import MoE
-from framework.config.optimizer import has_groups
+from framework.config.optimizer import has_groups_by_name
 from framework.config.precision import state_widths
 from framework.config.run_config import RunConfig
 from framework.config.training import Parallel, always_frozen
@@ -172,7 +172,7 @@ def _kinds_of_stages(plan: Plan, work: ModelWork, stages: Sequence[_Stage]) -> l
     """Return what decides the memory of each stage but its micro-batches in flight: equal for
     stages that are alike. Where an optimizer has groups of weights by name, none is.
     """
-    if has_groups(plan.config.optimizer):
+    if has_groups_by_name(plan.config.optimizer):
         return list(range(len(stages)))
     parts: list[int] = []
     for number, part in enumerate(work.parts[:-1]):
