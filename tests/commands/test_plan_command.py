@@ -14,8 +14,7 @@ import jsonschema
 import pytest
 
 from framework.cli import main
-from framework.commands import plan as plan_command
-from framework.commands import traced_work
+from framework.commands import plan_question, traced_work
 from framework.commands.strategies import write_choice
 from framework.commands.torch_child import NoAnswerError
 from framework.config.load import load_config
@@ -402,7 +401,7 @@ def test_a_model_of_ones_own_is_not_guessed(
     def find_nothing(plan: object) -> NoReturn:
         raise NoAnswerError("it is not here")
 
-    monkeypatch.setattr("framework.commands.plan.find_own_work", find_nothing)
+    monkeypatch.setattr("framework.commands.plan_question.find_own_work", find_nothing)
     words = ["ds_configs/quickstart.yaml", "model={target: 'no_such_module:LeNet'}"]
     out = plan(*words, capsys=capsys)
     assert "\nmemory    not estimated: the model is one of your own (it is not here)\n" in out
@@ -640,7 +639,7 @@ def test_a_search_does_not_end_with_what_is_written(
         requests.append(request)
         return search(request)
 
-    monkeypatch.setitem(plan_command._SEARCHES, None, counted)
+    monkeypatch.setitem(plan_question._SEARCHES, None, counted)
     file = tmp_path / "run.yaml"
     file.write_text(FILE.replace("global_size: 512", "global_size: 8").replace("gpt2-xl", "gpt2"))
     # stages would be timed in a process with torch

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from framework.cli import main
-from framework.commands import plan as plan_command
-from framework.commands import stage_balance
+from framework.commands import plan_question, stage_balance
 from framework.commands.stage_balance import find_stage_balance
 from framework.config.load import Source, config_from_values
 from framework.plan.cluster import Cluster
@@ -53,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own.yaml").write_text(CONFIG, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(plan_command, "find_own_work", lambda plan: None)  # another child's answer
+    monkeypatch.setattr(plan_question, "find_own_work", lambda plan: None)  # another child's answer
     # The working folder of these tests is not the checkout.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path
