@@ -13,15 +13,9 @@ from typing import Any
 
 from framework.errors import EXIT_OK, UsageError
 from framework.plan.alternatives import Alternative, size_text
-from framework.plan.out_of_memory import (
-    IN_WORDS,
-    Explanation,
-    Shortage,
-    advice,
-    explain,
-    read_shortage,
-)
+from framework.plan.out_of_memory import Explanation, advice, explain
 from framework.plan.plan import Plan
+from framework.plan.shortage import IN_WORDS, Shortage, read_shortage
 from framework.plan.work import ModelWork
 
 _LACKS = {

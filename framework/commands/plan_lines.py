@@ -12,9 +12,9 @@ from framework.plan.candidate import Candidate
 from framework.plan.hardware import USUAL_CARD, Hardware
 from framework.plan.memory import Memory
 from framework.plan.otherwise import Otherwise
-from framework.plan.out_of_memory import IN_WORDS
 from framework.plan.plan import Plan
 from framework.plan.search import SearchResult
+from framework.plan.shortage import IN_WORDS
 from framework.plan.time import StepTime
 
 _MOST_LOSERS: Final = 10

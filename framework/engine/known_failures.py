@@ -132,7 +132,7 @@ def known_failure(error: BaseException, plan: Plan | None = None) -> Problem | N
 
 def lack_of_memory(error: BaseException) -> str:
     """Return ``device`` or ``host`` if memory lacks there, another kind of memory of
-    `plan/out_of_memory.py`, or an empty string.
+    `plan/shortage.py`, or an empty string.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return "device"
@@ -141,7 +141,7 @@ def lack_of_memory(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return "host"
     if isinstance(error, RuntimeError):
-        from framework.plan.out_of_memory import kind_of  # the planner is loaded after a failure
+        from framework.plan.shortage import kind_of  # the planner is loaded after a failure
 
         return kind_of(str(error))
     return ""
@@ -205,7 +205,8 @@ def _late_weight(error: BaseException) -> str:
 
 def _described_shortage(lack: str, error: BaseException, plan: Plan | None) -> str:
     """Return how much memory lacks, and what a plan shows of it, as the end of a sentence."""
-    from framework.plan.out_of_memory import in_one_sentence, shortage_of
+    from framework.plan.out_of_memory import in_one_sentence
+    from framework.plan.shortage import shortage_of
 
     frames: list[tuple[str, str]] = []
     for frame, _ in walk_tb(error.__traceback__):

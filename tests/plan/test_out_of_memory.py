@@ -8,15 +8,9 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
-from framework.plan.out_of_memory import (
-    Shortage,
-    advice,
-    explain,
-    in_one_sentence,
-    read_shortage,
-    shortage_of,
-)
+from framework.plan.out_of_memory import advice, explain, in_one_sentence
 from framework.plan.plan import Plan, make_plan
+from framework.plan.shortage import Shortage, read_shortage, shortage_of
 from framework.plan.work import work_of
 from tests.plan.out_of_memory_texts import TEXTS
 
