@@ -100,7 +100,7 @@ def _check_run_config(
     """
     from framework.commands.target_search import missing_packages, missing_targets
     from framework.load_run import load_run
-    from framework.plan.plan import one_line
+    from framework.plan.plan_text import one_line
 
     try:
         run = load_run(file, overrides, text=text)
@@ -247,7 +247,7 @@ def _errors_of_known(
     can.
     """
     from framework.config.load import load_known
-    from framework.plan.plan import errors_of_known
+    from framework.plan.known_sections import errors_of_known
 
     try:
         config, unknown, source = load_known(document, overrides)

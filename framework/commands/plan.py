@@ -25,7 +25,8 @@ from framework.load_run import LoadedRun, load_run
 from framework.plan.candidate import Candidate
 from framework.plan.cluster import Cluster
 from framework.plan.hardware import Hardware, host_bytes
-from framework.plan.plan import default_cluster, rows
+from framework.plan.plan import default_cluster
+from framework.plan.plan_text import rows
 from framework.system.arguments import parse_command, refuse
 
 # Of what `plan.schema.json` describes, and the keys that every plan has there, null without a

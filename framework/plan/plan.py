@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil, gcd, prod
-from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from framework.config.load import Source
 from framework.config.model import LanguageModel
-from framework.config.precision import fp8_of
 from framework.config.run_config import AUTO, RunConfig
 from framework.config.training import (
     FAST_ROWS,
     HALF_ROWS,
-    MEASURED,
     CausalLM,
     LoRA,
     MaskedLM,
@@ -26,7 +22,6 @@ from framework.config.training import (
 from framework.errors import ConfigError, Problem, counted
 from framework.plan import rules
 from framework.plan.cluster import Cluster, Device
-from framework.plan.flat_sums import coalesces
 from framework.plan.layout import (
     Layout,
     implied_data_parallel_size,
@@ -243,7 +238,7 @@ def make_plan(
     findings = _findings_of_rules(config, cluster, source)
     layout = make_layout(config.batch, world_size=cluster.world_size, **config.parallel.sizes())
     if isinstance(layout, Problem):
-        raise ConfigError(_errors([layout, *findings, *further], source))
+        raise ConfigError(errors_in([layout, *findings, *further], source))
     if num_train_samples is None:
         num_train_samples = config.data.num_train_samples()
     layout = replace(layout, expert_size=config.parallel.expert)
@@ -283,56 +278,14 @@ def _findings_of_layout(
     return findings
 
 
-def errors_of_known(
-    config: RunConfig, unknown: Set[str], cluster: Cluster | None, *, source: Source
-) -> list[Problem]:
-    """Find errors that follow from the sections that could be read; a rule ends where it reads
-    another one.
-
-    Args:
-        config: the run config without the sections that cannot be read.
-        unknown: their names; the values of these sections in `config` mean nothing.
-        cluster: where it is to run; None: on what the config implies.
-        source: where the config's values came from.
-    """
-    unknown = unknown | {key.partition(".")[0] for key in config.auto}
-    # A rule that reads a section that is missing here raises AttributeError.
-    sections = {name: getattr(config, name) for name in RunConfig.model_fields.keys() - unknown}
-    known = cast(RunConfig, SimpleNamespace(**sections))
-    where = cluster or cast(Cluster, SimpleNamespace())
-    with suppress(AttributeError):
-        where = cluster or default_cluster(known)
-
-    checks: list[Iterable[Problem]] = [rule(known, where) for rule in rules.all_rules()]
-    checks.append(overruled(known, source))
-    checks.append(_layout_problem(known, where))
-    return _errors(_as_far_as_known(checks), source)
-
-
-def _layout_problem(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
-    layout = make_layout(config.batch, world_size=cluster.world_size, **config.parallel.sizes())
-    if isinstance(layout, Problem):
-        yield layout
-
-
-def _as_far_as_known(checks: Iterable[Iterable[Problem]]) -> list[Problem]:
-    """List the problems that each check finds until it reads an unknown section, which raises
-    AttributeError.
-    """
-    all_problems: list[Problem] = []
-    for problems in checks:
-        with suppress(AttributeError):
-            all_problems.extend(problems)
-    return all_problems
-
-
-def _errors(findings: Iterable[Problem], source: Source) -> list[Problem]:
+def errors_in(findings: Iterable[Problem], source: Source) -> list[Problem]:
+    """Return the errors of some findings, with their places in the config."""
     return [source.locate(finding) for finding in findings if finding.severity == "error"]
 
 
 def accepted(findings: Iterable[Problem], source: Source) -> tuple[Problem, ...]:
     """Return the findings with their places in the config; raises ConfigError for errors."""
-    errors = _errors(findings, source)
+    errors = errors_in(findings, source)
     if errors:
         raise ConfigError(errors)
     return tuple(source.locate(finding) for finding in findings)
@@ -383,20 +336,6 @@ def _too_few_samples(config: RunConfig, layout: Layout, samples: int) -> Problem
     else:
         fix = "use fewer devices or smaller micro-batches"
     return Problem("dataset-smaller-than-batch", reason, fix, key, layout.global_size)
-
-
-def one_line(plan: Plan, *, fits: bool = True) -> str:
-    """Summarise a plan without errors: how a step is made and how long it takes to the end; `fits`:
-    the devices are not known to be too small for it.
-    """
-    length = str(plan.length)
-    if plan.length.total_steps is None:
-        length = f"length {length}"
-    verdict = "fine on" if fits else "too large for"
-    layout = str(plan.layout)
-    if plan.config.batch.micro_size == MEASURED:
-        layout += " or fewer steps of larger micro-batches, as measured at the start"
-    return f"{verdict} {plan.cluster}: {layout}, {length}"
 
 
 def loss_tile(config: RunConfig, micro_size: int) -> int:
@@ -460,48 +399,6 @@ def _fast_size(vocab_size: int, tensor_size: int) -> str:
     return f"a multiple of {HALF_ROWS * tensor_size}"
 
 
-def rows(plan: Plan) -> dict[str, str]:
-    """Map labels to what is planned, in words, in the order of a table."""
-    planned = {
-        "run": plan.config.run.name,
-        "cluster": f"{plan.cluster} = {counted(plan.cluster.world_size, 'rank')}",
-        "batch": str(plan.layout),
-        "length": str(plan.length),
-        "precision": _precision(plan.config),
-        "ZeRO": _zero(plan),
-    }
-    places = plan.layout.places()
-    if places:
-        planned["ranks"] = places
-    packed = describe_packed_rows(plan)
-    if packed:
-        planned["rows"] = packed
-    ring = ring_size(plan)
-    if ring > 1:
-        teams = f"teams of {counted(plan.layout.sequence_size // ring, 'rank')} share heads"
-        planned["attention"] = f"around a ring: {teams}, keys and values go around {ring} teams"
-    tile = loss_tile(plan.config, plan.layout.micro_size)
-    if tile:
-        planned["loss"] = f"tile by tile, the logits of {counted(tile, 'position')} at once"
-    return planned
-
-
-def _precision(config: RunConfig) -> str:
-    """Describe the type of weights, of what the optimizer keeps of them where that is not fp32,
-    and of products in fp8.
-    """
-    text: str = config.precision.dtype
-    states = getattr(config.precision, "states", "fp32")
-    if states != "fp32":
-        text += f", optimizer's states {states}"
-    section = fp8_of(config.precision)
-    if section is not None:
-        text += f", linear layers of blocks in fp8, scaled {section.scaling}"
-        if section.emulate:
-            text += ", emulated"
-    return text
-
-
 def describe_packed_rows(plan: Plan) -> str:
     """Describe how packed rows count in work and memory; return empty text for other rows."""
     if not getattr(plan.config.data, "packing", False):
@@ -521,24 +418,3 @@ def ring_size(plan: Plan) -> int:
     if not num_heads:
         return 1
     return size // gcd(num_heads // plan.layout.tensor_size, size)
-
-
-def _zero(plan: Plan) -> str:
-    zero = plan.config.zero
-    spread = (
-        "nothing is spread",
-        "optimizer state is spread",
-        "optimizer state and gradients are spread",
-        "optimizer state, gradients and weights are spread",
-    )
-    text = f"stage {zero.stage}: {spread[zero.stage]}"
-    if zero.stage:
-        text += f" over {counted(plan.layout.num_replicas, 'rank')}"
-    if coalesces(plan.config, plan.layout):
-        steps = plan.layout.accumulation_steps
-        text += f"; gradients of {steps} micro-batches stay whole, and are summed once (coalesce)"
-    if zero.offload_optimizer.device != "none":
-        text += f", optimizer on {zero.offload_optimizer.device}"
-    if zero.offload_param.device != "none":
-        text += f", weights on {zero.offload_param.device}"
-    return text

@@ -17,7 +17,8 @@ from framework.config.run_config import RunConfig
 from framework.config.schema import schema_text
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
-from framework.plan.plan import errors_of_known, make_plan
+from framework.plan.known_sections import errors_of_known
+from framework.plan.plan import make_plan
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from framework.cli import main
 from framework.config.load import config_from_values, load_known
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
+from framework.plan.known_sections import errors_of_known
 from framework.plan.layout import make_layout
-from framework.plan.plan import errors_of_known
 from framework.plan.rules import apply_rules
 from tests.plan.rules.cases import CASES
 

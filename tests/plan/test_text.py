@@ -8,7 +8,8 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
-from framework.plan.plan import Plan, make_plan, one_line, rows
+from framework.plan.plan import Plan, make_plan
+from framework.plan.plan_text import one_line, rows
 
 # 468 steps per epoch, 96 images left
 FASHION = {"data": {"kind": "fashion_mnist"}, "batch": {"global_size": 128}}
