@@ -62,7 +62,7 @@ def answer_to(question: Question) -> Answer:
         return _not_estimated(question, error)
     candidates = _candidates_to_show(question, planned, result)
     head = list(memory_lines(planned, target))
-    head += time_lines(planned.time, target)
+    head += time_lines(planned, target)
     costs = _costs(question, planned)
     for number, cost in enumerate(costs):
         label = "" if number else "costs"

@@ -44,6 +44,7 @@ class Candidate:
         time: of its optimizer step; None where the device's speed is not known.
         time_to_rank: the same, with the rates that are not known taken from a usual card on PCIe;
             None where the work is not known.
+        no_time: why there is no time where a device is named, in words; empty otherwise.
     """
 
     settings: Settings
@@ -51,6 +52,7 @@ class Candidate:
     memory: Memory
     time: StepTime | None = None
     time_to_rank: StepTime | None = None
+    no_time: str = ""
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -147,17 +149,20 @@ def judge(
     memory = estimate(plan, work=work)
     time = None
     time_to_rank = None
+    no_time = ""
     if target is not None:
         memory = target.with_beside(memory, plan)
         if target.machine and work:
-            with suppress(NotEstimatedError):  # a figure of the device is not known
+            try:
                 time = estimate_time(plan, work, target.machine)
+            except NotEstimatedError as error:  # a figure of the device is not known
+                no_time = str(error)
         time_to_rank = time
         if work and time is None:
             machine = target.machine_to_rank(plan.cluster.devices_per_host)
             with suppress(NotEstimatedError):  # no device of this kind has the number format
                 time_to_rank = estimate_time(plan, work, machine)
-    return Candidate(settings or {}, plan, memory, time, time_to_rank)
+    return Candidate(settings or {}, plan, memory, time, time_to_rank, no_time)
 
 
 def least_bytes(plan: Plan, work: ModelWork) -> int:

@@ -282,7 +282,7 @@ def find_network(name: str) -> Network:
     Raises:
         UsageError: it is not listed.
     """
-    return Network(name.lower(), **_listed("networks", "network", name))
+    return Network(name.lower(), **_listed("networks", "--network", name))
 
 
 def _listed(table: str, what: str, name: str) -> dict[str, Any]:

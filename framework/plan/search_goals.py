@@ -31,7 +31,7 @@ def search_fewest_devices(request: Request) -> SearchResult:
     """
     cluster = request.cluster
     if request.target.memory_bytes is None:
-        raise UsageError("the fewest devices take the device, as --gpu names it")
+        raise UsageError("--goal fewest-devices needs the memory of a device; add --gpu KIND")
     for num_hosts, devices_per_host in _smaller_sizes(cluster):
         part = replace(cluster, num_hosts=num_hosts, devices_per_host=devices_per_host)
         smaller = replace(request, cluster=part)
@@ -63,9 +63,12 @@ def search_longest_sequence(request: Request) -> SearchResult:
     length = getattr(config.data, "sequence_length", None)
     positions = getattr(config.model, "max_positions", None)
     if request.target.memory_bytes is None:
-        raise UsageError("the longest sequence takes the device, as --gpu names it")
+        raise UsageError("--goal longest-sequence needs the memory of a device; add --gpu KIND")
     if length is None or positions is None:
-        raise UsageError("the longest sequence takes data and a model with a length")
+        raise UsageError(
+            "--goal longest-sequence needs data.sequence_length and model.max_positions, which "
+            "this run does not have"
+        )
 
     def search_at(tokens: int) -> SearchResult:
         lengths = {LENGTH: tokens, POSITIONS: max(tokens, positions)}

@@ -180,6 +180,17 @@ def test_strategies_beside_a_plan_take_less_or_are_faster(capsys: Capture) -> No
             assert not each["settings"].keys() & {"batch.micro_size", "batch.accumulation_steps"}
 
 
+def test_a_time_that_is_not_known_has_its_reason_and_nothing_slower_beside_it(
+    capsys: Capture,
+) -> None:
+    """Recomputation takes less memory, and is no alternative to a plan that fits."""
+    out = plan(
+        "ds_configs/bert_pretrain.yaml", "--num_gpus", "8", "--gpu", "v100-32gb", capsys=capsys
+    )
+    assert "\ntime      not estimated: the peak in bf16 of v100-32gb is not known\n" in out
+    assert "\ninstead " not in out
+
+
 def test_a_small_models_plan_has_no_larger_alternative(capsys: Capture) -> None:
     out = plan("ds_configs/quickstart.yaml", "--num_gpus", "2", capsys=capsys)
     assert "\ninstead " not in out
@@ -383,7 +394,7 @@ def test_bad_options_are_refused(capsys: Capture) -> None:
             ["--gpu", "h100-80gb", "--network", "infinband-hdr"],
             "not known; did you mean infiniband-hdr? known are",
         ),
-        (["--gpu", "h100-80gb", "--network", "string"], "network string: not known"),
+        (["--gpu", "h100-80gb", "--network", "string"], "--network string: not known"),
         (["--network", "infiniband-hdr"], "--network goes with --gpu"),
         (["--chart", "memory.png"], "--chart memory.png: what is drawn is SVG; name it .svg"),
         (["--goal", "longest-sequence"], "--gpu"),

@@ -64,7 +64,7 @@ def test_what_is_not_known_is_not_guessed() -> None:
         UsageError, match=r"h100-81gb: not known; did you mean h100-80gb\? known are .*h100-80gb"
     ):
         find_device("h100-81gb")
-    with pytest.raises(UsageError, match=r"network tin-can: not known"):
+    with pytest.raises(UsageError, match=r"--network tin-can: not known"):
         Machine.listed("h100-80gb", network="tin-can")
     ascend = find_device("ascend910-32gb")
     assert "bf16" not in ascend.flops_per_second
