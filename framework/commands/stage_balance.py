@@ -1,18 +1,21 @@
-"""The balance of a pipeline's stages, for the command `plan`. A child process with torch,
-`framework.setup.pipeline_stages`, builds the model on processors and reports its stages. Nothing
-trains, and no device is touched.
+"""The balance of a pipeline's stages, for the command `plan`. The layers of a named model are known
+from its work. For others a child process with torch, `framework.setup.pipeline_stages`, builds the
+model on processors and reports its stages. Nothing trains, and no device is touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from framework.commands.torch_child import NoAnswerError, ask_child
 from framework.config.load import Source
+from framework.config.precision import BF16, FP16
 from framework.errors import ConfigError, Problem
+from framework.plan.balance import LayerFacts, cut, needs_same_groups
 from framework.plan.plan import Plan
+from framework.plan.work import work_of
 
 # Building a model of a billion weights on one core takes about as long; the user of `plan` waits.
 _LONGEST_SECONDS: Final = 120.0
@@ -36,12 +39,19 @@ class StageBalance:
 def find_stage_balance(
     plan: Plan, *, source: Source, longest_seconds: float = _LONGEST_SECONDS
 ) -> StageBalance:
-    """Find the cut of a plan's model, and the weight of each stage. Waits for a child process, at
-    most `longest_seconds`.
+    """Find the cut of a plan's model, and the weight of each stage. Where the layers are not known
+    it waits for a child process, at most `longest_seconds`.
 
     Raises:
         ConfigError: the model cannot be cut as described.
     """
+    layers = _known_layers(plan)
+    if layers:
+        config = plan.config
+        table = cut(layers, config.parallel, same_groups=needs_same_groups(config))
+        if isinstance(table, Problem):
+            raise ConfigError(source.locate(table))
+        return StageBalance(tuple(table.lines()), table.to_dict(), _notes(plan))
     try:
         reported = ask_child(
             "pipeline_stages", plan, longest_seconds=longest_seconds, needs=("torch", "deepspeed")
@@ -53,6 +63,26 @@ def find_stage_balance(
     if "missing" in reported:
         return _unknown(plan, str(source.locate(Problem.from_dict(reported["missing"][0]))))
     return StageBalance(tuple(reported["lines"]), reported["pipeline"], _notes(plan))
+
+
+def _known_layers(plan: Plan) -> list[LayerFacts]:
+    """List the layers of a named model; empty for a model of the user's own, for one with buffers
+    or adapters, whose bytes in a layer are not known, and where a cut goes by types of layers.
+    """
+    config = plan.config
+    work = work_of(plan)
+    if work is None or work.buffer_bytes or config.training.lora is not None:
+        return []
+    if config.parallel.partition.startswith("type:"):
+        return []
+    width = 4
+    if isinstance(config.precision, BF16 | FP16):
+        width = 2
+    known = []
+    for facts, layer in zip(work.facts, work.layers[:-1], strict=True):
+        num_all = facts.num_params + work.num_frozen(layer)
+        known.append(replace(facts, param_bytes=width * num_all))
+    return known
 
 
 def _notes(plan: Plan) -> tuple[Problem, ...]:

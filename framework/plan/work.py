@@ -223,13 +223,20 @@ class ModelWork:
         """Facts about each layer, without the loss, as a cut into stages takes them."""
         from framework.plan.balance import LayerFacts
 
+        shared = {layer.shares for layer in self.layers}
         facts = []
         for layer in self.layers[:-1]:
+            tied = layer.shares
+            if layer.name in shared:
+                tied = layer.name
             facts.append(
                 LayerFacts(
                     layer.name,
                     layer.name,
                     layer.num_params + layer.shared_params,
+                    output_bytes=layer.output_bytes,
+                    flops=layer.flops,
+                    tied=tied,
                     may_start_stage=layer.may_start_stage,
                     groups=self._groups_of(layer),
                 )

@@ -16,7 +16,7 @@ import pytest
 from framework.cli import main
 from framework.commands import plan_question, stage_balance
 from framework.commands.stage_balance import find_stage_balance
-from framework.config.load import Source, config_from_values
+from framework.config.load import Source, config_from_values, load_config
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
 from tests.commands.children import answering_here
@@ -121,6 +121,16 @@ def test_what_cannot_be_cut_is_refused_with_its_place(capsys: pytest.CaptureFixt
         "own.yaml:3: model = 0 (Linear): the layer fails on the output of the layer before"
     )
     assert line.endswith("[layer-failed]\n")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_named_models_stages_are_those_of_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a child process the same is known as a child with torch counts."""
+    named = make_plan(load_config(str(ROOT / "ds_configs/lenet_pipeline.yaml")), Cluster(1, 2))
+    known = find_stage_balance(named, source=Source())
+    monkeypatch.setattr(stage_balance, "_known_layers", lambda plan: [])
+    assert find_stage_balance(named, source=Source()) == known
+    assert known.pipeline is not None
 
 
 def unknown(plan: Plan, **limits: float) -> str:
