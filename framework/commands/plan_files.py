@@ -1,4 +1,4 @@
-"""Files that `plan` writes: the best strategy into the run config (--apply), and the chart (--chart)."""
+"""Files that `plan` writes: the best strategy into the run config, and the chart."""
 
 from __future__ import annotations
 

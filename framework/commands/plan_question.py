@@ -1,5 +1,5 @@
-"""The question that a command line of `plan` asks: the run, its cluster and devices, and what is free
-to be chosen.
+"""The question that a command line of `plan` asks: the run, its cluster and devices, and what is
+free to be chosen.
 """
 
 from __future__ import annotations

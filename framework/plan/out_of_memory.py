@@ -1,5 +1,5 @@
-"""Memory that was not there, explained by a plan's estimate: what was held at that moment, and which
-settings take less.
+"""Memory that was not there, explained by a plan's estimate: what was held at that moment, and
+which settings take less.
 """
 
 from __future__ import annotations
