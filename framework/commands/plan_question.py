@@ -193,7 +193,7 @@ def _found_instead(as_written: Question) -> Question | None:
 
 
 def _find_target(arguments: argparse.Namespace, cluster: Cluster) -> Hardware:
-    """Return the devices of ``--gpu`` as they are listed, or those of this machine as measured."""
+    """Return the devices of ``--gpu`` as they are listed, or this machine as it was measured."""
     if arguments.gpu:
         return listed_target(
             arguments.gpu,

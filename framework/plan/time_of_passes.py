@@ -186,7 +186,7 @@ class PassTimes:
         return capability is not None and capability >= (9, 0)
 
     def is_rounded(self, part: LayerWork) -> bool:
-        """Check whether the linear layers of a part compute in fp8: those of blocks do."""
+        """Check whether the linear layers of a part compute in fp8: blocks have them."""
         return self.by.rounding_bytes > 0 and part.count > 1
 
     def roundings(self, part: LayerWork) -> tuple[float, float]:
