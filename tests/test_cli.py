@@ -255,6 +255,10 @@ def write(path: Path, text: str) -> str:
             ["check", QUICKSTART, "--json", "foo.yaml", "--frob=1"],
             "unrecognized arguments: --frob=1",
         ),
+        (
+            ["evaluate", "runs/x", "a.b=1", "--frob=1", "c.d=2"],
+            "evaluate: unrecognized arguments: --frob=1; see",
+        ),
         (["schema", "x"], "invalid choice: 'x'"),
     ],
     ids=str,

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -37,6 +37,7 @@ from framework.setup.start_point import agreed_weights, measure_cut
 from framework.setup.trained import find_source, module_of, saved_config
 from framework.system.arguments import CommandParser, add_step
 from framework.system.launcher_rank import take_rank
+from framework.system.log import warn
 
 
 def main(words: Sequence[str]) -> int:
@@ -85,9 +86,27 @@ def main(words: Sequence[str]) -> int:
             }
             if tables:
                 section["tables"] = tables
+            _warn_of_left_out(checkpoint, metrics)
             print(json.dumps(section, indent=2))
         engine.close()
     return EXIT_OK
+
+
+def _warn_of_left_out(checkpoint: SavedCheckpoint, metrics: Mapping[str, float]) -> None:
+    """Warn of metrics that the run has measured at this checkpoint and this evaluation has not."""
+    left_out = not_repeated(checkpoint.manifest.get("metrics", {}), metrics)
+    if left_out:
+        warn(
+            f"the run has measured {', '.join(left_out)} as well: metrics that fit(metrics=...) "
+            "was given are in no file; name them under evaluation.metrics [metrics-not-repeated]"
+        )
+
+
+def not_repeated(measured: Iterable[str], metrics: Iterable[str]) -> list[str]:
+    """Return the metrics of a run that an evaluation of the same sets has not given."""
+    sets = {name.rpartition("/")[0] for name in metrics}
+    missing = set(measured) - set(metrics)
+    return sorted(name for name in missing if name.rpartition("/")[0] in sets)
 
 
 def _sections_to_trust(config: RunConfig, source: Source) -> list[str]:

@@ -37,7 +37,7 @@ class UndefinedOnFewError(ArithmeticError):
 
 @dataclass
 class _Results:
-    """What rank 0 has computed."""
+    """What rank 0 has computed; the other ranks have no tables."""
 
     figures: dict[str, float] = field(default_factory=dict)
     tables: dict[str, Table] = field(default_factory=dict)
@@ -115,8 +115,7 @@ class WholeEvaluation(Evaluation):
                 self._try_to_take(name, compute, computed)
         if computed.undefined is not None:
             raise computed.undefined
-        if rank() == 0:
-            self.tables = computed.tables
+        self.tables = computed.tables
         return figures | {f"eval/{name}": value for name, value in computed.figures.items()}
 
     def _try_to_take(self, name: str, compute: Callable[[], Any], results: _Results) -> None:
@@ -129,13 +128,17 @@ class WholeEvaluation(Evaluation):
             results.undefined = results.undefined or error
 
     def _take(self, name: str, compute: Callable[[], Any], results: _Results) -> None:
-        """Compute on rank 0, and add what comes out to the results of every rank. Collective."""
+        """Compute on rank 0, and add the figures to the results of every rank; tables stay there.
+        Collective.
+        """
         computed: Any = None
         cause: Exception | None = None
         if rank() == 0:
             try:
                 with torch.no_grad():
-                    computed = as_results(compute(), name=name)
+                    found = as_results(compute(), name=name)
+                results.tables.update(found.tables)  # written by rank 0 alone
+                computed = found.figures
             except ConfigError as error:
                 computed = error
             except Exception as error:
@@ -151,8 +154,7 @@ class WholeEvaluation(Evaluation):
                     )
                 raise UndefinedOnFewError(f"{name} raised {computed.text}")
             raise TrainingError(f"{name} raised {computed.text} [metric-failed]") from cause
-        results.figures.update(computed.figures)
-        results.tables.update(computed.tables)
+        results.figures.update(computed)
 
     def _announce(self, num_bytes: int) -> None:
         total = num_bytes * self._num_batches

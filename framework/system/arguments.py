@@ -24,6 +24,8 @@ class ParserTaken(BaseException):
     """End of a command at the parser that it has made, see `taken_parser`."""
 
 
+# Positional arguments of commands that take settings ``key=value``.
+_TAKE_SETTINGS: Final = ("settings", "words")
 _TAKES_PARSERS: Final = ContextVar("_TAKES_PARSERS", default=False)
 
 
@@ -85,6 +87,8 @@ class CommandParser(argparse.ArgumentParser):
         flag = re.match(r"argument (--\w+).*: expected one argument$", message)
         if flag:  # argparse takes the next word for another option
             message += f" (if it begins with a dash, write {flag[1]}=-...)"
+        if any(action.dest in _TAKE_SETTINGS for action in self._actions):
+            message = _without_settings(message)
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if unknown:
             message += self._did_you_mean(unknown[1])
@@ -107,6 +111,18 @@ class CommandParser(argparse.ArgumentParser):
         if message:
             self._print_message(message, sys.stderr)
         raise HelpShown(status)
+
+
+def _without_settings(message: str) -> str:
+    """Leave settings, which the command takes, out of a message of words that it does not know."""
+    start = "unrecognized arguments: "
+    if not message.startswith(start):
+        return message
+    words = message.removeprefix(start).split(" ")
+    options = [word for word in words if word.startswith("-")]
+    if not options:
+        return message
+    return start + " ".join(options)
 
 
 def _snake(name: str) -> str:

@@ -17,7 +17,7 @@ from PIL import Image
 
 import framework
 from framework.cli import main
-from framework.commands.evaluate import config_to_evaluate
+from framework.commands.evaluate import config_to_evaluate, not_repeated
 from framework.commands.inputs import batch_of, find_inputs, inputs_in_memory, read_sample
 from framework.commands.predict import find_rows
 from framework.config.load import config_from_values
@@ -295,6 +295,12 @@ def test_files_as_the_run_trains_on_them(runs: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------- without a training run
+def test_metrics_of_python_are_named_where_they_are_not_repeated() -> None:
+    measured = ["train/loss", "eval/loss", "eval/auroc", "eval/noisy/f1"]
+    assert not_repeated(measured, ["eval/loss", "eval/accuracy"]) == ["eval/auroc"]
+    assert not_repeated(measured, ["eval/noisy/loss"]) == ["eval/noisy/f1"]
+
+
 def test_a_config_is_made_for_measuring_alone(tmp_path: Path) -> None:
     sections = {
         "parallel": {"pipe": 2, "stages": [0, 1]},

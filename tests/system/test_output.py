@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,28 @@ def test_colours_are_for_terminals_unless_the_environment_decides(
     assert is_coloured(stream) is on_a_terminal
     write(stream, "a.yaml:1:2: run.seed = -1: too small; write 0 [wrong-value]\n")
     assert ("\x1b[" in stream.getvalue()) is on_a_terminal
+
+
+def test_a_terminal_gets_long_problems_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    line = "a.yaml:1:2: run.seed = -1: it is too small; write 0 or more there [wrong-value]\n"
+    piped, shown = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    other = "a line that states no problem and is as long as it is, wider than the terminal\n"
+    for stream in (piped, shown):
+        write(stream, line + other)
+    assert piped.getvalue() == line + other
+    folded = (
+        "a.yaml:1:2: run.seed = -1: it is too\n"
+        "    small; write 0 or more there\n"
+        "    [wrong-value]\n"
+    )
+    assert shown.getvalue() == folded + other
+    coloured = painted(line, width=40)
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == folded
+    assert coloured.startswith("\x1b[1;31ma.yaml:1:2:\x1b[0m run.seed")
+    assert coloured.endswith("\x1b[2m[wrong-value]\x1b[0m\n")
 
 
 @pytest.mark.parametrize(
