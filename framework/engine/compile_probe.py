@@ -297,6 +297,15 @@ class CompileProbe:
             )
 
 
+def run_alone(engine: deepspeed.DeepSpeedEngine, loss_of: LossOf) -> None:
+    """Run a loss forward and backward without hooks of DeepSpeed; no weight gets a gradient."""
+    weights: dict[str, nn.Parameter] = {}
+    for name, weight in engine.module.named_parameters():
+        if weight.requires_grad:
+            weights[name] = weight
+    sketched_gradients(loss_of(Unhooked(engine)), weights)
+
+
 def difference_of(plain: Pass, compiled: Pass, bound: float) -> str:
     """Describe the first difference between two passes that is none of rounding; empty if there is
     none. `bound` is the relative one of the whole gradient.

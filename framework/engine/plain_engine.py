@@ -264,19 +264,11 @@ class PlainEngine(BaseEngine):
         return chain([first], micro_batches)
 
     def try_pass(self, batch: Any) -> None:
-        """Run a micro-batch forward and backward by itself: no rank waits for another, and no
-        weight gets a gradient.
-        """
-        from framework.engine.compile_probe import Unhooked
-        from framework.engine.gradient_sketches import sketched_gradients
+        """Run a micro-batch forward and backward; no rank waits for another."""
+        from framework.engine.compile_probe import run_alone
 
-        weights: dict[str, torch.nn.Parameter] = {}
-        for name, weight in self.engine.module.named_parameters():
-            if weight.requires_grad:
-                weights[name] = weight
         with self._saving():
-            loss = self._loss_of(batch, Unhooked(self.engine))
-        sketched_gradients(loss, weights)
+            run_alone(self.engine, partial(self._loss_of, batch))
 
     def _loss_of(self, batch: Any, model: Any) -> torch.Tensor:
         """Compute the loss of a micro-batch by itself, 0-d."""

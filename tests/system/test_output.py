@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_lint.errors import is_coloured, painted
+from deepspeed_lint.errors import is_coloured
+from deepspeed_lint.painting import painted
 from framework.errors import show_value
 from framework.system.output import visible, write
 from tests.places import ROOT
