@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_lint.errors import is_coloured
-from deepspeed_lint.painting import painted
+from deepspeed_lint.errors import is_coloured, painted
 from framework.errors import show_value
 from framework.system.output import visible, write
 from tests.places import ROOT
