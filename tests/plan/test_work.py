@@ -18,9 +18,9 @@ from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.models.layers import LayeredModel
 from framework.models.prepare_model import prepare_model
-from framework.plan import plan as planning
 from framework.plan.cluster import Cluster
 from framework.plan.plan import describe_packed_rows, make_plan
+from framework.plan.plan_text import rows
 from framework.plan.work import ModelWork, model_work, named_work, work_of
 from framework.setup.components import gather_parts
 from framework.setup.user_code import Objects
@@ -139,7 +139,7 @@ def test_a_plan_counts_the_texts_of_packed_rows() -> None:
     config = config_from_values({**MODELS["gpt"], **PACKED, "training": {"max_steps": 1}})
     plan = make_plan(config, Cluster(1, 1, "cpu"))
     read = replace(plan, texts_per_row=4.0)
-    assert planning.rows(plan)["rows"] == "packed, planned as 1 text each, the most work and memory"
+    assert rows(plan)["rows"] == "packed, planned as 1 text each, the most work and memory"
     assert describe_packed_rows(read) == "packed, planned as 4.0 texts of equal length each"
     work, less = work_of(plan), work_of(read)
     assert work is not None
@@ -258,7 +258,7 @@ def test_operations_of_experts_are_those_of_tokens_and_their_memory_that_of_rows
 
     dense, moe = work(None), {"num_experts": 8, "top_k": 2, "every": 1}
     perceptron = 3 * 4096 * 11008
-    for factor, rows in ((1.0, 2), (2.0, 4), (None, 8)):
+    for factor, num_rows in ((1.0, 2), (2.0, 4), (None, 8)):
         mixed = work({**moe, "capacity_factor": factor})
         assert mixed.num_params - dense.num_params == 2 * (7 * perceptron + 8 * 4096)
         router = 2 * 8 * 4096
@@ -266,7 +266,7 @@ def test_operations_of_experts_are_those_of_tokens_and_their_memory_that_of_rows
         computed = mixed.flops - sum(part.masked_flops * part.count for part in mixed.parts)
         masked = sum(part.masked_flops * part.count for part in dense.parts)
         assert computed - (dense.flops - masked) == 2 * 128 * 2 * (
-            (rows - 1) * perceptron + router // 2
+            (num_rows - 1) * perceptron + router // 2
         )
 
 
