@@ -73,6 +73,7 @@ REDUCED = (
     {"contiguous_gradients": False},
 )
 # micro-batches: no stage idles for long
+MEASURED: dict[str, Any] = {"micro_size": "measured", "global_size": 64}
 MANY: dict[str, Any] = {"batch": {"accumulation_steps": 8}}
 FP16: dict[str, Any] = {"precision": {"dtype": "fp16"}}
 AUTOCAST_FP16: dict[str, Any] = {"precision": {"dtype": "autocast", "compute_dtype": "fp16"}}
@@ -116,6 +117,14 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "world_size_differs": [
         ({"run": {"world_size": 3}}, "cuda", "world-size-differs"),
         ({"run": {"world_size": 2}}, "cuda", None),
+    ],
+    "micro_size_measured": [
+        ({"batch": MEASURED}, "cpu", None),
+        ({"batch": {"micro_size": "measured"}}, "cpu", "micro-size-measured"),
+        ({"batch": MEASURED | {"accumulation_steps": 2}}, "cpu", "micro-size-measured"),
+        (piped(batch=MEASURED), "cpu", "micro-size-measured"),
+        (deep(1) | {"batch": MEASURED}, "cuda", "micro-size-measured"),
+        (offload(3, **NVME) | HOST_ADAM | {"batch": MEASURED}, "cuda", "micro-size-measured"),
     ],
     "bad_steps_not_found": [
         (
@@ -242,7 +251,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (offload(2, **NVME) | LION, "cuda", "offload-needs-stage"),
         ({"zero": {"stage": 2, "offload_param": {"device": "cpu"}}}, "cuda", "offload-needs-stage"),
         (offload(1) | LION, "cuda", None),
-        (offload(3, **NVME) | LION, "cuda", None),
+        (offload(3, "nvme", nvme_path="/nvme") | LION, "cuda", None),
         ({"zero": {"stage": 3, "offload_param": {"device": "cpu"}}}, "cuda", None),
     ],
     "offload_optimizer_unsupported": [
