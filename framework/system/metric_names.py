@@ -110,7 +110,7 @@ METRICS: Final = (
         "share",
         "value",
         "of the last 128 logged losses, those more than six standard deviations off the mean of "
-        "up to 128 before them (losses that are not finite are off); a start begins anew",
+        "up to 128 before them (losses that are not finite are off); each start begins with none",
         "before the 17th logged loss",
     ),
     Metric(

@@ -91,16 +91,16 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
         ],
     ),
     "fraction for a count": (
-        "batch: {micro_size: 1.5}",
+        "batch: {global_size: 1.5}",
         [
-            ":1: batch.micro_size = 1.5: a number with a fraction where a whole number belongs; write a whole number "
+            ":1: batch.global_size = 1.5: a number with a fraction where a whole number belongs; write a whole number "
             "[wrong-type]"
         ],
     ),
     "true for a count": (
-        "batch: {micro_size: true}",
+        "batch: {global_size: true}",
         [
-            ":1: batch.micro_size = true: a truth value where a whole number belongs; write a whole number [wrong-type]"
+            ":1: batch.global_size = true: a truth value where a whole number belongs; write a whole number [wrong-type]"
         ],
     ),
     "yes for true": (
