@@ -100,7 +100,8 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     "true for a count": (
         "batch: {global_size: true}",
         [
-            ":1: batch.global_size = true: a truth value where a whole number belongs; write a whole number [wrong-type]"
+            ":1: batch.global_size = true: a truth value where a whole number belongs; write a whole number "
+            "[wrong-type]"
         ],
     ),
     "yes for true": (
