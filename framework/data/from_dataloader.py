@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +25,7 @@ from framework.errors import ConfigError
 from framework.system.log import warn
 
 _SAMPLER_SALT: Final = 0x5A91
+_LONGEST: Final = 60  # characters of a batch in a message
 # The run has these orders itself; it also divides them over ranks.
 _KNOWN_ORDERS: Final = (SequentialSampler.__iter__, DistributedSampler.__iter__)
 
@@ -103,19 +105,20 @@ class TakenBatches(TakenSet):
     """A dataset of samples by number with a `batch_sampler`, which makes the micro-batches.
 
     Attributes:
-        batch_size: samples of every micro-batch.
+        batch_size: samples of every micro-batch; in evaluation, of the first batch.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Any, batches: Any) -> None:
+    def __init__(self, dataset: Any, collate_fn: Any, batches: Any, *, trains: bool) -> None:
         """Take a dataset, its `collate_fn` or None, and its sampler of batches. Epoch 0 is drawn
         twice: an order that cannot be drawn again would be another one on each rank.
 
         Raises:
-            ConfigError: kind ``sampler-order``: the batches have different sizes, or the second
-                order differs.
+            ConfigError: kind ``sampler-order``: there is no batch, a batch is no list of numbers,
+                the second order differs, or batches for training have different sizes.
         """
         super().__init__(dataset, collate_fn, ())
         self._sampler = batches
+        self._trains = trains
         self.batch_size = 0
         first = _drawn(batches, epoch=0, seed=0, draw=self._numbers)
         again = _drawn(batches, epoch=0, seed=0, draw=self._numbers)
@@ -126,15 +129,31 @@ class TakenBatches(TakenSet):
                 "in its attribute generator, or from one that set_epoch(epoch) seeds"
             )
             raise self._refusal(reason, fix)
+        if not self.batch_size:
+            raise self._refusal("it makes no batch", "let every epoch have at least one")
         self.num_ordered = len(first)
 
     def _numbers(self) -> Positions:
-        """Return the samples of all batches, one after the other; a shorter last batch is left
-        out.
+        """Return the samples of all batches, one after the other; in training a shorter last batch
+        is left out.
         """
-        batches = [np.asarray(batch, dtype=np.int64) for batch in self._sampler]
+        batches = [self._numbers_of(batch) for batch in self._sampler]
         if batches and not self.batch_size:
             self.batch_size = len(batches[0])
+        if self._trains:
+            self._keep_one_size(batches)
+        return np.concatenate([np.empty(0, np.int64), *batches])
+
+    def _numbers_of(self, batch: Any) -> Positions:
+        with suppress(TypeError, ValueError):
+            numbers = np.asarray(batch, dtype=np.int64)
+            if numbers.ndim == 1:
+                return numbers
+        fix = "let every batch be a list of numbers of samples"
+        raise self._refusal(f"it makes the batch {str(batch)[:_LONGEST]}", fix)
+
+    def _keep_one_size(self, batches: list[Positions]) -> None:
+        """Leave out a shorter last batch, and refuse batches of different sizes."""
         if batches and len(batches[-1]) < self.batch_size:
             batches.pop()
         sizes = {len(batch) for batch in batches} - {self.batch_size}
@@ -145,10 +164,13 @@ class TakenBatches(TakenSet):
                 "and set data.bucket_steps, which makes micro-batches of like lengths"
             )
             raise self._refusal(reason, fix)
-        return np.concatenate([np.empty(0, np.int64), *batches])
 
-    def check_kept(self, *, micro_size: int, bucket_steps: int) -> None:
+    def check_kept(self, *, micro_size: Any, by_length: Mapping[str, int]) -> None:
         """Refuse a run whose micro-batches would be others than the sampler's.
+
+        Args:
+            micro_size: samples of a micro-batch, or ``measured``.
+            by_length: keys with steps whose order goes by length, 0 for none.
 
         Raises:
             ConfigError: kind ``sampler-order``.
@@ -157,10 +179,12 @@ class TakenBatches(TakenSet):
         if micro_size != self.batch_size:
             fix = f"set batch.micro_size: {self.batch_size}, or give it another batch_size"
             raise ConfigError.of("sampler-order", made, fix, "batch.micro_size", micro_size)
-        if bucket_steps:
-            reason = f"{made}, which an order by length would take apart"
-            fix = "leave one of the two out"
-            raise ConfigError.of("sampler-order", reason, fix, "data.bucket_steps", bucket_steps)
+        for key, steps in by_length.items():
+            if steps:
+                reason = f"{made}, which an order by length would take apart"
+                raise ConfigError.of(
+                    "sampler-order", reason, "leave one of the two out", key, steps
+                )
 
 
 def _drawn(sampler: Any, *, epoch: int, seed: int, draw: Callable[[], Positions]) -> Positions:
@@ -207,7 +231,8 @@ def taken_over(given: Any, *, key: str, trains: bool) -> tuple[Any, dict[str, An
     if given.batch_size is None and type(batches) is not BatchSampler:
         _check_worker_init(given, key=key)
         _refuse_order_of_each_rank(batches, key=key)
-        return _with_batches(TakenBatches(dataset, collate_fn, batches), given, trains=trains)
+        taken_batches = TakenBatches(dataset, collate_fn, batches, trains=trains)
+        return _with_batches(taken_batches, given, trains=trains)
     size = given.batch_size or batches.batch_size  # type: ignore[attr-defined]
     taken: dict[str, Any] = {"num_workers": given.num_workers, "micro_size": size}
     _check_worker_init(given, key=key)
@@ -241,8 +266,9 @@ def _with_batches(
     if trains:
         return dataset, taken
     order = dataset.epoch_order(0, seed=0)
-    chosen: Any = dataset
-    return Subset(chosen, order(np.arange(dataset.num_ordered or 0)).tolist()), taken
+    samples: Any = dataset
+    chosen = Subset(samples, order(np.arange(dataset.num_ordered or 0)).tolist())
+    return TakenSet(chosen, getattr(dataset, "collate_fn", None), None), taken
 
 
 def _refuse_order_of_each_rank(sampler: Any, *, key: str) -> None:

@@ -37,6 +37,7 @@ from framework.engine.compile_probe import ranks_meet_in_passes
 from framework.engine.distributed import device, gather, rank
 from framework.engine.known_failures import lack_of_memory
 from framework.engine.plain_engine import PlainEngine
+from framework.engine.workarounds.grad_scaler import grad_scaler
 from framework.errors import ConfigError
 from framework.plan.alternatives import size_text
 from framework.plan.plan import Plan
@@ -173,7 +174,7 @@ def _too_large(limit: int | None) -> ConfigError:
 def _described(facts: Mapping[str, Any], *, share: int) -> str:
     size = facts["micro_size"]
     text = f"{KEY}: measured: {size} of the {share} samples of a rank's step"
-    peak = facts["peak_bytes"][size]
+    peak = facts["peak_bytes"].get(size)  # none if a larger size was tried in its place
     if peak and facts["limit_bytes"] is not None:
         text += f", {size_text(peak)} of {size_text(facts['limit_bytes'])}"
     tried = ", ".join(str(tried) for tried in facts["peak_bytes"])
@@ -209,18 +210,21 @@ class _Trial:
     def __init__(self, prepared: Prepared, *, around: Around) -> None:
         """Build the engine. Collective."""
         self._plan = prepared.plan
-        self._splits = _longest_first(prepared.parts.splits, prepared.plan)
+        self._splits = longest_first(prepared.parts.splits, prepared.plan)
         self._meets = ranks_meet_in_passes(prepared.plan)
         self._is_warm = False
         engine = assemble_engine(_for_trial(prepared))
         assert isinstance(engine, PlainEngine), "rules refuse pipelines"
         self._engine = engine
+        scaler = grad_scaler(engine.engine)
+        if scaler is not None:  # which would skip the first steps, and the states they allocate
+            scaler.load_state_dict(scaler.state_dict() | {"scale": 1.0})
         self._open = ExitStack()
         self._open.enter_context(around(engine.module))
 
     def peak_of(self, size: int) -> int | None:
         """Take steps of a size; as `Search.peak_of`. Collective."""
-        batch = self._batch(size)
+        batch = first_batch(self._plan, self._splits, size, rank=rank())
         if not self._meets and not self._fits_in_pass(batch):
             return None
         if not self._is_warm:  # the first step allocates the states of the optimizer
@@ -247,20 +251,6 @@ class _Trial:
         del self._engine
         _free()
         _reset_peak()
-
-    def _batch(self, size: int) -> Any:
-        """Read the first micro-batch of a size, as the run would."""
-        layout = self._plan.layout
-        layout = replace(
-            layout,
-            micro_size=size,
-            accumulation_steps=1,
-            global_size=size * layout.data_parallel_size,
-        )
-        plan = replace(self._plan, layout=layout)
-        loader = make_train_loader(plan, self._splits, rank=rank(), num_workers=0)
-        with closing(loader.stream()) as batches:
-            return next(batches)
 
     def _fits_in_pass(self, batch: Any) -> bool:
         """Check whether no rank runs out of memory in a pass of its own. Collective."""
@@ -299,6 +289,8 @@ def _for_trial(prepared: Prepared) -> Prepared:
     )
     plan = replace(plan, config=trained, layout=layout)
     parts = prepared.parts
+    with suppress(Exception):  # a task may hold what cannot be copied; mostly it has no state
+        parts = replace(parts, task=copy.deepcopy(parts.task))
     if isinstance(config.model, Object):  # the run trains what was handed over
         build_model = parts.build_model
         parts = replace(parts, build_model=lambda: copy.deepcopy(build_model()))
@@ -306,7 +298,29 @@ def _for_trial(prepared: Prepared) -> Prepared:
     return replace(drawn, plan=plan, ds_config=render(plan), parts=parts)
 
 
-def _longest_first(splits: Splits, plan: Plan) -> Splits:
+def first_batch(plan: Plan, splits: Splits, size: int, *, rank: int) -> Any:
+    """Read the first micro-batch of a rank in the order of the data, which may have the longest
+    samples first.
+    """
+    layout = replace(
+        plan.layout,
+        micro_size=size,
+        accumulation_steps=1,
+        global_size=size * plan.layout.data_parallel_size,
+    )
+    # A curriculum would begin with the shortest samples, and a small step has fewer lanes.
+    changes: dict[str, Any] = {"bucket_steps": 0, "curriculum_steps": 0}
+    if getattr(plan.config.data, "lanes", None) is not None:
+        changes["lanes"] = None
+    data = plan.config.data.model_copy(update=changes)
+    config = plan.config.model_copy(update={"data": data})
+    plan = replace(plan, layout=layout, config=config)
+    loader = make_train_loader(plan, splits, rank=rank, num_workers=0)
+    with closing(loader.stream()) as batches:
+        return next(batches)
+
+
+def longest_first(splits: Splits, plan: Plan) -> Splits:
     """Return the data with as many of its longest samples as a step has first, where it knows their
     lengths.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.load import Source
 from framework.config.precision import fp8_of
 from framework.config.run_config import RunConfig
-from framework.config.training import Compile
+from framework.config.training import MEASURED, Compile
 from framework.data.loaders import is_stream, num_samples_of
 from framework.data.order import LATEST_ORDER
 from framework.data.splits import tokens_sha256
@@ -199,8 +199,7 @@ def prepare(
             parts = gather_parts(config, objects)
         check_kept = getattr(parts.splits.train, "check_kept", None)
         if check_kept is not None:  # its sampler makes the micro-batches
-            bucket_steps = config.data.bucket_steps
-            check_kept(micro_size=plan.layout.micro_size, bucket_steps=bucket_steps)
+            _check_kept(check_kept, plan)
     plan = plan.with_data(parts.splits.num_train, source)
     texts_per_row = getattr(parts.splits.train, "texts_per_row", 1.0)
     plan = replace(plan, texts_per_row=texts_per_row)
@@ -233,6 +232,19 @@ def prepare(
         named = resumed
     plan = replace(plan, findings=tuple(findings))
     return Prepared(plan, ds_config, parts, cut, named, weights, adapter)
+
+
+def _check_kept(check_kept: Callable[..., None], plan: Plan) -> None:
+    """Refuse a run in which micro-batches are others than the sampler of its data makes."""
+    micro_size: Any = plan.layout.micro_size
+    if plan.config.batch.micro_size == MEASURED:
+        micro_size = MEASURED
+    data = plan.config.data
+    by_length = {
+        "data.bucket_steps": data.bucket_steps,
+        "data.curriculum_steps": data.curriculum_steps,
+    }
+    check_kept(micro_size=micro_size, by_length=by_length)
 
 
 def _plan_here(

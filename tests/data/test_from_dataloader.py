@@ -320,16 +320,24 @@ class TestBatchSamplers:
         )
         assert config_with_objects({}, handed).batch.micro_size == 8
 
-    def test_in_evaluation_it_chooses_the_samples(self) -> None:
-        loader = DataLoader(NUMBERS, batch_sampler=[[3, 5], [9, 8], [1]])
-        dataset, _ = taken_over(loader, key="", trains=False)
-        assert [int(dataset[number][0]) for number in range(len(dataset))] == [3, 5, 9, 8]
+    def test_in_evaluation_all_samples_of_its_batches_are_read_by_its_collate_fn(self) -> None:
+        def numbers(samples: list[Any]) -> list[int]:
+            return [int(sample[0]) for sample in samples]
+
+        loader = DataLoader(NUMBERS, batch_sampler=[[3, 5], [9, 8, 7], [1]], collate_fn=numbers)
+        splits = given_splits(NUMBERS, loader)
+        assert splits.taken["eval_size"] == 2
+        batches = EvalLoader(splits.evaluation, batch_size=2, rank=0, world_size=1)
+        assert [batch for batch, _ in batches] == [[3, 5], [9, 8], [7, 1]]
 
     @pytest.mark.parametrize(
         ("sampler", "line"),
         [
             ([[0, 1], [2], [3, 4]], "it makes batches of 2 and of 1 samples; let all have one"),
             (Bucketed(draw=np.random.default_rng(3).permutation), "it cannot be resumed; draw"),
+            ([], "it makes no batch"),
+            ([["a", "b"]], "it makes the batch ['a', 'b']; let every batch be a list of numbers"),
+            ([[(1, 2)]], "it makes the batch [(1, 2)]"),
         ],
     )
     def test_what_cannot_be_resumed_is_refused(self, sampler: Any, line: str) -> None:
@@ -339,13 +347,14 @@ class TestBatchSamplers:
 
     def test_other_micro_batches_are_refused(self) -> None:
         dataset = given_splits(DataLoader(NUMBERS, batch_sampler=Bucketed())).train
-        dataset.check_kept(micro_size=4, bucket_steps=0)
-        for micro_size, bucket_steps, line in (
+        dataset.check_kept(micro_size=4, by_length={"data.bucket_steps": 0})
+        for micro_size, steps, line in (
             (8, 0, "set batch.micro_size: 4"),
+            ("measured", 0, "batch.micro_size = measured: .* set batch.micro_size: 4"),
             (4, 2, "data.bucket_steps = 2: the data's Bucketed makes batches of 4, which"),
         ):
             with pytest.raises(ConfigError, match=line):
-                dataset.check_kept(micro_size=micro_size, bucket_steps=bucket_steps)
+                dataset.check_kept(micro_size=micro_size, by_length={"data.bucket_steps": steps})
 
 
 def test_a_function_that_begins_workers_is_named_and_of_a_stream_refused(

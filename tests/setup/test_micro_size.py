@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from framework.config.load import config_from_values
+from framework.data.splits import Splits
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.setup.micro_size import Search, _free, _of_process, _peak, _reset_peak, _usable
+from framework.setup.micro_size import (
+    Search,
+    _described,
+    _free,
+    _of_process,
+    _peak,
+    _reset_peak,
+    _usable,
+    first_batch,
+    longest_first,
+)
 
 MIB = 2**20
 
@@ -21,12 +33,16 @@ def divisors(share: int) -> list[int]:
     return [size for size in range(1, share + 1) if share % size == 0]
 
 
-@pytest.mark.parametrize("share", [1, 7, 64, 720])
-@pytest.mark.parametrize("most", [0, 1, 5, 60, 719, 10_000])
+@pytest.mark.parametrize("share", [1, 7, 12, 64, 720])
+@pytest.mark.parametrize("most", [0, 1, 5, 9, 60, 719, 10_000])
 def test_it_finds_the_largest_that_fits(share: int, most: int) -> None:
     sizes = divisors(share)
     search = Search(sizes, lambda size: 1000 + 3 * size, lambda: 1000 + 3 * most)
-    assert search.largest() == max([size for size in sizes if size <= most], default=None)
+    size = search.largest()
+    assert size == max([size for size in sizes if size <= most], default=None)
+    if size is not None:
+        facts = {"micro_size": size, "peak_bytes": search.peaks, "took_seconds": 1.0}
+        assert str(size) in _described(facts | {"limit_bytes": 1000}, share=share)
     above = [size for size in search.peaks if size > most]
     if most >= 2:
         assert not above, "they are on the line of those before"
@@ -79,6 +95,49 @@ def test_on_a_processor_the_peak_is_that_of_this_process() -> None:
 def test_what_cannot_be_measured_is_refused(sections: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=rf"{line}.*\[micro-size-measured\]"):
         make_plan(config_from_values(sections), Cluster(1, 2, "cpu"))
+
+
+class Texts(list[tuple[float, int]]):
+    """Samples that show their lengths."""
+
+    lengths = (1, 3, 2, 9, 8, 1, 1, 1)
+
+
+def test_the_longest_samples_are_tried_also_where_the_run_begins_with_the_shortest() -> None:
+    train = Texts((float(length), 0) for length in Texts.lengths)
+    values = {
+        "batch": {"micro_size": "measured", "global_size": 8},
+        "data": {"target": "a:b", "train_samples": 8, "curriculum_steps": 4, "bucket_steps": 2},
+    }
+    plan = make_plan(config_from_values(values), Cluster(1, 2, "cpu"))
+    inputs, _ = first_batch(plan, longest_first(Splits(train, None), plan), 2, rank=0)
+    assert inputs.tolist() == [9, 8]
+
+
+class Parts:
+    """A stream in 8 parts."""
+
+    num_shards = 8
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+
+    def shard(self, num_shards: int, index: int) -> Parts:
+        return Parts(index)
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        yield float(self.index), 0
+
+
+def test_a_small_step_of_the_trial_reads_fewer_lanes_than_the_run() -> None:
+    values = {
+        "batch": {"micro_size": "measured", "global_size": 8},
+        "data": {"target": "a:b", "lanes": 8},
+        "training": {"max_steps": 1},
+    }
+    plan = make_plan(config_from_values(values), Cluster(1, 2, "cpu"))
+    inputs, _ = first_batch(plan, longest_first(Splits(Parts(), None), plan), 1, rank=1)
+    assert inputs.tolist() == [1]
 
 
 def test_until_it_is_measured_the_plan_has_micro_batches_of_a_sample() -> None:
