@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Set
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from framework import registry
+
+if TYPE_CHECKING:
+    from framework.config.base import Section
 
 PACKAGED: Final = Path(__file__).with_name("run.schema.json")
 
@@ -40,13 +43,22 @@ def new_schema_text() -> str:
     return json.dumps(run_schema(), indent=2) + "\n"
 
 
+def _build_sections(section: type[Section]) -> None:
+    """Build the deferred classes below one: pydantic before 2.14 writes no default of the others."""
+    for kind in section.__subclasses__():
+        kind.model_rebuild()
+        _build_sections(kind)
+
+
 def run_schema() -> dict[str, Any]:
     """Build the JSON Schema (draft 2020-12) of a run config file, with the built-in kinds and those
     of packages that are loaded.
     """
     # here: the models take half a second
+    from framework.config.base import Section
     from framework.config.run_config import AUTO, AUTO_KEYS, RunConfig
 
+    _build_sections(Section)
     schema = RunConfig.model_json_schema()
     definitions = schema["$defs"]
     _remove_objects(schema)
