@@ -44,7 +44,7 @@ def new_schema_text() -> str:
 
 
 def _build_sections(section: type[Section]) -> None:
-    """Build the deferred classes below one: pydantic before 2.14 writes no default of the others."""
+    """Build the deferred classes below one: pydantic before 2.14 writes no default of others."""
     for kind in section.__subclasses__():
         kind.model_rebuild()
         _build_sections(kind)
