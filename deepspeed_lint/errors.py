@@ -294,7 +294,7 @@ def painted_for(stream: TextIO, text: str) -> str:
     its width; if the stream gets colours, they are coloured.
     """
     width = None
-    if stream.isatty():
+    if is_terminal(stream):
         from shutil import get_terminal_size
 
         width = max(get_terminal_size().columns, _NARROWEST)
@@ -313,7 +313,13 @@ def is_coloured(stream: TextIO) -> bool:
         return False
     if os.environ.get("FORCE_COLOR"):
         return os.environ["FORCE_COLOR"] != "0"
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+    return is_terminal(stream) and os.environ.get("TERM") != "dumb"
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Check whether a stream is a terminal; a stand-in of the user's may have no such method."""
+    isatty = getattr(stream, "isatty", None)
+    return callable(isatty) and bool(isatty())
 
 
 def painted(line: str, *, width: int | None = None, colours: bool = True) -> str:

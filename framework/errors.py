@@ -35,6 +35,7 @@ from deepspeed_lint.errors import (
     UsageError,
     Written,
     counted,
+    is_terminal,
     printable,
     show_value,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "counted",
     "explaining",
     "in_one_line",
+    "is_terminal",
     "missing_package",
     "printable",
     "show_value",

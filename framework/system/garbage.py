@@ -12,10 +12,12 @@ _USUAL: Final = gc.get_threshold()
 
 
 def collect_seldom() -> None:
-    """Collect garbage seldom from now on."""
-    gc.set_threshold(_OBJECTS, *_USUAL[1:])
+    """Collect garbage seldom from now on, unless the user's code has set thresholds of its own."""
+    if gc.get_threshold() == _USUAL:
+        gc.set_threshold(_OBJECTS, *_USUAL[1:])
 
 
 def collect_as_usual() -> None:
-    """Collect garbage at Python's own thresholds from now on."""
-    gc.set_threshold(*_USUAL)
+    """Collect garbage at Python's thresholds from now on, if it is collected seldom."""
+    if gc.get_threshold()[0] == _OBJECTS:
+        gc.set_threshold(*_USUAL)

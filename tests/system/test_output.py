@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,6 +122,24 @@ def test_colours_are_for_terminals_unless_the_environment_decides(
     assert is_coloured(stream) is on_a_terminal
     write(stream, "a.yaml:1:2: run.seed = -1: too small; write 0 [wrong-value]\n")
     assert ("\x1b[" in stream.getvalue()) is on_a_terminal
+
+
+class Tee:
+    """Stands in for a stream, with what `print` calls alone."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None: ...
+
+
+def test_a_stand_in_without_isatty_is_no_terminal() -> None:
+    tee: Any = Tee()
+    write(tee, "run.seed = -1: too small [wrong-value]\n")
+    assert tee.text == "run.seed = -1: too small [wrong-value]\n"
 
 
 def test_a_terminal_gets_long_problems_folded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from shutil import get_terminal_size
 from typing import Literal
 
-from framework.errors import printable
+from framework.errors import is_terminal, printable
 from framework.system.log import note
 from framework.system.output import leave, write
 from framework.train.monitors.base import Monitor, Point
@@ -43,7 +43,7 @@ def make_console(
 ) -> Monitor | None:
     """Make the console of this mode; ``auto`` is a bar on a terminal, else lines."""
     if mode == "auto":
-        mode = "bar" if sys.stdout.isatty() else "lines"
+        mode = "bar" if is_terminal(sys.stdout) else "lines"
     if mode == "off":
         return None
     if mode == "bar":
@@ -100,7 +100,7 @@ class Lines:
         place = f"step {point.step:>{width}}/{self._total_steps}  epoch {point.epoch:.2f}"
         left = self._time_left(point)
         longest: int | None = None
-        if sys.stdout is not None and sys.stdout.isatty():
+        if is_terminal(sys.stdout):
             longest = get_terminal_size().columns - len(place) - len(left) - 2
         line = f"{place}  {describe(point, longest=longest, widths=self._widths)}{left}\n"
         write(sys.stdout, line)  # a closed terminal is no reason to lose a run

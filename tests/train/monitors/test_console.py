@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -108,6 +108,12 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_off_is_nothing() -> None:
     assert make_console("off", total_steps=3, from_step=0) is None
+
+
+@pytest.mark.parametrize("stream", [None, object()], ids=["closed", "without-isatty"])
+def test_what_stands_in_for_stdout_gets_lines(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", stream)
+    assert isinstance(make_console("auto", total_steps=3, from_step=0), Lines)
 
 
 def test_the_bar_starts_at_the_step_of_the_checkpoint_and_keeps_evaluations(
