@@ -1,6 +1,7 @@
 """The balance of a pipeline's stages, for the command `plan`. The layers of a named model are known
-from its work. For others a child process with torch, `framework.setup.pipeline_stages`, builds the
-model on processors and reports its stages. Nothing trains, and no device is touched.
+from its work. For others, and for tasks of the user's own, a child process with torch,
+`framework.setup.pipeline_stages`, builds the model on processors and reports its stages. Nothing
+trains, and no device is touched.
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ def find_stage_balance(
 
 
 def _known_layers(plan: Plan) -> list[LayerFacts]:
-    """List the layers of a named model; empty for a model of the user's own, where buffers or
-    adapters add bytes to some layers, and where a cut goes by types of layers.
+    """List the layers of a named model; empty for a model or a task of the user's own, where buffers
+    or adapters add bytes to some layers, and where a cut goes by types of layers.
     """
     config = plan.config
     work = work_of(plan)
     if work is None or work.buffer_bytes or config.training.lora is not None:
         return []
-    if config.parallel.partition.startswith("type:"):
+    if config.parallel.partition.startswith("type:") or config.task.is_own_code:
         return []
     width = 4
     if isinstance(config.precision, BF16 | FP16):

@@ -4,10 +4,9 @@ or trained here.
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,8 +15,9 @@ import numpy as np
 
 from framework.config.data import BYTE_VOCAB_SIZE
 from framework.data.token_files import TOKENIZER_FILE, SpecialTokens
+from framework.data.tokenizer_numbers import read_numbers
 from framework.data.tokens import Corpus, EvaluationShare, Numbers, Tokens
-from framework.errors import ConfigError, counted, in_one_line
+from framework.errors import ConfigError, in_one_line
 
 # Kind of a special token -> its names in known tokenizers, the best first, which is also its name
 # here. [SEP] and </s> may end documents too; the end of a document is learnt.
@@ -30,11 +30,6 @@ _ALIASES: Final[dict[str, tuple[str, ...]]] = {
 }
 _NAMES: Final = [aliases[0] for aliases in _ALIASES.values()]
 SMALLEST_BPE: Final = 256 + len(_NAMES)
-_LARGEST_TOKENIZER: Final = 1 << 30
-# Published tokenizers leave some hundreds of numbers out.
-_MOST_GAPS: Final = 4
-_FEW_GAPS: Final = 1 << 16
-_BEYOND_ALL: Final = 1 << 62
 
 
 class ByteTokenizer:
@@ -142,60 +137,13 @@ def load_tokenizer(path: str) -> LibraryTokenizer:
         reason = "there is no such file"
         fix = "name a tokenizer.json, or bytes"
         raise ConfigError.of("tokenizer-not-found", reason, fix, "--tokenizer", path)
-    refuse_far_numbers(file, key="--tokenizer", value=path)
+    read_numbers(file, key="--tokenizer", value=path)
     try:
         return LibraryTokenizer(library.Tokenizer.from_file(str(file)))
     except Exception as error:  # the library raises bare Exceptions
         reason = f"it cannot be read as a tokenizer ({in_one_line(error)})"
         fix = "name a tokenizer.json of the library tokenizers"
         raise ConfigError.of("tokenizer-unreadable", reason, fix, "--tokenizer", path) from error
-
-
-def refuse_far_numbers(file: Path, *, key: str, value: str | None) -> None:
-    """Check that the numbers of a ``tokenizer.json`` are near the count of its tokens, before the
-    library reads it: the library takes memory for each number in between, and a model has weights
-    for them.
-
-    Raises:
-        ConfigError: kind ``tokenizer-unreadable``.
-    """
-    try:
-        if file.stat().st_size > _LARGEST_TOKENIZER:
-            return
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):  # the library will report it
-        return
-    numbers = list(_numbers_of(content))
-    largest = max(numbers, default=0)
-    if largest < _MOST_GAPS * len(numbers) + _FEW_GAPS:
-        return
-    reason = (
-        f"it has {counted(len(numbers), 'token')}, and one of them has the number {largest:.6g}"
-    )
-    fix = "name a tokenizer.json with numbers that follow each other"
-    raise ConfigError.of("tokenizer-unreadable", reason, fix, key, value)
-
-
-def _numbers_of(tokenizer: Any) -> Iterator[int]:
-    """Yield the token numbers in the content of a ``tokenizer.json``, which may be of any type."""
-    vocabulary = _item(_item(tokenizer, "model"), "vocab")
-    values: list[Any] = []
-    if isinstance(vocabulary, list):
-        values += range(len(vocabulary))  # a token's number is its index
-    if isinstance(vocabulary, dict):
-        values += vocabulary.values()
-    added = _item(tokenizer, "added_tokens")
-    if isinstance(added, list):
-        values += [_item(token, "id") for token in added]
-    for value in values:
-        if isinstance(value, int):
-            yield min(value, _BEYOND_ALL)
-
-
-def _item(value: Any, key: str) -> Any:
-    if isinstance(value, dict):
-        return value.get(key)
-    return None
 
 
 def train_bpe(texts: Iterable[bytes], *, vocab_size: int) -> LibraryTokenizer:

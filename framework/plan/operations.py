@@ -129,6 +129,8 @@ class Tape:
         lora: which modules have adapters; None: none have.
         buffer_bytes: bytes of what is kept beside weights: the statistics of batch norms, fp32, and
             their counts, int64.
+        along_bytes: bytes of what goes along with the output of a layer to the next one, such as
+            positions; a layer sets them for itself and for those after it.
     """
 
     weight_width: int
@@ -141,6 +143,7 @@ class Tape:
     saved: set[Value] = field(default_factory=set)
     weights: dict[str, Shape] = field(default_factory=dict)
     buffer_bytes: int = 0
+    along_bytes: int = 0
     prefix: str = ""
     count: int = 1
     flops: int = 0

@@ -45,6 +45,7 @@ class LayerWork:
         peak_bytes: bytes at most at any moment of its forward pass, beside what it keeps in the
             end.
         output_bytes: bytes of its output: what recomputation keeps, and a pipeline sends.
+        along_bytes: bytes that a pipeline sends along with it, such as positions.
         count: how many equal parts there are, one after the other; every figure is of one of them.
         input_bytes: the part of `saved_bytes` that is its input, which recomputation keeps as the
             output before it.
@@ -80,6 +81,7 @@ class LayerWork:
     split_bytes: int = 0
     peak_bytes: int = 0
     output_bytes: int = 0
+    along_bytes: int = 0
     count: int = 1
     input_bytes: int = 0
     backward_bytes: int = 0
@@ -234,7 +236,7 @@ class ModelWork:
                     layer.name,
                     layer.name,
                     layer.num_params + layer.shared_params,
-                    output_bytes=layer.output_bytes,
+                    output_bytes=layer.output_bytes + layer.along_bytes,
                     flops=layer.flops,
                     tied=tied,
                     may_start_stage=layer.may_start_stage,
@@ -581,6 +583,7 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[LayerWork, Any]:
         split_bytes=tape.split_bytes,
         peak_bytes=tape.forward_bytes(ends),
         output_bytes=sum(output.num_bytes for output in outputs),
+        along_bytes=tape.along_bytes,
         input_bytes=_saved_input_bytes(tape, inputs),
         backward_bytes=tape.backward_bytes(outputs),
         passing_bytes=tape.forward_bytes(ends, keeps=False),

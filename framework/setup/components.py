@@ -29,7 +29,7 @@ from framework.errors import ConfigError, Problem
 from framework.models.layers import LayeredModel
 from framework.models.unsupported import refuse_unsupported
 from framework.plan.plan import Plan
-from framework.plan.rules.model import vocabulary_problem
+from framework.plan.rules.model import classes_problem, vocabulary_problem
 from framework.setup.user_code import (
     MakeOptimizer,
     ModelSource,
@@ -281,17 +281,12 @@ def _stream_loader(
 def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
     """Refuse data with classes or tokens that the model lacks: they would fail in a GPU kernel.
 
-    Some datasets know them from their files only, so the plan cannot check them.
+    Some datasets know them from their files alone, which may not be where the plan is made.
     """
     classes = getattr(splits.train, "classes", None)
-    num_classes = getattr(config.model, "num_classes", None)
-    if isinstance(classes, Sized) and num_classes is not None and len(classes) > num_classes:
-        reason = f"the training data has {len(classes)} classes"
-        key = "model.num_classes"
-        raise ConfigError.of(
-            "model-data-num-classes", reason, f"set {key}: {len(classes)}", key, num_classes
-        )
-    problems = tuple(vocabulary_problem(getattr(splits.train, "vocab_size", None), config.model))
+    problems = list(vocabulary_problem(getattr(splits.train, "vocab_size", None), config.model))
+    if isinstance(classes, Sized):
+        problems += classes_problem(len(classes), config.model)
     if problems:
         raise ConfigError(problems)
 

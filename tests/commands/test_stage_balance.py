@@ -17,6 +17,7 @@ from framework.cli import main
 from framework.commands import plan_question, stage_balance
 from framework.commands.stage_balance import find_stage_balance
 from framework.config.load import Source, config_from_values, load_config
+from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
 from tests.commands.children import answering_here
@@ -131,6 +132,54 @@ def test_a_named_models_stages_are_those_of_its_modules(monkeypatch: pytest.Monk
     monkeypatch.setattr(stage_balance, "_known_layers", lambda plan: [])
     assert find_stage_balance(named, source=Source()) == known
     assert known.pipeline is not None
+
+
+def text_model(kind: str, stages: list[int], data: dict[str, Any]) -> Plan:
+    model = {"kind": kind, "vocab_size": 261, "max_positions": 128, "hidden_size": 32}
+    config = {
+        "model": model | {"num_layers": 2, "num_heads": 4},
+        "data": data | {"sequence_length": 128},
+        "task": {"kind": "causal_lm" if kind == "gpt" else "masked_lm"},
+        "parallel": {"pipe": stages[-1] + 1, "stages": stages},
+        "batch": {"global_size": 4, "micro_size": 2},
+    }
+    return make_plan(config_from_values(config), Cluster(1, stages[-1] + 1))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "named",
+    [
+        text_model("bert", [0, 1, 2, 3, 4, 4, 4], {"kind": "text_pairs"}),
+        text_model("gpt", [0, 1, 2, 3, 4, 5], {"kind": "conversations", "packing": True}),
+    ],
+    ids=["masks", "packed"],
+)
+def test_what_goes_along_with_the_values_is_sent(
+    named: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Segments, masks and the places of packed tokens."""
+    sent = []
+    for _ in range(2):
+        pipeline = find_stage_balance(named, source=Source()).pipeline
+        assert pipeline is not None
+        keys = ("num_params", "param_bytes", "output_bytes")
+        sent.append([[stage[key] for key in keys] for stage in pipeline["stages"]])
+        monkeypatch.setattr(stage_balance, "_known_layers", lambda plan: [])
+    assert sent[0] == sent[1]
+
+
+@pytest.mark.usefixtures("here")
+def test_a_task_of_ones_own_is_looked_at(folder: Path) -> None:
+    """A child with torch finds that a pipeline cannot call its `forward`, which no config tells."""
+    text = "from framework.tasks.classification import Classification\n\n"
+    text += "class Own(Classification):\n    def forward(self, model, inputs): ...\n"
+    (folder / "own_task.py").write_text(text, encoding="utf-8")
+    config = load_config(str(ROOT / "ds_configs/lenet_pipeline.yaml")).to_dict()
+    config["task"] = {"target": "own_task:Own"}
+    named = make_plan(config_from_values(config), Cluster(1, 2))
+    with pytest.raises(ConfigError, match="task-forward-with-pipeline"):
+        find_stage_balance(named, source=Source())
 
 
 def unknown(plan: Plan, **limits: float) -> str:

@@ -14,9 +14,9 @@ from framework.data.tokenizer import (
     ByteTokenizer,
     LibraryTokenizer,
     load_tokenizer,
-    refuse_far_numbers,
     train_bpe,
 )
+from framework.data.tokenizer_numbers import read_numbers
 from framework.data.tokens import open_token_folder
 from framework.errors import ConfigError, show_value
 from framework.recipes.language_models.kinds import BERT, GPT
@@ -298,8 +298,8 @@ def test_numbers_far_beyond_the_count_of_tokens_are_refused_before_the_library_r
 def test_what_is_no_tokenizer_is_left_to_the_library(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    refuse_far_numbers(path, key="k", value="v")
-    refuse_far_numbers(tmp_path, key="k", value="v")
+    read_numbers(path, key="k", value="v")
+    read_numbers(tmp_path, key="k", value="v")
     gaps = {str(number): 2 * number for number in range(50_000)}
     path.write_text(json.dumps({"model": {"vocab": gaps}}))
-    refuse_far_numbers(path, key="k", value="v")
+    read_numbers(path, key="k", value="v")

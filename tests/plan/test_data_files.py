@@ -157,6 +157,11 @@ def test_folders_of_images_are_looked_for_as_well(capsys: pytest.CaptureFixture[
         "model: {kind: resnet18}\ndata: {kind: image_folder, root: images}\nbatch: {global_size: 4}\n"
         "training: {max_steps: 2}\n"
     )
+    for name in ("train/cats", "train/dogs", "val"):
+        Path("many", name).mkdir(parents=True)
+    assert main(["check", "images.yaml", "data.root=many", "model.num_classes=2"]) == 0
+    assert main(["check", "images.yaml", "data.root=many", "model.num_classes=1"]) == 2
+    assert "the training data has 2 classes" in capsys.readouterr().err
     for made, missing in (
         ("", ["data.root"]),
         ("images/train", ["data.eval_dir"]),
@@ -170,6 +175,24 @@ def test_folders_of_images_are_looked_for_as_well(capsys: pytest.CaptureFixture[
         assert [line.split(" = ")[0].split(": ")[-1] for line in lines] == missing
         assert main(["check", "images.yaml", "--data_elsewhere"]) == 0
         assert capsys.readouterr().err.count("warning: images.yaml:2:") == len(missing)
+
+
+def test_the_numbers_of_a_tokenizer_are_held_against_the_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("chat.yaml").write_text(CONFIG % ("gpt", "conversations", "causal_lm"))
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 260}}, "added_tokens": [{"id": 261}]}
+    for vocabulary, code in ((262, 0), (261, 2)):
+        Path("tokens/tokenizer.json").write_text(json.dumps(tokenizer))
+        words = ["data.tokenizer=tokens", f"model.vocab_size={vocabulary}"]
+        assert main(["check", "chat.yaml", *words]) == code
+    assert "the data has 262 different tokens" in capsys.readouterr().err
+    for content in ("[]", "", '{"model": {"vocab": {"a": 9999999999}}}'):
+        Path("tokens/tokenizer.json").write_text(content)
+        assert main(["check", "chat.yaml", "data.tokenizer=tokens"]) == 2 * ("999" in content)
+    assert "[tokenizer-unreadable]" in capsys.readouterr().err
+    assert main(["check", "chat.yaml", "data.tokenizer=~nobody-here/tokens"]) == 2
+    assert "[path-not-complete]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["local", "node"])

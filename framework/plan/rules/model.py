@@ -125,6 +125,15 @@ def vocabulary_problem(num_tokens: Any, model: ModelSection) -> Iterator[Problem
         yield Problem("model-data-vocab-size", reason, fix, "model.vocab_size", known)
 
 
+def classes_problem(num_classes: int, model: ModelSection) -> Iterator[Problem]:
+    """Find training data with more classes than the model has."""
+    known = getattr(model, "num_classes", None)
+    if known is not None and num_classes > known:
+        reason = f"the training data has {num_classes} classes"
+        fix = f"set model.num_classes: {num_classes}"
+        yield Problem("model-data-num-classes", reason, fix, "model.num_classes", known)
+
+
 def _accepts(section: Section, key: str, value: int) -> bool:
     try:
         type(section).model_validate({**section.model_dump(), key: value})

@@ -15,6 +15,7 @@ from framework.config.groups import (
     LORA,
     is_adapted,
     is_named,
+    refuse_unmatched_groups,
     tied_problem,
     unmatched_modules,
 )
@@ -26,15 +27,15 @@ from framework.plan.balance import pattern_problem
 from framework.plan.cluster import Cluster
 from framework.plan.rank_memory import EXPERTS
 from framework.plan.rules.base import Found, rule
-from framework.plan.work import ModelWork, model_work
+from framework.plan.work import ModelWork, model_work, trained_shapes, weights_alone
 
 _ADAPTED: Final = "training.lora.target_modules"
 
 
 @rule()
 def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
-    """Flag `training.freeze` patterns that are globs, such as ``*.bias``, and patterns that freeze
-    every expert: DeepSpeed then finds none.
+    """Flag `training.freeze` patterns that are globs, such as ``*.bias``; that no weight of a named
+    model matches; and that freeze every expert: DeepSpeed then finds none.
     """
     entries = config.training.freeze
     if not entries:
@@ -43,14 +44,13 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
     yield from problems
     if problems:
         return
-    work = model_work(config.model, micro_size=1)
+    work = weights_alone(config.model)
     if work is None:
         return
-    if scheduled(entries):
-        try:
-            refuse_bad_freeze(work.weights, entries)
-        except ConfigError as error:
-            yield from error.problems
+    try:
+        refuse_bad_freeze(work.weights, entries)
+    except ConfigError as error:
+        yield from error.problems
     patterns = always_frozen(entries)
     if config.parallel.expert > 1 and not _has_trained_experts(work.weights, patterns):
         reason = "it freezes all experts, and divided ones must be trained"
@@ -208,25 +208,49 @@ def _modules_of(names: Iterable[str]) -> list[str]:
 
 @rule()
 def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
-    """Find patterns that are no regular expressions, groups that change nothing, rates that are a
-    share of 0, and groups in pipelines with ZeRO or in fp16.
+    """Find patterns that are no regular expressions, or that no weight of a named model matches;
+    groups that change nothing, rates that are a share of 0, and groups in pipelines with ZeRO or in
+    fp16.
 
     In these pipelines the norm is reduced once per group over all stages, so that each stage would
     have to have all groups.
     """
     optimizer = config.optimizer
-    fix = "write for example .*bias for all that ends so"
     groups = getattr(optimizer, "groups", [])
+    wrong = list(_bad_groups(optimizer))
+    yield from wrong
+    if not wrong and (groups or getattr(optimizer, "matrices", [])):
+        yield from _unmatched_groups(config)
     for number, group in enumerate(groups):
-        key = f"optimizer.groups.{number}"
-        yield from pattern_problem(group.match, key=f"{key}.match", value=group.match, fix=fix)
-        yield from _group_without_effect(optimizer, group, key)
+        yield from _group_without_effect(optimizer, group, f"optimizer.groups.{number}")
+    yield from _groups_in_stages(config, groups)
+
+
+def _bad_groups(optimizer: Any) -> Iterator[Problem]:
+    """Find patterns of groups and matrices that are no regular expressions."""
+    fix = "write for example .*bias for all that ends so"
+    for number, group in enumerate(getattr(optimizer, "groups", [])):
+        key = f"optimizer.groups.{number}.match"
+        yield from pattern_problem(group.match, key=key, value=group.match, fix=fix)
+    fix = "write for example .*weight"
     for number, pattern in enumerate(getattr(optimizer, "matrices", [])):
         key = f"optimizer.matrices.{number}"
-        yield from pattern_problem(
-            pattern, key=key, value=pattern, fix="write for example .*weight"
-        )
-    yield from _groups_in_stages(config, groups)
+        yield from pattern_problem(pattern, key=key, value=pattern, fix=fix)
+
+
+def _unmatched_groups(config: RunConfig) -> Iterator[Problem]:
+    """Find patterns that match no trained weight of a named model; the names of weights with
+    adapters are known when they are added.
+    """
+    if config.training.lora is not None or _bad_patterns(config.training.freeze):
+        return
+    shapes = trained_shapes(config)
+    if not shapes:
+        return
+    try:
+        refuse_unmatched_groups(shapes, config.optimizer)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def _group_without_effect(optimizer: Any, group: Any, key: str) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from math import prod
 from typing import Final
 
 from framework.config.model import MoE
-from framework.plan.layers import Layers, RankShare, with_arguments
+from framework.plan.layers import Layers, RankShare
 from framework.plan.operations import Tape, Value
 from framework.recipes.language_models.kinds import BERT, GPT
 
@@ -47,7 +47,13 @@ def gpt(model: GPT, share: RankShare) -> Layers:
 
     def embed(tape: Tape, tokens: Value) -> Value:
         size = model.vocab_size
+        if share.texts:  # places of the tokens in their texts
+            tape.along_bytes = tokens.num_bytes
         return tape.embedding(tokens, share.of(size), model.hidden_size, whole=size)
+
+    def last_norm(tape: Tape, value: Value) -> Value:
+        tape.along_bytes = 0
+        return norm(tape, value)
 
     def head(tape: Tape, value: Value) -> Value:
         if model.tie_embeddings:
@@ -65,7 +71,7 @@ def gpt(model: GPT, share: RankShare) -> Layers:
         for block in range(model.num_layers):
             moe = model.moe if model.moe.is_in(block) else None
             yield f"blocks.{block}", partial(_gpt_block, model, share, norm, moe), 1
-    yield "norm", norm, 1
+    yield "norm", last_norm, 1
     yield "head", head, 1
 
 
@@ -191,7 +197,12 @@ def bert(model: BERT, share: RankShare) -> Layers:
     size = model.hidden_size
     vocab_size = share.of(model.vocab_size)
 
+    def embed(tape: Tape, tokens: Value) -> Value:
+        tape.along_bytes = 2 * tokens.num_bytes  # segments and mask
+        return tape.embedding(tokens, vocab_size, size)
+
     def embeddings(tape: Tape, value: Value) -> Value:
+        tape.along_bytes //= 2  # the mask
         flows = tape.own((model.max_positions, size), weight="positions") or value.has_gradient
         type_numbers = Value(value.shape[:2], 8, has_gradient=False)
         types = tape.embedding(type_numbers, model.num_types, size, "types")
@@ -200,6 +211,7 @@ def bert(model: BERT, share: RankShare) -> Layers:
 
     def heads(tape: Tape, hidden: Value) -> Value:
         batch, length, _ = hidden.shape
+        tape.along_bytes = 0
         # The pooler's weights come before the transform's in the model, and are used after them.
         tape.own((size, size), "pooler", has_bias=True)
         transformed = tape.layer_norm(tape.gelu(tape.linear(hidden, size, "transform")), "norm")
@@ -227,7 +239,7 @@ def bert(model: BERT, share: RankShare) -> Layers:
         pooled = tape.relu(tape.linear(hidden.view(hidden.shape[0], 1, size), size, "pooler"))
         return tape.linear(tape.dropout(pooled, model.dropout), model.num_classes or 0, "output")
 
-    yield "embed", with_arguments(Tape.embedding, vocab_size, size), 1
+    yield "embed", embed, 1
     yield "embeddings", embeddings, 1
     yield "blocks.{}", partial(_bert_block, model, share), model.num_layers
     if model.num_classes:

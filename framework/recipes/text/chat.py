@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from framework.data.token_files import TOKENIZER_FILE, SpecialTokens
-from framework.data.tokenizer import refuse_far_numbers, special_names
+from framework.data.tokenizer import special_names
+from framework.data.tokenizer_numbers import read_numbers
 from framework.data.tokens import Numbers
 from framework.errors import ConfigError, in_one_line, missing_package
 
@@ -57,7 +58,7 @@ def open_tokenizer(path: str | None, template: str | None = None) -> Any:
     fast: Any = PreTrainedTokenizerFast
     folder = Path(path or "").expanduser()
     if path is not None:
-        refuse_far_numbers(folder / TOKENIZER_FILE, key="data.tokenizer", value=path)
+        read_numbers(folder / TOKENIZER_FILE, key="data.tokenizer", value=path)
     try:
         if path is None:
             inputs = ["input_ids", "token_type_ids", "attention_mask"]

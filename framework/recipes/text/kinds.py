@@ -64,9 +64,10 @@ class TextPairs(_Text):
         return True
 
 
-class _Labelled(Dataset):
+class Labelled(Dataset):
     """Text by the line, that becomes tokens when the run starts."""
 
+    looks_at_files: ClassVar[str] = "framework.recipes.text.files:look_at_tokenizer"
     path: OptionalPath = None
     eval_path: OptionalPath = None
     """File of the evaluation; left out: every so many of `path`."""
@@ -84,7 +85,7 @@ class _Labelled(Dataset):
         return BYTE_VOCAB_SIZE if self.tokenizer is None else None
 
 
-class Conversations(_Labelled):
+class Conversations(Labelled):
     """Conversations, of which a causal language model learns the assistant's answers: supervised
     fine-tuning.
     """
@@ -110,7 +111,7 @@ class Conversations(_Labelled):
         return "text"
 
 
-class LabelledText(_Labelled):
+class LabelledText(Labelled):
     """Texts and their classes, for a model that reads (tokens, segments, mask) or transformers'
     ``input_ids``.
     """

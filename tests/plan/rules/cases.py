@@ -611,9 +611,14 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "group-changes-nothing",
         ),
         (
-            {"optimizer": {"kind": "adamw", "lr": 0, "groups": [{"match": "a", "lr": 1}]}},
+            {"optimizer": {"kind": "adamw", "lr": 0, "groups": [{"match": ".*", "lr": 1}]}},
             "cuda",
             "group-lr-of-nothing",
+        ),
+        (
+            {"optimizer": {"kind": "adamw", "groups": [{"match": "biases", "lr": 0.1}]}},
+            "cuda",
+            "group-matches-nothing",
         ),
         (
             {"optimizer": {"kind": "adamw", "groups": [{"match": ".*bias", "lr": 0.1}]}},
@@ -644,6 +649,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "freeze_patterns": [
         ({"training": {"freeze": ["conv1.*", "*.bias"]}}, "cuda", "bad-pattern"),
         ({"training": {"freeze": ["conv1.*", ".*bias"]}}, "cuda", None),
+        ({"training": {"freeze": ["conv1"]}}, "cuda", "freeze-matches-nothing"),
         (
             with_experts() | {"training": {"freeze": [".*up.*", ".*experts.*down.*"]}},
             "cuda",
