@@ -67,8 +67,8 @@ def find_stage_balance(
 
 
 def _known_layers(plan: Plan) -> list[LayerFacts]:
-    """List the layers of a named model; empty for a model or a task of the user's own, where buffers
-    or adapters add bytes to some layers, and where a cut goes by types of layers.
+    """List the layers of a named model; empty for a model or a task of the user's own, where
+    buffers or adapters add bytes to some layers, and where a cut goes by types of layers.
     """
     config = plan.config
     work = work_of(plan)

@@ -40,17 +40,21 @@ class Row:
     wrong: list[str] = field(default_factory=list)
 
 
-_HEAD = """# What breaks, and how a job ends then
+_HEAD = """# Faults, and how a job ends
 
-Written by `python -m tests.campaign.launch_faults --out docs/launch-faults.md`, which runs every case: two nodes of one rank each
+Written by `python -m tests.campaign.launch_faults --out docs/launch-faults.md`, which runs every case. Two nodes of one rank each
 (network, PID and mount namespaces, a switch between them) train for 30 steps of 0.1 s and save after every fifth.
 
-{good} of {all} cases are as they must be: exit codes as published, nothing left running, the culprit named, all nodes stopped
-within 20 s of the fault (60 s where it is there from the start), and a start afterwards with `checkpoint.resume=auto` ends with
-the checkpoint of the undisturbed run, bit for bit. Cases named `again-` have `supervision.max_restarts` and must end by themselves as the
-undisturbed run does; where an agent was lost, another one is started a second later, as a platform does. Where a node waits for others, seconds include
-the waiting; where the run must go on, they are those of the rest of the run. Measured on {machine}; {minutes} minutes. The
-rows come from runs on several commits: a case is run again when what it shows is changed.
+{good} of {all} cases are as they must be:
+
+- Exit codes are as published, nothing is left running, and the culprit is named.
+- All nodes stop within 20 s of the fault, or within 60 s where it is there from the start.
+- A start afterwards with `checkpoint.resume=auto` ends with the checkpoint of the undisturbed run, bit for bit.
+- Cases named `again-` have `supervision.max_restarts` and must end by themselves as the undisturbed run does. Where an agent was lost,
+  another one is started a second later, as a platform does.
+
+Where a node waits for others, seconds include the waiting. Where the run must go on, they are those of the rest of the run. Measured on
+{machine}; {minutes} minutes. The rows come from runs on several commits: a case is run again when what it shows is changed.
 
 | case | fault | expected exit codes | seen | seconds | what it says | left running | resumed bit-equal |
 |---|---|---|---|---|---|---|---|"""  # noqa: E501
