@@ -172,6 +172,7 @@ HALVES = {
     "recipes.text.kinds": "recipe kinds",
     "training": "run",
     "data.token_files": "token files",
+    "data.tokenizer_numbers": "token files",
     "engine_protocol": "engine protocol",
     "checkpoint.state": "checkpoint state",
     "doctor": "node checks",
