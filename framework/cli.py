@@ -64,6 +64,9 @@ def _run(words: Sequence[str]) -> int:
     except FrameworkError as error:
         record_failure(str(error))
         write(sys.stderr, f"{error}\n")
+        from framework.commands.explained import kinds_in, write_hint
+
+        write_hint(kinds_in(str(error)))
         return error.exit_code
 
 

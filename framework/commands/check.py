@@ -118,6 +118,13 @@ def _check(
         failures = _fix_files(files, against, arguments.format)
     results = [check_file(file, settings, against) for file in files]
     exit_code = report(results, arguments.format)
+    if exit_code and arguments.format == "text":
+        from framework.commands.explained import write_hint
+
+        kinds: list[str] = []
+        for result in results:
+            kinds += [problem.kind for problem in result.problems if problem.severity == "error"]
+        write_hint(kinds)
     for failure in failures:
         write(sys.stderr, f"{failure}\n")
     if failures:

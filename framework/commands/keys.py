@@ -1,5 +1,5 @@
 """The `keys` command: finds keys of a run config, by their names, their sentences, or the words of
-other trainers.
+other trainers; and explains kinds of problems.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from framework.commands.explained import explain_kind
 from framework.config.key_list import KeyForm, key_forms
 from framework.config.other_words import words_named
 from framework.errors import EXIT_OK, EXIT_PROBLEMS
@@ -30,10 +31,15 @@ def main(words: Sequence[str]) -> int:
     if arguments.word is None:
         print("\n".join(_short(key, width=_width()) for key in keys))
         return EXIT_OK
+    explained = explain_kind(arguments.word.strip("[]"), width=_width())
+    if explained:
+        print(explained)
+        return EXIT_OK
     notes = list(_other_tools(arguments.word))
     found = find_keys(arguments.word)
     if not found and not notes:
         print(f"no key has {arguments.word} in its name or its sentence; `dsf keys` lists all")
+        print("a kind of problem that is not explained here has cause and fix in its message")
         return EXIT_PROBLEMS
     for note in notes:
         print("\n".join(textwrap.wrap(note, _width())))
@@ -47,10 +53,14 @@ def main(words: Sequence[str]) -> int:
 def _add_arguments(parser: CommandParser) -> None:
     parser.description = (
         "Find keys of a run config, with type, default, meaning and an example. Words of Hugging "
-        "Face, Lightning, accelerate, torchtitan and DeepSpeed find the keys that stand for them."
+        "Face, Lightning, accelerate, torchtitan and DeepSpeed find the keys that stand for them. "
+        "The kind of a problem, in brackets at the end of a message, shows its cause and its fix."
     )
     parser.add_argument(
-        "word", nargs="?", metavar="WORD", help="a key, a part of one, or a word; left out: all"
+        "word",
+        nargs="?",
+        metavar="WORD",
+        help="a key, a part of one, a word, or a kind of problem; left out: all keys",
     )
     parser.add_argument("--names", action="store_true", help="print the names of all keys alone")
 

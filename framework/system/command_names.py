@@ -42,7 +42,7 @@ GROUPS: Final[Mapping[str, tuple[CommandName, ...]]] = {
         CommandName(
             "keys",
             "find a key: its type, default, meaning and an example",
-            ("dsf keys learning_rate", "dsf keys checkpoint", "dsf keys optimizer.lr"),
+            ("dsf keys learning_rate", "dsf keys checkpoint", "dsf keys unknown-key"),
             "docs/check.md",
         ),
         CommandName(

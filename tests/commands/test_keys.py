@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 
 from framework.cli import main
+from framework.commands.explained import explain_kind, explanations
 from framework.commands.keys import find_keys
 from framework.config.key_list import key_forms
 from framework.errors import EXIT_OK, EXIT_PROBLEMS
+from tests.places import ROOT
 from tools.docs_site.reference import config_keys
 
 
@@ -48,6 +52,35 @@ def test_a_word_of_another_tool_without_a_key_gets_its_reason(
     assert "no key has load_in_8bit_please" in capsys.readouterr().out
     assert main(["keys", "gradient_clip_algorithm"]) == EXIT_OK
     assert capsys.readouterr().out.startswith("remove it: DeepSpeed clips by the norm")
+
+
+def test_a_kind_of_problem_is_explained_within_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["keys", "[zero-with-pipeline]"]) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "zero-with-pipeline"
+    assert lines[1].startswith("  cause: DeepSpeed's pipeline engine adds up gradients")
+    assert "  fix: set zero.stage: 1, or train without stages (parallel.pipe: 1) at" in lines[3]
+    assert lines[-2:] == ["  more: docs/pipeline.md", "  more: docs/parallelism.md"]
+    assert max(map(len, lines)) <= 80
+    for kind in explanations():
+        shown = explain_kind(kind)
+        for page in re.findall(r"more: (.*)", shown or ""):
+            assert (ROOT / page).is_file(), kind
+
+
+@pytest.mark.parametrize("words", [["check", "zero.stage=2"], ["plan", "zero.stage=2"]], ids=str)
+def test_a_terminal_gets_the_command_that_explains(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ROOT / "ds_configs" / "quickstart.yaml"
+    command = [words[0], str(path), *words[1:], "parallel.pipe=2", "--num_gpus", "2"]
+    assert main(command)
+    assert "more:" not in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(command)
+    assert capsys.readouterr().err.endswith("\nmore: dsf keys zero-with-pipeline\n")
 
 
 def test_all_keys_are_listed_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,15 +9,13 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 from unittest import mock
-
-import yaml
 
 import framework
 from framework import sections
 from framework.commands.completion import parser_of
+from framework.commands.explained import explanations
 from framework.commands.table import BUILT_IN, find_command
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, TYPED
 from framework.config.key_list import schema_sections, sentences, type_words, value_words
@@ -50,8 +48,6 @@ _ROOMS: Final[Mapping[str, str]] = {
 }
 # Kinds of run configs that the linter reports as well.
 _OF_RUN_CONFIGS: Final = frozenset({"config-syntax", "missing-key", "unknown-key", "wrong-type"})
-# What the messages do not have room for: of the kinds that people meet most.
-_EXPLAINED: Final = Path(__file__).with_name("problems.yaml")
 
 
 def reference_pages() -> dict[str, str]:
@@ -270,7 +266,7 @@ def problem_pages() -> dict[str, str]:
     with cause and cure of its kinds.
     """
     kinds = find_kinds()
-    explained = yaml.safe_load(_EXPLAINED.read_text(encoding="utf-8"))
+    explained = explanations()
     unknown = sorted(set(explained) - set(kinds))
     assert not unknown, f"problems.yaml explains kinds that there are not: {unknown}"
     left = sorted({kind.room for kind in kinds.values()} - set(_ROOMS))
