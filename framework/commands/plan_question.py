@@ -158,9 +158,9 @@ def ask(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster) -> Ques
             return replace(instead, refused=error.problems[0])
         kinds = {problem.kind for problem in error.problems}
         if kinds & _NO_LAYOUT and not run.config.auto:
-            _print_nearest(run, cluster)
+            _print_nearest(run, cluster, stream_of_notes(arguments))
         if "auto-nothing-fits" in kinds:
-            _print_others(as_written.widest_request)
+            _print_others(as_written.widest_request, stream_of_notes(arguments))
         raise
     return Question(arguments, run, plan, target, work, why, written)
 
@@ -230,13 +230,13 @@ def _without_auto(config: RunConfig) -> RunConfig:
     return config
 
 
-def _print_others(request: Request) -> None:
+def _print_others(request: Request, out: TextIO) -> None:
     """Print the other runs that fit."""
     for line in other_lines(list(runs_that_fit(request))):
-        write(sys.stdout, f"{line}\n")
+        write(out, f"{line}\n")
 
 
-def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
+def _print_nearest(run: LoadedRun, cluster: Cluster, out: TextIO) -> None:
     """Print the nearest plan that is possible, if there is one."""
     _, size = look_at_data(run.config, data_elsewhere=True)
     nearest = nearest_plan(run.config, cluster, num_train_samples=size)
@@ -245,4 +245,4 @@ def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
         layout = str(plan.layout)
         if change != layout:
             layout = f"{change}: {layout}"
-        write(sys.stdout, f"{'nearest':<10}{layout}\n")
+        write(out, f"{'nearest':<10}{layout}\n")

@@ -386,6 +386,13 @@ def test_bad_input_gets_the_nearest_plan(
     assert stated.err.rstrip().endswith(f"[{kind}]")
 
 
+def test_a_tool_reads_no_nearest_plan_where_it_expects_json(capsys: Capture) -> None:
+    assert main(["plan", "ds_configs/quickstart.yaml", "--num_gpus", "7", "--json"]) == 78
+    stated = capsys.readouterr()
+    assert stated.out == ""
+    assert stated.err.startswith("nearest   batch.global_size: 119: ")
+
+
 def test_bad_options_are_refused(capsys: Capture) -> None:
     for words, reason in (
         (["--gpu", "h900"], "--gpu h900: not known; known are"),
