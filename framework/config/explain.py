@@ -30,6 +30,8 @@ _OTHER_OPTIMIZERS: Final[dict[str, tuple[str, str]]] = _WORDS["other_optimizers"
 _SECTION: Final = "a section of keys"
 # A key and a value, which YAML reads as one text.
 _NO_SPACE: Final = re.compile(r"[a-z_]+:\S.*")
+# The place of a class or function: package.module:name.
+_OF_CODE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 # pydantic's error type -> the type that belongs there.
 WANTED: Final[Mapping[str, str]] = _WORDS["wanted"]
 # pydantic's error type -> (reason, fix), filled in from the error's context.
@@ -275,8 +277,12 @@ def _unknown_kind(path: KeyPath, value: Any, union: Any) -> tuple[KeyPath, Probl
     if not isinstance(value, Mapping):
         reason, fix = _wrong_type(value, _SECTION)
         if isinstance(value, str):
-            guess, remark = _kind_for(path, tag_key, value, choices) or (choices[0], "")
-            fix = f"write {{{tag_key}: {guess}}}{remark}"
+            guess = _kind_for(path, tag_key, value, choices)
+            fix = f"write {{{tag_key}: ...}}, one of {choices_text}"
+            if guess is not None:
+                fix = f"write {{{tag_key}: {guess[0]}}}{guess[1]}"
+            elif "target" in members_of(union) and _OF_CODE.fullmatch(value):
+                fix = f"write {{target: {value}}}"
         return path, Problem("wrong-type", reason, fix, ".".join(map(str, path)), value)
     kind = value.get(tag_key)
     if kind is None and value.get("target") is not None:

@@ -120,6 +120,14 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
             ":3: precision = bf16: text where a section of keys belongs; write {dtype: bf16} [wrong-type]",
         ],
     ),
+    "place of code and strange word for a section": (
+        "model: mine:Net\nprecision: tiny\n",
+        [
+            ":1: model = mine:Net: text where a section of keys belongs; write {target: mine:Net} [wrong-type]",
+            ":2: precision = tiny: text where a section of keys belongs; write {dtype: ...}, one of fp32, fp16, "
+            "bf16, autocast [wrong-type]",
+        ],
+    ),
     "number and list for a section": (
         "zero: 3\noptimizer: [adamw]\ndeepspeed: true\n",
         [
