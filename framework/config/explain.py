@@ -279,10 +279,10 @@ def _unknown_kind(path: KeyPath, value: Any, union: Any) -> tuple[KeyPath, Probl
         if isinstance(value, str):
             guess = _kind_for(path, tag_key, value, choices)
             fix = f"write {{{tag_key}: ...}}, one of {choices_text}"
-            if guess is not None:
-                fix = f"write {{{tag_key}: {guess[0]}}}{guess[1]}"
-            elif "target" in members_of(union) and _OF_CODE.fullmatch(value):
+            if "target" in members_of(union) and _OF_CODE.fullmatch(value):
                 fix = f"write {{target: {value}}}"
+            elif guess is not None:
+                fix = f"write {{{tag_key}: {guess[0]}}}{guess[1]}"
         return path, Problem("wrong-type", reason, fix, ".".join(map(str, path)), value)
     kind = value.get(tag_key)
     if kind is None and value.get("target") is not None:
