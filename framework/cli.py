@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(words)
         # stdout is flushed here: at exit, a reader that has left would be an error message
-        sys.stdout.flush()
+        if sys.stdout is not None:  # the process may have been started without
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has closed its end
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -18,10 +18,14 @@ def one_line(plan: Plan, *, fits: bool = True) -> str:
     if plan.length.total_steps is None:
         length = f"length {length}"
     verdict = "fine on" if fits else "too large for"
-    layout = str(plan.layout)
+    return f"{verdict} {plan.cluster}: {_batch(plan)}, {length}"
+
+
+def _batch(plan: Plan) -> str:
+    text = str(plan.layout)
     if plan.config.batch.micro_size == MEASURED:
-        layout += " or fewer steps of larger micro-batches, as measured at the start"
-    return f"{verdict} {plan.cluster}: {layout}, {length}"
+        text += " or fewer steps of larger micro-batches, as measured at the start"
+    return text
 
 
 def rows(plan: Plan) -> dict[str, str]:
@@ -29,7 +33,7 @@ def rows(plan: Plan) -> dict[str, str]:
     planned = {
         "run": plan.config.run.name,
         "cluster": f"{plan.cluster} = {counted(plan.cluster.world_size, 'rank')}",
-        "batch": str(plan.layout),
+        "batch": _batch(plan),
         "length": str(plan.length),
         "precision": _precision(plan.config),
         "ZeRO": _zero(plan),

@@ -94,6 +94,11 @@ def test_all_keys_are_listed_a_line_each(capsys: pytest.CaptureFixture[str]) -> 
     assert {key.rpartition(".")[2] for key in tags} <= {"kind", "device", "dtype"}
 
 
+def test_a_process_without_stdout_ends_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["keys", "--names"]) == EXIT_OK
+
+
 def test_every_example_is_a_value_as_a_setting_has_it() -> None:
     for forms in key_forms().values():
         for form in forms:

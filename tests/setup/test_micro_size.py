@@ -14,6 +14,7 @@ from framework.data.splits import Splits
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.plan.plan_text import rows
 from framework.setup.micro_size import (
     Search,
     _described,
@@ -142,5 +143,8 @@ def test_a_small_step_of_the_trial_reads_fewer_lanes_than_the_run() -> None:
 
 def test_until_it_is_measured_the_plan_has_micro_batches_of_a_sample() -> None:
     config = config_from_values({"batch": {"micro_size": "measured", "global_size": 8}})
-    layout = make_plan(config, Cluster(1, 2, "cpu")).layout
-    assert (layout.micro_size, layout.accumulation_steps) == (1, 4)
+    plan = make_plan(config, Cluster(1, 2, "cpu"))
+    assert (plan.layout.micro_size, plan.layout.accumulation_steps) == (1, 4)
+    assert rows(plan)["batch"].endswith(
+        " or fewer steps of larger micro-batches, as measured at the start"
+    )
