@@ -18,6 +18,7 @@ _LONG: Final = 7  # from here on two letters may be wrong
 _LONGEST: Final = 80
 _SECOND: Final = 0.6  # as near as this, another name may have been meant...
 _AHEAD: Final = 0.25  # ...unless the nearest one is nearer by this much
+_MOST_BEGINS: Final = 8
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -32,8 +33,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def unmatched_pattern(pattern: str, names: Sequence[str]) -> str:
     """Return what to write for a regular expression that matches no name from beginning to end.
 
-    It is either the pattern around a name that contains it, for users who expect a search, or the
-    nearest name.
+    It is the pattern around a name that contains it, for users who expect a search; or the nearest
+    name; or the pattern with its first part as a name has it; or how names begin.
     """
     containing = [name for name in names if pattern and re.search(pattern, name)]
     if containing:
@@ -41,9 +42,19 @@ def unmatched_pattern(pattern: str, names: Sequence[str]) -> str:
             f"it must match the whole name, as in {containing[0]}; write {pattern}.* or "
             f".*{pattern}.*"
         )
-    guess = nearest(pattern, names) or next(iter(names), "")
+    guess = nearest(pattern, names)
     if guess:
         return f"did you mean {guess}?"
+    begins = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    first = re.split(r"\W", pattern, maxsplit=1)[0]
+    rest = pattern[len(first) :]
+    guess = nearest(first, begins)
+    if guess and any(re.fullmatch(re.escape(guess) + rest, name) for name in names):
+        return f"did you mean {guess}{rest}?"
+    if len(begins) > _MOST_BEGINS:
+        begins[_MOST_BEGINS:] = ["..."]
+    if begins:
+        return f"names begin with {', '.join(begins)}"
     return "remove it"
 
 

@@ -48,6 +48,8 @@ def test_a_frozen_weight_gets_no_gradient_and_the_others_theirs() -> None:
             "it must match the whole name, as in blocks.0.attention_norm.weight; write norm.*",
         ),
         (["embed.wieght"], ["freeze-matches-nothing"], "did you mean embed.weight?"),
+        (["bloks.*"], ["freeze-matches-nothing"], "did you mean blocks.*?"),
+        (["zzz"], ["freeze-matches-nothing"], "names begin with embed, positions, blocks, norm"),
         (["zzz", "norm.bias", "qqq"], ["freeze-matches-nothing"] * 2, "training.freeze.2 = qqq"),
         ([".*"], ["freeze-matches-all"], "nothing would be left to train"),
         ([".*weight", ".*bias"], ["freeze-matches-all"], "training.freeze = [.*weight, .*bias]"),
