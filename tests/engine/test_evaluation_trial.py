@@ -44,12 +44,13 @@ def config(name: str, folder: Path, *, tries: bool, **sections: Any) -> dict[str
 
 
 def sized(name: str, micro_size: Any = "measured", *, steps: int = 2) -> dict[str, Any]:
-    """A run with 12 samples on each rank, of which rank 1 has memory for 5 at once; again under the
-    same name it goes on.
+    """A run with 12 samples on each rank, of which rank 1 has memory for 5 at once, and with a task
+    that has a state; again under the same name it goes on.
     """
     return {
         "run": {"name": name},
         "model": {"target": "tests.jobs.parts:NoRoomOnRank1", "args": {"most": 5}},
+        "task": {"target": "tests.jobs.parts:CountsItsCalls"},
         "batch": {"global_size": 24, "micro_size": micro_size},
         "training": {"max_steps": steps, "log_every": 1},
         "evaluation": {"at_end": False, "batch_size": 4},

@@ -241,6 +241,17 @@ class DrawsInMeasure(Classification):
         return super().measure(outputs, targets)
 
 
+class CountsItsCalls(Classification):
+    """A task with a state: its loss grows with every micro-batch."""
+
+    calls = 0
+
+    def loss(self, outputs: Any, targets: Any) -> Ratio:
+        self.calls += 1
+        mean = super().loss(outputs, targets)
+        return Ratio(self.calls * mean.total, mean.count)
+
+
 class FailsInMeasure(Classification):
     def measure(self, outputs: Any, targets: Any) -> Any:
         raise TrainingError("no such output")
