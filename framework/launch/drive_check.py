@@ -58,6 +58,9 @@ def _measured(folder: str) -> tuple[str, str]:
     )
     try:
         return child.communicate(timeout=_LONGEST_SECONDS)
+    except KeyboardInterrupt:  # a child of another session does not get Ctrl-C
+        os.killpg(child.pid, signal.SIGKILL)
+        raise
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         stdout, stderr = child.communicate()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -69,6 +72,21 @@ time.sleep(600)
     assert problem.reason.endswith("and was ended; its last message: compiling async_io")
     status = Path(f"/proc/{out.read_text()}/stat")
     assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+def test_ctrl_c_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    children = []
+
+    class Interrupted(subprocess.Popen[str]):
+        def communicate(self, *_: Any, **__: Any) -> tuple[str, str]:
+            children.append(self)
+            raise KeyboardInterrupt
+
+    answer_with(monkeypatch, "import time; time.sleep(600)")
+    monkeypatch.setattr("subprocess.Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        check(str(tmp_path))
+    assert children[0].wait(timeout=60) == -signal.SIGKILL
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
