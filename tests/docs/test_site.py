@@ -187,7 +187,8 @@ SEARCH = """
     return found;
   };
   const until = async (get) => {
-    for (let i = 0; i < 200; i++) {
+    const deadline = Date.now() + 25000;
+    while (Date.now() < deadline) {
       const found = get();
       if (found && found.length !== 0) return found;
       await new Promise((resolve) => setTimeout(resolve, 50));

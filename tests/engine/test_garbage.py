@@ -16,13 +16,6 @@ import pytest
 from framework.engine.garbage import Garbage
 
 
-@pytest.fixture(autouse=True)
-def _frozen_again() -> Iterator[None]:
-    """Freeze what was imported for tests: a collection of all of it takes a second."""
-    yield
-    gc.freeze()
-
-
 class Stepping(SimpleNamespace):
     """Takes steps that leave more objects behind than the threshold of a collection."""
 
