@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jsonschema
 import pytest
@@ -62,12 +63,23 @@ def commands_of_readme(project: Path) -> str:
     return text.split("```")[1]
 
 
+def compiled_ops() -> str:
+    """Return the folder of ops that this user has compiled."""
+    from framework.engine.extensions import use_own_cache  # here: it imports torch
+
+    with patch.dict(os.environ):
+        use_own_cache()
+        return os.environ["TORCH_EXTENSIONS_DIR"]
+
+
 def bare_shell(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run lines in a shell that knows nothing of this Python but what they say."""
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
     # dsf is installed from another checkout than the one under test
     environment["PYTHONPATH"] = str(ROOT)
     environment[NO_COMPILE] = "1"
+    # in an empty home DeepSpeed's op would be compiled anew, in a minute of a processor
+    environment["TORCH_EXTENSIONS_DIR"] = compiled_ops()
     return subprocess.run(
         ["bash", "-e", "-c", script],
         cwd=folder,
