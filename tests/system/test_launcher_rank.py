@@ -236,23 +236,25 @@ def train_py(folder: Path, name: str) -> list[str]:
     ]
 
 
+TASK = f"""
+import os, runpy
+tasks = {[step(0), step(1)]!r}
+task = tasks[int(os.environ["RANK"])]
+for name in {(*PLACE, "MASTER_PORT")!r}:
+    del os.environ[name]
+os.environ.update(task)
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_two_tasks_of_a_step_are_one_job(tmp_path: Path, by_torchrun: list[float]) -> None:
     """The test needs no Slurm: it sets Slurm's variables, and nothing else."""
-    tasks = [
-        subprocess.Popen(
-            train_py(tmp_path, "run"),
-            cwd=tmp_path,
-            env=job_environment(**step(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    texts = [task.communicate(timeout=TIMEOUT_SECONDS)[0] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], texts
-    assert re.search(r"on 2 (cpu )?devices|2 data-parallel", texts[0])
+    script = tmp_path / "task.py"
+    script.write_text(TASK)
+    words = train_py(tmp_path, "run")[2:]
+    stated = run_ranks(script, *words, num_ranks=2, cwd=tmp_path)
+    assert re.search(r"on 2 (cpu )?devices|2 data-parallel", stated)
     assert losses(tmp_path, "run") == by_torchrun
 
 
