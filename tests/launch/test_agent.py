@@ -4,6 +4,8 @@ show what happened.
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import signal
@@ -160,20 +162,15 @@ def test_a_rank_is_given_what_deepspeed_gives_it(alone: Members, tmp_path: Path)
     ours = alone.ready(2)
     theirs = tmp_path / "deepspeed"
     theirs.mkdir()
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("node-0 slots=2\n")
-    where = [
-        "--no_ssh",
-        f"--hostfile={hostfile}",
-        "--node_rank=0",
-        "--master_addr=127.0.0.1",
-        f"--master_port={alone.port}",
-    ]
+    world = base64.urlsafe_b64encode(json.dumps({"node-0": [0, 1]}).encode()).decode()
     command = [
         sys.executable,
         "-m",
-        "deepspeed.launcher.runner",
-        *where,
+        "deepspeed.launcher.launch",
+        f"--world_info={world}",
+        "--node_rank=0",
+        "--master_addr=127.0.0.1",
+        f"--master_port={alone.port}",
         str(ROOT / "tests/launch/rank.py"),
         str(theirs),
         "exit=0",
