@@ -21,7 +21,7 @@ from tests.campaign.fault_stage import CONFIG, SAVE_EVERY, TOTAL_STEPS, last_log
 from tests.hosts.network import Network, why_not
 from tests.kubelet.kubelet import Kubelet
 from tests.kubelet.manifest import read_manifest
-from tests.launched import series
+from tests.launched import NO_COMPILE, series
 from tests.warm_ranks import WarmRanks
 
 pytestmark = [
@@ -52,6 +52,8 @@ def rendered(config: Path, *words: str) -> str:
                     "--config_map",
                     "--env",
                     "DSF_STEP_SECONDS=0.1",
+                    "--env",
+                    f"{NO_COMPILE}=1",
                     *words,
                 ]
             )
