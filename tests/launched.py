@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -45,6 +47,22 @@ def job_environment(**extra: str) -> dict[str, str]:
     if kept.get("PYTHONPATH"):
         path += os.pathsep + kept["PYTHONPATH"]
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | extra
+
+
+def copied_op(folder: Path) -> str:
+    """Copy the op that every start of DeepSpeed needs, and return the folder as what
+    TORCH_EXTENSIONS_DIR has to be: in an environment or a home of its own a process would compile it
+    anew, in a minute of a processor.
+    """
+    from framework.engine.extensions import use_own_cache  # here: it imports torch
+
+    with patch.dict(os.environ):
+        use_own_cache()
+        compiled = Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm")
+    if compiled.is_dir():
+        without_lock = shutil.ignore_patterns("lock")  # of a process that compiles it now
+        shutil.copytree(compiled, folder / compiled.name, ignore=without_lock)
+    return str(folder)
 
 
 def torchrun(

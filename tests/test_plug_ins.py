@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launched import copied_op
 from tests.places import ROOT
 
 PAGE = ROOT / "docs/plug-ins.md"
@@ -92,6 +93,7 @@ class Environment:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(places),
             "OMP_NUM_THREADS": "1",
+            "TORCH_EXTENSIONS_DIR": copied_op(folder / "ops"),
         }
 
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import jsonschema
 import pytest
@@ -19,7 +18,7 @@ import pytest
 from deepspeed_lint.text.document import read_document
 from framework.cli import main
 from framework.config.schema import schema_text
-from tests.launched import NO_COMPILE, TIMEOUT_SECONDS
+from tests.launched import NO_COMPILE, TIMEOUT_SECONDS, copied_op
 from tests.places import ROOT
 
 
@@ -63,23 +62,13 @@ def commands_of_readme(project: Path) -> str:
     return text.split("```")[1]
 
 
-def compiled_ops() -> str:
-    """Return the folder of ops that this user has compiled."""
-    from framework.engine.extensions import use_own_cache  # here: it imports torch
-
-    with patch.dict(os.environ):
-        use_own_cache()
-        return os.environ["TORCH_EXTENSIONS_DIR"]
-
-
 def bare_shell(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run lines in a shell that knows nothing of this Python but what they say."""
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
     # dsf is installed from another checkout than the one under test
     environment["PYTHONPATH"] = str(ROOT)
     environment[NO_COMPILE] = "1"
-    # in an empty home DeepSpeed's op would be compiled anew, in a minute of a processor
-    environment["TORCH_EXTENSIONS_DIR"] = compiled_ops()
+    environment["TORCH_EXTENSIONS_DIR"] = copied_op(folder / ".ops")
     return subprocess.run(
         ["bash", "-e", "-c", script],
         cwd=folder,
