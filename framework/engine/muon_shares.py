@@ -429,11 +429,11 @@ class MuonOfShares(torch.optim.Optimizer):
         """Step the shares of all groups, in the same order on all ranks. Collective."""
         for group in self.param_groups:
             for share in group["params"]:
-                self._step_share(share, group)
+                # At ZeRO 0 code of the run may have frozen a weight, on all ranks.
+                if share.grad is not None:
+                    self._step_share(share, share.grad, group)
 
-    def _step_share(self, share: Tensor, group: Mapping[str, Any]) -> None:
-        gradient = share.grad
-        assert gradient is not None
+    def _step_share(self, share: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
         state = self.state[share]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(share)

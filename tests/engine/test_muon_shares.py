@@ -161,6 +161,24 @@ def test_shares_take_torchs_steps(
         assert torch.equal(share, share_of(weights, matrices, rank, size))
 
 
+def test_a_weight_without_a_gradient_is_left_out_as_by_torch() -> None:
+    """As at ZeRO 0 in a tensor group, where each share is a weight."""
+    wholes = [torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(3, 3))]
+    weights = [torch.nn.Parameter(whole.detach().clone()) for whole in wholes]
+    gradient = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    wholes[0].grad = gradient.clone()
+    weights[0].grad = gradient.clone()
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    torch.optim.Muon([{"params": wholes, **options}], **OPTIONS).step()
+    muon = MuonOfShares([{"params": weights, **options}], **OPTIONS)
+    for weight in weights:
+        matrices = in_a_row([(weight.shape, 0)], share_size=weight.numel(), num_ranks=1)
+        muon.shares[weight] = MatrixShares(matrices, process_group=None, device=weight.device)
+    muon.step()
+    for weight, whole in zip(weights, wholes, strict=True):
+        assert torch.equal(weight, whole)
+
+
 def test_only_matrices_across_a_border_are_sent(threads: Callable[[int], Threads]) -> None:
     """Of two matrices in three shares the first lies in one share, the second in two."""
     shapes = [(torch.Size((4, 4)), 0), (torch.Size((2, 6)), 18)]
