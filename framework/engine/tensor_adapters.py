@@ -14,6 +14,7 @@ from torch import nn
 from framework.checkpoint.state.tensor_split import Split, split_of, whole_shape
 from framework.config.groups import ALL_LINEAR, is_adapted
 from framework.config.training import LoRA
+from framework.engine.distributed import device
 from framework.errors import ConfigError
 from framework.models.adapters import add_adapters
 from framework.models.split import ColumnLinear, RowLinear, TensorPart
@@ -47,7 +48,7 @@ def add_divided_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Modul
         from framework.models.split_dora import measuring_parts
 
         _refuse_dora(model, lora)
-        measuring = measuring_parts()
+        measuring = measuring_parts(device())
     with _in_whole_sizes(model), measuring:
         model = add_adapters(model, lora, seed=seed)
     for module in model.modules():

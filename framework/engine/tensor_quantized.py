@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from framework.checkpoint.state.tensor_split import Split, split_of
 from framework.config.groups import NUMBERS_OF_A_BLOCK
 from framework.config.training import Quantization
+from framework.engine.distributed import device
 from framework.engine.fingerprint import note_whole
 from framework.errors import ConfigError
 from framework.models.quantized import (
@@ -49,7 +50,7 @@ def quantize_part(
     """
     split = split_of(layer.weight)
     assert split is not None
-    whole = _whole(layer.weight.detach().to(dtype), split, layer.part)
+    whole = whole_of(layer.weight.detach().to(dtype), split, layer.part)
     held = quantize(whole, form)
     rows, columns = whole.shape
     kept: Kept | None = None
@@ -79,18 +80,21 @@ def quantize_part(
     return whole.float(), dequantize(held, (rows, columns), form, torch.float32)
 
 
-def _whole(weight: Tensor, split: Split, part: TensorPart) -> Tensor:
-    """Return the whole of a weight from the parts of a tensor group. Collective."""
+def whole_of(weight: Tensor, split: Split, part: TensorPart) -> Tensor:
+    """Return the whole of a weight from the parts of a tensor group, where the weight lies.
+    Collective.
+    """
     whole_shape = split.whole_shape(weight.shape)
     shapes = [split.part_shape(whole_shape, rank, part.size) for rank in range(part.size)]
     width = max(shape.numel() for shape in shapes)
-    flat = nn.functional.pad(weight.flatten(), (0, width - weight.numel()))
+    # On the device: NCCL sends nothing else, and below stage 3 the model is in host memory yet.
+    flat = nn.functional.pad(weight.flatten().to(device()), (0, width - weight.numel()))
     flat_parts = [torch.empty_like(flat) for _ in shapes]
     torch.distributed.all_gather(flat_parts, flat, group=part.group)
     parts = []
     for shape, flat_part in zip(shapes, flat_parts, strict=True):
         parts.append(flat_part[: shape.numel()].view(shape))
-    return split.whole(parts)
+    return split.whole(parts).to(weight.device)
 
 
 def _rows_in_bytes(

@@ -85,9 +85,11 @@ def _lengths(rows: Tensor, part: TensorPart) -> Tensor:
 
 
 @contextmanager
-def measuring_parts() -> Iterator[None]:
+def measuring_parts(device: torch.device) -> Iterator[None]:
     """Have peft measure the rows of divided layers by this rank's part of the weight: their
     adapters are drawn whole, and add nothing at first.
+
+    Ranks send each other what lies on a `device`: below stage 3 the model is in host memory yet.
     """
     patched: Any = DoraLinearLayer
     measure: Callable[..., None] = patched.update_layer
@@ -98,7 +100,8 @@ def measuring_parts() -> Iterator[None]:
             return
         with gather_params_ctx(base_layer.parameters()):
             if isinstance(base_layer, RowLinear):
-                lengths = _lengths(base_layer.weight, base_layer.part)
+                weight = base_layer.weight
+                lengths = _lengths(weight.to(device), base_layer.part).to(weight.device)
             else:
                 lengths = torch.linalg.norm(base_layer.weight.detach(), dim=1)
         layer.weight = nn.Parameter(lengths, requires_grad=True)

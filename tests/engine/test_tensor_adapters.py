@@ -6,16 +6,21 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import framework
+from framework.checkpoint.state.tensor_split import Split
 from framework.commands.export import export
 from framework.config.load import config_from_values
 from framework.data.order import epoch_order
+from framework.engine import tensor_quantized
+from framework.models.split import RowLinear
 from framework.setup.user_code import call_factory
 from tests.engine import test_lora
 from tests.engine.saved_runs import write_tokens
@@ -361,3 +366,33 @@ def hold_exports(folder: Path, case: Case, tmp_path: Path, name: str) -> None:
         assert float((merged.eval()(tokens) - expected).abs().max()) < within
         base = test_lora.build(config).eval()(tokens)
         assert float((base - expected).abs().max()) > 10 * within
+
+
+@pytest.mark.parametrize("what", ["few bits", "DoRA"])
+def test_ranks_send_what_lies_on_their_devices(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL sends nothing else, and below stage 3 adapters are added to a model in host memory."""
+    from framework.models import split_dora  # here: peft takes seconds
+
+    sent: list[str] = []
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(
+        torch.distributed, "all_gather", lambda parts, own, group: sent.append(own.device.type)
+    )
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda tensor, group: sent.append(tensor.device.type)
+    )
+    part: Any = SimpleNamespace(rank=0, size=2, group=None)
+    with FakeTensorMode():  # which has devices that are not there
+        layer: Any = nn.Linear(4, 6)
+        layer.__class__ = RowLinear
+        layer.part = part
+        if what == "DoRA":
+            made: Any = split_dora.DoraLinearLayer(fan_in_fan_out=False)
+            with split_dora.measuring_parts(cuda):
+                made.update_layer(base_layer=layer)
+            found = made.weight
+        else:
+            monkeypatch.setattr(tensor_quantized, "device", lambda: cuda)
+            found = tensor_quantized.whole_of(layer.weight, Split(1, (8,)), part)
+    assert sent == ["cuda"]
+    assert found.device.type == "cpu"
