@@ -186,7 +186,8 @@ class Manifest(_Part):
     ties: dict[str, str] = {}
     weights: _Weights | None = None
     tensor: dict[str, TensorSplit] = {}
-    experts: dict[str, Count] = {}  # weights with packed experts -> how many experts all ranks have
+    # weights with packed experts that an expert group shares -> how many experts the group has
+    experts: dict[str, Count] = {}
     metrics: dict[str, MetricValue] = {}
     best: _Best | None = None
     saved_at: Time | None = None

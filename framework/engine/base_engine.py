@@ -310,8 +310,8 @@ class BaseEngine:
         return description
 
     def _gathered_experts(self) -> Sequence[Mapping[str, int]]:
-        """Return the weights with packed experts that ranks share, by name: how many experts all
-        ranks have; of each rank, where stages have their own. Collective.
+        """Return the weights with packed experts that an expert group shares, by name: how many
+        experts the group has; of each rank, where stages have their own. Collective.
         """
         own: dict[str, int] = {}
         for tensor, name in self._names().items():
