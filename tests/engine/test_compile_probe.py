@@ -406,20 +406,22 @@ RUNS = {
     "plain-0": 0,
     "auto-loses-a-gradient": 0,
     "plain-2": 2,
-    "auto-rounds-too-much": 2,
     "auto-good": 2,
     "auto-small": 2,
     "auto-fails-on-rank-1": 2,
     "true-loses-a-gradient": 1,
     "true-fails-on-rank-1": 3,  # where ranks meet in every block
 }
+# What differs is found in one process as well (`test_what_differs_is_named`).
+RARE = {"auto-rounds-too-much": 2}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("probed")
     write_tokens(folder)
-    configs = [run_config(folder, name, zero={"stage": stage}) for name, stage in RUNS.items()]
+    stages = RUNS | (RARE if exhaustive else {})
+    configs = [run_config(folder, name, zero={"stage": stage}) for name, stage in stages.items()]
     train_cases(configs, num_ranks=2, folder=folder)
     return folder
 
@@ -429,13 +431,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "stated"),
     [
         ("auto-loses-a-gradient", "no gradient compiled"),
-        ("auto-rounds-too-much", "of its norm"),
+        pytest.param("auto-rounds-too-much", "of its norm", marks=pytest.mark.exhaustive),
         ("auto-fails-on-rank-1", "on another rank"),
         ("auto-small", "GFLOP of a micro-batch"),
     ],
 )
 def test_a_run_goes_on_as_if_nothing_had_been_tried(runs: Path, name: str, stated: str) -> None:
-    plain = f"plain-{RUNS[name]}"
+    plain = f"plain-{(RUNS | RARE)[name]}"
     for metric in ("train/loss", "train/grad_norm"):
         found = series(runs / name, metric)
         assert len(found) == 3

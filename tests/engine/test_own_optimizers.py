@@ -1,7 +1,7 @@
 """Optimizers that the framework makes by itself: Lion for devices without a kernel, AdamW with
 moments of 8 bits, schedule-free AdamW.
 
-Steps are held against torchao and against papers; runs, 20 steps of 2 ranks on real text with
+Steps are held against torchao and against papers; runs, steps of 2 ranks on real text with
 accumulation and clipping at ZeRO 0 to 3, against plain PyTorch. Resumed to the bit, moved or
 refused.
 """
@@ -25,12 +25,12 @@ from tests.engine.pipe_oracle import plain_run
 from tests.engine.test_pipeline import GPT, text
 from tests.engine.test_resume import bits
 from tests.gpu.oracles import lion
-from tests.launched import furthest, series, train_cases
+from tests.launched import fewer, furthest, series, train_cases
 
 __all__ = ["text"]  # a fixture
 
-NUM_STEPS: Final = 20
-STOP: Final = 12
+NUM_STEPS: Final = fewer(12, of=20)
+STOP: Final = fewer(7, of=12)
 ADAM: Final[dict[str, Any]] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {
     "lion": {"optimizer": {"kind": "lion", "lr": 5e-4}},
@@ -282,7 +282,7 @@ def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
         if kind.startswith("adamw_8bit"):
             values["optimizer"] = {**sections["optimizer"], "kind": "adamw"}
         losses, metrics, model = plain_run(values, micro_size=2, num_steps=NUM_STEPS)
-        assert losses[-1] < losses[0] - 0.4, "the oracle itself must learn"
+        assert losses[-1] < losses[0] - 0.3, "the oracle itself must learn"
         results[kind] = (losses, metrics["loss"], model)
     return results
 
