@@ -252,7 +252,7 @@ def test_the_longest_sequence_fits_and_an_eighth_more_does_not() -> None:
     assert found.ranked[0].plan.config.data.sequence_length == length  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="--gpu"):
         search_longest_sequence(Request(config(), cluster, Hardware()))
-    with pytest.raises(UsageError, match="a length"):
+    with pytest.raises(UsageError, match=r"needs data\.sequence_length"):
         search_longest_sequence(Request(config_from_values({}), cluster, target))
 
 
