@@ -16,10 +16,10 @@ from contextlib import nullcontext
 import torch
 from framework.engine.workarounds.blanks_in_inductor import quoting_paths
 
-rows = torch.ones(300, requires_grad=True)
+rows = torch.ones(300)
 with quoting_paths() if "quoting" in sys.argv else nullcontext():
-    torch.compile(lambda rows: (2 * rows).relu().sum())(rows).backward()
-print(float(rows.grad.sum()))
+    found = torch.compile(lambda rows: (2 * rows).relu().sum())(rows)
+print(float(found))
 """
 
 
