@@ -394,9 +394,19 @@ def _of_layers(work: ModelWork, layers: Sequence[LayerWork]) -> ModelWork:
     return replace(work, weights=trained, frozen=frozen, buffer_bytes=buffer_bytes)
 
 
+def _is_counted_aio(section: Any) -> bool:
+    """Check whether the sizes in a section `deepspeed.aio` are numbers that can be counted with."""
+    if not isinstance(section, Mapping):
+        return False
+    sizes = [section.get("block_size", 1), section.get("intra_op_parallelism", 1)]
+    return all(type(size) is int and size > 0 for size in sizes)
+
+
 def _unmodelled_keys(deepspeed: Mapping[str, Any]) -> list[str]:
     """Return the keys of a section `deepspeed` that may allocate, by their dotted names."""
     keys = deepspeed.keys() - _MODELLED - _REPORTING
+    if _is_counted_aio(deepspeed.get("aio")):
+        keys -= {"aio"}
     zero = deepspeed.get("zero_optimization", {})
     if isinstance(zero, Mapping):
         keys |= {f"zero_optimization.{key}" for key in zero.keys() - _HARMLESS}

@@ -14,8 +14,8 @@ from math import ceil
 from typing import Any, Final
 
 _FP32: Final = 4
-# DeepSpeed's swapper leaves smaller tensors alone (`MIN_AIO_BYTES`), and rounds others up
-# (`AIO_ALIGNED_BYTES`).
+# DeepSpeed's swapper leaves smaller tensors alone (`MIN_AIO_BYTES`, or a block if that is larger),
+# and rounds others up to a multiple for each of its threads (`AIO_ALIGNED_BYTES`).
 _LEAST_SWAPPED: Final = 2**20
 _ALIGNED: Final = 1024
 # torch pins host memory in powers of two (c10 `CachingHostAllocator.h`), and a save only what is no
@@ -33,6 +33,7 @@ class Shares:
         stage: of ZeRO.
         ranks: that share the model.
         zero: section of the run config.
+        aio: section of `deepspeed`, the settings of reads and writes of a drive.
         width: bytes of a weight.
         sum_width: bytes of a summed gradient.
         has_copies: whether copies of the weights are stepped.
@@ -59,6 +60,7 @@ class Shares:
     stage: int
     ranks: int
     zero: Mapping[str, Any]
+    aio: Mapping[str, Any]
     width: int
     sum_width: int
     has_copies: bool
@@ -99,18 +101,30 @@ class Shares:
         return "none"
 
     @property
+    def _least_swapped(self) -> int:
+        """Bytes of the smallest tensor that goes to the drive."""
+        block_size: int = self.aio.get("block_size", _LEAST_SWAPPED)
+        return max(_LEAST_SWAPPED, block_size)
+
+    def _aligned(self, size: int) -> int:
+        """Return the bytes that a tensor has on the drive and in the swapper's buffers."""
+        num_threads: int = self.aio.get("intra_op_parallelism", 1)
+        multiple = _ALIGNED * num_threads
+        return ceil(size / multiple) * multiple
+
+    @property
     def _swapped(self) -> list[int]:
         """Parts with their optimizer state on the drive."""
         if self.optimizer_place != "nvme":
             return []
-        return [part for part in self.parts if _FP32 * part >= _LEAST_SWAPPED]
+        return [part for part in self.parts if _FP32 * part >= self._least_swapped]
 
     @property
     def _swapped_gradients(self) -> list[int]:
         """Shares of single weights with their gradients on the drive."""
         if not self._swapped:
             return []
-        return [share for share in self._shares if _FP32 * share >= _LEAST_SWAPPED]
+        return [share for share in self._shares if _FP32 * share >= self._least_swapped]
 
     @property
     def _shares(self) -> list[int]:
@@ -174,7 +188,7 @@ class Shares:
         if (self._optimizer.get("zenflow") or {}).get("offload"):
             components["moments of columns"] = 2 * self.width * self.columns
         if swapped:
-            buffer = _aligned(_FP32 * max(self.parts))
+            buffer = self._aligned(_FP32 * max(self.parts))
             components["swap buffers"] = self._optimizer["buffer_count"] * buffer
         if self._optimizer["pin_memory"]:
             pinned += tensors
@@ -199,7 +213,7 @@ class Shares:
 
     def _weight_buffers(self, num_on_host: int) -> int:
         """Return the bytes of the swapper's buffers for weights."""
-        buffer = _aligned(self.width * self._params["buffer_size"])
+        buffer = self._aligned(self.width * self._params["buffer_size"])
         buffers: int = self._params["buffer_count"] * buffer
         # one more for weights on the drive, which go back to it after a step
         if num_on_host < sum(self._shares):
@@ -227,10 +241,10 @@ class Shares:
     def _optimizer_files(self) -> dict[str, int]:
         """Return the bytes of the files of the optimizer, by component."""
         swapped = self._swapped
-        state_files = [_aligned(int(self.state_bytes * part)) for part in swapped]
-        gradient_files = [_aligned(_FP32 * share) for share in self._swapped_gradients]
+        state_files = [self._aligned(int(self.state_bytes * part)) for part in swapped]
+        gradient_files = [self._aligned(_FP32 * share) for share in self._swapped_gradients]
         return {
-            "fp32 weights": sum(_aligned(_FP32 * part) for part in swapped),
+            "fp32 weights": sum(self._aligned(_FP32 * part) for part in swapped),
             "optimizer state": sum(state_files),
             "gradients": sum(gradient_files),
         }
@@ -238,8 +252,8 @@ class Shares:
     def _weight_files(self) -> int:
         """Return the bytes of the files of weights; small weights have none."""
         frozen_shares = [ceil(size / self.ranks) for size in self.frozen]
-        files = [_aligned(self.width * share) for share in self._shares + frozen_shares]
-        return sum(size for size in files if size >= _LEAST_SWAPPED)
+        files = [self._aligned(self.width * share) for share in self._shares + frozen_shares]
+        return sum(size for size in files if size >= self._least_swapped)
 
     def saved(self) -> tuple[int, int, int]:
         """Return three sizes of a checkpoint in bytes: what one rank writes for all, what each rank
@@ -270,10 +284,6 @@ class Shares:
 def name_of_copies(width: int) -> str:
     """Return what the copies of weights that are stepped are called, by the bytes of a number."""
     return "fp32 weights" if width == _FP32 else "stepped weights"
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _rounding(size: int) -> int:

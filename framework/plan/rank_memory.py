@@ -499,6 +499,7 @@ class RankMemory:
             stage=self.stage,
             ranks=self.ranks,
             zero=self.zero.model_dump(),
+            aio=self.config.deepspeed.get("aio", {}),
             width=self.width,
             sum_width=self.sum_width,
             has_copies=self.has_copies,
