@@ -21,7 +21,11 @@ from framework.engine.initialize import MakeOptimizer, initialize
 from framework.engine.schedules import MakeSchedule
 from framework.engine.step import Step
 from framework.engine.step_batches import StepLoss, loss_of_one_batch
-from framework.engine.workarounds.grad_scaler import explaining_overflow, scale_fp16_loss
+from framework.engine.workarounds.grad_scaler import (
+    explaining_overflow,
+    grad_scaler,
+    scale_fp16_loss,
+)
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.models.added_losses import (
     AddsLosses,
@@ -269,6 +273,12 @@ class PlainEngine(BaseEngine):
 
         with self._saving():
             run_alone(self.engine, partial(self._loss_of, batch))
+
+    def skip_no_steps(self) -> None:
+        """Set the loss scale of autocast to 1: at its start it is too large for the first steps."""
+        scaler = grad_scaler(self.engine)
+        if scaler is not None:
+            scaler.load_state_dict(scaler.state_dict() | {"scale": 1.0})
 
     def _loss_of(self, batch: Any, model: Any) -> torch.Tensor:
         """Compute the loss of a micro-batch by itself, 0-d."""

@@ -37,7 +37,6 @@ from framework.engine.compile_probe import ranks_meet_in_passes
 from framework.engine.distributed import device, gather, rank
 from framework.engine.known_failures import lack_of_memory
 from framework.engine.plain_engine import PlainEngine
-from framework.engine.workarounds.grad_scaler import grad_scaler
 from framework.errors import ConfigError
 from framework.plan.alternatives import size_text
 from framework.plan.plan import Plan
@@ -216,9 +215,7 @@ class _Trial:
         engine = assemble_engine(_for_trial(prepared))
         assert isinstance(engine, PlainEngine), "rules refuse pipelines"
         self._engine = engine
-        scaler = grad_scaler(engine.engine)
-        if scaler is not None:  # which would skip the first steps, and the states they allocate
-            scaler.load_state_dict(scaler.state_dict() | {"scale": 1.0})
+        engine.skip_no_steps()  # a skipped one allocates no states of the optimizer
         self._open = ExitStack()
         self._open.enter_context(around(engine.module))
 

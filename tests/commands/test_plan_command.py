@@ -140,7 +140,7 @@ JSON_WORDS: dict[str, list[str]] = {
     "images": ["ds_configs/quickstart.yaml", "--num_gpus", "2"],
     "no estimate": [
         *GPT,
-        "deepspeed={aio: {block_size: 1048576}, wall_clock_breakdown: true}",
+        "deepspeed={prescale_gradients: false, wall_clock_breakdown: true}",
     ],
 }
 
@@ -165,7 +165,7 @@ def test_what_tools_get_is_what_the_schema_describes(name: str, capsys: Capture)
         rank_bytes = sum(found["memory"]["host_bytes"].values())
         assert found["host"]["taken_bytes"] == 8 * rank_bytes > 0
     if name == "no estimate":
-        assert found["memory"]["unknown"] == "not modelled with deepspeed.aio"
+        assert found["memory"]["unknown"] == "not modelled with deepspeed.prescale_gradients"
 
 
 def test_strategies_beside_a_plan_take_less_or_are_faster(capsys: Capture) -> None:
