@@ -228,17 +228,10 @@ class RankMemory:
         """Elements of each frozen weight: it has no gradient and no state, and at stage 3 is spread
         as the others are. In few bits it counts as the elements of as many bytes.
         """
-        return [size for size, _ in self.frozen_numbers]
-
-    @cached_property
-    def frozen_numbers(self) -> list[tuple[int, int]]:
-        """Elements of each frozen weight, as `frozen` has them, and as how many numbers DeepSpeed
-        has it: in few bits its bytes.
-        """
         lora = self.config.training.lora
         form = None if lora is None else lora.quantization
         if form is None:
-            return [(prod(shape), prod(shape)) for shape in self.work.frozen.values()]
+            return [prod(shape) for shape in self.work.frozen.values()]
         from framework.config.groups import base_name, quantized_bytes
 
         sizes = []
@@ -246,10 +239,9 @@ class RankMemory:
             module = base_name(name).removesuffix("weight")
             is_adapted = f"{module}lora_A.default.weight" in self.work.weights
             if is_adapted and len(shape) == 2:
-                num_bytes = quantized_bytes(shape, form)
-                sizes.append((ceil(num_bytes / self.width), num_bytes))
+                sizes.append(ceil(quantized_bytes(shape, form) / self.width))
             else:
-                sizes.append((prod(shape), prod(shape)))
+                sizes.append(prod(shape))
         return sizes
 
     @cached_property
@@ -537,21 +529,19 @@ class RankMemory:
     # Weights that stage 3 gathers.
 
     @cached_property
-    def held(self) -> list[tuple[int, int]]:
-        """Elements of each weight, trained or frozen, and its numbers, as of `frozen_numbers`;
-        without experts that no other rank has: their share is the weight.
+    def held(self) -> list[int]:
+        """Elements of each weight, trained or frozen, without experts that no other rank has: their
+        share is the weight.
         """
         shared = [group for group in self.groups if group.num_ranks > 1 or self.ranks == 1]
-        trained = [(size, size) for group in shared for size in group.sizes]
-        return trained + self.frozen_numbers
+        return [size for group in shared for size in group.sizes] + self.frozen
 
     def persistent(self) -> dict[str, int]:
         """Return the bytes of small weights, which stay whole at stage 3."""
         if not self.gathers:
             return {}
         threshold = self.zero.stage3_param_persistence_threshold
-        small = sum(size for size, numbers in self.held if numbers <= threshold)
-        return {"small weights": self.width * small}
+        return {"small weights": self.width * sum(size for size in self.held if size <= threshold)}
 
     @property
     def gathers(self) -> bool:
@@ -562,7 +552,7 @@ class RankMemory:
     def spread(self) -> list[int]:
         """Elements of each weight that is gathered."""
         threshold = self.zero.stage3_param_persistence_threshold
-        return [size for size, numbers in self.held if numbers > threshold]
+        return [size for size in self.held if size > threshold]
 
     @property
     def num_prefetched(self) -> int:
