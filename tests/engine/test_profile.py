@@ -191,7 +191,7 @@ def test_a_stop_leaves_a_whole_file_and_a_resumed_run_counts_on(plain: Any) -> N
     stopped, resumed = plain("stopped"), plain("resumed")
     stated = stopped.folder.with_name("stopped.error").read_text(encoding="utf-8")
     (last,) = map(int, re.findall(r"stopped after step (\d+) of 25", stated))
-    assert 14 <= last < 25
+    assert 13 <= last < 25  # the first of its 14 passes is that of the evaluation's trial
     for rank in (0, 1):
         assert (
             set(stopped.steps(rank))
