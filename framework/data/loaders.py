@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +38,10 @@ from framework.errors import ConfigError
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
 
+_ExceptHook: TypeAlias = Callable[
+    [type[BaseException], BaseException, TracebackType | None], object
+]
+
 _WORKER_SALT: Final = 0x3017
 _WORKER_SEED: Final = 0
 _EVALUATION_SEED: Final = 0xE7A2  # for draws of a `collate_fn`; `run.seed` is for training
@@ -44,17 +50,19 @@ _EVALUATION_SEED: Final = 0xE7A2  # for draws of a `collate_fn`; `run.seed` is f
 def init_of_workers() -> Callable[[int], None]:
     """Return a `worker_init_fn` for the workers of this process, which is a rank.
 
-    It lets workers ignore the signals that stop a run. A signal to a whole process group (Ctrl-C,
+    It lets workers ignore the signals that stop a run, and end without a traceback when the rank is
+    killed. A signal to a whole process group (Ctrl-C,
     `timeout`, Slurm, the deepspeed launcher) would otherwise end the workers, and the run with
     them, while the rank still needs their batches to reach the step that it saves. Workers end when
     the rank closes their queue; if the rank is gone, the kernel ends them, which is sooner than
     torch's own check every five seconds.
     """
-    return partial(_leave_signals_to_rank, os.getpid())
+    return partial(_start_worker, os.getpid())
 
 
-def _leave_signals_to_rank(rank: int, _worker: int) -> None:
+def _start_worker(rank: int, _worker: int) -> None:
     assert get_worker_info() is not None
+    sys.excepthook = _quiet_for_lost_connections(sys.excepthook)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     parent = rank
@@ -62,6 +70,22 @@ def _leave_signals_to_rank(rank: int, _worker: int) -> None:
         # A fork server lives as long as the rank, and is the parent of its workers.
         parent = os.getppid()
     die_with(parent)
+
+
+def _quiet_for_lost_connections(before: _ExceptHook) -> _ExceptHook:
+    """Return a `sys.excepthook` for a worker that leaves all but lost connections to `before`.
+
+    A thread of `multiprocessing` in the worker hands the memory of batches to the rank. If the rank
+    is killed meanwhile, the thread reports its lost connection by `sys.excepthook`, which would
+    print a traceback below the message that names the cause. If the rank lives, it raises an error
+    of its own for the same connection. The worker's own errors go to the rank through torch.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, (ConnectionError, EOFError)):
+            before(kind, error, trace)
+
+    return hook
 
 
 def _loader(

@@ -12,7 +12,8 @@ from tests.campaign import kills
 from tests.campaign.kills import Campaign, Found, summary
 from tests.warm_ranks import WarmRanks
 
-pytestmark = pytest.mark.slow
+# Where a kill hits depends on how fast the run is.
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 SLICE = {"zero2": 1, "stream": 1, "pipe2": 1, "zero2-async": 2, "tensor2": 1}
 TOTAL_STEPS = 32  # of 48
