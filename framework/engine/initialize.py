@@ -14,6 +14,7 @@ from framework.checkpoint.state.weight_names import Names
 from framework.config.deepspeed_words import SCHEDULES
 from framework.config.optimizer import Muon, has_groups
 from framework.engine.schedules import LR_RATIO, MakeSchedule, client_schedule
+from framework.engine.workarounds.adagrad_groups import keeping_adagrad
 from framework.engine.workarounds.grad_scaler import forget_autocast
 from framework.engine.workarounds.half_without_zero import taking_no_empty_step
 from framework.engine.workarounds.idle_measurements import leave_out_measurements
@@ -104,6 +105,7 @@ def initialize(
         choosing,
         binding,
         taking_no_empty_step(),
+        keeping_adagrad(),
     ):
         engine, _, _, _ = deepspeed.initialize(
             model=model,

@@ -58,5 +58,6 @@ def _head_and_reason(
     )
     is_joined = plan.layout.tensor_size > 1 and task.vocabulary is None
     if is_joined:
-        return None, reason
+        joined = f"ranks of the tensor group join the logits of {type(model).__name__}"
+        return None, f"{joined}, as no entry of its plan divides the output layer by `vocabulary`"
     return output_head(model), reason

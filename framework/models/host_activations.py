@@ -197,8 +197,10 @@ class HostActivations:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Take what autograd saves within the block to the host."""
-        fixed = chain(self._model.parameters(), self._model.buffers())
-        self._fixed = {tensor.untyped_storage().data_ptr() for tensor in fixed}
+        self._fixed = set()
+        for tensor in chain(self._model.parameters(), self._model.buffers()):
+            if tensor.numel():  # a weight that ZeRO stage 3 has spread has no address
+                self._fixed.add(tensor.untyped_storage().data_ptr())
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 

@@ -401,9 +401,6 @@ class RankMemory:
         if self.is_offloaded:
             return self.zenflow_state() | self.kept_state()
         state = int(self.state_width * self.share)
-        # Adagrad makes its state where it is built, for the weights before ZeRO replaced them.
-        if isinstance(self.config.optimizer, Adagrad) and self.stage in (1, 2):
-            state += self.width * self.total
         return {"optimizer state": state, "weight average": self.average_width * self.share}
 
     def zenflow_state(self) -> dict[str, int]:

@@ -389,7 +389,7 @@ class _Share(_Stepped):
             self._flat.append(torch.nn.Parameter(flat_start[share]))
             group["params"] = [self._flat[-1]]
         if isinstance(optimizer, torch.optim.Adagrad):  # its constructor makes its state
-            optimizer = torch.optim.Adagrad(self._flat, **optimizer.defaults)
+            optimizer.state = torch.optim.Adagrad(self._flat, **optimizer.defaults).state
         super().__init__(optimizer, key=key, value=value)
 
     def step(self, gradient: Tensor, step: int) -> None:

@@ -344,7 +344,11 @@ SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
 }
 
 # Those that are held with rates of groups: each goes its own way through DeepSpeed's code.
-OF_GROUPS = ("cosine", "warmup-decay", "one-cycle")
+OF_GROUPS: dict[str, type[torch.optim.Optimizer]] = {
+    "cosine": torch.optim.Adagrad,  # which DeepSpeed makes anew, without groups and schedule
+    "warmup-decay": torch.optim.AdamW,
+    "one-cycle": torch.optim.AdamW,
+}
 # With --exhaustive: they go the way of "cosine", and tests/engine/test_schedules.py holds their
 # formulas.
 RARE_SCHEDULES = ("restarts", "polynomial", "wsd", "inverse-sqrt", "constant-warmup")
@@ -400,10 +404,12 @@ def two_ranks(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Pat
             config(name, folder, optimizer=section, training={"clip_grad_norm": CLIP}, **moved)
         )
     cases += divided_muon_cases(folder)
-    of_groups = {"kind": "adamw", "groups": [{"match": "conv.*", "lr": 2e-4}]}
+    of_groups = {"lr": 1e-3, "groups": [{"match": "conv.*", "lr": 2e-4}]}
     for name, (section, _) in SCHEDULES.items():
         if exhaustive or name not in RARE_SCHEDULES:
-            optimizer = of_groups if name in OF_GROUPS else {"kind": "adamw"}
+            optimizer = {"kind": "adamw"}
+            if name in OF_GROUPS:
+                optimizer = {"kind": OF_GROUPS[name].__name__.lower(), **of_groups}
             cases.append(
                 config(
                     f"schedule-{name}",
@@ -555,7 +561,7 @@ def test_schedules_follow_their_formula(two_ranks: Path, batches: Any, name: str
 
     def of_groups(weights: Iterable[Any]) -> torch.optim.Optimizer:
         convs, others = (all_weights := list(weights))[:4], all_weights[4:]
-        return torch.optim.AdamW([{"params": others}, {"params": convs, "lr": 2e-4}])
+        return OF_GROUPS[name]([{"params": others}, {"params": convs, "lr": 2e-4}], lr=1e-3)  # type: ignore[call-arg]
 
     folder, make = (
         two_ranks / f"schedule-{name}",

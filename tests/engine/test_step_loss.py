@@ -89,7 +89,8 @@ VARIED: dict[str, tuple[int, dict[str, Any], float]] = {
                     "log_every": 1,
                     "offload_activations": True,
                     "recompute_every": int(stage > 0),
-                }
+                },
+                "zero": {"stage": stage, "stage3_param_persistence_threshold": 0},
             },
             1e-5,
         )
@@ -167,7 +168,7 @@ def plain_cases(folder: Path) -> list[dict[str, Any]]:
         )
         for stage, steps in PLAIN
     ] + [
-        config(name, folder, zero={"stage": stage}, **sections)
+        config(name, folder, **{"zero": {"stage": stage}, **sections})
         for name, (stage, sections, _) in VARIED.items()
     ]
 

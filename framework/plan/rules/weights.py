@@ -19,7 +19,7 @@ from framework.config.groups import (
     tied_problem,
     unmatched_modules,
 )
-from framework.config.optimizer import Adagrad, optimizer_lr
+from framework.config.optimizer import optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.config.training import FrozenSteps, always_frozen
 from framework.errors import ConfigError, Problem
@@ -132,9 +132,6 @@ def _refused_with_frozen_groups(config: RunConfig) -> list[tuple[str, str]]:
     if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
         reason = "state on NVMe is swapped with every step"
         refused.append((reason, "zero.offload_optimizer.device: cpu"))
-    if zero.stage > 0 and isinstance(config.optimizer, Adagrad):
-        reason = f"at zero.stage {zero.stage} DeepSpeed makes one group of Adagrad's"
-        refused.append((reason, "optimizer.kind: adamw, or zero.stage: 0"))
     return refused
 
 

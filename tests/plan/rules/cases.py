@@ -39,12 +39,18 @@ def zenflow(
     return {"zero": every, "batch": batch, **OWN_ADAM, **GPT, **sections}
 
 
+OF_TEXTS: dict[str, Any] = {
+    "model": {"kind": "bert", "num_classes": 2},
+    "data": {"kind": "labelled_text"},
+    "task": {"kind": "classification"},
+}
 NOT_WITH_ZENFLOW: tuple[dict[str, Any], ...] = (
     {"zero": {"stage": 3}},
     {"zero": {"reduce_scatter": False}},
     {"zero": {"contiguous_gradients": False}},
     {"zero": {"round_robin_gradients": True}},
     {"optimizer": {"kind": "adam", "implementation": "deepspeed"}},
+    {"optimizer": {"target": "torch.optim:NAdam"}},
     {"precision": {"dtype": "fp16"}},
     {"precision": {"dtype": "bf16", "states": "bf16_weights"}},
     {"precision": {"dtype": "bf16", "grad_accumulation": "fp32"}},
@@ -160,6 +166,10 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"training": {"loss_tile": 64}}, "cpu", "loss-not-tiled"),
         (GPT | {"training": {"loss_tile": 64}}, "cpu", None),
         (GPT | piped() | {"training": {"loss_tile": "auto"}}, "cpu", None),
+    ],
+    "task_has_no_positions": [
+        (OF_TEXTS | {"parallel": {"sequence": 2}}, "cpu", "task-has-no-positions"),
+        (OF_TEXTS | {"parallel": {"tensor": 2}}, "cpu", None),
     ],
     "sequences_are_shared": [
         ({"parallel": {"sequence": 2}}, "cpu", "sequence-not-shared"),
@@ -713,7 +723,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             {"training": {"freeze": [{"match": "conv1.*", "until_step": 3}]}, "zero": {"stage": 1}}
             | {"optimizer": {"kind": "adagrad"}},
             "cuda",
-            "freeze-steps",
+            None,
         ),
     ],
     "adapted_modules": [
