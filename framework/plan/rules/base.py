@@ -45,13 +45,22 @@ def rule(
                     continue
                 key, reason, fix, *rest = finding
                 level: Severity = rest[0] if rest else severity
-                value = _plain(attrgetter(key)(config))
-                yield Problem(kind, reason, fix, key, value, severity=level)
+                place = _place(config, key)
+                value = _plain(attrgetter(place)(config))
+                yield Problem(kind, reason, fix, place, value, severity=level)
 
         LISTED.setdefault(find.__module__, []).append(check)
         return check
 
     return listed
+
+
+def _place(config: RunConfig, key: str) -> str:
+    """Return a key, or its section where that names an import path, and has no ``kind``."""
+    section, _, rest = key.partition(".")
+    if rest == "kind" and not hasattr(getattr(config, section), rest):
+        return section
+    return key
 
 
 def _value(config: RunConfig, cluster: Cluster, name: str) -> Any:

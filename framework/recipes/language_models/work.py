@@ -84,7 +84,7 @@ def _gpt_block(
     hidden: Value,
 ) -> Value:
     size = model.hidden_size
-    head_size = model.hidden_size // model.num_heads
+    head_size = max(1, model.hidden_size // model.num_heads)  # 0 is refused by a rule
     rank_size = share.of(model.hidden_size)
 
     def linear(value: Value, outputs: int, name: str, *, split: bool) -> Value:
@@ -253,7 +253,7 @@ def bert(model: BERT, share: RankShare) -> Layers:
 def _bert_block(model: BERT, share: RankShare, tape: Tape, hidden: Value) -> Value:
     size = model.hidden_size
     rank_size = share.of(size)
-    head_size = size // model.num_heads
+    head_size = max(1, size // model.num_heads)  # 0 is refused by a rule
     num_heads = rank_size // head_size
     batch, length, _ = hidden.shape
     projected_from = tape.shared_input(hidden, *_PROJECTIONS)

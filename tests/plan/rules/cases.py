@@ -300,6 +300,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "not_with_schedule_free": [
         (SCHEDULE_FREE, "cuda", None),
         (SCHEDULE_FREE | {"scheduler": {"kind": "cosine"}}, "cuda", "not-with-schedule-free"),
+        (SCHEDULE_FREE | {"scheduler": TARGET}, "cuda", "not-with-schedule-free"),
         (SCHEDULE_FREE | {"training": EMA}, "cuda", "not-with-schedule-free"),
         (SCHEDULE_FREE | piped(), "cuda", "not-with-schedule-free"),
     ],
@@ -514,6 +515,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "heads_divide": [
         (GPT | {"model": {"kind": "gpt", "num_heads": 5}}, "cuda", "heads-not-divisible"),
+        (
+            GPT | {"model": {"kind": "gpt", "hidden_size": 1}, "training": {"freeze": ["embed.*"]}},
+            "cuda",
+            "heads-not-divisible",
+        ),
         (GPT | {"model": {"kind": "gpt", "num_kv_heads": 3}}, "cuda", "heads-not-divisible"),
         (
             GPT | {"model": {"kind": "gpt", "hidden_size": 12, "positions": "rotary"}},
