@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from multiprocessing.queues import Queue
+from traceback import walk_tb
+from typing import Any, Final
 
-from framework.errors import FrameworkError, Problem, explaining
+from torch._utils import ExceptionWrapper
+
+from framework.errors import ConfigError, FrameworkError, Problem, explaining, in_one_line
 
 _WORKER: Final = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\)"
 _END: Final = r"(is killed by signal: ([\w ]+)|exited unexpectedly)"
@@ -60,9 +65,74 @@ def claims_nothing(error: str) -> bool:
     return False
 
 
-def explaining_data(claims: Claims) -> AbstractContextManager[None]:
-    """Explain the errors of a loader that is read in the block."""
-    return explaining(partial(_without_traceback, claims=claims))
+@contextmanager
+def explaining_data(claims: Claims) -> Iterator[None]:
+    """Explain the errors of a loader that is read in the block, and whose workers it ends."""
+    with explaining(partial(_without_traceback, claims=claims)):
+        try:
+            yield
+        except (EOFError, OSError, RuntimeError) as error:
+            end = _end_of_worker(error)
+            if end:
+                raise RuntimeError(end) from error
+            raise
+
+
+def _end_of_worker(error: Exception) -> str:
+    """Return torch's words for the end of a worker where torch has others, else an empty string.
+
+    If a worker is killed while the rank fetches the memory of a batch from it, the rank loses the
+    connection before the worker has ended: torch raises the error of the connection. If torch finds
+    the end before the signal of it, it does not name what killed the worker.
+    """
+    text = str(error)
+    if isinstance(error, RuntimeError):
+        is_of_worker = text.endswith("exited unexpectedly")
+    else:
+        is_of_worker = not _FROM_WORKER.match(text)
+    if not is_of_worker:
+        return ""
+    for frame, _ in walk_tb(error.__traceback__):
+        for worker in getattr(frame.f_locals.get("self"), "_workers", ()):
+            code = worker.exitcode
+            if code is not None and code < 0:
+                words = f"is killed by signal: {signal.strsignal(-code)}. "
+                return f"DataLoader worker (pid {worker.pid}) {words}"
+            if code:
+                return f"DataLoader worker (pid {worker.pid}) exited unexpectedly"
+    return ""
+
+
+def send_errors_of_batches() -> None:
+    """Send the rank the error of a batch that cannot be sent, from now on, in this worker.
+
+    `multiprocessing` prints it in a thread and goes on; the rank would wait for ever.
+    """
+    Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
+
+
+_print_error: Final = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
+
+
+def _send_error(queue: Any, error: Exception, sent: Any) -> None:
+    """Put an error into a worker's queue in place of what was to be sent: a number and a batch."""
+    match sent:
+        case (int() as number, _):
+            pass
+        case _:  # of another queue, or of a connection
+            _print_error(error, sent)
+            return
+    if not isinstance(error, OSError):
+        cause = in_one_line(error, longest=300)
+        reason = f"a worker cannot send a batch to its rank: {cause}"
+        fix = (
+            "let the dataset or its collate_fn return tensors, numpy arrays and numbers, or set "
+            "data.num_workers=0"
+        )
+        refusal = ConfigError.of("sample-type", reason, fix, "data")
+        error = refusal.with_traceback(error.__traceback__)
+    described = (type(error), error, error.__traceback__)
+    queue.put((number, ExceptionWrapper(described, where="in a data worker")))
 
 
 def _without_traceback(error: Exception, *, claims: Claims) -> FrameworkError | None:

@@ -24,7 +24,12 @@ from framework.data.batches import (
     collate,
     own_collate,
 )
-from framework.data.failures import Claims, claims_nothing, explaining_data
+from framework.data.failures import (
+    Claims,
+    claims_nothing,
+    explaining_data,
+    send_errors_of_batches,
+)
 from framework.data.order import (
     MicroBatchSampler,
     Order,
@@ -63,6 +68,7 @@ def init_of_workers() -> Callable[[int], None]:
 def _start_worker(rank: int, _worker: int) -> None:
     assert get_worker_info() is not None
     sys.excepthook = _quiet_for_lost_connections(sys.excepthook)
+    send_errors_of_batches()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     parent = rank

@@ -360,6 +360,7 @@ def until_it_writes(out: Path, is_over: Callable[[], object]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_an_export_that_is_asked_to_end_leaves_nothing(large: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [
@@ -384,6 +385,7 @@ def test_an_export_that_is_asked_to_end_leaves_nothing(large: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_what_a_killed_export_leaves_the_next_one_clears_away(
     warm: WarmRanks, large: Path, tmp_path: Path
 ) -> None:

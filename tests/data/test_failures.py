@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
-from typing import Any
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
+from framework.data.failures import death_of_worker
 from framework.data.loaders import EvalLoader
 from framework.data.order import Share
 from framework.data.streams import StreamEvalLoader
@@ -107,3 +111,65 @@ def test_the_workers_of_a_failed_loader_end(loader: str) -> None:
         next(read[loader](_LINE, num_workers=1))
     assert str(caught.value) == _LINE
     assert multiprocessing.active_children() == []
+
+
+class Sends(Dataset[Any]):
+    """Samples whose batches `make` makes, in a worker."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def collate_fn(self, samples: list[int]) -> Any:
+        return self._make()
+
+
+def _sent(make: Callable[[], Any]) -> Iterator[Any]:
+    sizes = {"global_size": 4, "micro_size": 4, "accumulation_steps": 1, "rank": 0, "world_size": 1}
+    loader = train_loader(Sends(make), **sizes, seed=0, claims=lambda _: True, num_workers=1)
+    return loader.stream()
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_and_no_endless_wait(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        next(_sent(threading.Lock))
+    stated = (
+        "data: a worker cannot send a batch to its rank: TypeError: cannot pickle '_thread.lock' "
+        "object; let the dataset or its collate_fn return tensors, numpy arrays and numbers, or "
+        "set data.num_workers=0 [sample-type]"
+    )
+    assert str(caught.value) == stated
+    assert caught.value.is_of_one_rank
+    assert capfd.readouterr().err == ""
+
+
+class Lost:
+    """A batch whose worker is killed while the rank fetches it."""
+
+    def __reduce__(self) -> Any:
+        return _lose, (os.getpid(),)
+
+
+def _lose(worker: int) -> NoReturn:
+    """Lose the connection before the worker has ended, which it does 0.1 s later."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler may come too late
+    os.kill(worker, signal.SIGSTOP)
+    threading.Timer(0.1, os.kill, (worker, signal.SIGKILL)).start()
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_worker_that_is_killed_while_it_sends_is_named() -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        with pytest.raises(RuntimeError, match="is killed by signal: Killed") as caught:
+            next(_sent(Lost))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert "data.num_workers" in str(death_of_worker(caught.value))

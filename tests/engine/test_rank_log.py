@@ -23,6 +23,14 @@ from tests.launched import ROOT
 from tests.warm_ranks import session_ranks
 
 
+@pytest.fixture(autouse=True)
+def _writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs start a writer of this test: of others, files are complete as soon as they are
+    written.
+    """
+    monkeypatch.setattr(file_writer, "_WRITER", file_writer._Writer())
+
+
 @pytest.fixture
 def handler(tmp_path: Path) -> Iterator[logging.FileHandler]:
     deepspeed = logging.getLogger("DeepSpeed")
@@ -43,8 +51,11 @@ def lines(text: str) -> list[str]:
     return [line.split(" ", 2)[2] for line in text.splitlines()]
 
 
-def test_lines_are_in_the_file_when_logging_returns(handler: logging.FileHandler) -> None:
+def test_lines_are_in_the_file_when_logging_returns(
+    handler: logging.FileHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even a kill loses them."""
+    monkeypatch.setattr(file_writer, "_MOMENT_SECONDS", 30.0)  # a busy machine is no stall
     for number in range(50):
         rank_log.note("step %s \u00e9 \udcff", number)
         written = Path(handler.baseFilename).read_bytes().splitlines()
@@ -122,7 +133,10 @@ def test_a_full_queue_waits_for_the_storage(
 
     rank = threading.Thread(target=log)
     rank.start()
-    rank.join(1.0)
+    deadline = time.monotonic() + 30
+    while len(logged) < 11 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    rank.join(0.2)
     assert rank.is_alive()
     assert len(logged) == 11  # one is being written
     stalled.resume()

