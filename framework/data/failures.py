@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -67,7 +69,7 @@ def claims_nothing(error: str) -> bool:
 
 @contextmanager
 def explaining_data(claims: Claims) -> Iterator[None]:
-    """Explain the errors of a loader that is read in the block, and whose workers it ends."""
+    """Explain the errors of a loader that is read in the block; the block ends its workers."""
     with explaining(partial(_without_traceback, claims=claims)):
         try:
             yield
@@ -101,6 +103,34 @@ def _end_of_worker(error: Exception) -> str:
             if code:
                 return f"DataLoader worker (pid {worker.pid}) exited unexpectedly"
     return ""
+
+
+class _HookWithoutWorkers:
+    """A hook for errors that nothing can catch, which leaves out the ends of data workers.
+
+    In a rank's main thread torch raises the end of a worker at any line, in a finalizer and in a
+    fork as well. Torch's thread that pins memory meets a lost connection. Either way the rank
+    learns of the end when it waits for the next batch, and Python would print a traceback before.
+    """
+
+    def __init__(self, before: Callable[[Any], object]) -> None:
+        self._before = before
+
+    def __call__(self, met: Any) -> None:
+        """Handle `sys.UnraisableHookArgs`, or `threading.ExceptHookArgs`."""
+        is_end = _DEAD_WORKER.search(str(met.exc_value)) is not None
+        if "_pin_memory_loop" in getattr(getattr(met, "thread", None), "name", ""):
+            is_end = isinstance(met.exc_value, (ConnectionError, EOFError))
+        if not is_end:
+            self._before(met)
+
+
+def leave_out_ends_of_workers() -> None:
+    """Print no traceback for the end of a data worker, from now on, in this rank."""
+    if not isinstance(sys.unraisablehook, _HookWithoutWorkers):
+        sys.unraisablehook = _HookWithoutWorkers(sys.unraisablehook)
+    if not isinstance(threading.excepthook, _HookWithoutWorkers):
+        threading.excepthook = _HookWithoutWorkers(threading.excepthook)
 
 
 def send_errors_of_batches() -> None:

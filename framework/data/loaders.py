@@ -28,6 +28,7 @@ from framework.data.failures import (
     Claims,
     claims_nothing,
     explaining_data,
+    leave_out_ends_of_workers,
     send_errors_of_batches,
 )
 from framework.data.order import (
@@ -55,13 +56,14 @@ _EVALUATION_SEED: Final = 0xE7A2  # for draws of a `collate_fn`; `run.seed` is f
 def init_of_workers() -> Callable[[int], None]:
     """Return a `worker_init_fn` for the workers of this process, which is a rank.
 
-    It lets workers ignore the signals that stop a run, and end without a traceback when the rank is
-    killed. A signal to a whole process group (Ctrl-C,
+    Workers ignore the signals that stop a run. A signal to a whole process group (Ctrl-C,
     `timeout`, Slurm, the deepspeed launcher) would otherwise end the workers, and the run with
     them, while the rank still needs their batches to reach the step that it saves. Workers end when
     the rank closes their queue; if the rank is gone, the kernel ends them, which is sooner than
-    torch's own check every five seconds.
+    torch's own check every five seconds. Neither the rank nor a worker prints a traceback because
+    the other one was killed.
     """
+    leave_out_ends_of_workers()
     return partial(_start_worker, os.getpid())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
-from framework.data.failures import death_of_worker
+from framework.data.failures import death_of_worker, leave_out_ends_of_workers
 from framework.data.loaders import EvalLoader
 from framework.data.order import Share
 from framework.data.streams import StreamEvalLoader
@@ -173,3 +174,36 @@ def test_a_worker_that_is_killed_while_it_sends_is_named() -> None:
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert "data.num_workers" in str(death_of_worker(caught.value))
+
+
+class Raises:
+    """An object whose finalizer raises an error, which Python can only print."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __del__(self) -> None:
+        raise self._error
+
+
+def test_no_traceback_of_a_worker_s_end_comes_where_nothing_can_catch_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: met.append(args.exc_value))
+    monkeypatch.setattr(threading, "excepthook", lambda args: met.append(args.exc_value))
+    for _ in range(2):
+        leave_out_ends_of_workers()
+    other = RuntimeError("another")
+    for error in (RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed. "), other):
+        Raises(error)
+    reset = ConnectionResetError(104, "Connection reset by peer")
+
+    def fetch() -> NoReturn:
+        raise reset
+
+    for name in ("Thread-1 (_pin_memory_loop)", "a user's"):
+        thread = threading.Thread(target=fetch, name=name)
+        thread.start()
+        thread.join()
+    assert met == [other, reset]
