@@ -40,21 +40,23 @@ LATER = {
 
 def spare_time() -> None:
     """Keep what DeepSpeed looks up for every engine and never changes: the processor, for which
-    `cpuinfo` starts a Python of a second, and the objects of all modules, which stage 3 looks
-    through for garbage. Do not compile two ops that only have to exist, which takes a minute:
-    Adagrad's step, and pinned memory, which comes before `async_io`.
+    `cpuinfo` starts a Python of a second. Do not compile three ops that only have to exist, which
+    takes minutes: Adagrad's step, pinned memory, and `async_io`, at which a question about a drive
+    ends. Nor compile Muon's step.
     """
     cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
-    gc.freeze()
+    torch._dynamo.config.disable = True
     names = ("create_adagrad", "adagrad_update", "destroy_adagrad")
     OpBuilder._loaded_ops["cpu_adagrad"] = SimpleNamespace(**dict.fromkeys(names, lambda *_: None))
     sys._deepspeed_pin_memory_op_module = SimpleNamespace()  # type: ignore[attr-defined]
+    OpBuilder._loaded_ops["async_io"] = SimpleNamespace()  # without `aio_handle`
 
 
 def main() -> None:
     questions = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     answers = []
     for question in questions:
+        gc.freeze()  # stage 3 looks for garbage among the objects of this question alone
         answers.append(ask(**question))
         Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")
 

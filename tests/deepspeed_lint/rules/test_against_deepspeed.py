@@ -107,7 +107,7 @@ QUESTIONS = [
     if case.asked and case.release == RELEASE
 ]
 # Ways out that lead to what a CPU does not run.
-NOT_ON_CPU = ("not been implemented on CPU", "Type fp16 is not supported", "async_io")
+NOT_ON_CPU = ("not been implemented on CPU", "Type fp16 is not supported", "aio_handle")
 MENDED = [
     (kind, changes, mended(case, changes))
     for kind, is_broken, case in QUESTIONS
