@@ -471,14 +471,14 @@ class Tape:
         full_name = f"{name}.lora_B.default".lstrip(".")
         added = self._product(low, made.shape, weight, full_name, has_bias=False)
         if not self.lora.use_dora:
-            return self.add(made, self.run(added, shape=added.shape))
+            return self.add(made, self.run(added, shape=added.shape, is_split=made.is_split))
         shape = weight[:1]
         if len(weight) > 2:
             shape = (1, weight[0], 1, 1)
         self._magnitude(name, shape)
         # peft: made + (m - 1) (made - bias) + m added x scaling, with a factor m for each row
         scaled = self._scaled(self.run(made, shape=made.shape))
-        added = self.run(self._scaled(added), shape=added.shape)
+        added = self.run(self._scaled(added), shape=added.shape, is_split=made.is_split)
         return self.add(made, self.add(scaled, added))
 
     def _magnitude(self, name: str, shape: Shape) -> None:

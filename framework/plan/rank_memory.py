@@ -228,10 +228,17 @@ class RankMemory:
         """Elements of each frozen weight: it has no gradient and no state, and at stage 3 is spread
         as the others are. In few bits it counts as the elements of as many bytes.
         """
+        return [size for size, _ in self.frozen_numbers]
+
+    @cached_property
+    def frozen_numbers(self) -> list[tuple[int, int]]:
+        """Elements of each frozen weight, as `frozen` has them, and as how many numbers DeepSpeed
+        has it: in few bits its bytes.
+        """
         lora = self.config.training.lora
         form = None if lora is None else lora.quantization
         if form is None:
-            return [prod(shape) for shape in self.work.frozen.values()]
+            return [(prod(shape), prod(shape)) for shape in self.work.frozen.values()]
         from framework.config.groups import base_name, quantized_bytes
 
         sizes = []
@@ -239,9 +246,10 @@ class RankMemory:
             module = base_name(name).removesuffix("weight")
             is_adapted = f"{module}lora_A.default.weight" in self.work.weights
             if is_adapted and len(shape) == 2:
-                sizes.append(ceil(quantized_bytes(shape, form) / self.width))
+                num_bytes = quantized_bytes(shape, form)
+                sizes.append((ceil(num_bytes / self.width), num_bytes))
             else:
-                sizes.append(prod(shape))
+                sizes.append((prod(shape), prod(shape)))
         return sizes
 
     @cached_property
@@ -526,19 +534,21 @@ class RankMemory:
     # Weights that stage 3 gathers.
 
     @cached_property
-    def held(self) -> list[int]:
-        """Elements of each weight, trained or frozen, without experts that no other rank has: their
-        share is the weight.
+    def held(self) -> list[tuple[int, int]]:
+        """Elements of each weight, trained or frozen, and its numbers, as of `frozen_numbers`;
+        without experts that no other rank has: their share is the weight.
         """
         shared = [group for group in self.groups if group.num_ranks > 1 or self.ranks == 1]
-        return [size for group in shared for size in group.sizes] + self.frozen
+        trained = [(size, size) for group in shared for size in group.sizes]
+        return trained + self.frozen_numbers
 
     def persistent(self) -> dict[str, int]:
         """Return the bytes of small weights, which stay whole at stage 3."""
         if not self.gathers:
             return {}
         threshold = self.zero.stage3_param_persistence_threshold
-        return {"small weights": self.width * sum(size for size in self.held if size <= threshold)}
+        small = sum(size for size, numbers in self.held if numbers <= threshold)
+        return {"small weights": self.width * small}
 
     @property
     def gathers(self) -> bool:
@@ -549,7 +559,7 @@ class RankMemory:
     def spread(self) -> list[int]:
         """Elements of each weight that is gathered."""
         threshold = self.zero.stage3_param_persistence_threshold
-        return [size for size in self.held if size > threshold]
+        return [size for size, numbers in self.held if numbers > threshold]
 
     @property
     def num_prefetched(self) -> int:

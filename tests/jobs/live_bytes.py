@@ -206,8 +206,16 @@ def rest() -> None:
 
 
 def make_batch(case: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-    """One micro-batch of zeros, in the shapes that the case names."""
-    return tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in case["batch"])
+    """One micro-batch of zeros, in the shapes that the case names; of as many different numbers, in
+    turn, where it names how many.
+    """
+    made = []
+    for dtype, shape, *different in case["batch"]:
+        numbers = torch.zeros(shape, dtype=getattr(torch, dtype))
+        if different:
+            numbers = torch.arange(numbers.numel()).remainder(*different).view(shape).to(numbers)
+        made.append(numbers)
+    return tuple(made)
 
 
 def main() -> None:

@@ -467,6 +467,52 @@ def expert_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         yield f"own-experts-z{stage}-by-{'-and-'.join(parallel)}", values, tokens
 
 
+def packed_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
+    """A Mixtral of transformers with experts that ranks share."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    for stage in (1, 3):
+        values = {
+            "model": {"target": "examples.experts:small_mixtral"},
+            "data": {"kind": "text", "sequence_length": 64},
+            "task": {"kind": "causal_lm"},
+            "batch": {"micro_size": 8, "accumulation_steps": 1},
+            "training": {"max_steps": 9},
+            "zero": {"stage": stage, "reduce_bucket_size": 500_000},
+            "parallel": {"expert": 2},
+        }
+        # equal tokens would all choose the same experts
+        yield f"traced-experts-z{stage}", values, [["int64", [8, 64], 261]] * 2
+
+
+def few_bits_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
+    """Adapters over weights in few bits."""
+    if importlib.util.find_spec("peft") is None:
+        return
+    names = ["query", "value", "output", "up", "down"]
+    for form, stage, tensor in (
+        ("int8", 1, 1),
+        ("nf4", 2, 1),
+        ("nf4", 3, 1),
+        ("nf4", 1, 2),
+    ):
+        values = {
+            "model": GPT | {"vocab_size": 2000, "dropout": 0.1},
+            "data": {"kind": "text", "sequence_length": 64},
+            "task": {"kind": "causal_lm"},
+            "batch": {"micro_size": 8, "accumulation_steps": 1},
+            "training": {
+                "max_steps": 9,
+                "lora": {"target_modules": names, "r": 16, "quantization": form},
+            },
+            "zero": {"stage": stage, "reduce_bucket_size": 500_000},
+            "precision": {"dtype": "bf16"},
+            "parallel": {"tensor": tensor},
+        }
+        ranks = "-by-tensor" if tensor > 1 else ""
+        yield f"own-{form}-z{stage}{ranks}", values, [["int64", [8, 64]]] * 2
+
+
 def built_with_numbers_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     """A model of timm, which computes with numbers where it is built, at every stage."""
     if importlib.util.find_spec("timm") is None:
@@ -503,6 +549,8 @@ CASES = {
         *zenflow_cases(),
         *expert_cases(),
         *built_with_numbers_cases(),
+        *packed_cases(),
+        *few_bits_cases(),
     )
 }
 
@@ -550,6 +598,8 @@ def measured(
                     "own-lora-",
                     "own-experts",
                     "traced-timm-z3",
+                    "traced-experts-z1",
+                    "own-nf4-z3",
                 )
             )
         ]
