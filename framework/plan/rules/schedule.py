@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from framework.config.base import Target
 from framework.config.load import Source
 from framework.config.optimizer import WSD, Constant, OneCycle, WarmupLR, optimizer_lr
 from framework.config.run_config import RunConfig
@@ -86,6 +87,25 @@ def cycle_order(config: RunConfig, cluster: Cluster) -> Found:
                 f"it is above scheduler.max_{name} = {highest}",
                 "exchange the two",
             )
+
+
+@rule("overruled-key", "warning")
+def cycled_momentum(config: RunConfig, cluster: Cluster) -> Found:
+    """Find a cycle of momentum without betas to move, and betas that it sets: DeepSpeed's OneCycle
+    knows no `momentum`, and sets the second beta to 0.99 (`_initialize_momentum`).
+    """
+    cycle = config.scheduler
+    optimizer = config.optimizer
+    if not isinstance(cycle, OneCycle) or not cycle.cycle_momentum or isinstance(optimizer, Target):
+        return
+    if not hasattr(optimizer, "betas"):
+        reason = (
+            f"DeepSpeed's OneCycle moves betas, which {optimizer.kind} has not: this is ignored"
+        )
+        yield "scheduler.cycle_momentum", reason, "set scheduler.cycle_momentum: false"
+    elif "betas" in optimizer.model_fields_set:
+        reason = "scheduler.cycle_momentum moves the first one and sets the second to 0.99"
+        yield "optimizer.betas", reason, "keep one of the two"
 
 
 @rule("profile-range")

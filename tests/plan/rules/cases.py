@@ -39,6 +39,9 @@ def zenflow(
     return {"zero": every, "batch": batch, **OWN_ADAM, **GPT, **sections}
 
 
+CYCLE: dict[str, Any] = {
+    "scheduler": {"kind": "one_cycle", "min_lr": 0.1, "max_lr": 1.0, "cycle_momentum": True}
+}
 OF_TEXTS: dict[str, Any] = {
     "model": {"kind": "bert", "num_classes": 2},
     "data": {"kind": "labelled_text"},
@@ -1228,6 +1231,12 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             None,
         ),
         ({"profile": {"steps": 10}}, "cuda", None),
+    ],
+    "cycled_momentum": [
+        (CYCLE | {"optimizer": {"kind": "sgd", "momentum": 0.9}}, "cuda", "overruled-key"),
+        (CYCLE | {"optimizer": {"kind": "adamw", "betas": [0.9, 0.95]}}, "cuda", "overruled-key"),
+        (CYCLE | {"optimizer": TARGET}, "cuda", None),
+        (CYCLE, "cuda", None),
     ],
     "cycle_order": [
         (
