@@ -284,6 +284,7 @@ def _fill_optimizer_and_weights(
         for view in views.views(stored.keys, keys_of=stored.keys_of):
             view.values.copy_(stored.read(view.name, view.key, view.start, view.values.numel()))
         views.set_steps(stored.step_of)
+        views.set_scalars(stored.scalars_of)
         if checkpoint.verified:
             with _reporting_restored_options(engine, changed):
                 views.set_groups(stored.group_of)

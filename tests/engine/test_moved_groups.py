@@ -113,6 +113,27 @@ def test_the_first_step_after_a_move_has_the_rate_of_the_unbroken_run(
     )
 
 
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD])
+def test_single_numbers_of_a_weight_are_moved(
+    make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """NAdam keeps the product of its momenta, ASGD its rate and its share of the average."""
+    model = build()
+    optimizer = make(model.parameters())
+    schedule = SCHEDULES["warmup"](optimizer)
+    for _ in range(5):
+        step(model, optimizer, schedule)
+    checkpoint = write(model, optimizer, schedule, tmp_path)
+    other = build()
+    again = make(other.parameters())
+    following = SCHEDULES["warmup"](again)
+    move(checkpoint, other, again, following)
+    step(model, optimizer, schedule)
+    step(other, again, following)
+    for left, right in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
 def groups(model: torch.nn.Module, *names: str) -> list[dict[str, Any]]:
     """As a pipeline stage has them: those that it has weights for."""
     own = {

@@ -226,6 +226,27 @@ class OptimizerViews:
         """Set the number of steps that the optimizer has taken of each weight, by the weight's
         name; a weight that was never stepped (None) has no state.
         """
+        for stepped, group, names in self._stepped_names():
+            steps = [step_of(name) for name in names]
+            most = max((step for step in steps if step is not None), default=None)
+            if most is None:
+                self._base.state.pop(stepped, None)
+            else:
+                self._set_step(stepped, group, most)
+
+    def set_scalars(self, scalars_of: Callable[[str], Mapping[str, torch.Tensor]]) -> None:
+        """Set the single numbers that the optimizer keeps of a weight beside its steps (NAdam's
+        `mu_product`), by the weight's name.
+        """
+        for stepped, _, names in self._stepped_names():
+            state = self._base.state.get(stepped, {})
+            device = getattr(state.get("step"), "device", torch.device("cpu"))
+            for name in names:
+                for key, value in scalars_of(name).items():
+                    state[key] = value.to(device, copy=True)
+
+    def _stepped_names(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any], list[str]]]:
+        """Yield each stepped tensor with its group and the names of the weights in it."""
         names: dict[torch.Tensor, list[str]] = {}
         for piece in self._pieces():
             names.setdefault(piece.stepped, []).append(self._names[piece.parameter])
@@ -234,13 +255,7 @@ class OptimizerViews:
             names_in_group[id(group)] = [self._names[parameter] for parameter in members]
         for stepped, group in self._stepped_tensors():
             # A rank may have nothing but the padding of a row.
-            stepped_names = names.get(stepped) or names_in_group[id(group)]
-            steps = [step_of(name) for name in stepped_names]
-            most = max((step for step in steps if step is not None), default=None)
-            if most is None:
-                self._base.state.pop(stepped, None)
-            else:
-                self._set_step(stepped, group, most)
+            yield stepped, group, names.get(stepped) or names_in_group[id(group)]
 
     def _set_step(self, stepped: torch.nn.Parameter, group: Mapping[str, Any], step: float) -> None:
         """Set the number of steps of one tensor, in the type and place that its optimizer reads."""

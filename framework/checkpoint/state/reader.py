@@ -103,6 +103,16 @@ class StoredState:
                 return float(state.get(_STEP, self._most_steps))
             return None
 
+    def scalars_of(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the single numbers, beside its steps, that the optimizer keeps of a parameter."""
+        with self._explaining_errors():
+            state = self._state_of(name)
+            scalars = {}
+            for key, value in state.items():
+                if key != _STEP and torch.is_tensor(value) and value.ndim == 0:
+                    scalars[key] = value
+            return scalars
+
     def _state_of(self, name: str) -> Mapping[str, Any]:
         path = self._stored(name).first_state
         if path is None:
