@@ -412,8 +412,8 @@ class OneCycle(DeepSpeedSchedule):
     decay_lr_rate: NonNegative = 0.0
     """Decay per `decay_steps` after the cycle."""
     cycle_momentum: bool = False
-    """Also move Adam's first beta from `max_momentum` down and up again; its second one is 0.99 then
-    (DeepSpeed's own default is true).
+    """Also move Adam's first beta from `max_momentum` down and up again; its second one is then
+    0.99 (DeepSpeed's own default is true).
     """
     min_momentum: Fraction = 0.8
     """Momentum at the top of the cycle."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from framework.config.base import Kind, Section
+from framework.config.base import Kind, ModelKind, Section
 from framework.config.data import Dataset
 from framework.config.model import Classifier, LanguageModel, ModelSection
 from framework.config.run_config import RunConfig
@@ -182,6 +182,23 @@ def heads_divide(config: RunConfig, cluster: Cluster) -> Found:
         reason = f"a head has {units // heads} units, and rotary positions turn pairs of them"
         fix = "set model.hidden_size to an even multiple of model.num_heads"
         yield Problem("odd-rotary-heads", reason, fix, key, heads)
+
+
+@rule("mlp-not-tiled")
+def perceptrons_in_tiles(config: RunConfig, cluster: Cluster) -> Found:
+    """Find tiles of perceptrons in a named model that has none to compute so; other models are
+    looked at when they are built.
+    """
+    model = config.model
+    key = "training.mlp_tile"
+    if not config.training.mlp_tile or not isinstance(model, ModelKind) or model.is_own_code:
+        return
+    moe = getattr(model, "moe", None)
+    if not isinstance(model, LanguageModel):
+        yield key, f"{model.kind} reads no positions", f"set {key}: 0"
+    elif moe and moe.every == 1:
+        reason = "every perceptron is an expert's, which takes the tokens that are sent to it"
+        yield key, reason, f"set {key}: 0, or model.moe.every: 2"
 
 
 @rule("recompute-whole-model", "warning")

@@ -1042,7 +1042,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "memory_for_length": [
         (piped(2, training={"offload_activations": True}), "cuda", "not-in-pipelines"),
         (GPT | piped(2, training={"mlp_tile": 64}), "cuda", None),
-        ({"training": {"offload_activations": True, "mlp_tile": 64}}, "cuda", None),
+        (GPT | {"training": {"offload_activations": True, "mlp_tile": 64}}, "cuda", None),
     ],
     "partition_beside_stages": [
         (
@@ -1231,6 +1231,19 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             None,
         ),
         ({"profile": {"steps": 10}}, "cuda", None),
+    ],
+    "perceptrons_in_tiles": [
+        ({"training": {"mlp_tile": 64}}, "cuda", "mlp-not-tiled"),
+        (
+            GPT
+            | {"training": {"mlp_tile": 64}}
+            | {"model": {"kind": "gpt", "moe": {"num_experts": 4, "every": 1}}},
+            "cuda",
+            "mlp-not-tiled",
+        ),
+        (MIXED | {"training": {"mlp_tile": 64}}, "cuda", None),
+        (GPT | {"training": {"mlp_tile": 64}}, "cuda", None),
+        ({"training": {"mlp_tile": 64}, "model": TARGET}, "cuda", None),
     ],
     "cycled_momentum": [
         (CYCLE | {"optimizer": {"kind": "sgd", "momentum": 0.9}}, "cuda", "overruled-key"),
