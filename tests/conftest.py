@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -225,7 +226,8 @@ def plain_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs on three ranks, trained once for all tests that read their checkpoints."""
     from tests.engine.saved_runs import PLAIN, train  # here, because it imports torch
 
-    return train(PLAIN, tmp_path_factory.mktemp("plain-runs"), num_ranks=3)
+    make = partial(train, PLAIN, num_ranks=3)
+    return lanes.made_once("plain-runs", make, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -233,7 +235,8 @@ def piped_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of two stages, each on two ranks."""
     from tests.engine.saved_runs import PIPED, train
 
-    return train(PIPED, tmp_path_factory.mktemp("piped-runs"), pipe=2, num_ranks=4)
+    make = partial(train, PIPED, pipe=2, num_ranks=4)
+    return lanes.made_once("piped-runs", make, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -241,4 +244,5 @@ def divided_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of two tensor ranks times two data-parallel ones."""
     from tests.engine.saved_runs import DIVIDED, train
 
-    return train(DIVIDED, tmp_path_factory.mktemp("divided-runs"), tensor=2, num_ranks=4)
+    make = partial(train, DIVIDED, tensor=2, num_ranks=4)
+    return lanes.made_once("divided-runs", make, tmp_path_factory)

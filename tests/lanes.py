@@ -14,18 +14,21 @@ Only a run of the whole suite is split, with or without a choice by marker; `pyt
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import pickle
+import shutil
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import cache
 from io import StringIO
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
 
@@ -118,6 +121,24 @@ def next_file(left: Collection[str], *, lane: int) -> str:
         if not _trains(file):
             return file
     return list(left)[-1]
+
+
+def made_once(name: str, make: Callable[[Path], object], factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that `make` fills, for tests of several files that only read it: one lane
+    makes it, and another that needs it meanwhile waits.
+    """
+    base = factory.getbasetemp()
+    if _number is not None:
+        base = base.parent
+    folder, is_made = base / name, base / f"{name}.made"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_made.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a lane that failed
+            folder.mkdir()
+            make(folder)
+            is_made.touch()
+    return folder
 
 
 def sort(items: list[pytest.Item]) -> None:
