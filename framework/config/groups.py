@@ -16,6 +16,7 @@ from framework.errors import ConfigError, Problem
 # A weight of a layer inside a numbered block; the layers of a plain sequence are not inside
 # anything.
 _INSIDE_BLOCK: Final = re.compile(r"(.*[._])?\d+(\.\w+){2,}")
+_EXPERTS: Final = ".experts."  # in the names of packed experts' weights
 _NUMBERED: Final = re.compile(r"(?:.*?[._])??\d+(?=\.|$)")
 
 
@@ -96,16 +97,23 @@ def stepped_by_muon(name: str, shape: Sequence[int], optimizer: Muon) -> bool:
             dimensions.
     """
     if not optimizer.matrices:
-        return len(shape) == 2 and _INSIDE_BLOCK.fullmatch(name) is not None
+        if _EXPERTS in name and name.endswith("bias"):  # a vector for each expert
+            return False
+        return _is_stepped_as_matrices(name, shape) and _INSIDE_BLOCK.fullmatch(name) is not None
     for number, pattern in enumerate(optimizer.matrices):
         if re.fullmatch(pattern, name):
-            if len(shape) == 2:
+            if _is_stepped_as_matrices(name, shape):
                 return True
             reason = f"{name} has the shape {tuple(shape)}, and Muon steps matrices"
             fix = "leave it out, for example with .*weight, or name single weights"
             key = f"optimizer.matrices.{number}"
             raise ConfigError.of("muon-needs-matrices", reason, fix, key, pattern)
     return False
+
+
+def _is_stepped_as_matrices(name: str, shape: Sequence[int]) -> bool:
+    """Check for a matrix, or a weight with the matrices of a layer's experts."""
+    return len(shape) == 2 or (len(shape) == 3 and _EXPERTS in name)
 
 
 def in_order(values: Iterable[GroupValues]) -> list[GroupValues]:

@@ -17,7 +17,7 @@ from deepspeed.pipe import PipelineModule
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import STATE_KEY
 from framework.checkpoint.state.checkpoint_engine import read_or_explain
-from framework.checkpoint.state.optimizer_shards import OptimizerViews
+from framework.checkpoint.state.optimizer_shards import ADAFACTOR_KEYS, OptimizerViews
 from framework.checkpoint.state.reader import StoredState, describe_lacking
 from framework.checkpoint.state.tensor_split import parts_of, whole_shape
 from framework.checkpoint.state.weight_names import Names, opened
@@ -280,9 +280,19 @@ def _fill_optimizer_and_weights(
     views = OptimizerViews(engine, names)
     if not checkpoint.verified:
         _refuse_other_optimizer(views, stored, checkpoint.path)
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    whole_keys = ADAFACTOR_KEYS if hasattr(base, "whole_state") else frozenset()
+
+    def keys_in_shares(name: str) -> list[str]:
+        return [key for key in stored.keys_of(name) if key not in whole_keys]
+
+    keys = [key for key in stored.keys if key not in whole_keys]
     with opened(engine.optimizer):
-        for view in views.views(stored.keys, keys_of=stored.keys_of):
+        for view in views.views(keys, keys_of=keys_in_shares):
             view.values.copy_(stored.read(view.name, view.key, view.start, view.values.numel()))
+        if whole_keys:
+            for weight, key, values in base.whole_state():
+                values.view(-1).copy_(stored.whole_state(names[weight], key))
         views.set_steps(stored.step_of)
         views.set_scalars(stored.scalars_of)
         if checkpoint.verified:

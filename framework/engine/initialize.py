@@ -12,7 +12,7 @@ import torch
 
 from framework.checkpoint.state.weight_names import Names
 from framework.config.deepspeed_words import SCHEDULES
-from framework.config.optimizer import Muon, has_groups
+from framework.config.optimizer import Adafactor, Muon, has_groups
 from framework.engine.schedules import LR_RATIO, MakeSchedule, client_schedule
 from framework.engine.workarounds.adagrad_groups import keeping_adagrad
 from framework.engine.workarounds.grad_scaler import forget_autocast
@@ -116,8 +116,8 @@ def initialize(
             config=_with_group_rates(ds_config, parameters),
             mpu=groups,
         )
-    if isinstance(section, Muon):
-        _take_matrix_shares(engine, plan)
+    if isinstance(section, Muon | Adafactor):
+        _take_shares(engine)
     if plan.layout.expert_size > 1 and plan.config.zero.stage == 3:
         from framework.engine.expert_parallel import count_all_parts
 
@@ -131,13 +131,12 @@ def initialize(
     return engine
 
 
-def _take_matrix_shares(engine: deepspeed.DeepSpeedEngine, plan: Plan) -> None:
-    """Have Muon learn where its matrices lie, if ZeRO or a tensor group has divided them."""
-    if plan.config.zero.stage > 0:
-        # kept by DeepSpeed inside its own optimizer
-        engine.optimizer.optimizer.take_shares(engine)
-    elif plan.layout.tensor_size > 1:
-        engine.optimizer.take_shares(engine)
+def _take_shares(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Have Muon or Adafactor learn where weights lie, if ZeRO or a tensor group divides them."""
+    # Under ZeRO, and in half precision, DeepSpeed keeps it inside its own optimizer.
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    if hasattr(base, "take_shares"):
+        base.take_shares(engine)
 
 
 def _own_optimizer(plan: Plan) -> MakeOptimizer | None:

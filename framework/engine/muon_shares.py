@@ -142,6 +142,27 @@ def each_cut(
     return matrices
 
 
+def of_stack(stack: DividedMatrix) -> list[DividedMatrix]:
+    """Return the matrix of each expert in a packed weight, in order; of a weight of two dimensions
+    that one alone.
+    """
+    if len(stack.shape) == 2:
+        return [stack]
+    matrices = []
+    shape = stack.shape[-2:]
+    for first in range(0, stack.shape.numel(), shape.numel()):
+        stop = first + shape.numel()
+        pieces = []
+        for piece in stack.pieces:
+            begin = max(piece.start, first)
+            end = min(piece.start + piece.num, stop)
+            if begin < end:
+                offset = piece.offset + begin - piece.start
+                pieces.append(Piece(piece.rank, begin - first, offset, end - begin))
+        matrices.append(DividedMatrix(shape, tuple(pieces), stack.split))
+    return matrices
+
+
 def owners_of(matrices: Sequence[DividedMatrix], num_ranks: int) -> list[int]:
     """Return the rank that computes each matrix: one that holds a piece of it and has least to do.
 
@@ -506,25 +527,31 @@ def matrix_shares(
 def _with_splits(
     matrices: Sequence[DividedMatrix], weights: Sequence[Tensor], tensor: TensorPart | None
 ) -> list[DividedMatrix]:
-    """Return the matrices of weights with the splits that a tensor group has made.
+    """Return the matrices of weights, of packed experts each one's, with the splits that a tensor
+    group has made. Ranks of a tensor group have whole experts of a packed weight.
 
     Raises:
         ConfigError: kind ``not-with-tensor``, of parts of different sizes: ranks of the group would
             have shares that are not alike.
     """
-    if tensor is None:
-        return list(matrices)
     found = []
     for matrix, weight in zip(matrices, weights, strict=True):
-        split = split_of(weight)
-        if split is not None and any(section % tensor.size for section in split.sections):
-            raise ConfigError.of(
-                "not-with-tensor",
-                f"Muon steps a matrix of {tuple(split.whole_shape(matrix.shape))} that the "
-                f"{tensor.size} ranks of a tensor group share unevenly",
-                "leave it out of optimizer.matrices",
-                "optimizer.matrices",
-                None,
-            )
-        found.append(replace(matrix, split=split))
+        split = None
+        if tensor is not None and len(matrix.shape) == 2:
+            split = split_of(weight)
+            if split is not None:
+                _refuse_uneven(split, matrix.shape, tensor)
+        found += of_stack(replace(matrix, split=split))
     return found
+
+
+def _refuse_uneven(split: Split, part: torch.Size, tensor: TensorPart) -> None:
+    if any(section % tensor.size for section in split.sections):
+        raise ConfigError.of(
+            "not-with-tensor",
+            f"Muon steps a matrix of {tuple(split.whole_shape(part))} that the "
+            f"{tensor.size} ranks of a tensor group share unevenly",
+            "leave it out of optimizer.matrices",
+            "optimizer.matrices",
+            None,
+        )

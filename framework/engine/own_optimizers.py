@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from framework.config.optimizer import AdamW8bit, Constant, Lion, ScheduleFree
+from framework.config.optimizer import Adafactor, AdamW8bit, Constant, Lion, ScheduleFree
 from framework.plan.plan import Plan
 from framework.plan.render import schedule_steps
 
@@ -20,6 +20,18 @@ def own_optimizer(plan: Plan) -> MakeOptimizer:
     `framework.plan.render.is_made_here`.
     """
     section = plan.config.optimizer
+    if isinstance(section, Adafactor):
+        from framework.engine import adafactor_shares
+
+        least_gradient, least_weight = section.eps
+        return partial(
+            adafactor_shares.AdafactorOfShares,
+            lr=section.lr,
+            beta2_decay=section.beta2_decay,
+            eps=(least_gradient, least_weight),
+            d=section.d,
+            weight_decay=section.weight_decay,
+        )
     assert isinstance(section, Lion | AdamW8bit | ScheduleFree)
     settings: dict[str, Any] = {
         "lr": section.lr,

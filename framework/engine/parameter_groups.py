@@ -127,7 +127,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": section.lr, "weight_decay": section.weight_decay})
         first_beta, second_beta = section.betas
         muon_class: Callable[..., torch.optim.Optimizer] = torch.optim.Muon
-        if has_shares:
+        packs_experts = any(
+            weight.ndim != 2 for group in self._groups(True) for weight in group["params"]
+        )
+        if has_shares or packs_experts:
             from framework.engine.muon_shares import MuonOfShares
 
             muon_class = MuonOfShares

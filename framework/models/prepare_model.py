@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from framework.config.training import Training
 
 
-def prepare_model(model: nn.Module, training: Training) -> nn.Module:
+def prepare_model(model: nn.Module, training: Training, *, replicas: Any = None) -> nn.Module:
     """Freeze weights, synchronise batch norms and recompute layers as `training` configures.
 
     `training.channels_last` changes the images alone (`models/formats.py`), and convolutions follow
     them. Weights keep their memory format: DeepSpeed 0.19.8 refuses others (runtime/engine.py
     `_broadcast_model` views them as bytes).
+
+    Args:
+        model: whole, or the rank's part of it.
+        training: section of the run config.
+        replicas: process group of the ranks with other samples; None: all ranks.
 
     Returns:
         The model, changed in place (it may be partitioned by ZeRO-3), or a `LayeredModel` around
@@ -31,7 +38,7 @@ def prepare_model(model: nn.Module, training: Training) -> nn.Module:
     if training.sync_batch_norm:
         from framework.models.sync_batch_norm import with_sync_batch_norm
 
-        model = with_sync_batch_norm(model)
+        model = with_sync_batch_norm(model, process_group=replicas)
     if training.mlp_tile:
         from framework.models.tiled_perceptron import tile_perceptrons
 

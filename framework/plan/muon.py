@@ -6,6 +6,7 @@ How they are divided and sent is that of `engine/muon_shares.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from math import prod
 from typing import Final
 
@@ -18,8 +19,12 @@ _SENT: Final = 2  # bytes of a number on its way: bf16
 
 
 def muon_matrices(muon: Muon, weights: Mapping[str, Shape]) -> list[Shape]:
-    """List the shapes of the weights that Muon steps."""
-    return [shape for name, shape in weights.items() if stepped_by_muon(name, shape, muon)]
+    """List the shapes of the matrices that Muon steps; a packed weight has one for each expert."""
+    matrices: list[Shape] = []
+    for name, shape in weights.items():
+        if stepped_by_muon(name, shape, muon):
+            matrices.extend(repeat(shape[-2:], prod(shape[:-2])))
+    return matrices
 
 
 def orthogonal_flops(muon: Muon, shape: Shape) -> float:

@@ -136,7 +136,7 @@ def muon_copies(muon: Muon, weights: Mapping[str, Shape], *, is_cpu: bool) -> in
     others = []
     for name, shape in weights.items():
         if stepped_by_muon(name, shape, muon):
-            matrices.append(8 * prod(shape) + 4 * min(shape) ** 2)
+            matrices.append(8 * prod(shape) + 4 * min(shape[-2:]) ** 2)
         else:
             others.append(prod(shape))
     if is_cpu:

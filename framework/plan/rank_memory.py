@@ -16,6 +16,7 @@ from math import ceil, prod
 from typing import Final
 
 from framework.config.optimizer import (
+    Adafactor,
     Adagrad,
     AdamW8bit,
     Lamb,
@@ -409,6 +410,8 @@ class RankMemory:
         if self.is_offloaded:
             return self.zenflow_state() | self.kept_state()
         state = int(self.state_width * self.share)
+        if isinstance(self.config.optimizer, Adafactor):  # every rank has all means
+            state = int(self.state_width * self.total)
         return {"optimizer state": state, "weight average": self.average_width * self.share}
 
     def zenflow_state(self) -> dict[str, int]:
@@ -897,11 +900,19 @@ class RankMemory:
             copies = muon_copies(optimizer, self.work.weights, is_cpu=self.is_cpu)
         elif isinstance(optimizer, AdamW8bit):
             copies = bytes_of_blocks(self.largest_part)
-        elif self.is_cpu or isinstance(optimizer, ScheduleFree):
+        elif self._steps_one_by_one:
             copies = self.step_bytes_per_element * self.largest_part
         else:
             copies = self.step_bytes_per_element * self.total
         return {"gradients": self.stepped_gradients(), "optimizer copies": copies}
+
+    @property
+    def _steps_one_by_one(self) -> bool:
+        """Whether the optimizer of a run without ZeRO steps one weight after the other."""
+        optimizer = self.config.optimizer
+        if isinstance(optimizer, Adafactor):  # a tensor group adds up the sums of all at once
+            return self.is_cpu and self.layout.tensor_size == 1
+        return self.is_cpu or isinstance(optimizer, ScheduleFree)
 
     def stepped_gradients(self) -> int:
         """Return the bytes of gradients in a step without ZeRO.

@@ -14,6 +14,7 @@ from typing import Any, Final
 from framework.config.deepspeed_words import OUTSIDE_OF_PRECISION, SCHEDULES, SHARED
 from framework.config.optimizer import (
     GROUP_KEYS,
+    Adafactor,
     AdamW,
     AdamW8bit,
     BuiltInOptimizer,
@@ -201,6 +202,8 @@ def is_made_here(plan: Plan) -> bool:
     if isinstance(optimizer, Lion):
         is_on_host = plan.config.zero.offload_optimizer.device != "none"
         return not is_on_host and plan.cluster.device != "cuda"
+    if isinstance(optimizer, Adafactor):  # torch's, where a rank has whole weights
+        return plan.config.zero.stage > 0 or plan.layout.tensor_size > 1
     return isinstance(optimizer, Muon | AdamW8bit | ScheduleFree)
 
 

@@ -261,7 +261,8 @@ def _whole_model(
     model = _built_share(prepared, groups, varying_shapes=varying_shapes)
     if config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets
         as_fp32(model)
-    model = prepare_model(model, config.training)
+    replicas = None if groups is None else groups.data
+    model = prepare_model(model, config.training, replicas=replicas)
     refuse_sparse_gradients(model, config)
     if weights is not None:
         source = str(config.checkpoint.init_weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from framework.checkpoint.state.tensor_split import expert_part_of
+from framework.checkpoint.state.tensor_split import expert_part_of, split_of
 from framework.data.token_files import KEPT_TOKENIZER, TOKENIZER_FILE
 from framework.data.tokenizer import ByteTokenizer, load_tokenizer
 from framework.engine.distributed import gather, rank
@@ -28,6 +28,7 @@ _GROWTH: Final = 1.1  # ratio of an edge to the one before, as in TensorBoard's 
 _SMALLEST = 1e-10
 _NUM_EDGES = 340
 _SHOWN_TOKENS: Final = 64
+_PartOfName = tuple[str, int]  # name of a weight, and number of the part
 
 
 @cache
@@ -44,41 +45,47 @@ def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
     Waits for the device. Sends 700 counts for each weight between ranks.
     """
     is_spread = plan.config.zero.stage == 3
-    histograms: dict[str, Histogram] = {}
-    if is_spread or plan.layout.data_parallel_rank(rank()) < plan.layout.expert_size:
+    layout = plan.layout
+    place = rank() % (layout.world_size // layout.pipe_size)
+    histograms: dict[_PartOfName, Histogram] = {}
+    if is_spread or layout.data_parallel_rank(rank()) < layout.expert_size:
         for name, weight in module.named_parameters():
+            has_part = _has_part(weight)
+            if not has_part and layout.tensor_rank(rank()):
+                continue  # the first rank of a tensor group has it as well
             values = _rank_share(weight) if is_spread else weight.detach()
-            histograms[name] = _count(values)
+            part = place if is_spread or has_part else 0
+            histograms[name, part] = _count(values)
     histograms_of_ranks = gather(histograms)
     if rank() != 0:
         return []
-    names = {name for name, weight in module.named_parameters() if is_spread or _has_part(weight)}
-    merged = _merged(histograms_of_ranks, in_parts=names)
     return [
         histogram._replace(tag=f"weights/{name}")
-        for name, histogram in merged.items()
+        for name, histogram in _merged(histograms_of_ranks).items()
         if histogram.num
     ]
 
 
 def _has_part(weight: Tensor) -> bool:
-    """Check whether a weight holds some of a layer's experts alone."""
-    return expert_part_of(weight) is not None
+    """Check whether a weight is this rank's part of one that a tensor or expert group divides."""
+    return split_of(weight) is not None or expert_part_of(weight) is not None
 
 
 def _merged(
-    histograms_of_ranks: Sequence[Mapping[str, Histogram]], *, in_parts: Collection[str]
+    histograms_of_ranks: Sequence[Mapping[_PartOfName, Histogram]],
 ) -> dict[str, Histogram]:
-    """Return the histograms of whole weights; those in `in_parts` are added up."""
-    merged: dict[str, Histogram] = {}
+    """Return the histograms of whole weights, each of its parts counted once: a pipeline's tied
+    weights are on several stages.
+    """
+    parts: dict[_PartOfName, Histogram] = {}
     for histograms in histograms_of_ranks:
-        for name, histogram in histograms.items():
-            if name not in merged:
-                merged[name] = histogram
-            elif (
-                name in in_parts
-            ):  # without ZeRO 3 a pipeline's tied weights are whole on several stages
-                merged[name] = merged[name].plus(histogram)
+        parts = {**histograms, **parts}
+    merged: dict[str, Histogram] = {}
+    for (name, _), histogram in parts.items():
+        if name in merged:
+            merged[name] = merged[name].plus(histogram)
+        else:
+            merged[name] = histogram
     return merged
 
 

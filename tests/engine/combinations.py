@@ -21,6 +21,7 @@ from tests.engine import (
     test_ema,
     test_experts,
     test_lora,
+    test_own_optimizers,
     test_packed_experts,
     test_pipeline,
     test_sequence,
@@ -156,6 +157,8 @@ def proven() -> Iterator[Run]:
     for one in (*packed.TWO, *packed.RARE, *packed.FOUR, *packed.RARE_FOUR, *packed.RARE_EIGHT):
         yield Run(one.ranks, one.config(nowhere))
     yield from (Run(2, test_experts.varied(name, nowhere)) for name in test_experts.VARIANTS)
+    for name, sections in test_own_optimizers.RUNS.items():
+        yield Run(2, test_own_optimizers.config(name, nowhere, nowhere, **sections))
     yield from (Run(2, one) for one in test_lora.held_cases(nowhere))
     yield from (Run(ranks, one) for ranks, one in test_tensor_adapters.held_cases(nowhere))
 

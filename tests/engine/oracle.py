@@ -22,6 +22,7 @@ class MuonWithAdam:
 
     def __init__(self, muon: torch.optim.Muon, adam: torch.optim.AdamW) -> None:
         self.both = (muon, adam)
+        self.experts: list[tuple[nn.Parameter, list[nn.Parameter]]] = []  # whole, and each one's
         self.param_groups = [*muon.param_groups, *adam.param_groups]
 
     @staticmethod
@@ -35,11 +36,39 @@ class MuonWithAdam:
         adam = torch.optim.AdamW(parts[1], lr=adam_lr, weight_decay=0.1, betas=(0.9, 0.95))
         return MuonWithAdam(torch.optim.Muon(parts[0], lr=lr, weight_decay=0.1), adam)
 
+    @staticmethod
+    def for_layers(model: nn.Module, *, lr: float, adam_lr: float) -> MuonWithAdam:
+        """Muon for the matrices of what is called layers, and for each expert's of a packed
+        weight.
+        """
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        experts: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+        for name, weight in model.named_parameters():
+            if ".layers." not in name or weight.ndim == 1 or name.endswith("bias"):
+                others.append(weight)
+            elif weight.ndim == 2:
+                matrices.append(weight)
+            else:
+                parts = [nn.Parameter(part) for part in weight.data]  # views of the same numbers
+                experts.append((weight, parts))
+                matrices += parts
+        adam = torch.optim.AdamW(others, lr=adam_lr, weight_decay=0.1, betas=(0.9, 0.95))
+        both = MuonWithAdam(torch.optim.Muon(matrices, lr=lr, weight_decay=0.1), adam)
+        both.experts = experts
+        return both
+
     def zero_grad(self) -> None:
         for one in self.both:
             one.zero_grad()
+        for weight, _ in self.experts:
+            weight.grad = None
 
     def step(self) -> None:
+        for weight, parts in self.experts:
+            assert weight.grad is not None
+            for part, gradient in zip(parts, weight.grad, strict=True):
+                part.grad = gradient
         for one in self.both:
             one.step()
 

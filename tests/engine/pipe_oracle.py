@@ -25,7 +25,9 @@ from tests.gpu.oracles import lion
 from tests.tasks.value import value_of_step
 
 _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
-    "adafactor": lambda parameters, section: torch.optim.Adafactor(parameters, section.lr),
+    "adafactor": lambda parameters, section: torch.optim.Adafactor(
+        parameters, section.lr, weight_decay=section.weight_decay
+    ),
     "adamw": lambda parameters, section: torch.optim.AdamW(
         parameters, section.lr, section.betas, weight_decay=section.weight_decay
     ),

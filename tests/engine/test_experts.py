@@ -132,6 +132,8 @@ TWO = [
     Case(0, TOP2, {"kind": "muon", "lr": 0.002}),
     Case(2, TOP2, {"kind": "muon", "lr": 0.002}, expert=2),
     Case(0, TOP2, {"kind": "adafactor"}),
+    Case(3, TOP2, {"kind": "adafactor"}, expert=2),
+    Case(3, TOP2, {"kind": "muon", "lr": 0.002}, expert=2),
     Case(3, TOP2, SGD, average=True),
     Case(2, TOP2, SGD, average=True, expert=2, num_steps=NUM_STEPS),
     Case(0, TOP2, SGD, steps=2, sequence=2, num_steps=NUM_STEPS),

@@ -39,6 +39,9 @@ OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {
         "optimizer": {"kind": "schedule_free", "lr": 5e-3, "weight_decay": 0.1},
         "scheduler": {"kind": "constant", "warmup_steps": 5},
     },
+    "adafactor": {"optimizer": {"kind": "adafactor", "lr": 0.05, "weight_decay": 0.01}},
+    # one of the user's own
+    "nadam": {"optimizer": {"target": "torch.optim:NAdam", "args": {"lr": 2e-3}}},
 }
 
 
@@ -207,25 +210,32 @@ def config(name: str, folder: Path, text: Path, **sections: Any) -> dict[str, An
     }
 
 
-STAGES: Final = {"lion": (0, 2, 3), "adamw_8bit": (0, 1, 2, 3), "schedule_free": (0, 1, 3)}
+STAGES: Final = {
+    "lion": (0, 2, 3),
+    "adamw_8bit": (0, 1, 2, 3),
+    "schedule_free": (0, 1, 3),
+    "adafactor": (1, 2, 3),
+    "nadam": (),
+}
 RUNS: Final[dict[str, dict[str, Any]]] = {
     f"{kind}-z{stage}": {**sections, "zero": {"stage": stage}}
     for kind, sections in OPTIMIZERS.items()
     for stage in STAGES[kind]
 }
-RUNS["adamw_8bit-pipe"] = {
-    **OPTIMIZERS["adamw_8bit"],
-    "zero": {"stage": 1},
-    "parallel": {"pipe": 2},
-    "batch": {"global_size": 8, "micro_size": 2, "accumulation_steps": 4},
-}
+for _kind in ("adamw_8bit", "adafactor"):
+    RUNS[f"{_kind}-pipe"] = {
+        **OPTIMIZERS[_kind],
+        "zero": {"stage": 1},
+        "parallel": {"pipe": 2},
+        "batch": {"global_size": 8, "micro_size": 2, "accumulation_steps": 4},
+    }
 # Without losses of its routers, and with room for all tokens: the loss is that of the task.
 MIXED: Final = {
     **GPT["model"],
     "moe": {"num_experts": 2, "capacity_factor": None, "balance_loss": 0.0, "every": 1},
 }
 _DIVIDED: Final = {"batch": {"global_size": 8, "micro_size": 4, "accumulation_steps": 2}}
-for _kind, _stage in (("adamw_8bit", 1), ("schedule_free", 0)):
+for _kind, _stage in (("adamw_8bit", 1), ("schedule_free", 0), ("adafactor", 0), ("nadam", 0)):
     RUNS[f"{_kind}-tensor"] = {
         **OPTIMIZERS[_kind],
         **_DIVIDED,
@@ -238,7 +248,11 @@ for _kind, _stage in (("adamw_8bit", 1), ("schedule_free", 0)):
         "zero": {"stage": _stage + 1},
         "parallel": {"expert": 2},
     }
-MIXED_KINDS: Final = ("adamw_8bit", "schedule_free")
+RUNS["adafactor-offload"] = {
+    **OPTIMIZERS["adafactor"],
+    "zero": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+}
+MIXED_KINDS: Final = ("adamw_8bit", "schedule_free", "adafactor", "nadam")
 RESUMED: Final = (
     "lion-z2",
     "adamw_8bit-z2",
@@ -249,8 +263,24 @@ RESUMED: Final = (
     "adamw_8bit-tensor",
     "adamw_8bit-expert",
     "schedule_free-expert",
+    "adafactor-z2",
+    "adafactor-z3",
+    "adafactor-tensor",
+    "adafactor-expert",
+    "nadam-expert",
 )
-MOVED: Final = {"lion-z2": 3, "schedule_free-z1": 3, "adamw_8bit-z2": 1}
+_ALONE: Final = {"parallel": {}, "batch": {"global_size": 8, "micro_size": 2}}
+# Run -> sections with which it goes on.
+MOVED: Final[dict[str, dict[str, Any]]] = {
+    "lion-z2": {"zero": {"stage": 3}},
+    "schedule_free-z1": {"zero": {"stage": 3}},
+    "adamw_8bit-z2": {"zero": {"stage": 1}},
+    "adafactor-z2": {"zero": {"stage": 3}},
+    "adafactor-z3": {"zero": {"stage": 0}},
+    "adafactor-tensor": {**_ALONE, "zero": {"stage": 0}},
+    "adafactor-expert": {**_DIVIDED, "zero": {"stage": 3}, "parallel": {"tensor": 2}},
+    "nadam-expert": {**_ALONE, "zero": {"stage": 3}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -263,9 +293,9 @@ def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in RESUMED:
         resumed = {"resume": str(folder / name / "checkpoints" / f"global_step{STOP}")}
         cases.append(config(f"{name}-on", folder, text, **RUNS[name], checkpoint=resumed))
-    for name, stage in MOVED.items():
+    for name, changed in MOVED.items():
         moved = {"resume": str(folder / name / "checkpoints" / f"global_step{STOP}")}
-        sections = {**RUNS[name], "zero": {"stage": stage}}
+        sections = {**RUNS[name], **changed}
         cases.append(config(f"{name}-moved", folder, text, **sections, checkpoint=moved))
     train_cases(cases, num_ranks=2, folder=folder)
     return folder
@@ -287,7 +317,13 @@ def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return results
 
 
-TOLERANCE: Final = {"lion": 1e-3, "adamw_8bit": 0.02, "schedule_free": 1e-4}
+TOLERANCE: Final = {
+    "lion": 1e-3,
+    "adamw_8bit": 0.02,
+    "schedule_free": 1e-4,
+    "adafactor": 1e-5,
+    "nadam": 1e-5,
+}
 
 
 @pytest.mark.slow
@@ -310,12 +346,13 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(runs: Path, name: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lion-z2", "schedule_free-z1"])
+@pytest.mark.parametrize("name", sorted(MOVED.keys() - {"adamw_8bit-z2"}))
 def test_a_moved_run_goes_on(runs: Path, plain: dict[str, Any], name: str) -> None:
-    kind, _ = name.split("-")
+    kind, where = name.split("-")
     losses = series(runs / f"{name}-moved", "train/loss")
     assert losses.keys() == set(range(STOP + 1, NUM_STEPS + 1))
-    assert losses[NUM_STEPS] == pytest.approx(plain[kind][0][-1], abs=TOLERANCE[kind])
+    expected = plain[f"{kind}-mixed" if where == "expert" else kind][0]
+    assert losses[NUM_STEPS] == pytest.approx(expected[-1], abs=TOLERANCE[kind])
 
 
 @pytest.mark.slow

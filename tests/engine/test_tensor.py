@@ -18,6 +18,7 @@ from framework.recipes.text.prepare import prepare
 from framework.setup.user_code import call_factory
 from tests.engine.pipe_oracle import plain_run
 from tests.launched import fewer, rarely, read_metrics, series, train_cases
+from tests.train.monitors.sinks import histograms_of
 
 pytestmark = pytest.mark.slow
 
@@ -63,6 +64,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "unnamed": FUSED,
     "bent": {**DIGITS, "model": {"target": "tests.jobs.tensor_parts:Bent"}},
     "bent-summed": {**DIGITS, "model": {"target": "tests.jobs.tensor_parts:Bent"}},
+    "convolved": {
+        **DIGITS,
+        "model": {"target": "tests.jobs.tensor_parts:Convolved"},
+        "training": {"sync_batch_norm": True, "channels_last": True},
+    },
 }
 _VIT_LAYER = "model.vit.layers.*"
 PLANS: dict[str, dict[str, Any]] = {
@@ -86,6 +92,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "head": "column_gathered",
     },
     "bent": {"up": "column", "down": "row"},
+    "convolved": {"up": "column", "down": "row"},
     "bent-summed": {"up": "column", "bend": "summed", "down": "row"},
     "torch-vit": {"1.encoder.layers.*.mlp.0": "column", "1.encoder.layers.*.mlp.3": "row"},
 }
@@ -96,6 +103,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"kind": "sgd", "lr": 0.1, "momentum": 0.9},
     "adamw": {"kind": "adamw", "lr": 1e-3},
     "muon": {"kind": "muon"},
+    "adafactor": {"kind": "adafactor", "lr": 0.03},
 }
 
 
@@ -138,8 +146,16 @@ TWO_RANKS = [
     # Muon computes in bf16, where a last bit of a gradient may move a number by 2**-8 of it.
     Case("gpt", 0, "muon", tolerance=1e-3),
     Case("llama", 3, "muon", tolerance=1e-3),
+    Case("llama", 0, "adafactor", steps=NUM_STEPS),
+    Case("fused", 2, "adafactor"),
 ]
-FOUR_RANKS = [Case("llama", 1, steps=NUM_STEPS), Case("bert", 2), Case("gpt", 3)]
+FOUR_RANKS = [
+    Case("llama", 1, steps=NUM_STEPS),
+    Case("bert", 2),
+    Case("gpt", 3),
+    Case("gpt", 1, "adafactor", steps=NUM_STEPS),
+    Case("convolved", 3),
+]
 # Of these plans a weight between column and row layers is missing.
 PARTIAL = [
     *(Case("unnamed", stage) for stage in range(4)),
@@ -154,6 +170,7 @@ RARE_TWO = [
     Case("bert", 0),
     Case("gpt", 3, tolerance=0.05, dtype="bf16"),
     Case("fused", 1, "muon", tolerance=1e-3),
+    Case("bert", 3, "adafactor"),
 ]
 RARE_FOUR = [
     Case("gpt", 2, "muon", tolerance=1e-3),
@@ -163,16 +180,25 @@ RARE_FOUR = [
     Case("bert", 0),
     Case("vit", 2),
     Case("fused", 1),
+    Case("llama", 3, "adafactor"),
 ]
 # Runs of a tensor group that are held against the same run without one.
 _HOST = {"device": "cpu", "pin_memory": False}
+_WATCHED = {"tensorboard": {"histograms_every_steps": FEW_STEPS}}
 PAIRS: dict[str, tuple[int, dict[str, Any]]] = {
-    "init-z3": (3, {"checkpoint": {"init_weights": "weights.pt", "at_end": False}}),
+    "init-z3": (
+        3,
+        {
+            "checkpoint": {"init_weights": "weights.pt", "at_end": False},
+            "monitors": _WATCHED,
+        },
+    ),
     "average-of-recomputed": (
         1,
         {
             "training": {"ema": {"decay": 0.9}, "recompute_every": 1},
             "evaluation": {"weights": "ema"},
+            "monitors": _WATCHED,
         },
     ),
     "tiles": (3, {"training": {"loss_tile": 5}}),
@@ -199,6 +225,7 @@ def values(
     if sections["data"]["kind"].startswith("text"):
         sections = {**sections, "data": {**sections["data"], "path": str(text)}}
     plan = {"tensor_plan": PLANS[case.model]} if case.model in PLANS else {}
+    limits = {"max_steps": case.steps, "log_every": 1, "clip_grad_norm": CLIP}
     made: dict[str, Any] = {
         "run": {"name": case.name, "output_dir": str(folder)},
         "batch": {"global_size": 16, "micro_size": micro_size},
@@ -206,12 +233,13 @@ def values(
         "precision": {"dtype": case.dtype},
         "zero": {"stage": case.stage},
         "optimizer": OPTIMIZERS[case.kind],
-        "training": {"max_steps": case.steps, "log_every": 1, "clip_grad_norm": CLIP},
+        "training": {},
         "evaluation": {"at_end": True, "batch_size": 48},
         "checkpoint": {"at_end": False},
         "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
         **sections,
     }
+    made["training"] = made["training"] | limits
     return made | {name: {**made.get(name, {}), **section} for name, section in more.items()}
 
 
@@ -226,7 +254,8 @@ def pairs(folder: Path, text: Path) -> list[dict[str, Any]]:
     found = []
     for name, (stage, sections) in PAIRS.items():
         if "init_weights" in (checkpoint := sections.get("checkpoint", {})):
-            sections = {"checkpoint": {**checkpoint, "init_weights": str(folder / "weights.pt")}}
+            begun = {**checkpoint, "init_weights": str(folder / "weights.pt")}
+            sections = {**sections, "checkpoint": begun}
         for size in (2, 1):
             own = {"run": {"name": f"{name}-{size}"}, "parallel": {"tensor": size}}
             found.append(
@@ -293,7 +322,11 @@ def plain(
                 nn.utils, "clip_grad_norm_", lambda *args: norms.append(float(clip(*args)))
             )
             config = values(replace(case, dtype="fp32"), Path(), text, micro_size=8)
-            losses, metrics, _ = plain_run(config, micro_size=8, num_steps=case.steps)
+            # Norms of both groups see the micro-batches of four together.
+            together = 2 if case.model == "convolved" else 1
+            losses, metrics, _ = plain_run(
+                config, micro_size=8 // together, num_steps=case.steps, together=together
+            )
         learnt = 0.1 if case.steps == NUM_STEPS else 0.0
         assert min(losses) < losses[0] - learnt, (
             "the oracle itself must learn, or equality says nothing"
@@ -346,6 +379,17 @@ def test_a_tensor_group_does_not_change_a_run(name: str, two_ranks: Path) -> Non
         (two_ranks / f"{name}-{size}/logs/rank0.log").read_text(encoding="utf-8") for size in (2, 1)
     ]
     assert all("gpt, 22,144 parameters" in log for log in logs), "a part is counted as the whole"
+
+
+@pytest.mark.parametrize("name", ["init-z3", "average-of-recomputed"])
+def test_histograms_of_a_tensor_group_are_those_of_whole_weights(
+    name: str, two_ranks: Path
+) -> None:
+    cut, whole = (histograms_of(two_ranks / f"{name}-{size}") for size in (2, 1))
+    assert cut.keys() == whole.keys()
+    for tag, expected in whole.items():
+        assert cut[tag].num == expected.num, tag
+        assert cut[tag].sum_squares == pytest.approx(expected.sum_squares, rel=1e-4), tag
 
 
 @pytest.mark.parametrize("stage", HALVES)

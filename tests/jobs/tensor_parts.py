@@ -90,6 +90,21 @@ class Bent(nn.Module):
         return logits
 
 
+class Convolved(nn.Module):
+    """A convolution with batch norm, and a perceptron of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(1, 8, 7, stride=7), nn.BatchNorm2d(8)
+        self.up, self.down = nn.Linear(128, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.stem(images))).flatten(1)
+        logits: Tensor = self.head(self.down(torch.relu(self.up(hidden))))
+        return logits
+
+
 class Sloped(nn.Module):
     """A perceptron whose own weight is a slope between its two layers."""
 

@@ -39,8 +39,19 @@ _KEYS: Final[Mapping[str, set[str]]] = {
     "FusedLion": {"exp_avg"},
     "DeepSpeedCPULion": {"exp_avg"},
 }
-# Adafactor's state of a weight that is stepped whole: key -> the dimension of size one.
-_FACTORED: Final = {"row_var": -1, "col_var": -2}
+ROW_VAR: Final = "row_var"
+COL_VAR: Final = "col_var"
+VARIANCE: Final = "variance"
+# Adafactor's state of a matrix: key -> the dimension of size one.
+_FACTORED: Final = {ROW_VAR: -1, COL_VAR: -2}
+ADAFACTOR_KEYS: Final = frozenset({ROW_VAR, COL_VAR, VARIANCE})
+
+
+def whole_key(key: str, number: int) -> str:
+    """Return the key of state that is kept of a whole weight beside the tensor that is stepped, of
+    which a rank may have a share: `number` is the weight's among those in the tensor.
+    """
+    return f"{key}.{number}"
 
 
 def _shape_of_state(key: str, shape: torch.Size) -> list[int]:

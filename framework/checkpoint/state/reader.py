@@ -22,7 +22,12 @@ import torch
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import MODEL_FILE, STATE_KEY, model_file_of
 from framework.checkpoint.state.deepspeed_format import describe_raw, warn_of
-from framework.checkpoint.state.optimizer_shards import EMA_KEY, FP32
+from framework.checkpoint.state.optimizer_shards import (
+    ADAFACTOR_KEYS,
+    EMA_KEY,
+    FP32,
+    whole_key,
+)
 from framework.checkpoint.state.schedule_free import AHEAD_KEY, averaged, beta_of
 from framework.checkpoint.state.shard_map import (
     CheckpointFiles,
@@ -82,7 +87,7 @@ class StoredState:
             for key, value in state.items():
                 if key != _STEP and torch.is_tensor(value) and value.ndim > 0:
                     keys.add(key)
-        return sorted(keys)
+        return sorted({key.partition(".")[0] for key in keys})
 
     def keys_of(self, name: str) -> list[str]:
         """Return the `keys` that a parameter has: Muon and Adafactor keep other state of matrices
@@ -90,7 +95,8 @@ class StoredState:
         """
         with self._explaining_errors():
             state = self._state_of(name)
-            return [key for key in self.keys if key in state]
+            number = self._stored(name).number
+            return [key for key in self.keys if key in state or whole_key(key, number) in state]
 
     def step_of(self, name: str) -> float | None:
         """Return the number of steps that the optimizer has taken of a parameter; the most of any
@@ -109,7 +115,8 @@ class StoredState:
             state = self._state_of(name)
             scalars = {}
             for key, value in state.items():
-                if key != _STEP and torch.is_tensor(value) and value.ndim == 0:
+                is_moved_apart = key == _STEP or key.partition(".")[0] in ADAFACTOR_KEYS
+                if not is_moved_apart and torch.is_tensor(value) and value.ndim == 0:
                     scalars[key] = value
             return scalars
 
@@ -174,6 +181,8 @@ class StoredState:
         """Read `count` numbers of this rank's flattened tensor from `start` on: float32,
         one-dimensional.
         """
+        if key in ADAFACTOR_KEYS:
+            return self.whole_state(name, key)[start : start + count]
         state = "" if key == FP32 else key
         result = torch.empty(count, dtype=torch.float32)
         done = 0
@@ -185,6 +194,18 @@ class StoredState:
             num_stored = self._stored(name).shape.numel()
             raise self._mismatch(name, f"{num_stored:,} numbers of it, and the run has more")
         return result
+
+    def whole_state(self, name: str, key: str) -> torch.Tensor:
+        """Return Adafactor's state `key` of a whole weight, flat: every rank that holds numbers of
+        the weight has it alike.
+        """
+        with self._explaining_errors():
+            state = self._state_of(name)
+            kept_as = whole_key(key, self._stored(name).number)
+            if kept_as not in state:  # torch's Adafactor steps whole weights
+                kept_as = key
+            whole: torch.Tensor = state[kept_as]
+            return whole.reshape(-1)
 
     def _pieces(self, name: str, start: int, stop: int) -> Iterator[ShardPiece]:
         """Yield the stretches that together are numbers `start` to `stop` of this rank's part of a

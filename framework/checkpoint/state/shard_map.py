@@ -104,6 +104,7 @@ class Stored:
         start: where the row begins in each tensor.
         state: keys that lead to the optimizer's state in each file; None if it keeps none.
         state_file: the one file that has the state, if that is another file.
+        number: of the weight among those that are stepped as one tensor.
         split, parts: of a weight that tensor ranks share: how it is split, and each rank's part.
             Files and keys are the first part's.
     """
@@ -117,6 +118,7 @@ class Stored:
     start: int = 0
     state: tuple[str | int, ...] | None = None
     state_file: str = ""
+    number: int = 0
     split: Split | None = None
     parts: tuple[Stored, ...] = ()
 
@@ -578,9 +580,9 @@ def _row_of_group(
     dtype = partition.dtype
     size = partition.numel()
     offset = 0
-    row = {}
+    row: dict[str, Stored] = {}
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        row[name] = Stored(shape, dtype, ranks, keys, size, offset, state=state)
+        row[name] = Stored(shape, dtype, ranks, keys, size, offset, state=state, number=len(row))
         offset += shape.numel() + padding
     return row
 
@@ -649,12 +651,14 @@ def _stage3_weights(
     files.expect(dict.fromkeys(ranks, partial(_check_rows, sizes)))
     group = 0
     start = 0
+    number = 0
     for name, shape in chain.from_iterable(shapes.items() for shapes in model["param_shapes"]):
         rows = list(_rows_by_expert_rank({name: shape}, ranks, *experts, packed))
         size = -(-shape.numel() // len(rows[0][0]))  # rounded up: the last piece is padded
         while group < len(sizes) and start == sizes[group]:
             group += 1
             start = 0
+            number = 0
         if size > sizes[group] - start:
             raise ValueError(f"{ranks[0]} cuts {name} elsewhere than its shape says")
         state = None
@@ -664,11 +668,10 @@ def _stage3_weights(
         dtype = flats[group].dtype
         for row_ranks, names in rows:
             for row_name in names:
-                yield (
-                    row_name,
-                    Stored(shape, dtype, row_ranks, keys, size, start=start, state=state),
-                )
+                weight = Stored(shape, dtype, row_ranks, keys, size, start=start, state=state)
+                yield row_name, replace(weight, number=number)
         start += size
+        number += 1
     # With a rest that belongs to no parameter, all would be misread.
     if sum(sizes[:group]) + start < sum(sizes):
         raise ValueError(f"{ranks[0]} holds more numbers than the parameters have")
