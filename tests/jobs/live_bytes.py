@@ -1,6 +1,6 @@
 """Counts the bytes of a rank's live tensors at five moments of a run, for each config of a list:
 live_bytes.py CASES.json OUT.json. OUT has a list for each config: the most of all ranks at each
-moment, what autograd saved, and the bytes of checkpoints.
+moment, what autograd saved (0 where a case does not ask for it), and the bytes of checkpoints.
 """
 
 from __future__ import annotations
@@ -172,9 +172,10 @@ def measure(case: Mapping[str, Any]) -> list[int]:
     with ledger:
         engine.train_step(iter([batch] * steps))
     deepspeed_engine.backward, deepspeed_engine.step = own
-    with saved.hooks:
-        inputs, targets = task.split(batch)
-        task.loss(task.forward(deepspeed_engine, inputs), targets)
+    if case["saved"]:
+        with saved.hooks:
+            inputs, targets = task.split(batch)
+            task.loss(task.forward(deepspeed_engine, inputs), targets)
     return [start, quiet, *(between + each for each in most.values()), saved.total, *ended(engine)]
 
 

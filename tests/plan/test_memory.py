@@ -578,7 +578,6 @@ def measured(
     names = ON_RANKS[request.param]
     # a sixteenth of them, an eighteenth of the last, takes minutes less
     if not request.config.getoption("--exhaustive"):
-        length = "own-length" if request.param < 4 else "-"  # one rank and two hold it
         names = [
             name
             for number, name in enumerate(names)
@@ -588,9 +587,10 @@ def measured(
                 else (number + number // 4 + 4) % 16
             )
             == 0
+            # one rank holds those in fp32, two those in bf16
+            or (name.startswith("own-length") and name.endswith(f"-{request.param}"))
             or name.startswith(
                 (
-                    length,
                     "own-ring-4",
                     "states-",
                     "z2-zenflow",
@@ -603,7 +603,10 @@ def measured(
                 )
             )
         ]
-    listed = [{"config": CASES[name][0], "batch": CASES[name][1]} for name in names]
+    listed = [
+        {"config": CASES[name][0], "batch": CASES[name][1], "saved": is_handed_in(name)}
+        for name in names
+    ]
     (folder / "cases.json").write_text(json.dumps(listed), encoding="utf-8")
     files = [str(folder / name) for name in ("cases.json", "found.json")]
     run_ranks(ROOT / "tests/jobs/live_bytes.py", *files, num_ranks=request.param, cwd=folder)
@@ -668,9 +671,15 @@ def expected(name: str, ranks: int, saved: int) -> list[int]:
         plan = make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu"))
         memory = estimate(plan, work=find_own_work(plan))
     else:
-        is_handed_in = not (name.startswith("own-") or "activations" in name)
-        memory = estimated(values, ranks=ranks, activation_bytes=saved if is_handed_in else None)
+        memory = estimated(
+            values, ranks=ranks, activation_bytes=saved if is_handed_in(name) else None
+        )
     return [memory.total(moment) + on_host(memory, moment) for moment in MOMENTS]
+
+
+def is_handed_in(name: str) -> bool:
+    """Whether the estimate is given the bytes that autograd saved, as counted."""
+    return not (name.startswith(("own-", "traced-", "pipe-")) or "activations" in name)
 
 
 def on_host(memory: Memory, moment: str) -> int:
