@@ -56,7 +56,10 @@ _MOST_DIGITS: Final = 12  # by which a sum is swayed, up or down
 # Operations that give fewer numbers than they take, and add none up.
 _PICKS: Final = ("index", "index_select", "gather", "take", "masked_select", "nonzero", "item")
 
-_BY_NUMBER: Final = "take an optimizer that works number by number, such as AdamW, Lion or SGD"
+_BY_NUMBER: Final = (
+    "take an optimizer that works number by number, such as AdamW, Lion or SGD, or optimizer.kind: "
+    "adafactor or muon"
+)
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,16 @@ ADAFACTOR_KEYS: Final = frozenset({ROW_VAR, COL_VAR, VARIANCE})
 
 
 def whole_key(key: str, number: int) -> str:
-    """Return the key of state that is kept of a whole weight beside the tensor that is stepped, of
-    which a rank may have a share: `number` is the weight's among those in the tensor.
+    """Return the key of state that is kept of a whole weight, beside a rank's share of the weights
+    that are stepped as one tensor: `number` is the weight's among them.
     """
     return f"{key}.{number}"
+
+
+def is_whole_key(key: str) -> bool:
+    """Check whether state is kept of a whole weight, by its key (`whole_key`)."""
+    name, _, number = key.partition(".")
+    return name in ADAFACTOR_KEYS and number.isdigit()
 
 
 def _shape_of_state(key: str, shape: torch.Size) -> list[int]:

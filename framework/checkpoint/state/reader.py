@@ -23,9 +23,9 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import MODEL_FILE, STATE_KEY, model_file_of
 from framework.checkpoint.state.deepspeed_format import describe_raw, warn_of
 from framework.checkpoint.state.optimizer_shards import (
-    ADAFACTOR_KEYS,
     EMA_KEY,
     FP32,
+    is_whole_key,
     whole_key,
 )
 from framework.checkpoint.state.schedule_free import AHEAD_KEY, averaged, beta_of
@@ -85,9 +85,11 @@ class StoredState:
         keys = set()
         for state in self._states:
             for key, value in state.items():
-                if key != _STEP and torch.is_tensor(value) and value.ndim > 0:
+                if is_whole_key(key):
+                    keys.add(key.partition(".")[0])
+                elif key != _STEP and torch.is_tensor(value) and value.ndim > 0:
                     keys.add(key)
-        return sorted({key.partition(".")[0] for key in keys})
+        return sorted(keys)
 
     def keys_of(self, name: str) -> list[str]:
         """Return the `keys` that a parameter has: Muon and Adafactor keep other state of matrices
@@ -115,7 +117,7 @@ class StoredState:
             state = self._state_of(name)
             scalars = {}
             for key, value in state.items():
-                is_moved_apart = key == _STEP or key.partition(".")[0] in ADAFACTOR_KEYS
+                is_moved_apart = key == _STEP or is_whole_key(key)
                 if not is_moved_apart and torch.is_tensor(value) and value.ndim == 0:
                     scalars[key] = value
             return scalars
@@ -181,7 +183,7 @@ class StoredState:
         """Read `count` numbers of this rank's flattened tensor from `start` on: float32,
         one-dimensional.
         """
-        if key in ADAFACTOR_KEYS:
+        if self._is_kept_whole(name, key):
             return self.whole_state(name, key)[start : start + count]
         state = "" if key == FP32 else key
         result = torch.empty(count, dtype=torch.float32)
@@ -199,13 +201,17 @@ class StoredState:
         """Return Adafactor's state `key` of a whole weight, flat: every rank that holds numbers of
         the weight has it alike.
         """
-        with self._explaining_errors():
-            state = self._state_of(name)
+        kept_as = key  # of torch's Adafactor, which steps whole weights
+        if self._is_kept_whole(name, key):
             kept_as = whole_key(key, self._stored(name).number)
-            if kept_as not in state:  # torch's Adafactor steps whole weights
-                kept_as = key
-            whole: torch.Tensor = state[kept_as]
+        with self._explaining_errors():
+            whole: torch.Tensor = self._state_of(name)[kept_as]
             return whole.reshape(-1)
+
+    def _is_kept_whole(self, name: str, key: str) -> bool:
+        """Check whether a weight's state was kept whole, beside a rank's share of the weight."""
+        with self._explaining_errors():
+            return whole_key(key, self._stored(name).number) in self._state_of(name)
 
     def _pieces(self, name: str, start: int, stop: int) -> Iterator[ShardPiece]:
         """Yield the stretches that together are numbers `start` to `stop` of this rank's part of a
