@@ -48,8 +48,8 @@ def group_values(
         shapes: name in the plain module -> shape, in the model's order.
         optimizer: a section of the config; with the user's own code all weights have the same
             values.
-        layers: names of all layers of the model in order, where `shapes` has only the weights of a
-            pipeline's stage.
+        layers: names of all layers of the model, or of all its weights, in order, where `shapes`
+            has only the weights of a pipeline's stage, or the trained ones.
 
     Raises:
         ConfigError: kind ``muon-needs-matrices``, see `stepped_by_muon`.

@@ -60,7 +60,8 @@ def parameter_groups(
         if has_steps:
             return _divide_by_freeze_entry([{"params": parameters}], trained, freeze)
         return parameters
-    values_by_name = group_values(shapes, optimizer, layers=layers or ())
+    # Frozen layers count as well: their names are among all, and not among the trained ones.
+    values_by_name = group_values(shapes, optimizer, layers=layers or list(named_parameters))
     values_of_groups = in_order(values_by_name.values())
     groups: list[dict[str, Any]] = []
     for values in values_of_groups:

@@ -31,6 +31,20 @@ def test_decay_on_matrices_leaves_biases_and_norms_alone() -> None:
     assert {*decayed, *others, "conv.weight"} == set(names.values())
 
 
+def test_frozen_layers_count_in_the_decay_of_rates() -> None:
+    """As in a pipeline, which counts the model's layers."""
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+    model[1].weight.requires_grad_(False)
+    section = AdamW(lr=1.0, layer_decay=0.5)
+    groups: Any = parameter_groups(dict(model.named_parameters()), section)
+    rates = {group["params"][0]: group.get("lr", 1.0) for group in groups}
+    assert rates == {model[0].weight: 0.125, model[2].weight: 0.5, model[3].weight: 1.0}
+    staged: Any = parameter_groups(
+        {"0.weight": model[0].weight}, section, layers=["0", "1", "2", "3"]
+    )
+    assert staged[0]["lr"] == 0.125
+
+
 def test_an_optimizer_decays_what_it_should() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     groups = parameter_groups(
