@@ -113,6 +113,10 @@ class Adam(AdamW):
 # Numbers of a moment in 8 bits that have one scale, and numbers that are stepped at once.
 MOMENT_BLOCK: Final = 256
 NUMBERS_AT_ONCE: Final = 1 << 22
+# Numbers that are compared at once in the look for what was written into weights: few where they
+# lie in a cache, more where every piece is some kernels to launch.
+COMPARED_ON_CPU: Final = 1 << 17
+COMPARED_AT_ONCE: Final = 1 << 22
 
 
 class AdamW8bit(BuiltInOptimizer):

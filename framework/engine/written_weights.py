@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from framework.checkpoint.state.weight_names import Names, opened
+from framework.config.optimizer import COMPARED_AT_ONCE, COMPARED_ON_CPU
 from framework.engine.distributed import gather
 from framework.engine.flat_groups import FlatGroup, flat_groups
 from framework.engine.weight_sums import block_sums, differing_positions, weights_in_blocks
@@ -42,12 +43,6 @@ from framework.errors import TrainingError
 
 if TYPE_CHECKING:
     from framework.engine.spread_weights import SpreadWeights
-
-# Numbers that are compared at once, which takes 11 to 17 bytes each meanwhile: few where they lie
-# in a cache, more where every piece is some kernels to launch.
-_AT_ONCE_ON_CPU: Final = 2**17
-_AT_ONCE: Final = 2**22
-
 
 Pairs = list[tuple[Tensor, Tensor]]
 """(low, copy): weights of the module, and the fp32 copy that the optimizer steps for them."""
@@ -430,7 +425,7 @@ def _batches(pairs: Pairs) -> Iterator[Pairs]:
         if not (low.is_contiguous() and copy.is_contiguous()):
             yield [(low, copy)]
             continue
-        most = _AT_ONCE_ON_CPU if low.device.type == "cpu" else _AT_ONCE
+        most = COMPARED_ON_CPU if low.device.type == "cpu" else COMPARED_AT_ONCE
         lows = torch.split(low.view(-1), most)
         copies = torch.split(copy.view(-1), most)
         for piece in zip(lows, copies, strict=True):

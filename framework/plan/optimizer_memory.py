@@ -8,6 +8,8 @@ from typing import Final
 
 from framework.config.base import Factory, Object
 from framework.config.optimizer import (
+    COMPARED_AT_ONCE,
+    COMPARED_ON_CPU,
     MOMENT_BLOCK,
     NUMBERS_AT_ONCE,
     SGD,
@@ -122,6 +124,20 @@ def bytes_of_blocks(size: int) -> int:
     tensor that it steps has this size: it steps `NUMBERS_AT_ONCE` at a time.
     """
     return _BYTES_AT_ONCE * min(size, NUMBERS_AT_ONCE)
+
+
+def compared_bytes(size: int, width: int, *, is_cpu: bool) -> int:
+    """Return the bytes in which a step begins that carries what was written into weights into their
+    fp32 copies (`engine/written_weights.py`): both are joined piece by piece, and what they become
+    is made beside them, by way of a weight in fp32 and a flag.
+
+    Args:
+        size: elements of all weights that are stepped.
+        width: bytes of an element of a weight in half precision.
+        is_cpu: whether they are compared on processors.
+    """
+    at_once = COMPARED_ON_CPU if is_cpu else COMPARED_AT_ONCE
+    return (width + 3 * _FP32 + 1) * min(size, at_once)
 
 
 def muon_copies(muon: Muon, weights: Mapping[str, Shape], *, is_cpu: bool) -> int:

@@ -34,6 +34,7 @@ from framework.plan.offload import Shares, name_of_copies
 from framework.plan.operations import Shape
 from framework.plan.optimizer_memory import (
     bytes_of_blocks,
+    compared_bytes,
     muon_copies,
     muon_share_copies,
     state_of,
@@ -904,7 +905,11 @@ class RankMemory:
             copies = self.step_bytes_per_element * self.largest_part
         else:
             copies = self.step_bytes_per_element * self.total
-        return {"gradients": self.stepped_gradients(), "optimizer copies": copies}
+        gradients = self.stepped_gradients()
+        if self.copy_width > self.width:  # before gradients have copies in fp32
+            compared = compared_bytes(self.total, self.width, is_cpu=self.is_cpu)
+            copies = max(copies, self.width * self.total + compared - gradients)
+        return {"gradients": gradients, "optimizer copies": copies}
 
     @property
     def _steps_one_by_one(self) -> bool:

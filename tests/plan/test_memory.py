@@ -495,6 +495,7 @@ def few_bits_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         ("nf4", 2, 1),
         ("nf4", 3, 1),
         ("nf4", 1, 2),
+        ("nf4", 0, 1),
     ):
         values = {
             "model": GPT | {"vocab_size": 2000, "dropout": 0.1},
@@ -505,7 +506,7 @@ def few_bits_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
                 "max_steps": 9,
                 "lora": {"target_modules": names, "r": 16, "quantization": form},
             },
-            "zero": {"stage": stage, "reduce_bucket_size": 500_000},
+            "zero": {"stage": stage, "reduce_bucket_size": 500_000} if stage else {},
             "precision": {"dtype": "bf16"},
             "parallel": {"tensor": tensor},
         }
