@@ -17,7 +17,7 @@ from framework.plan.search import SearchResult
 from framework.plan.shortage import IN_WORDS
 
 _MOST_LOSERS: Final = 10
-_MOMENTS: Final = IN_WORDS | {"start": "after the start", "between": "between steps"}
+_MOMENTS: Final = IN_WORDS | {"start": "at the start", "between": "between steps"}
 
 _INDENT: Final = "          "  # in place of a label
 

@@ -107,25 +107,36 @@ def quantize_adapted(
     whole = torch.zeros((), dtype=torch.float64)
     here = {name: module for name, module in adapted.items() if not _is_elsewhere(module)}
     for name, module in here.items():
-        base: Any = module.base_layer
-        is_spread = hasattr(base.weight, "ds_id")
-        with deepspeed.zero.GatheredParameters([base.weight], enabled=is_spread):
-            if isinstance(base, DividedLinear):
-                from framework.engine.tensor_quantized import quantize_part
-
-                numbers, held = quantize_part(base, form, dtype=dtype, name=name)
-            else:
-                numbers = base.weight.detach().to(dtype).float()
-                module.base_layer = QuantizedLinear(base, form, dtype=dtype)
-                held = module.base_layer.matrix(torch.float32)
-            lost += (held - numbers).double().square().sum().cpu()
-            whole += numbers.double().square().sum().cpu()
+        weight = module.base_layer.weight
+        with deepspeed.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_id")):
+            of_lost, of_whole = _quantize(module, form, dtype=dtype, name=name)
+        lost += of_lost
+        whole += of_whole
         spread(module.base_layer)
     share = 0.0
     if here:
         share = float((lost / whole).sqrt())
     layers = counted(len(here), "linear layer")
     return f"{layers} in {form}, which leaves out {share:.2%} of the norm of their weights"
+
+
+def _quantize(
+    module: Any, form: Quantization, *, dtype: torch.dtype, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put one adapted linear layer into few bits; return the sums of the squares that were lost,
+    and of all. Nothing of the layer is alive afterwards but its bytes.
+    """
+    base: Any = module.base_layer
+    if isinstance(base, DividedLinear):
+        from framework.engine.tensor_quantized import quantize_part
+
+        numbers, held = quantize_part(base, form, dtype=dtype, name=name)
+    else:
+        module.base_layer = QuantizedLinear(base, form, dtype=dtype)
+        held = module.base_layer.matrix(torch.float32)
+        numbers = base.weight.detach().to(dtype).float()
+    lost = held.sub_(numbers).square_().sum(dtype=torch.float64)
+    return lost.cpu(), numbers.square().sum(dtype=torch.float64).cpu()
 
 
 def _is_elsewhere(module: Any) -> bool:

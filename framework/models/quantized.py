@@ -44,11 +44,14 @@ def quantize(weight: Tensor, form: Quantization) -> Tensor:
         codes = steps.round().to(torch.int8).flatten().view(torch.uint8)
         return torch.cat([codes, scales.view(torch.uint8)])
     flat = numbers.flatten()
-    blocks = pad(flat, (0, -len(flat) % NUMBERS_OF_A_BLOCK)).view(-1, NUMBERS_OF_A_BLOCK)
+    if len(flat) % NUMBERS_OF_A_BLOCK:
+        flat = pad(flat, (0, -len(flat) % NUMBERS_OF_A_BLOCK))
+    blocks = flat.view(-1, NUMBERS_OF_A_BLOCK)
     scales = blocks.abs().amax(dim=1)
     levels = torch.tensor(_LEVELS, device=weight.device)
     middles = (levels[1:] + levels[:-1]) / 2
-    nearest = torch.bucketize(blocks / _not_zero(scales)[:, None], middles).to(torch.uint8)
+    shares = blocks / _not_zero(scales)[:, None]
+    nearest = torch.bucketize(shares, middles, out_int32=True).to(torch.uint8)
     pairs = nearest.view(-1, 2)
     codes = (pairs[:, 0] << 4) | pairs[:, 1]
     return torch.cat([codes, scales.view(torch.uint8)])

@@ -57,18 +57,18 @@ class Rates:
             (benchmarks/results/one_gpu.json).
     """
 
-    plateau: float = 0.838
-    plateau_hopper: float = 0.76
-    attention: float = 0.228
+    plateau: float = 0.839
+    plateau_hopper: float = 0.759
+    attention: float = 0.229
     attention_hopper: float = 0.222
-    width: float = 1170.0
-    memory: float = 0.486
+    width: float = 1185.0
+    memory: float = 0.491
     overlap: float = 0.5
-    network: float = 0.783
+    network: float = 0.779
     best: float = 0.8
     best_plain: float = 1.0
-    best_tf32: float = 0.61
-    launch_seconds: float = 2.85e-5
+    best_tf32: float = 0.608
+    launch_seconds: float = 2.59e-5
     weight_seconds: float = 3.3e-4
     torch_on_host: float = 6.0
     joined_bytes: float = 46.0

@@ -65,8 +65,9 @@ class Memory:
 
     Attributes:
         moments: moment -> component -> bytes on the device. ``start``: after
-            `deepspeed.initialize`; ``between``: between two steps; ``forward``, ``backward``,
-            ``step``: at the fullest within.
+            `deepspeed.initialize`, or before it while stage 3 puts weights into few bits, if that
+            takes more; ``between``: between two steps; ``forward``, ``backward``, ``step``: at the
+            fullest within.
         host: component -> bytes of host memory that offloading takes, and a save in the background.
         drive: component -> bytes on an NVMe drive.
         saved_bytes: bytes of a checkpoint, the files of all ranks together.

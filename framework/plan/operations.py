@@ -21,6 +21,8 @@ from framework.config.training import HALF_ROWS, LoRA, fills_rows
 Shape = tuple[int, ...]
 _FP32: Final = 4
 _INT64: Final = 8
+_TIED: Final = "embed.weight"
+"""Weight of a head that is tied to the embedding: no linear layer, so no adapter either."""
 # Bytes that a tiled loss reads (r) and writes (w) of each logit beside its products, which have
 # operations of their own (`VocabularyPart.exponentials`, `_write_gradient`): the largest
 # logit r4; the difference to it r4 w4; exponentials r4 w4; their sum r4; the gradient r4 w4.
@@ -405,14 +407,14 @@ class Tape:
         `split`: whether tensor parallelism divides the outputs; None: as the inputs are.
         """
         shape = value.with_last(outputs)
-        is_first = self.place(name) not in self.weights
         weight = (outputs, value.shape[-1])
-        lora = self._adapts(name)
-        in_few_bits = is_first and lora is not None and lora.quantization is not None
+        is_tied = self.place(name) == _TIED
+        lora = None if is_tied else self._adapts(name)
+        in_few_bits = lora is not None and lora.quantization is not None
         made = self._product(
             value, shape, weight, name, has_bias=has_bias, split=split, in_few_bits=in_few_bits
         )
-        if not is_first or lora is None:  # a tied head is an embedding
+        if lora is None:
             return made
         low = self._adapter_product(value, name, value.with_last(lora.r), (lora.r, weight[1]))
         return self._with_adapter(made, low, name, (outputs, lora.r))
@@ -508,8 +510,7 @@ class Tape:
         cast_value = self.cast(value, self.product_width)
         saves = [cast_value] if is_trained else []
         temporary = 0
-        # a head that is tied to `embed` is not a linear layer of DeepSpeed's
-        is_linear = len(weight) == 2 and self.place(name) != "embed.weight"
+        is_linear = len(weight) == 2 and self.place(name) != _TIED  # not one of DeepSpeed's
         if in_few_bits:
             temporary = self.count * prod(weight) * (2 * _FP32 + self.product_width)
         elif self.keeps_inputs and is_linear:
@@ -596,10 +597,13 @@ class Tape:
         flows = self.own(value.shape[-1:], name)
         if self.device == "cuda":
             return self._norm(value, flows, statistics)
-        # on CPUs it is several operations, all in fp32
+        # on CPUs it is several operations, all in fp32; the last one is a product with the weight
         wide = self.cast(value, _FP32)
         scaled = self.run(wide, shape=value.shape, saves=[wide, statistics])
-        return self.cast(self._norm(scaled, flows), value.width)
+        saves = [scaled] if flows else []
+        flows = flows or scaled.has_gradient
+        made = self.run(scaled, shape=value.shape, saves=saves, has_gradient=flows)
+        return self.cast(made, value.width)
 
     def batch_norm(self, value: Value, name: str = "") -> Value:
         width = self.weight_width if self.device == "cpu" else _FP32
@@ -874,7 +878,7 @@ class Tape:
         logits = self.linear(value, outputs, has_bias=False, split=split)
         is_half = self.device == "cuda" and self.product_width < _FP32
         is_filled = is_half and fills_rows(outputs, prod(value.shape[:-1]))
-        if not is_filled or self.place("") != "embed.weight":
+        if not is_filled or self.place("") != _TIED:
             return logits
         missing = -outputs % HALF_ROWS
         weight = Value((outputs + missing, value.shape[-1]), self.product_width, has_gradient=False)

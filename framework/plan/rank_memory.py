@@ -48,6 +48,8 @@ Bytes = Mapping[str, int]
 EXPERTS: Final = ".experts."
 """Part of the names of all weights of experts."""
 _FP32: Final = 4
+# Bytes of each number of a layer that is put into few bits: gathered, in fp32, what bits are left.
+_QUANTIZED_AT_ONCE: Final = 15
 # Elements of the buckets of `engine/gradient_sums.py`.
 _STAGE_0_BUCKET: Final = 25 * 2**20 // 4
 # The same of DeepSpeed's pipeline (`MEMORY_OPT_ALLREDUCE_SIZE`).
@@ -353,13 +355,40 @@ class RankMemory:
         between = _largest_first(states | small_weights)
         kept = self.kept_gradients()
         moments = {
-            "start": start | small_weights,
+            "start": max(start | small_weights, self.put_into_few_bits(), key=_total),
             "between": between,
             "forward": between | kept | self.forward(),
             "backward": self.backward(between, kept),
             "step": self.step(states),  # for which stage 3 frees small weights too
         }
         return {name: positive(components) for name, components in moments.items()}
+
+    def put_into_few_bits(self) -> dict[str, int]:
+        """Return the bytes at most while the base of adapters is put into few bits at stage 3,
+        where it is partitioned before, in its first type: one layer after the other is whole then
+        (`engine/adapter_weights.py`). Below, that happens in host memory.
+        """
+        if self.stage < 3 or not self.work.frozen:
+            return {}
+        partitioned = sum(self.share_of(prod(shape)) for shape in self.work.frozen.values())
+        most = 0
+        layer = 0
+        for shape, (held, _) in zip(self.work.frozen.values(), self.frozen_numbers, strict=True):
+            size = prod(shape)
+            if held == size:
+                continue
+            one = _QUANTIZED_AT_ONCE * size * self.layout.tensor_size
+            if self.width * partitioned + one > most:
+                most = self.width * partitioned + one
+                layer = one
+            partitioned -= self.share_of(size) - self.share_of(held)
+        if not layer:
+            return {}
+        return {
+            "weights": most - layer + self.work.buffer_bytes,
+            "layer on its way to few bits": layer,
+            "adapters": self.width * self.total,
+        }
 
     def weights(self) -> dict[str, int]:
         """Return the bytes of weights and of their copies that are stepped; ZeRO copies fp32

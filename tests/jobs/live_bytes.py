@@ -11,9 +11,11 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from framework.checkpoint.save_stream import StagedFiles
 from framework.config.load import config_from_values
+from framework.engine import adapter_weights
 from framework.engine.distributed import gather, process_group, rank
 from framework.setup.assemble import assemble_engine
 from framework.setup.prepare_run import prepare
@@ -133,9 +136,10 @@ def measure(case: Mapping[str, Any]) -> list[int]:
     torch.nn.functional.linear = LINEAR
     prepared = prepare(config_from_values(case["config"]))
     earlier, task = live_storages(), prepared.parts.task
-    engine: Any = assemble_engine(prepared)
+    with quantizing(earlier) as most_before:
+        engine: Any = assemble_engine(prepared)
     rest()
-    start = bytes_beside(earlier)
+    start = max(bytes_beside(earlier), *most_before)
     batch, steps = make_batch(case), prepared.plan.layout.accumulation_steps
     for _ in range(2):
         engine.train_step(iter([batch] * steps))
@@ -177,6 +181,27 @@ def measure(case: Mapping[str, Any]) -> list[int]:
             inputs, targets = task.split(batch)
             task.loss(task.forward(deepspeed_engine, inputs), targets)
     return [start, quiet, *(between + each for each in most.values()), saved.total, *ended(engine)]
+
+
+@contextmanager
+def quantizing(earlier: Mapping[int, torch.UntypedStorage]) -> Iterator[list[int]]:
+    """Count the most while the first of the largest layers of ZeRO stage 3 is put into few bits."""
+    own, most, sizes = adapter_weights._quantize, [0], [0]
+
+    def counted(module: Any, *values: Any, **named: Any) -> Any:
+        weight = module.base_layer.weight
+        if not hasattr(weight, "ds_id") or weight.numel() <= max(sizes):
+            return own(module, *values, **named)
+        sizes.append(weight.numel())
+        rest()
+        before = bytes_beside(earlier)
+        with Ledger() as ledger:
+            done = own(module, *values, **named)
+        most.append(before + ledger.cut())
+        return done
+
+    with mock.patch.object(adapter_weights, "_quantize", counted):
+        yield most
 
 
 def ended(engine: Any) -> tuple[int, int]:

@@ -489,22 +489,24 @@ def few_bits_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     """Adapters over weights in few bits."""
     if importlib.util.find_spec("peft") is None:
         return
+    gpt = GPT | {"vocab_size": 2000, "dropout": 0.1}
     names = ["query", "value", "output", "up", "down"]
-    for form, stage, tensor in (
-        ("int8", 1, 1),
-        ("nf4", 2, 1),
-        ("nf4", 3, 1),
-        ("nf4", 1, 2),
-        ("nf4", 0, 1),
+    llama = GPT | {"size": "llama-2-7b", "mlp_size": 700, "num_kv_heads": 2, "vocab_size": 3000}
+    for model, targets, form, stage, tensor in (
+        (gpt, names, "int8", 1, 1),
+        (gpt, names, "nf4", 2, 1),
+        (llama, "all-linear", "nf4", 3, 1),
+        (gpt, names, "nf4", 1, 2),
+        (gpt, names, "nf4", 0, 1),
     ):
         values = {
-            "model": GPT | {"vocab_size": 2000, "dropout": 0.1},
+            "model": model,
             "data": {"kind": "text", "sequence_length": 64},
             "task": {"kind": "causal_lm"},
             "batch": {"micro_size": 8, "accumulation_steps": 1},
             "training": {
                 "max_steps": 9,
-                "lora": {"target_modules": names, "r": 16, "quantization": form},
+                "lora": {"target_modules": targets, "r": 16, "quantization": form},
             },
             "zero": {"stage": stage, "reduce_bucket_size": 500_000} if stage else {},
             "precision": {"dtype": "bf16"},

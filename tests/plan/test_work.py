@@ -304,6 +304,7 @@ _LORA = {"target_modules": ["query", "value", "down"], "r": 4}
         ("gpt", {}),
         ("gpt", {"lora": _LORA}),
         ("llama", {"lora": _LORA | {"modules_to_save": ["mlp_norm"]}}),
+        ("llama", {"lora": {"target_modules": "all-linear", "r": 4}}),
         ("gpt", {"freeze": ["embed.*", "positions.*", r"blocks\.[01]\..*"]}),
         ("mixtral", {"lora": {"target_modules": ["query", "value"], "r": 4}}),
     ],
@@ -324,5 +325,8 @@ def test_frozen_weights_have_no_gradients_to_compute(name: str, training: dict[s
     work = named_work(config, MICRO, device="cpu")
     assert work is not None
     assert work.trained_flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+    if config.training.lora is not None:
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        assert sorted(work.weights.values()) == sorted(tuple(weight.shape) for weight in trained)
     if training:
         assert work.trained_flops < 2.8 * work.flops
