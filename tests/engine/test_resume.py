@@ -5,6 +5,7 @@ weights, optimizer state.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +132,8 @@ CALM = {"model": {"kind": "mlp", "hidden_sizes": [64]}, "zero": {"stage": 1}}  #
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resume")
-    whole = [config(f"{case}-whole", folder, **CASES[case]) for case in CASES]
-    first = [
-        config(f"{case}-broken", folder, **CASES[case], training={"max_steps": STOP})
-        for case in CASES
-    ]
+    saved = {"every_steps": STOP}
+    whole = [config(f"{case}-whole", folder, **CASES[case], checkpoint=saved) for case in CASES]
     fresh = config(
         "auto-without-checkpoint", folder, training={"max_steps": 2}, checkpoint={"resume": "auto"}
     )
@@ -143,7 +141,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config("calm-whole", folder, **CALM),
         config("calm-broken", folder, **CALM, training={"max_steps": STOP}),
     ]
-    train_cases([*whole, *first, fresh, *calm], num_ranks=2, folder=folder, allow_fp16=True)
+    train_cases([*whole, fresh, *calm], num_ranks=2, folder=folder, allow_fp16=True)
+    for case in CASES:  # as if it had been killed before its last checkpoint
+        shutil.copytree(folder / f"{case}-whole", folder / f"{case}-broken")
+        shutil.rmtree(folder / f"{case}-broken" / "checkpoints" / f"global_step{TOTAL}")
     second = [
         config(f"{case}-broken", folder, **CASES[case], checkpoint={"resume": "auto"})
         for case in CASES
