@@ -24,6 +24,8 @@ def main() -> int:
         code = run()
         gc.freeze()  # the interpreter would search all that is there for garbage on its way out
         return code
+    except KeyboardInterrupt:  # the imports take half a second
+        return 130
     except ModuleNotFoundError as error:
         if error.name not in ("pydantic", "pydantic_core", "yaml", "ruamel", "rich"):
             raise

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import framework
+from framework import __main__ as program
 from framework.cli import main
 from tests.places import ROOT
 
@@ -102,6 +103,19 @@ def test_a_wrong_config_without_torch(without_torch: dict[str, str], tmp_path: P
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line.replace(":1:", ":1:8:", 1))
     done = run("render", str(path), environment=without_torch)
     assert (done.returncode, done.stdout, done.stderr) == (78, "", line)
+
+
+def test_ctrl_c_during_the_imports_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupts:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "framework.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "framework.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    monkeypatch.setattr(program, "collect_seldom", lambda: None)
+    monkeypatch.setenv("DSF_SHELL_PATH", "")
+    assert program.main() == 130
 
 
 def test_a_reader_that_leaves_early_is_no_error(without_torch: dict[str, str]) -> None:

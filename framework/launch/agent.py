@@ -250,7 +250,7 @@ class _NodeAttempt:
         # Ranks name in their last line the signal that they got, so Ctrl-C here is SIGINT for them
         # as well. Where SIGINT is ignored, agent and ranks both ignore it.
         if self.requests.asked == signal.SIGINT.name:
-            self.ranks.signal(signal.SIGINT)
+            self.ranks.interrupt()
         else:
             self.ranks.signal(signal.SIGTERM)
         action = f"asking {self.ranks.num_running} ranks to stop"

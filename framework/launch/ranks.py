@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -200,6 +201,17 @@ class Ranks:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
 
+    def interrupt(self) -> None:
+        """Send SIGINT to every rank that handles requests to stop, and SIGTERM to the others.
+
+        A rank that is starting has nothing to save: SIGTERM ends it silently, and SIGINT with a
+        traceback of Python, or even with Python's exit code 1.
+        """
+        for process in self._running.values():
+            number = signal.SIGINT if _handles_requests(process.pid) else signal.SIGTERM
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
     @property
     def are_given_up(self) -> bool:
         """True once a rank has survived SIGKILL for `KILL_SECONDS`."""
@@ -248,6 +260,16 @@ def rank_environment(topology: HostTopology, local_rank: int) -> dict[str, str]:
         "CROSS_RANK": str(topology.node_rank),
         "CROSS_SIZE": str(topology.nnodes),
     }
+
+
+def _handles_requests(pid: int) -> bool:
+    """Return whether a process handles SIGTERM; True where the system does not tell."""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+        handled = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+        if handled is not None:
+            return bool(int(handled[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return True
 
 
 def _state(pid: int) -> str:

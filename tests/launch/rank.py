@@ -30,8 +30,9 @@ def main() -> None:
             time.sleep(0.3)  # saves a checkpoint
             sys.exit(75)
 
-    signal.signal(signal.SIGTERM, signal.SIG_DFL if action == "deaf" else stop)
-    signal.signal(signal.SIGINT, stop)
+    if action != "deaf":
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
     watch_parent(os.environ, is_stopping=lambda: False, is_over=lambda: False)
     worker = os.fork()
     if worker == 0:  # a data loader's worker: it outlives a rank that is killed

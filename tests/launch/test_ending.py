@@ -93,14 +93,18 @@ def test_a_failure_stays_one_without_a_reader(alone: Members) -> None:
 # -------------------------------------------------------------------------------- too early to save
 
 
-def test_a_rank_that_does_not_listen_yet_is_no_failure(alone: Members) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_does_not_listen_yet_is_no_failure(
+    alone: Members, number: signal.Signals
+) -> None:
     process = alone.start(0, "0:deaf", "wait")
     alone.ready(2)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     code, stated = ended(process)
     assert code == EXIT_STOPPED
+    assert "Traceback" not in stated, "Python's own answer to SIGINT"
     last = stated.splitlines()[-1]
-    assert last.startswith("launch: stopped on request (SIGTERM at node 0 (")
+    assert last.startswith(f"launch: stopped on request ({number.name} at node 0 (")
     assert last.endswith("; the ranks' lines above name what was saved, if anything was")
 
 

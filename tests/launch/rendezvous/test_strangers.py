@@ -64,7 +64,7 @@ def test_who_holds_every_place_keeps_no_node_out() -> None:
                 await introduce(channel, hello(rank, nnodes=3), token=TOKEN)
             await asyncio.gather(*(read(channel, "go") for channel in nodes))
             await beginning
-            assert time.monotonic() - begun < 5
+            assert time.monotonic() - begun < 30  # they hold every place for ever
             for task in holding:
                 task.cancel()
             for channel in nodes:
