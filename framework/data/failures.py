@@ -14,6 +14,7 @@ from traceback import walk_tb
 from typing import Any, Final
 
 from torch._utils import ExceptionWrapper
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from framework.errors import ConfigError, FrameworkError, Problem, explaining, in_one_line
 
@@ -31,6 +32,7 @@ _WAYS_OUT: Final = {
 _NO_WAY_OUT_KNOWN: Final = (
     "the code that reads the data has ended its process: data.num_workers=0 shows where"
 )
+_print_error: Final = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 # torch raises a worker's error as one of the same class, with the worker's whole traceback as text.
 _FROM_WORKER: Final = re.compile(r"Caught \w+ in ")
 
@@ -95,12 +97,15 @@ def _end_of_worker(error: Exception) -> str:
     if not is_of_worker:
         return ""
     for frame, _ in walk_tb(error.__traceback__):
-        for worker in getattr(frame.f_locals.get("self"), "_workers", ()):
-            code = worker.exitcode
-            if code is not None and code < 0:
+        reader = frame.f_locals.get("self")
+        if not isinstance(reader, _MultiProcessingDataLoaderIter):
+            continue
+        for worker in reader._workers:
+            code = worker.exitcode or 0
+            if code < 0:
                 words = f"is killed by signal: {signal.strsignal(-code)}. "
                 return f"DataLoader worker (pid {worker.pid}) {words}"
-            if code:
+            if code > 0:
                 return f"DataLoader worker (pid {worker.pid}) exited unexpectedly"
     return ""
 
@@ -139,9 +144,6 @@ def send_errors_of_batches() -> None:
     `multiprocessing` prints it in a thread and goes on; the rank would wait for ever.
     """
     Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
-
-
-_print_error: Final = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
 
 def _send_error(queue: Any, error: Exception, sent: Any) -> None:
