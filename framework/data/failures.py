@@ -164,7 +164,8 @@ def _send_error(queue: Any, error: Exception, sent: Any) -> None:
         refusal = ConfigError.of("sample-type", reason, fix, "data")
         error = refusal.with_traceback(error.__traceback__)
     described = (type(error), error, error.__traceback__)
-    queue.put((number, ExceptionWrapper(described, where="in a data worker")))
+    wrapped = ExceptionWrapper(described, where="in a data worker")  # type: ignore[no-untyped-call]
+    queue.put((number, wrapped))
 
 
 def _without_traceback(error: Exception, *, claims: Claims) -> FrameworkError | None:

@@ -263,7 +263,7 @@ def rank_environment(topology: HostTopology, local_rank: int) -> dict[str, str]:
 
 
 def _handles_requests(pid: int) -> bool:
-    """Return whether a process handles SIGTERM; True where the system does not tell."""
+    """Return whether a process handles SIGTERM; True on systems without /proc."""
     with suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         handled = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
