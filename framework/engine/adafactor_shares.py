@@ -307,7 +307,8 @@ class _Place(NamedTuple):
     def gradient(self) -> Tensor:
         """The gradient of this rank's numbers, flat."""
         assert self.tensor.grad is not None
-        return self.weight.numbers(self.tensor.grad)
+        # convolutions on images in channels_last have such gradients
+        return self.weight.numbers(self.tensor.grad.contiguous())
 
 
 def _square(values: Tensor) -> Tensor:

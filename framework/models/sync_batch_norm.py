@@ -15,18 +15,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """`torch.nn.SyncBatchNorm` that also takes tensors on the CPU, which torch's refuses.
 
     Input and output: (batch, channels, ...). Ranks may have batches of different sizes. In
-    evaluation, without a process group and on one rank it is ordinary batch norm.
+    evaluation and without a process group it is ordinary batch norm.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise with mean and variance over the batches of all ranks; collective in
         training.
         """
-        is_synchronised = (
-            self.training
-            and distributed.is_initialized()
-            and distributed.get_world_size(self._group()) > 1
-        )
+        # torch's refuses tensors on the CPU in a group of one rank, too.
+        is_synchronised = self.training and distributed.is_initialized()
         if input.device.type != "cpu" or not is_synchronised:
             output: Tensor = super().forward(input)
             return output
