@@ -231,7 +231,9 @@ def _problem_without_parameters(
         value = parallel.stages
     stage_names = ", ".join(layer.name for layer in stage_layers)
     reason = f"stage {number} ({stage_names}) would have nothing to train"
-    fix = "set parallel.partition: parameters, or fewer stages"
+    fix = "set fewer stages, or list others in parallel.stages"
+    if parallel.stages or parallel.partition != "parameters":
+        fix = "set parallel.partition: parameters, or fewer stages"
     return Problem("stage-without-parameters", reason, fix, key, value)
 
 

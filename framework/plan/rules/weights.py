@@ -5,7 +5,7 @@ groups.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from framework.plan.rank_memory import EXPERTS
 from framework.plan.rules.base import Found, rule
 from framework.plan.work import ModelWork, model_work, trained_shapes, weights_alone
 
+_NUMBERS_OF_A_BLOCK: Final = 64  # as in models/quantized.py
 _ADAPTED: Final = "training.lora.target_modules"
 
 
@@ -163,6 +164,28 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
     elif not problems and pattern != ALL_LINEAR:
         named = [module for module in modules if is_named(module, pattern)]
         yield from _not_adaptable(named, work, pattern)
+    if lora.quantization == "nf4" and config.parallel.tensor > 1:
+        adapted = [module for module in modules if is_adapted(module, lora)]
+        yield from _cut_blocks(adapted, dict(work.weights) | dict(work.frozen))
+
+
+def _cut_blocks(modules: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> Iterator[Problem]:
+    """Find the first row layer that a tensor group cannot divide, as its rows are no whole blocks of
+    nf4 (`engine/tensor_quantized.py`).
+    """
+    for module in modules:
+        if not module.endswith((".attention.output", ".down")):
+            continue
+        columns = shapes[f"{module}.weight"][-1]
+        if columns % _NUMBERS_OF_A_BLOCK:
+            reason = (
+                f"nf4 has a scale for each {_NUMBERS_OF_A_BLOCK} numbers, and {module} divides "
+                f"rows of {columns} numbers, which are no multiple of that"
+            )
+            fix = "set int8, which has a scale for each row, or parallel.tensor: 1"
+            key = "training.lora.quantization"
+            yield Problem("lora-not-adaptable", reason, fix, key, "nf4")
+            return
 
 
 def _bad_targets(pattern: str | Sequence[str]) -> list[Problem]:

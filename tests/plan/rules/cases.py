@@ -31,6 +31,16 @@ def deep(stage: int, **more: Any) -> dict[str, Any]:
     return {"zero": {"stage": stage}, "training": {"compile": compiled}}
 
 
+def few_bits(form: str, width: int) -> dict[str, Any]:
+    """Adapters on the row layers of two ranks."""
+    return {
+        **GPT,
+        "model": {"kind": "gpt", "hidden_size": width},
+        "parallel": {"tensor": 2},
+        "training": {"lora": {"target_modules": ["output"], "quantization": form}},
+    }
+
+
 def zenflow(
     zero: dict[str, Any] | None = None, *, offload: bool = False, **sections: Any
 ) -> dict[str, Any]:
@@ -780,6 +790,9 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "cuda",
             "lora-not-adaptable",
         ),
+        (few_bits("nf4", 96), "cuda", "lora-not-adaptable"),
+        (few_bits("int8", 96), "cuda", None),
+        (few_bits("nf4", 128), "cuda", None),
     ],
     "not_with_lora": [
         (
