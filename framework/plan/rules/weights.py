@@ -170,7 +170,7 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
 
 
 def _cut_blocks(modules: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> Iterator[Problem]:
-    """Find the first row layer that a tensor group cannot divide, as its rows are no whole blocks of
+    """Find the first row layer that a tensor group cannot divide: its rows are no whole blocks of
     nf4 (`engine/tensor_quantized.py`).
     """
     for module in modules:
