@@ -165,9 +165,7 @@ def test_strides_come_back(strided: str) -> None:
     assert (holding.most_bytes == 0) == (strided == "expanded")
 
 
-def test_where_the_host_has_no_memory_values_stay(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_the_host_has_no_memory_values_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Tensor:
         raise RuntimeError("CUDA error: out of memory")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import TestCase
 
 import pytest
 
@@ -96,12 +97,11 @@ def test_without_a_file_nothing_goes_anywhere(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr() == ("", "")
 
 
-def test_warnings_of_a_library_are_left_out_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_of_a_library_are_left_out_meanwhile() -> None:
     library = logging.getLogger("library.part")
-    # Other tests of the process may have changed the root logger's level.
-    caplog.set_level(logging.WARNING, logger=library.name)
-    with rank_log.without_warnings_of("library.part"):
-        library.warning("registered twice")
-        library.error("broken")
-    library.warning("after it")
-    assert caplog.messages == ["broken", "after it"]
+    with TestCase().assertLogs(library, logging.WARNING) as logs:
+        with rank_log.without_warnings_of("library.part"):
+            library.warning("registered twice")
+            library.error("broken")
+        library.warning("after it")
+    assert [record.getMessage() for record in logs.records] == ["broken", "after it"]
