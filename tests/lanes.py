@@ -335,7 +335,7 @@ def _run_files(files: dict[str, list[pytest.Item]], channel: Connection) -> None
                 next_item = None if following is None else files[following][0]
             channel.send(("starts", item.nodeid))
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
-            channel.send(("ended", item.nodeid))
+        channel.send(("ended", file))
         file = following
 
 
@@ -351,9 +351,15 @@ class _Reporter:
     def __init__(self, config: pytest.Config, channel: Connection) -> None:
         self._config = config
         self._channel = channel
+        # --durations and --junit-xml count how long every phase took
+        self._sends_all = bool(config.option.durations or config.option.xmlpath)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Send the report of a test's phase."""
+        """Send the report of a test's phase. A fixture that passed is shown nowhere: without these,
+        the parent has a third of the work.
+        """
+        if report.passed and report.when != "call" and not self._sends_all:
+            return
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         self._channel.send(("report", data))
 

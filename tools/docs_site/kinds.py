@@ -240,17 +240,20 @@ class _Module:
             for node in self._nodes
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         ]
+        self._calls = [node for node in self._nodes if isinstance(node, ast.Call)]
         self._patterns: dict[str, tuple[int, str, str]] = {}
         self._patterns = dict(self._find_patterns())
 
     def _visit(self, node: ast.AST, owner: ast.AST) -> None:
         self._nodes.append(node)
         self._owner[node] = owner
-        for name, value in _assignments(node):
-            self._given.setdefault((owner, name), []).append(value)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for name, value in _assignments(node):
+                self._given.setdefault((owner, name), []).append(value)
         inner = node if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else owner
         for child in ast.iter_child_nodes(node):
-            self._visit(child, inner)
+            if not isinstance(child, ast.expr_context):
+                self._visit(child, inner)
 
     def _assigned(self, node: ast.AST, name: str) -> ast.expr | None:
         """The last value before a node that a name gets in its function, or in one around it, or in
@@ -293,18 +296,18 @@ class _Module:
         """Functions that put something before or behind the kind they are given: its place, and
         both.
         """
-        for function in self._functions:
-            names = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
-            for call in ast.walk(function):
-                value = self._kind_argument(call) if isinstance(call, ast.Call) else None
-                if isinstance(value, ast.JoinedStr) and self._owner[call] is function:
-                    text = self._text(value)
-                    if (
-                        text.count("{") == 1
-                        and (name := text.partition("{")[2].partition("}")[0]) in names
-                    ):
-                        head, _, tail = text.partition(f"{{{name}}}")
-                        yield function.name, (names.index(name), head, tail)
+        for call in self._calls:
+            function = self._owner[call]
+            value = self._kind_argument(call)
+            if not isinstance(value, ast.JoinedStr) or function is self._tree:
+                continue
+            arguments = function.args  # type: ignore[attr-defined]
+            names = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+            text = self._text(value)
+            name = text.partition("{")[2].partition("}")[0]
+            if text.count("{") == 1 and name in names:
+                head, _, tail = text.partition(f"{{{name}}}")
+                yield function.name, (names.index(name), head, tail)  # type: ignore[attr-defined]
 
     def _kind_argument(self, call: ast.Call) -> ast.expr | None:
         by_name = [keyword.value for keyword in call.keywords if keyword.arg == "kind"]
@@ -406,9 +409,9 @@ class _Module:
             yield from self._values(given, call, depth + 1)
 
     def _first_call(self, function: str) -> str:
-        for node in ast.walk(self._tree):
-            if isinstance(node, ast.Call) and _name(node) == function and node.args:
-                return _joined(*([self._text(part) for part in node.args[:2]] + [""])[:2])
+        for call in self._calls:
+            if _name(call) == function and call.args:
+                return _joined(*([self._text(part) for part in call.args[:2]] + [""])[:2])
         return ""
 
     def _text(self, node: ast.AST | None, depth: int = 0) -> str:
@@ -448,7 +451,7 @@ def _braces(node: ast.expr) -> str:
     return f"{{{name.strip('_')}}}"
 
 
-def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+def _assignments(node: ast.Assign | ast.AnnAssign) -> Iterator[tuple[str, ast.expr]]:
     """Names that a statement gives a value."""
     if (
         isinstance(node, ast.AnnAssign)
