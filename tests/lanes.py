@@ -295,11 +295,10 @@ def _be_lane(lane: int, session: pytest.Session, channel: Connection) -> None:
     _capture_alone(config)
     config.pluginmanager.get_plugin("terminalreporter")._tw._file = StringIO()
     config.pluginmanager.register(_Reporter(config, channel), "lane")
-    factory = config._tmp_path_factory  # type: ignore[attr-defined]
-    factory._basetemp = factory.getbasetemp() / f"lane{lane}"
-    factory._basetemp.mkdir()
+    folder = config._tmp_path_factory.getbasetemp() / f"lane{lane}"  # type: ignore[attr-defined]
+    folder.mkdir()
     try:
-        _run_files(_by_file(session.items), channel)
+        _run_files(_by_file(session.items), channel, folder)
     except KeyboardInterrupt:
         pass
     except BaseException:
@@ -321,11 +320,17 @@ def _capture_alone(config: pytest.Config) -> None:
             os.dup2(own.fileno(), stream.tmpfile.fileno())
 
 
-def _run_files(files: dict[str, list[pytest.Item]], channel: Connection) -> None:
+def _run_files(files: dict[str, list[pytest.Item]], channel: Connection, folder: Path) -> None:
     file = _request_file(channel)
+    number = 0
     while file is not None:
         following = None
         items = files[file]
+        # Each folder of a test is made with a look through all that stand beside it.
+        number += 1
+        factory = items[0].config._tmp_path_factory  # type: ignore[attr-defined]
+        factory._basetemp = folder / str(number)
+        factory._basetemp.mkdir()
         for index, item in enumerate(items):
             if index + 1 < len(items):
                 next_item = items[index + 1]
