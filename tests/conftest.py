@@ -81,8 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if times is not None:
         times.write_bytes(b"")
     gc.disable()
-    # pytest's own plugin for logs is left out (pyproject.toml): three times a test it looks through
-    # all loggers of torch and the others. What libraries log stands in what is captured of stderr.
+    # pytest's own plugin for logs is left out (pyproject.toml): six times a test it looks through
+    # all loggers of torch and the others. What libraries log stands in what is captured of stderr;
+    # unittest's assertLogs does what caplog does.
     logging.getLogger().addHandler(logging.StreamHandler())
     atexit.register(_end_at_once)  # early, and so after all other handlers
     # Late, torch asks for a solver of this name; the folder of a test's run is none.
