@@ -36,12 +36,8 @@ from framework.config.deepspeed_words import OWNED, PASSED_THROUGH
 from framework.config.load import Source, config_from_values
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError, Problem, printable, show_value
+from framework.imports.deepspeed_reader import NO_KEY, DeepSpeedReader, Omission, Values, is_default
 from framework.imports.deepspeed_sections import (
-    NO_KEY,
-    DeepSpeedReader,
-    Omission,
-    Values,
-    is_default,
     micro_batches_of_zenflow,
     optimizer,
     precision,
@@ -62,8 +58,8 @@ _BATCH: Final = (
 # releases that are off.
 _LEFT_OUT: Final = frozenset({"auto-value", "inert-key"})
 _GONE: Final = frozenset({"removed-key", "key-of-another-release"})
-# Keys that the command `import` names and goes on without.
-_WITHOUT_A_WORD: Final = _GONE | {"unknown-key"}
+# Keys that DeepSpeed's release does not have: `import` names them and goes on without them.
+_OUTSIDE_OF_RELEASE: Final = _GONE | {"unknown-key"}
 # Rendered in any case, so not worth a line.
 _SILENT: Final[Values] = {
     "wall_clock_breakdown": False,
@@ -155,17 +151,33 @@ def import_document(
         ConfigError: as there; the problems name the lines of the document.
     """
     table = load_table(release)
-    wrong = [problem for problem in lint(document, release=release) if _stops(problem)]
-    gone = [problem for problem in wrong if problem.kind in _WITHOUT_A_WORD]
-    if not partly or len(gone) < len(wrong):
-        _raise_any(without_placeholders(wrong, file=document.name))
+    stopping = [problem for problem in lint(document, release=release) if _stops(problem)]
+    not_of_release = [problem for problem in stopping if problem.kind in _OUTSIDE_OF_RELEASE]
+    all_may_be_left_out = len(not_of_release) == len(stopping)
+    if not partly or not all_may_be_left_out:
+        _raise_any(without_placeholders(stopping, file=document.name))
     reader = DeepSpeedReader(Facts(document.value, table.release), table)
     sections = _sections(reader)
-    refused = [placed(document, problem, at_top=False) for problem in reader.problems]
+    not_expressible = [placed(document, problem, at_top=False) for problem in reader.problems]
     if not partly:
-        _raise_any(refused)
+        _raise_any(not_expressible)
     sections["data"] = _placeholder_data(sections["batch"], reader)
     values = {key: section for key, section in sections.items() if section}
+    _refuse_what_cannot_be_planned(values, document, reader)
+    keys = {problem.key for problem in not_of_release}
+    left_out = tuple(omission for omission in reader.left_out if omission.key not in keys)
+    not_taken = (*not_of_release, *not_expressible)
+    return Imported(values, reader.comments, left_out, reader.sources, not_taken)
+
+
+def _refuse_what_cannot_be_planned(
+    values: Values, document: Document, reader: DeepSpeedReader
+) -> None:
+    """Refuse a run config that cannot be planned.
+
+    Raises:
+        ConfigError: its problems, at the keys of the DeepSpeed JSON that they come from.
+    """
     try:
         config = config_from_values(values)
         make_plan(config, default_cluster(config))
@@ -175,9 +187,6 @@ def import_document(
         ]
         problems.sort(key=lambda problem: (problem.line, problem.column))
         raise ConfigError(problems) from None
-    gone_keys = {problem.key for problem in gone}
-    left_out = tuple(omission for omission in reader.left_out if omission.key not in gone_keys)
-    return Imported(values, reader.comments, left_out, reader.sources, (*gone, *refused))
 
 
 def _raise_any(problems: Sequence[Problem]) -> None:

@@ -19,7 +19,7 @@ from framework.config.load import config_from_values
 from framework.config.other_words import answers
 from framework.errors import ConfigError, Problem, show_value
 from framework.imports.deepspeed import Imported, import_document
-from framework.imports.deepspeed_sections import Omission
+from framework.imports.deepspeed_reader import Omission
 from framework.imports.kind_of_file import Tool, read_deepspeed_json
 from framework.plan.render import merged
 

@@ -20,7 +20,7 @@ from framework.cli import main
 from framework.config.load import config_from_values
 from framework.errors import MISSING, ConfigError
 from framework.imports.deepspeed import Imported, import_deepspeed, import_document, run_config_text
-from framework.imports.deepspeed_sections import dotted_leaves as leaves
+from framework.imports.deepspeed_reader import dotted_leaves as leaves
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.plan.render import render

@@ -18,7 +18,7 @@ from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED, RawN
 from framework.checkpoint.resume_point import UNVERIFIED
 from framework.checkpoint.state.checkpoint_engine import read_or_explain
 from framework.checkpoint.state.raw_pipelines import describe_pipeline
-from framework.checkpoint.state.shard_map import CheckpointFiles
+from framework.checkpoint.state.stored import CheckpointFiles
 from framework.errors import StorageError, in_one_line
 from framework.system.log import warn
 

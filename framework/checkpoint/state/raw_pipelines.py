@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.names import MODEL_FILE
-from framework.checkpoint.state.shard_map import CheckpointFiles
+from framework.checkpoint.state.stored import CheckpointFiles
 
 _LAYER: Final = re.compile(r"layer_(?P<number>\d{1,6})-(?:model_(?P<rank>\d+)-)?model_states\.pt")
 _TIED: Final = "tied_modules."

@@ -29,13 +29,8 @@ from framework.checkpoint.state.optimizer_shards import (
     whole_key,
 )
 from framework.checkpoint.state.schedule_free import AHEAD_KEY, averaged, beta_of
-from framework.checkpoint.state.shard_map import (
-    CheckpointFiles,
-    ShardPiece,
-    Stored,
-    ValuePath,
-    map_checkpoint,
-)
+from framework.checkpoint.state.shard_map import map_checkpoint
+from framework.checkpoint.state.stored import CheckpointFiles, ShardPiece, Stored, ValuePath
 from framework.checkpoint.state.tensor_split import RankPart
 from framework.errors import ConfigError, StorageError, in_one_line
 

@@ -28,7 +28,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -43,184 +42,14 @@ from framework.checkpoint.names import (
     layer_file,
     shift_expert,
 )
-from framework.checkpoint.state.checkpoint_engine import read_file
+from framework.checkpoint.state.stage0_names import COPIES, FLAT, INNER, names_by_shape
+from framework.checkpoint.state.stored import CheckpointFiles, Stored, ValuePath
 from framework.checkpoint.state.tensor_split import Split
 from framework.models.adapters import is_adapter
 
 _SLICES: Final = "single_partition_of_fp32_groups"
 _ROWS: Final = "fp32_flat_groups"
-# In half precision at stage 0: DeepSpeed wraps the optimizer, and keeps the fp32 weights one by one
-# or flattened.
-_INNER: Final = "optimizer_state_dict"
-_COPIES: Final = "fp32_groups"
-_FLAT: Final = "fp32_groups_flat"
 _NamedTensor = tuple[str, torch.Tensor, "ValuePath"]
-
-
-@dataclass(frozen=True)
-class ValuePath:
-    """A value in a checkpoint: the name of a file, and the keys that lead to the value through the
-    dicts and lists in it.
-    """
-
-    file: str
-    keys: tuple[str | int, ...]
-
-    def then(self, *keys: str | int) -> ValuePath:
-        """Append keys."""
-        return ValuePath(self.file, self.keys + keys)
-
-
-@dataclass(frozen=True)
-class ShardPiece:
-    """A stretch of one stored tensor, seen as flat.
-
-    Attributes:
-        tensor: the tensor.
-        start: where the stretch begins in it.
-        num: how many numbers it has.
-        state: the optimizer's state of that tensor, a dict of tensors that are laid out alike; None
-            if the optimizer keeps no state of it.
-    """
-
-    tensor: ValuePath
-    start: int
-    num: int
-    state: ValuePath | None = None
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One weight or buffer: where its numbers lie is computed, and no file is opened for it.
-
-    Attributes:
-        shape: of the whole tensor.
-        dtype: of its numbers: of the fp32 copies if the optimizer keeps any.
-        files: that hold the numbers, in the order of ranks; each has `size` numbers of a row, in
-            which the tensor begins at `offset`.
-        keys: that lead to the tensor in each of the files.
-        size: numbers in each file; all of them if there is one file.
-        offset: of the tensor's first number.
-        start: where the row begins in each tensor.
-        state: keys that lead to the optimizer's state in each file; None if it keeps none.
-        state_file: the one file that has the state, if that is another file.
-        number: of the weight among those that are stepped as one tensor.
-        split, parts: of a weight that tensor ranks share: how it is split, and each rank's part.
-            Files and keys are the first part's.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    files: Sequence[str]
-    keys: tuple[str | int, ...]
-    size: int
-    offset: int = 0
-    start: int = 0
-    state: tuple[str | int, ...] | None = None
-    state_file: str = ""
-    number: int = 0
-    split: Split | None = None
-    parts: tuple[Stored, ...] = ()
-
-    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[ShardPiece]:
-        """Yield the stretches that together are numbers `start` to `stop` of the flattened tensor,
-        in order.
-        """
-        if stop is None:
-            stop = self.shape.numel()
-        else:
-            stop = min(stop, self.shape.numel())
-        if self.split is not None:
-            for rank, first, num in self.split.to_parts(self.shape, len(self.parts), start, stop):
-                yield from self.parts[rank].pieces(first, first + num)
-            return
-        while start < stop:
-            rank, within = divmod(self.offset + start, self.size)
-            num = min(self.size - within, stop - start)
-            file = self.files[rank]
-            tensor = ValuePath(file, self.keys)
-            yield ShardPiece(tensor, self.start + within, num, self._state_in(file))
-            start += num
-
-    @property
-    def first_state(self) -> ValuePath | None:
-        """The state in the first file, which has the same keys as in the others."""
-        return self._state_in(self.files[0])
-
-    def _state_in(self, file: str) -> ValuePath | None:
-        if self.state is None:
-            return None
-        return ValuePath(self.state_file or file, self.state)
-
-
-class CheckpointFiles:
-    """The files of one checkpoint, each mapped into memory when it is first used."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open: dict[str, Any] = {}
-        self._checks: dict[str, Callable[[Any], None]] = {}
-
-    def expect(self, checks: Mapping[str, Callable[[Any], None]]) -> None:
-        """Call a file's check with its content before anything more of the file is used; the check
-        raises ValueError.
-        """
-        self._checks.update(checks)
-        for name in checks.keys() & self._open.keys():
-            checks[name](self._open[name])
-
-    def __getitem__(self, name: str) -> Any:
-        """Return the content of a file. Raises what `read_file` and the file's check raise."""
-        if name not in self._open:
-            content = read_file(self.folder / name, mmap=True)
-            if name in self._checks:
-                self._checks[name](content)
-            self._open[name] = content
-        return self._open[name]
-
-    def value(self, path: ValuePath) -> Any:
-        """Return the value at a path."""
-        value = self[path.file]
-        for key in path.keys:
-            value = value[key]
-        return value
-
-    def numbers(self, piece: ShardPiece, *, state: str = "") -> torch.Tensor:
-        """Return a stretch, one-dimensional, still in the file; of the optimizer's state with the
-        key `state`, if one is given.
-        """
-        assert not state or piece.state is not None
-        if state and piece.state:
-            tensor = piece.state.then(state)
-        else:
-            tensor = piece.tensor
-        flat: torch.Tensor = self.value(tensor)
-        return flat.reshape(-1).narrow(0, piece.start, piece.num)
-
-    def joined(
-        self, pieces: Iterable[ShardPiece], shape: torch.Size, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Join a weight or buffer of this shape; still in the file if it lies in one piece."""
-        stretches = [self.numbers(piece) for piece in pieces]
-        if not stretches:
-            flat = torch.empty(0, dtype=dtype)
-        elif len(stretches) == 1:
-            flat = stretches[0]
-        else:
-            flat = torch.cat(stretches)
-        return flat.detach().view(shape)
-
-    def named(self, pattern: re.Pattern[str]) -> dict[tuple[int, int], str]:
-        """List the files of one kind: (data-parallel rank, model-parallel rank) -> name.
-        Model-parallel ranks count pipeline stages too.
-        """
-        names = []
-        for path in self.folder.iterdir():
-            match = pattern.fullmatch(path.name)
-            if match:
-                ranks = (int(match["rank"] or 0), int(match["model_rank"]))
-                names.append((ranks, path.name))
-        return dict(sorted(names))
 
 
 @dataclass(frozen=True)
@@ -436,24 +265,24 @@ def _stage0_weights_in(
     else:
         names = names_by_shape(content)
     state_keys: tuple[str, ...] = ("optimizer", "state")
-    if _INNER in optimizer:
-        state_keys = ("optimizer", _INNER, "state")
-    states = optimizer.get(_INNER, optimizer).get("state", {})
+    if INNER in optimizer:
+        state_keys = ("optimizer", INNER, "state")
+    states = optimizer.get(INNER, optimizer).get("state", {})
     number = 0
     for group, members in enumerate(names):
         start = 0
         for index, name in enumerate(members):
             weight = stored[name]
             # The flat copy of a group has one state.
-            key: int = group if _FLAT in optimizer else number
+            key: int = group if FLAT in optimizer else number
             state: tuple[str | int, ...] | None = None
             if key in states:
                 state = (*state_keys, key)
             weight = replace(weight, state=state, state_file=file)
-            if _FLAT in optimizer:
-                weight = _with_copy(files, weight, ("optimizer", _FLAT, group), start)
-            elif _COPIES in optimizer:
-                weight = _with_copy(files, weight, ("optimizer", _COPIES, group, index), 0)
+            if FLAT in optimizer:
+                weight = _with_copy(files, weight, ("optimizer", FLAT, group), start)
+            elif COPIES in optimizer:
+                weight = _with_copy(files, weight, ("optimizer", COPIES, group, index), 0)
             yield name, weight
             number += 1
             start += weight.shape.numel()
@@ -700,120 +529,3 @@ def _check_rows(sizes: Sequence[int], content: Any) -> None:
     """Compare the rows of a rank's file with the sizes of the first rank's. Raises ValueError."""
     if [flat.numel() for flat in content["optimizer_state_dict"][_ROWS]] != sizes:
         raise ValueError("a rank holds other numbers of the parameters than the first")
-
-
-def names_by_shape(content: Mapping[str, Any]) -> list[list[str]]:
-    """List the names of the weights that the optimizer of a ``mp_rank_00_model_states.pt`` steps,
-    group by group. Empty if the names cannot be derived, so that its state stays unread.
-
-    At stage 0 the optimizer only numbers its parameters, and another program than ours notes no
-    names. The weights of a group lie in it in the order of the module, if it was made from
-    `module.parameters()`; their shapes show which belong to which group, and in half precision
-    their values.
-    """
-    optimizer = content.get("optimizer") or {}
-    weights = _parameters(content)
-    flats: Sequence[torch.Tensor] = optimizer.get(_FLAT, ())
-    if flats:
-        return _names_of_flat_copy(flats, weights)
-    groups = _shapes_in_groups(optimizer)
-    names = _names_in_groups(groups, weights)
-    if _are_copies(optimizer.get(_COPIES, ()), names, weights):
-        return names
-    return []
-
-
-def _names_of_flat_copy(
-    flats: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
-) -> list[list[str]]:
-    """Return the names of all weights if they lie end to end in one tensor; otherwise, or with
-    several groups, nothing is known.
-    """
-    sizes = [weight.numel() for weight in weights.values()]
-    names = [list(weights)]
-    is_whole = len(flats) == 1 and flats[0].numel() == sum(sizes)
-    if is_whole and _are_copies([list(torch.split(flats[0], sizes))], names, weights):
-        return names
-    return []
-
-
-def _names_in_groups(
-    groups: Sequence[Sequence[torch.Size]], weights: Mapping[str, torch.Tensor]
-) -> list[list[str]]:
-    """Return the names of the weights in each group, by shape; empty if two groups hold weights of
-    one shape, or the weights do not have these shapes in this order.
-    """
-    group_of: dict[torch.Size, int] = {}
-    for number, members in enumerate(groups):
-        for shape in members:
-            if group_of.setdefault(shape, number) != number:
-                return []
-    names: list[list[str]] = [[] for _ in groups]
-    shapes: list[list[torch.Size]] = [[] for _ in groups]
-    for name, weight in weights.items():
-        if weight.shape in group_of:
-            number = group_of[weight.shape]
-            names[number].append(name)
-            shapes[number].append(weight.shape)
-    if shapes != groups:
-        return []
-    return names
-
-
-def _are_copies(
-    copies: Sequence[Sequence[torch.Tensor]],
-    names: Sequence[Sequence[str]],
-    weights: Mapping[str, torch.Tensor],
-) -> bool:
-    """Check that the weights are the rounded fp32 copies, as in half precision; otherwise the order
-    is another one.
-    """
-    for group, members in zip(copies, names, strict=False):
-        for copy, name in zip(group, members, strict=True):
-            weight = weights[name]
-            rounded = copy.detach().to(weight.dtype)
-            if not torch.equal(rounded.flatten(), weight.detach().flatten()):
-                return False
-    return True
-
-
-def _parameters(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the module's weights in its order, each under its first name."""
-    buffers = set(content["buffer_names"])
-    seen = set()
-    weights = {}
-    for name, tensor in content["module"].items():
-        memory = (tensor.data_ptr(), tensor.shape)
-        if name not in buffers and memory not in seen:
-            seen.add(memory)
-            weights[name] = tensor
-    return weights
-
-
-def _shapes_in_groups(optimizer: Mapping[str, Any]) -> list[list[torch.Size]]:
-    """Return the shapes that the optimizer steps, group by group: of its copies in half precision,
-    otherwise of its state. Empty without state (plain SGD), or if a weight has no axis.
-    """
-    groups = []
-    if _COPIES in optimizer:
-        for copies in optimizer[_COPIES]:
-            groups.append([copy.shape for copy in copies])
-        return groups
-    inner = optimizer.get(_INNER, optimizer)
-    states = inner.get("state", {})
-    for group in inner.get("param_groups", ()):
-        shapes = []
-        for number in group["params"]:
-            shape = _first_shape(states.get(number, {}))
-            if shape is None:
-                return []
-            shapes.append(shape)
-        groups.append(shapes)
-    return groups
-
-
-def _first_shape(state: Mapping[str, Any]) -> torch.Size | None:
-    for value in state.values():
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return value.shape
-    return None

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.huggingface import Form, Joined
-from framework.checkpoint.state.shard_map import Stored
+from framework.checkpoint.state.stored import Stored
 from framework.errors import ConfigError, StorageError, in_one_line
 from framework.system.files import NewFile, replace_text
 

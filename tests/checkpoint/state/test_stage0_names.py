@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from framework.checkpoint.state.shard_map import names_by_shape
+from framework.checkpoint.state.stage0_names import names_by_shape
 
 
 def model() -> torch.nn.Sequential:

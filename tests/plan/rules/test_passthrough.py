@@ -12,7 +12,7 @@ from deepspeed_lint.keys import load_table
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
 from framework.config.load import config_from_values
 from framework.errors import ConfigError, Problem
-from framework.imports.deepspeed_sections import dotted_leaves as leaves
+from framework.imports.deepspeed_reader import dotted_leaves as leaves
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.plan.render import render
