@@ -150,6 +150,12 @@ def _other_modules(
     names = [name.removeprefix(PEFT_PREFIX) for name in shapes]
     adapted = sorted({name.partition(LORA)[0] for name in names if LORA in name})
     whole = sorted(name for name in names if LORA not in name)
+    yield from _other_targets(adapted, lora, folder)
+    yield from _other_whole_modules(whole, lora, folder)
+
+
+def _other_targets(adapted: Sequence[str], lora: LoRA, folder: Path) -> Iterator[Problem]:
+    """Compare the modules with adapters in the folder with `training.lora.target_modules`."""
     targets = lora.target_modules
     unnamed = [name for name in adapted if targets != ALL_LINEAR and not is_named(name, targets)]
     if unnamed:
@@ -161,6 +167,10 @@ def _other_modules(
                 fix = "leave it out, or name whole modules"
                 key = "training.lora.target_modules"
                 yield _differs(reason, fix, folder, key=key, value=targets)
+
+
+def _other_whole_modules(whole: Sequence[str], lora: LoRA, folder: Path) -> Iterator[Problem]:
+    """Compare the weights that the folder holds whole with `training.lora.modules_to_save`."""
     unsaved = [name for name in whole if not is_inside_saved(name, lora)]
     if unsaved:
         saved = lora.modules_to_save

@@ -263,6 +263,16 @@ def _rounded_states(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> I
     )
 
 
+def _means_the_same(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Check whether other values of a key are no other training, or are compared elsewhere."""
+    if _is_kernel_of_torch(key, before, now):
+        return True
+    if key == _COMPARED_BY_LAYOUT or (key, before.get(key)) == _OLD_PARTIAL:
+        return True
+    is_of_both = key in before and key in now
+    return key.startswith(_OF_ONE_KIND) and not is_of_both
+
+
 def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for each key with the rule ``refused`` that the checkpoint has otherwise."""
     if not checkpoint.verified:  # there is no config to be compared
@@ -274,16 +284,9 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) == now.get(key) or rule_of(key) != "refused":
             continue
-        if _is_kernel_of_torch(key, before, now):
+        if key.startswith(_OBJECT_ARGS) and not has_args:
             continue
-        if key == _COMPARED_BY_LAYOUT or (key.startswith(_OBJECT_ARGS) and not has_args):
-            continue
-        if (key, before.get(key)) == _OLD_PARTIAL:
-            continue
-        if _is_allowed(key, config):
-            continue
-        is_of_both = key in before and key in now
-        if key.startswith(_OF_ONE_KIND) and not is_of_both:
+        if _means_the_same(key, before, now) or _is_allowed(key, config):
             continue
         if key in before:
             how = f"with {show_value(before[key])}"

@@ -14,7 +14,8 @@ from framework.commands.explained import explain_kind
 from framework.config.key_list import KeyForm, key_forms
 from framework.config.other_words import words_named
 from framework.errors import EXIT_OK, EXIT_PROBLEMS
-from framework.system.arguments import CommandParser, parse_command
+from framework.system.arguments import parse_command
+from framework.system.command_parser import CommandParser
 
 _MOST_IN_FULL: Final = 8
 _NARROWEST: Final = 40
@@ -74,21 +75,31 @@ def find_keys(word: str) -> list[str]:
     exact = [key for key in keys if plain in (key, key.rpartition(".")[2])]
     if exact and "." in plain:
         return [key for key in keys if key == plain or key.startswith(f"{plain}.")]
-    others: list[str] = []
-    for other in words_named(plain.rpartition(".")[2], plain.rpartition(".")[0]):
-        others += [key for key in keys if key in other.keys]
-        others += [key for key in keys if key.partition(".")[0] in other.keys]
-    if exact or others:
-        return list(dict.fromkeys([*exact, *others]))
+    of_other_tools = _keys_of_other_tools(plain, list(keys))
+    if exact or of_other_tools:
+        return list(dict.fromkeys([*exact, *of_other_tools]))
     in_names = [key for key in keys if plain in key]
-    if in_names:
-        return in_names
+    return in_names or _keys_by_sentence(word)
+
+
+def _keys_of_other_tools(plain: str, keys: Sequence[str]) -> list[str]:
+    """Return our keys that an argument of another tool stands for."""
+    section, _, name = plain.rpartition(".")
+    found: list[str] = []
+    for other in words_named(name, section):
+        found += [key for key in keys if key in other.keys]
+        found += [key for key in keys if key.partition(".")[0] in other.keys]
+    return found
+
+
+def _keys_by_sentence(word: str) -> list[str]:
+    """Return the keys with a word in the sentence about them."""
     text = re.escape(word.lower().replace("_", " "))
-    return [
-        key
-        for key, forms in keys.items()
-        if any(re.search(text, form.meaning.lower()) for form in forms)
-    ]
+    found = []
+    for key, forms in key_forms().items():
+        if any(re.search(text, form.meaning.lower()) for form in forms):
+            found.append(key)
+    return found
 
 
 def _as_key(word: str) -> str:

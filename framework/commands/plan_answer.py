@@ -51,6 +51,23 @@ class Answer:
     planned: Candidate | None = None
 
 
+def _time_and_costs(
+    question: Question, planned: Candidate, costs: Sequence[KeyCost]
+) -> dict[str, Any]:
+    """Return time and costs of the plan as plain values, and the machine that they are of."""
+    target = question.target
+    section: dict[str, Any] = {}
+    if planned.time:
+        section["time"] = planned.time.to_dict()
+    if costs:
+        section["costs"] = [cost.to_dict() for cost in costs]
+    if question.refused:
+        section["refused"] = question.refused.to_dict()
+    if target.machine:
+        section["machine"] = target.machine.to_dict() | {"rates": target.rates}
+    return section
+
+
 def answer_to(question: Question) -> Answer:
     """Estimate the plan's memory and time, and search for strategies."""
     plan = question.plan
@@ -75,14 +92,7 @@ def answer_to(question: Question) -> Answer:
         "memory": planned.memory.to_dict(),
         "strategies": strategies_section(result, candidates),
     }
-    if planned.time:
-        section["time"] = planned.time.to_dict()
-    if costs:
-        section["costs"] = [cost.to_dict() for cost in costs]
-    if question.refused:
-        section["refused"] = question.refused.to_dict()
-    if target.machine:
-        section["machine"] = target.machine.to_dict() | {"rates": target.rates}
+    section |= _time_and_costs(question, planned, costs)
     widest = _widest_search(question, planned, result)
     if widest is not None and not widest.ranked:
         others = list(runs_that_fit(question.widest_request))

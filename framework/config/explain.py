@@ -124,17 +124,7 @@ def _problem(
         key = ".".join(map(str, kind_path))
         return kind_path, replace(context["problem"], key=key, value=value["kind"])
     if kind in WANTED:
-        reason, fix = _wrong_type(value, WANTED[kind])
-        if WANTED[kind] == "text" and isinstance(value, (bool, int, float)):
-            value = Written(texts.get(path, show_value(value)))
-            fix = f'write "{value}", in quotes'
-        if isinstance(details["input"], bool) and key in _SWITCHED:
-            fix = _SWITCHED[key][details["input"]]
-        if value is None and key in _TURNS_OFF:
-            fix = _TURNS_OFF[key]
-        if key in MAIN_KEYS and isinstance(value, (int, float)) and not isinstance(value, bool):
-            fix = f"write {{{MAIN_KEYS[key]}: {show_value(value)}}}"
-        return path, Problem("wrong-type", reason, fix, key, value)
+        return path, _value_of_wrong_type(path, value, WANTED[kind], texts)
     if kind == "string_pattern_mismatch":
         reason, suggest = WORDS_OF_PATTERNS[context["pattern"]]
         return path, Problem("wrong-value", reason, suggest(str(value)), key, value)
@@ -187,6 +177,28 @@ def fields_of(owner: Any) -> Mapping[str, FieldInfo]:
     if isinstance(owner, type) and issubclass(owner, BaseModel):
         return owner.model_fields
     return {}
+
+
+def _value_of_wrong_type(
+    path: KeyPath, value: Any, wanted: str, texts: Mapping[KeyPath, str]
+) -> Problem:
+    """Return the problem of a value that is not `wanted`, with the fix that its key is known for;
+    `texts` as for `explain`.
+    """
+    key = ".".join(map(str, path))
+    reason, fix = _wrong_type(value, wanted)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    shown = value
+    if wanted == "text" and isinstance(value, (bool, int, float)):
+        shown = Written(texts.get(path, show_value(value)))
+        fix = f'write "{shown}", in quotes'
+    if isinstance(value, bool) and key in _SWITCHED:
+        fix = _SWITCHED[key][value]
+    elif value is None and key in _TURNS_OFF:
+        fix = _TURNS_OFF[key]
+    elif is_number and wanted != "text" and key in MAIN_KEYS:
+        fix = f"write {{{MAIN_KEYS[key]}: {show_value(value)}}}"
+    return Problem("wrong-type", reason, fix, key, shown)
 
 
 def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -> Problem:

@@ -342,7 +342,6 @@ class StreamLoader:
             lanes.append(lane)
         places: dict[int, LanePlace] = {}
         for step in count(start_step):
-            new_places: dict[int, LanePlace] = {}
             with refusing_exits(), self._random_state():
                 if step == start_step:
                     for lane in lanes:
@@ -353,10 +352,7 @@ class StreamLoader:
                     for _ in range(self.per_lane):
                         key = (lane.index, lane.count)
                         samples.append((key, lane.take()))
-                for lane in lanes:
-                    place = lane.place()
-                    if place != places.get(lane.index):
-                        new_places[lane.index] = place
+                new_places = _changed_places(lanes, places)
                 parts = list(self._batch_parts(indices.start * self.per_lane, samples))
             places |= new_places
             yield parts, new_places
@@ -543,3 +539,13 @@ class StreamPlaces:
         """Take the places in the state of a checkpoint."""
         places = state.get(_KEY) or {}
         self.restored = {int(index): LanePlace(*values) for index, values in places.items()}
+
+
+def _changed_places(lanes: Sequence[Lane], before: Mapping[int, LanePlace]) -> dict[int, LanePlace]:
+    """Return the places of the lanes that have another place than before."""
+    changed: dict[int, LanePlace] = {}
+    for lane in lanes:
+        place = lane.place()
+        if place != before.get(lane.index):
+            changed[lane.index] = place
+    return changed

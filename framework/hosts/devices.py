@@ -123,9 +123,18 @@ def find_devices(environment: Mapping[str, str]) -> LocalDevices:
             or _other_gpus(environment)
             or LocalDevices("cpu", 0)
         )
-    if requested not in ("cuda", "npu"):
-        kind = requested if requested in get_args(Device) else "unknown"
-        return LocalDevices(kind, 0)  # type: ignore[arg-type]
+    if requested in ("cuda", "npu"):
+        return _requested_devices(requested, environment)
+    kind = requested if requested in get_args(Device) else "unknown"
+    return LocalDevices(kind, 0)  # type: ignore[arg-type]
+
+
+def _requested_devices(requested: str, environment: Mapping[str, str]) -> LocalDevices:
+    """Return the devices of the kind that DS_ACCELERATOR names, ``cuda`` or ``npu``.
+
+    Raises:
+        ConfigError: kind ``no-device``: this process sees none.
+    """
     if requested == "npu":
         devices = _visible_devices("npu", count_npus(), environment)
     else:

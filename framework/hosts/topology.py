@@ -17,7 +17,7 @@ from framework.errors import ConfigError, Problem, UsageError
 from framework.hosts.devices import LocalDevices
 from framework.hosts.hostfile import Host, bare, cluster_of, is_host
 from framework.plan.cluster import RANKS_ON_CPU
-from framework.system.launcher_rank import first_of_nodelist
+from framework.system.mpi_launchers import first_of_nodelist
 
 DEFAULT_PORT: Final = 29500
 _VALUE: Final = "topology-value"
@@ -102,7 +102,7 @@ def resolve_topology(
         if value is not None:
             settings.append(Setting(name, bare(str(value)), names_of_flags[name]))
     decided = {item.name for item in settings}
-    offered = [*_from_hosts(hosts), *described(environment)]
+    offered = [*_from_hosts(hosts), *read_settings(environment)]
     explicit = [item for item in offered if item.name not in decided and not item.is_guess]
     problems = list(_contradictions(explicit))
     if not {"nnodes", "node_rank"} <= decided:
@@ -135,7 +135,7 @@ def slots_here(devices: LocalDevices) -> Setting | None:
     return None
 
 
-def described(environment: Mapping[str, str]) -> list[Setting]:
+def read_settings(environment: Mapping[str, str]) -> list[Setting]:
     """Read what the environment defines about nodes, the most explicit first."""
     settings = []
     for read in _READERS:

@@ -16,7 +16,7 @@ from framework.hosts.cores import bind_ranks
 from framework.hosts.devices import LocalDevices, find_devices, unused_gpus
 from framework.hosts.hostfile import ChosenHost, is_this_machine
 from framework.hosts.rank_environment import added_environment
-from framework.hosts.topology import HostTopology, Setting, described, slots_here
+from framework.hosts.topology import HostTopology, Setting, read_settings, slots_here
 from framework.launch.deepspeed_command import (
     as_shell_line,
     find_train_script,
@@ -30,8 +30,8 @@ from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import Restarts
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
-from framework.system.launcher_rank import launched_rank
 from framework.system.log import print_problem
+from framework.system.mpi_launchers import launched_rank
 from framework.system.output import write
 
 
@@ -227,7 +227,7 @@ def _fitting(here: Setting, job: LoadedRun, devices: LocalDevices) -> Setting:
 
 
 def _refuse_one_of_several_nodes(environment: Mapping[str, str]) -> None:
-    for item in described(environment):
+    for item in read_settings(environment):
         if item.name == "nnodes" and item.value not in ("", "1"):
             reason = "this is one of several nodes, and would train alone"
             fix = "start `launch node CONFIG`, or say --num_gpus N for this machine alone"

@@ -101,20 +101,29 @@ def _steps_of(run: RunRecords, kind: str) -> list[int]:
     return [event["step"] for event in run.happened(kind) if "step" in event]
 
 
+def _losses_of(run: RunRecords) -> list[str]:
+    """List the losses that a run has measured, of training first."""
+    names = [name for name in _names([run], "eval/") if _is_loss(name)]
+    if "train/loss" in run.metrics:
+        return ["train/loss", *names]
+    return names
+
+
 def _loss(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
-    several = len(runs) > 1
-    lines = []
-    marks = [] if several else marks_of(runs[0])
-    for run_number, run in enumerate(runs):
-        names = [name for name in _names([run], "eval/") if _is_loss(name)]
-        if "train/loss" in run.metrics:
-            names.insert(0, "train/loss")
-        # Of one run, a colour for each loss; of several, a colour for each run, with evaluations as
-        # points.
-        for loss_number, name in enumerate(names):
-            label = f"{run.name} {name}" if several else name
-            style = run_number if several else loss_number
-            lines.append(Line(label, run.metrics[name], style, name != "train/loss"))
+    lines: list[Line] = []
+    marks: list[Mark] = []
+    if len(runs) == 1:
+        marks += marks_of(runs[0])
+        # a colour for each loss
+        for number, name in enumerate(_losses_of(runs[0])):
+            lines.append(Line(name, runs[0].metrics[name], number, name != "train/loss"))
+    else:
+        # a colour for each run, with evaluations as points
+        for number, run in enumerate(runs):
+            for name in _losses_of(run):
+                label = f"{run.name} {name}"
+                lines.append(Line(label, run.metrics[name], number, name != "train/loss"))
+    for run in runs:
         loss = run.metrics.get("train/loss", Series())
         for step, value in zip(loss.steps, loss.values, strict=True):
             if not isfinite(value):

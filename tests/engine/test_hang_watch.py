@@ -141,6 +141,7 @@ def test_a_slow_first_step_makes_no_later_hang_wait(
     first: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
+    monkeypatch.setattr(hang_watch, "_num_compiled", lambda: 0)  # other tests may compile
     watch = watch_of(tmp_path)
     ask = Watched(watch, lambda step: "")
     watch.enter(STEPS)

@@ -10,8 +10,8 @@ import pytest
 
 from framework.errors import ConfigError, UsageError
 from framework.hosts.hostfile import Host
-from framework.hosts.topology import HostTopology, Setting, described, resolve_topology
-from framework.system.launcher_rank import first_of_nodelist
+from framework.hosts.topology import HostTopology, Setting, read_settings, resolve_topology
+from framework.system.mpi_launchers import first_of_nodelist
 
 OWN = {
     "NNODES": "2",
@@ -99,7 +99,7 @@ def test_a_pytorchjob_of_todays_operator_counts_ranks_in_world_size(
     assert (got.nnodes, got.slots, got.node_rank, got.sources["nnodes"]) == (2, 4, 1, "PET_NNODES")
     alone = {"PET_NNODES": "1", "WORLD_SIZE": "2", "RANK": "0"}
     assert resolve(alone).nnodes == 1
-    assert [item.value for item in described(alone) if item.name == "nnodes"] == ["1"]
+    assert [item.value for item in read_settings(alone) if item.name == "nnodes"] == ["1"]
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def _wrong_limits(entry: FrozenSteps, key: str, value: dict[str, Any]) -> Iterat
 
 @rule("freeze-steps")
 def freeze_by_steps(config: RunConfig, cluster: Cluster) -> Found:
-    """Find weights that are frozen in some steps and have not one limit, or are not proven against
-    plain PyTorch.
+    """Find entries of `training.freeze` that freeze weights in some steps only, and name no step or
+    two, or stand beside a setting with which that is not proven against plain PyTorch.
     """
     entries = scheduled(config.training.freeze)
     if not entries:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -276,7 +276,6 @@ def _lay_out(
         if len(ids) <= limit or not drops:
             fitting.append((ids[:limit], learnt[:limit]))
     answered = [(ids, learnt) for ids, learnt in fitting if learnt[1:].any()]
-    num_long = sum(len(ids) > limit for ids, _ in pairs)
     rows = list(range(len(answered) + 1))
     if packing:
         order, rows = best_fit([len(ids) - 1 for ids, _ in answered], length)
@@ -291,20 +290,30 @@ def _lay_out(
     learnt = np.concatenate(all_learnt)
     facts = [f"{name}: {len(answered):,} of {counted(len(pairs), 'conversation')}"]
     facts.append(f"{int(learnt.sum()):,} of {len(ids):,} tokens are learnt")
-    if num_long and drops:
-        facts.append(f"{num_long} too long, left out")
-    elif num_long:
-        facts.append(f"{num_long} too long, cut after {limit} tokens")
-    num_lost = len(fitting) - len(answered)
-    if num_lost and num_long:
-        facts.append(f"{num_lost} without an answer there, left out")
-    elif num_lost:
-        facts.append(f"{num_lost} without an answer, left out")
+    num_long = sum(len(ids) > limit for ids, _ in pairs)
+    num_unanswered = len(fitting) - len(answered)
+    facts += _describe_losses(num_long, num_unanswered, limit=limit, drops=drops)
     if packing and answered:
         num_rows = len(rows) - 1
         share = (len(ids) - len(answered)) / (length * num_rows)
         facts.append(f"packed into {counted(num_rows, 'row')}, {share:.1%} full")
     return ids, learnt, starts, np.array(rows), "; ".join(facts)
+
+
+def _describe_losses(
+    num_long: int, num_unanswered: int, *, limit: int, drops: bool
+) -> Iterator[str]:
+    """Yield how many conversations are cut after `limit` tokens, or left out if too long (`drops`),
+    and how many have no answer in what is left of them.
+    """
+    if num_long and drops:
+        yield f"{num_long} too long, left out"
+    elif num_long:
+        yield f"{num_long} too long, cut after {limit} tokens"
+    if num_unanswered and num_long:
+        yield f"{num_unanswered} without an answer there, left out"
+    elif num_unanswered:
+        yield f"{num_unanswered} without an answer, left out"
 
 
 def best_fit(lengths: Sequence[int], size: int) -> tuple[list[int], list[int]]:
