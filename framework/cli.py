@@ -12,8 +12,8 @@ from typing import Final
 import framework
 from framework.commands.table import find_command, list_commands
 from framework.errors import EXIT_OK, EXIT_TRAINING, EXIT_USAGE, FrameworkError
-from framework.system.arguments import CommandParser
 from framework.system.command_names import BY_NAME, PROGRAM, listed_groups
+from framework.system.command_parser import CommandParser
 from framework.system.output import write
 from framework.system.parent_watch import record_failure
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final, NoReturn
 
 from framework.errors import EXIT_OK, EXIT_TRAINING, FrameworkError, in_one_line, missing_package
-from framework.system.arguments import CommandParser, add_log_level
+from framework.system.command_parser import CommandParser, add_log_level
 from framework.system.exits import SILENT_RANKS_WAIT_SECONDS, refusing_exits, report
 from framework.system.garbage import collect_as_usual, collect_seldom
 from framework.system.launcher_rank import take_rank

@@ -27,7 +27,7 @@ FORBIDDEN = re.compile(
     re.IGNORECASE,
 )
 # There patience is the field's word.
-OF_EARLY_STOPPING = ("callbacks.py", "training.py")
+OF_EARLY_STOPPING = ("metric_watch.py", "training.py")
 
 
 def sources(*folders: str) -> list[Path]:

@@ -15,7 +15,7 @@ from framework.errors import StorageError, TrainingError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
 from framework.setup import start_point
-from framework.setup.start_point import _changed_schedule
+from framework.setup.resumed_start import _changed_schedule
 from framework.train.run_folder import RunFolder
 
 

@@ -44,7 +44,8 @@ from framework.report.bench_page import COLUMNS, bench_page, rows_of, speed_char
 from framework.report.chart import Chart
 from framework.report.png import png_of
 from framework.report.repeats import Variant, compare, windows_of
-from framework.system.arguments import CommandParser, like, whole
+from framework.system.arguments import like, whole
+from framework.system.command_parser import CommandParser
 from framework.system.files import refuse_foreign, replace_bytes
 from framework.system.output import visible, write
 

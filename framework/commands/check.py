@@ -24,7 +24,8 @@ from framework.commands.cluster_options import (
     split_words,
 )
 from framework.errors import ConfigError, StorageError, UsageError
-from framework.system.arguments import CommandParser, parse_command, refuse
+from framework.system.arguments import parse_command, refuse
+from framework.system.command_parser import CommandParser
 from framework.system.output import write
 
 if TYPE_CHECKING:  # a document is imported where a file is read

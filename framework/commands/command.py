@@ -12,7 +12,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from framework.system.arguments import CommandParser, parse_command
+from framework.system.arguments import parse_command
+from framework.system.command_parser import CommandParser
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from framework.commands.table import BUILT_IN
 from framework.errors import EXIT_OK, ConfigError, missing_package
-from framework.system.arguments import CommandParser, parse_command, taken_parser
+from framework.system.arguments import parse_command
 from framework.system.command_names import PROGRAM
+from framework.system.command_parser import CommandParser, taken_parser
 
 if TYPE_CHECKING:
     from shtab import CompleteType

@@ -28,7 +28,8 @@ from framework.launch.inspection_agent import judge_config, local_devices
 from framework.launch.options import LaunchOptions, refuse_choice, refuse_idle
 from framework.launch.ssh import split_ssh_args
 from framework.plan.cluster import RANKS_ON_CPU, Cluster
-from framework.system.arguments import CommandParser, add_options
+from framework.system.arguments import add_options
+from framework.system.command_parser import CommandParser
 from framework.system.output import write
 
 _ONLY_WITH_HOSTS: Final = (

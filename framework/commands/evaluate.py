@@ -35,7 +35,8 @@ from framework.setup.assemble import assemble_engine, make_eval_loaders
 from framework.setup.prepare_run import prepare
 from framework.setup.start_point import agreed_weights, measure_cut
 from framework.setup.trained import find_source, module_of, saved_config
-from framework.system.arguments import CommandParser, add_step
+from framework.system.arguments import add_step
+from framework.system.command_parser import CommandParser
 from framework.system.launcher_rank import take_rank
 from framework.system.log import warn
 

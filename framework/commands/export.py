@@ -43,7 +43,8 @@ from framework.errors import EXIT_OK, ConfigError, StorageError, printable
 from framework.setup.adapters import write_adapter
 from framework.setup.trained import find_source, module_of, saved_config
 from framework.setup.user_code import call_factory
-from framework.system.arguments import CommandParser, add_step
+from framework.system.arguments import add_step
+from framework.system.command_parser import CommandParser
 from framework.system.files import sync_folder
 from framework.system.stopping import ending_in_good_order
 

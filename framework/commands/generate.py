@@ -32,7 +32,8 @@ from framework.recipes.language_models.kinds import GPT
 from framework.recipes.text.chat import Answers, open_tokenizer
 from framework.recipes.text.kinds import Conversations, Text, TextPairs
 from framework.setup.trained import find_source, module_to_ask, saved_config
-from framework.system.arguments import CommandParser, add_step, whole
+from framework.system.arguments import add_step, whole
+from framework.system.command_parser import CommandParser
 from framework.system.output import visible
 
 _NO_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"

@@ -47,7 +47,8 @@ from framework.errors import (
     printable,
     show_value,
 )
-from framework.system.arguments import CommandParser, add_step, parse_command
+from framework.system.arguments import add_step, parse_command
+from framework.system.command_parser import CommandParser
 from framework.train.best import best_in
 from framework.train.events import failure_in
 

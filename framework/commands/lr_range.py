@@ -31,7 +31,8 @@ from framework.report.series import Series
 from framework.run import run_prepared
 from framework.setup.prepare_run import prepare
 from framework.setup.user_code import Objects
-from framework.system.arguments import CommandParser, whole
+from framework.system.arguments import whole
+from framework.system.command_parser import CommandParser
 from framework.system.files import replace_text
 from framework.system.stopping import StopRequest
 from framework.train.callbacks import State

@@ -16,7 +16,8 @@ from typing import Final
 
 from framework.config.schema import schema_text
 from framework.errors import EXIT_OK, StorageError, UsageError
-from framework.system.arguments import CommandParser, parse_command
+from framework.system.arguments import parse_command
+from framework.system.command_parser import CommandParser
 
 _TEMPLATES: Final = Path(__file__).parent / "project"
 # Template -> place in the project; the others lie at its top.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from framework.commands.cluster_options import add_cluster_options, add_host_memory, add_run_config
-from framework.system.arguments import CommandParser, whole
+from framework.system.arguments import whole
+from framework.system.command_parser import CommandParser
 
 
 def add_plan_options(plan: CommandParser) -> None:

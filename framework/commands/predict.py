@@ -49,7 +49,8 @@ from framework.setup.trained import (
     saved_config,
     step_name,
 )
-from framework.system.arguments import CommandParser, add_step, whole
+from framework.system.arguments import add_step, whole
+from framework.system.command_parser import CommandParser
 from framework.system.files import open_own
 from framework.tasks.from_callable import as_task
 from framework.tasks.task import Task

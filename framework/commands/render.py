@@ -13,7 +13,8 @@ from framework.errors import EXIT_OK, ConfigError
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
 from framework.plan.render import render
-from framework.system.arguments import CommandParser, parse_command
+from framework.system.arguments import parse_command
+from framework.system.command_parser import CommandParser
 from framework.system.output import write
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from framework.errors import EXIT_OK, StorageError, UsageError
-from framework.system.arguments import CommandParser, parse_command, whole
+from framework.system.arguments import parse_command, whole
+from framework.system.command_parser import CommandParser
 from framework.system.output import visible, write
 
 if TYPE_CHECKING:  # imported where options are known to go together

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from framework.errors import EXIT_OK, UsageError
-from framework.system.arguments import CommandParser, parse_command
+from framework.system.arguments import parse_command
+from framework.system.command_parser import CommandParser
 
 _OF_PLAN: Final = Path(__file__).with_name("plan.schema.json")
 

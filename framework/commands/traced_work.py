@@ -20,7 +20,6 @@ from typing import Any, Final
 import framework
 from framework.commands.torch_child import NoAnswerError, ask_child
 from framework.config.base import Object
-from framework.plan.compiled_ops import cache_folder
 from framework.plan.measured import (
     code_of,
     keep_state,
@@ -31,6 +30,7 @@ from framework.plan.measured import (
 from framework.plan.optimizer_state import OptimizerState
 from framework.plan.plan import Plan
 from framework.plan.work import Device, LayerWork, ModelWork
+from framework.system.cache_folders import cache_folder
 from framework.system.files import replace_text
 
 # A pass over fake tensors takes milliseconds for each operation; the user of `plan` waits for it.

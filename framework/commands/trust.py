@@ -11,7 +11,8 @@ from framework.checkpoint.trust import (
     trusted_folders,
 )
 from framework.errors import EXIT_OK, UsageError
-from framework.system.arguments import CommandParser, parse_command
+from framework.system.arguments import parse_command
+from framework.system.command_parser import CommandParser
 
 
 def main(words: Sequence[str]) -> int:

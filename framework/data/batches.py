@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from framework.data.order import SampleKey, Seeds, mix, mix_int
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 from framework.system.exits import refusing_exits
 
 Collate = Callable[[Any], Any]
@@ -35,64 +35,6 @@ _SAMPLE_SALT: Final = 0x5A3B
 _EVALUATION_SALT: Final = 0xE7A1
 _COLLATE_SALT: Final = 0xC011
 _32_BITS: Final = 0xFFFF_FFFF
-_NUMBER_KINDS: Final = "biufc"  # numpy's `dtype.kind` of what torch has a type for
-
-
-def _stacking_problem(values: Sequence[Any], *, place: str = "") -> Problem | None:
-    """Return the first difference between the samples of a batch, or the first value in them that
-    torch cannot stack; None if there is neither. `values` are one field of all samples, at `place`
-    within a sample. Called only after torch has failed to stack them.
-    """
-    first = values[0]
-    shapes = [_shape(value) for value in values]
-    reason = f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]}"
-    alternative = "or give the dataset a collate_fn(samples) that"
-    for number, shape in enumerate(shapes):
-        if shape != shapes[0]:
-            reason += f" in sample 0 of the batch and {shape} in sample {number}"
-            fix = f"give all samples one shape (crop, resize, pad), {alternative} pads each batch"
-            return Problem("samples-differ", reason, fix, "data")
-    if isinstance(first, Mapping):
-        names = list(first)
-    elif isinstance(first, (tuple, list)):
-        names = list(range(len(first)))
-    elif _is_stackable(first):
-        return None
-    else:
-        fix = f"return tensors, numpy arrays or numbers, {alternative} makes the batch"
-        return Problem("sample-type", reason, fix, "data")
-    for name in names:
-        field_values = [value[name] for value in values]
-        problem = _stacking_problem(field_values, place=f"{place or 'sample'}[{name!r}]")
-        if problem is not None:
-            return problem
-    return None
-
-
-def _is_stackable(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind in _NUMBER_KINDS
-    return isinstance(value, (Tensor, int, float, str, bytes, np.number, np.bool_))
-
-
-def _shape(value: Any) -> str:
-    """Describe a value by its shape, or its type."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind in _NUMBER_KINDS:
-            return f"an array of shape {tuple(value.shape)}"
-        return f"an array of objects of shape {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"a dict with the keys {', '.join(sorted(map(str, value)))}"
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, (bool, int, float, np.number, np.bool_)):
-        return "a number"
-    if value is None:
-        return "None"
-    name = f"{type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
-    return f"of type {name}"
 
 
 @dataclass(frozen=True)
@@ -211,7 +153,9 @@ def collate(samples: Any) -> Any:
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError, KeyError, AttributeError, IndexError) as error:
-        problem = _stacking_problem(list(samples))
+        from framework.data.stacking_errors import stacking_problem
+
+        problem = stacking_problem(list(samples))
         if problem is None:  # another cause, such as no room in shared memory
             raise
         raise ConfigError(problem) from error

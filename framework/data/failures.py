@@ -1,64 +1,13 @@
-"""Failures of reading data: errors of a dataset, in a worker or here, and workers that end."""
+"""Errors of a dataset, in a worker or here: which rank reports one, in the dataset's own words."""
 
 from __future__ import annotations
 
 import re
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing.queues import Queue
-from traceback import walk_tb
-from typing import Any, Final
 
-from torch._utils import ExceptionWrapper
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-
-from framework.errors import ConfigError, FrameworkError, Problem, explaining, in_one_line
-
-_WORKER: Final = r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\)"
-_END: Final = r"(is killed by signal: ([\w ]+)|exited unexpectedly)"
-_DEAD_WORKER: Final = re.compile(f"{_WORKER} {_END}")
-# The kernel's name of the signal -> its usual cause, and the fix.
-_WAYS_OUT: Final = {
-    "Killed": "the host, or the memory limit of this job, has no room for it: set "
-    "data.num_workers or data.prefetch_batches lower",
-    "Bus error": "/dev/shm is full: give the container a larger one (docker --shm-size, an "
-    "emptyDir of medium Memory), or set data.num_workers or data.prefetch_batches "
-    "lower",
-}
-_NO_WAY_OUT_KNOWN: Final = (
-    "the code that reads the data has ended its process: data.num_workers=0 shows where"
-)
-_print_error: Final = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
-# torch raises a worker's error as one of the same class, with the worker's whole traceback as text.
-_FROM_WORKER: Final = re.compile(r"Caught \w+ in ")
-
-
-def death_of_worker(error: BaseException) -> Problem | None:
-    """Return the failure with a way out, if torch's error reports the end of a worker, else
-    None.
-    """
-    dead = _dead_worker(error)
-    if not dead:
-        return None
-    way_out = _WAYS_OUT.get((dead[2] or "").strip(), _NO_WAY_OUT_KNOWN)
-    reason = f"a worker that reads the data {dead[1].strip()}: {way_out}"
-    return Problem("data-worker-ended", reason)
-
-
-def _dead_worker(error: BaseException) -> re.Match[str] | None:
-    """Find the end of a worker in an error, or, if that names no signal, in the error that it was
-    raised from. Group 1 is how the worker ended, group 2 the signal's name, or None.
-    """
-    dead = _DEAD_WORKER.search(str(error))
-    cause = error.__cause__ or error.__context__
-    if dead and not dead[2] and cause:
-        return _DEAD_WORKER.search(str(cause)) or dead
-    return dead
-
+from framework.errors import FrameworkError, explaining
 
 Claims = Callable[[str], bool]
 """Returns True for an error's text if this rank is to report the error."""
@@ -76,96 +25,12 @@ def explaining_data(claims: Claims) -> Iterator[None]:
         try:
             yield
         except (EOFError, OSError, RuntimeError) as error:
-            end = _end_of_worker(error)
+            from framework.data.workers import end_of_worker
+
+            end = end_of_worker(error)
             if end:
                 raise RuntimeError(end) from error
             raise
-
-
-def _end_of_worker(error: Exception) -> str:
-    """Return torch's words for the end of a worker where torch has others, else an empty string.
-
-    If a worker is killed while the rank fetches the memory of a batch from it, the rank loses the
-    connection before the worker has ended: torch raises the error of the connection. If torch finds
-    the end before the signal of it, it does not name what killed the worker.
-    """
-    text = str(error)
-    if isinstance(error, RuntimeError):
-        is_of_worker = text.endswith("exited unexpectedly")
-    else:
-        is_of_worker = not _FROM_WORKER.match(text)
-    if not is_of_worker:
-        return ""
-    for frame, _ in walk_tb(error.__traceback__):
-        reader = frame.f_locals.get("self")
-        if not isinstance(reader, _MultiProcessingDataLoaderIter):
-            continue
-        for worker in reader._workers:
-            code = worker.exitcode or 0
-            if code < 0:
-                words = f"is killed by signal: {signal.strsignal(-code)}. "
-                return f"DataLoader worker (pid {worker.pid}) {words}"
-            if code > 0:
-                return f"DataLoader worker (pid {worker.pid}) exited unexpectedly"
-    return ""
-
-
-class _HookWithoutWorkers:
-    """A hook for errors that nothing can catch, which leaves out the ends of data workers.
-
-    In a rank's main thread torch raises the end of a worker at any line, in a finalizer and in a
-    fork as well. Torch's thread that pins memory meets a lost connection. Either way the rank
-    learns of the end when it waits for the next batch, and Python would print a traceback before.
-    """
-
-    def __init__(self, before: Callable[[Any], object]) -> None:
-        self._before = before
-
-    def __call__(self, met: Any) -> None:
-        """Handle `sys.UnraisableHookArgs`, or `threading.ExceptHookArgs`."""
-        is_end = _DEAD_WORKER.search(str(met.exc_value)) is not None
-        if "_pin_memory_loop" in getattr(getattr(met, "thread", None), "name", ""):
-            is_end = isinstance(met.exc_value, (ConnectionError, EOFError))
-        if not is_end:
-            self._before(met)
-
-
-def leave_out_ends_of_workers() -> None:
-    """Print no traceback for the end of a data worker, from now on, in this rank."""
-    if not isinstance(sys.unraisablehook, _HookWithoutWorkers):
-        sys.unraisablehook = _HookWithoutWorkers(sys.unraisablehook)
-    if not isinstance(threading.excepthook, _HookWithoutWorkers):
-        threading.excepthook = _HookWithoutWorkers(threading.excepthook)
-
-
-def send_errors_of_batches() -> None:
-    """Send the rank the error of a batch that cannot be sent, from now on, in this worker.
-
-    `multiprocessing` prints it in a thread and goes on; the rank would wait for ever.
-    """
-    Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
-
-
-def _send_error(queue: Any, error: Exception, sent: Any) -> None:
-    """Put an error into a worker's queue in place of what was to be sent: a number and a batch."""
-    match sent:
-        case (int() as number, _):
-            pass
-        case _:  # of another queue, or of a connection
-            _print_error(error, sent)
-            return
-    if not isinstance(error, OSError):
-        cause = in_one_line(error, longest=300)
-        reason = f"a worker cannot send a batch to its rank: {cause}"
-        fix = (
-            "let the dataset or its collate_fn return tensors, numpy arrays and numbers, or set "
-            "data.num_workers=0"
-        )
-        refusal = ConfigError.of("sample-type", reason, fix, "data")
-        error = refusal.with_traceback(error.__traceback__)
-    described = (type(error), error, error.__traceback__)
-    wrapped = ExceptionWrapper(described, where="in a data worker")  # type: ignore[no-untyped-call]
-    queue.put((number, wrapped))
 
 
 def _without_traceback(error: Exception, *, claims: Claims) -> FrameworkError | None:
@@ -177,8 +42,10 @@ def _without_traceback(error: Exception, *, claims: Claims) -> FrameworkError | 
     """
     if not isinstance(error, FrameworkError):
         return None
+    from framework.data.workers import FROM_WORKER
+
     message = str(error)
-    if not _FROM_WORKER.match(message):
+    if not FROM_WORKER.match(message):
         error.is_of_one_rank = claims(message)
         return None
     error_name = re.compile(rf"^(?:[\w.]+\.)?{type(error).__name__}: ", re.MULTILINE)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
 from framework.data.batches import (
     LoaderSamples,
@@ -24,13 +19,7 @@ from framework.data.batches import (
     collate,
     own_collate,
 )
-from framework.data.failures import (
-    Claims,
-    claims_nothing,
-    explaining_data,
-    leave_out_ends_of_workers,
-    send_errors_of_batches,
-)
+from framework.data.failures import Claims, claims_nothing, explaining_data
 from framework.data.order import (
     MicroBatchSampler,
     Order,
@@ -41,59 +30,10 @@ from framework.data.order import (
     order_of_epoch,
 )
 from framework.errors import ConfigError
-from framework.system.parent_watch import die_with
-from framework.system.stopping import SIGNALS
-
-_ExceptHook: TypeAlias = Callable[
-    [type[BaseException], BaseException, TracebackType | None], object
-]
 
 _WORKER_SALT: Final = 0x3017
 _WORKER_SEED: Final = 0
 _EVALUATION_SEED: Final = 0xE7A2  # for draws of a `collate_fn`; `run.seed` is for training
-
-
-def init_of_workers() -> Callable[[int], None]:
-    """Return a `worker_init_fn` for the workers of this process, which is a rank.
-
-    Workers ignore the signals that stop a run. A signal to a whole process group (Ctrl-C,
-    `timeout`, Slurm, the deepspeed launcher) would otherwise end the workers, and the run with
-    them, while the rank still needs their batches to reach the step that it saves. Workers end when
-    the rank closes their queue; if the rank is gone, the kernel ends them, which is sooner than
-    torch's own check every five seconds. Neither the rank nor a worker prints a traceback because
-    the other one was killed.
-    """
-    leave_out_ends_of_workers()
-    return partial(_start_worker, os.getpid())
-
-
-def _start_worker(rank: int, _worker: int) -> None:
-    assert get_worker_info() is not None
-    sys.excepthook = _quiet_for_lost_connections(sys.excepthook)
-    send_errors_of_batches()
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    parent = rank
-    if multiprocessing.get_start_method() == "forkserver":
-        # A fork server lives as long as the rank, and is the parent of its workers.
-        parent = os.getppid()
-    die_with(parent)
-
-
-def _quiet_for_lost_connections(before: _ExceptHook) -> _ExceptHook:
-    """Return a `sys.excepthook` for a worker that leaves all but lost connections to `before`.
-
-    A thread of `multiprocessing` in the worker hands the memory of batches to the rank. If the rank
-    is killed meanwhile, the thread reports its lost connection by `sys.excepthook`, which would
-    print a traceback below the message that names the cause. If the rank lives, it raises an error
-    of its own for the same connection. The worker's own errors go to the rank through torch.
-    """
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, (ConnectionError, EOFError)):
-            before(kind, error, trace)
-
-    return hook
 
 
 def _loader(
@@ -120,11 +60,20 @@ def _loader(
         LoaderSamples(samples, own=own, seed=seed),
         batch_sampler=batches,
         collate_fn=collate if own is None else as_it_is,
-        worker_init_fn=init_of_workers(),
+        worker_init_fn=_init_of_workers(fetching["num_workers"]),
         # Without a generator here, every iterator draws its workers' seeds from the global one.
         generator=torch.Generator().manual_seed(worker_seed),
         **fetching,
     )
+
+
+def _init_of_workers(num_workers: int) -> Callable[[int], None] | None:
+    """Return the `worker_init_fn` of a `DataLoader`; None without workers."""
+    if not num_workers:
+        return None
+    from framework.data.workers import init_of_workers
+
+    return init_of_workers()
 
 
 def end_workers(batches: Iterator[Any]) -> None:

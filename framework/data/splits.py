@@ -4,7 +4,6 @@ evaluation set, or several by name, or none.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -230,17 +229,8 @@ def tokens_sha256(dataset: Any) -> str | None:
     tokens = getattr(dataset, "tokens", None)
     if tokens is None:
         return None
-    from framework.data.token_files import read_meta
-    from framework.data.tokens import Tokens
+    from framework.data.tokens import Tokens, sha256_of
 
     if not isinstance(tokens, Tokens):
         return None
-    if tokens.source is None:
-        digest = hashlib.sha256(tokens.numbers.tobytes())
-        digest.update(tokens.offsets.tobytes())
-        return digest.hexdigest()
-    source = tokens.source
-    _, meta = read_meta(str(source.numbers.parent), "data.path")
-    numbers = meta.files[source.numbers.name].sha256
-    offsets = meta.files[source.offsets.name].sha256
-    return hashlib.sha256(f"{meta.dtype} {numbers} {offsets}".encode()).hexdigest()
+    return sha256_of(tokens)

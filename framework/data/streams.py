@@ -38,8 +38,9 @@ from framework.data.batches import (
     seeded_collate,
 )
 from framework.data.failures import Claims, claims_nothing, explaining_data
-from framework.data.loaders import Reading, end_workers, init_of_workers
+from framework.data.loaders import Reading, end_workers
 from framework.data.order import Share, mix_int
+from framework.data.workers import init_of_workers
 from framework.errors import ConfigError
 from framework.system.exits import refusing_exits
 

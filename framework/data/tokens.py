@@ -13,6 +13,7 @@ A token folder is made by `prepare` and holds
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -193,3 +194,21 @@ def verify_token_folder(path: str) -> Meta:
     if problems:
         raise ConfigError(problems)
     return meta
+
+
+def sha256_of(tokens: Tokens) -> str:
+    """Hash tokens, and the beginnings of their documents; of files, the checksums in ``meta.json``
+    are hashed.
+
+    Raises:
+        ConfigError: ``meta.json`` is gone or damaged.
+    """
+    if tokens.source is None:
+        digest = hashlib.sha256(tokens.numbers.tobytes())
+        digest.update(tokens.offsets.tobytes())
+        return digest.hexdigest()
+    source = tokens.source
+    _, meta = read_meta(str(source.numbers.parent), "data.path")
+    numbers = meta.files[source.numbers.name].sha256
+    offsets = meta.files[source.offsets.name].sha256
+    return hashlib.sha256(f"{meta.dtype} {numbers} {offsets}".encode()).hexdigest()

@@ -16,8 +16,9 @@ from deepspeed_lint.text.document import parse_document, parse_scalar
 from framework.config.run_config import RunConfig
 from framework.errors import UsageError
 from framework.plan.cluster import Cluster
-from framework.system.arguments import CommandParser, add_options, like, option, refuse
+from framework.system.arguments import add_options, like, option, refuse
 from framework.system.arguments import whole as number
+from framework.system.command_parser import CommandParser
 from framework.system.output import masked
 
 _Request = TypeVar("_Request", bound="JobRequest")

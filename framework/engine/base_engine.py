@@ -14,8 +14,8 @@ import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.checkpoint_engine import use_atomic_files
-from framework.checkpoint.state.tensor_split import expert_part_of, splits_of, whole_shape
 from framework.checkpoint.state.weight_names import Names
+from framework.checkpoint.state.weight_parts import expert_part_of, splits_of, whole_shape
 from framework.config.optimizer import ScheduleFree
 from framework.engine.checkpoint_bytes import save_bytes
 from framework.engine.collective_timeout import collective_timeout

@@ -19,8 +19,9 @@ from framework.checkpoint.names import STATE_KEY
 from framework.checkpoint.state.checkpoint_engine import read_or_explain
 from framework.checkpoint.state.optimizer_shards import ADAFACTOR_KEYS, OptimizerViews
 from framework.checkpoint.state.reader import StoredState, describe_lacking
-from framework.checkpoint.state.tensor_split import parts_of, whole_shape
+from framework.checkpoint.state.tensor_split import parts_of
 from framework.checkpoint.state.weight_names import Names, opened
+from framework.checkpoint.state.weight_parts import whole_shape
 from framework.engine import random_state
 from framework.engine.adam_kernel import keep_kernels, kernels_of
 from framework.engine.checkpoint_bytes import lacking_weights

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from framework.config.precision import fp8_of
 from framework.engine import random_state
+from framework.engine.compiler_errors import failure_of_torch_compile
 from framework.engine.distributed import gather, rank
-from framework.engine.extensions import failure_of_torch_compile
 from framework.engine.gradient_sketches import Sketch, sketched_gradients
 from framework.errors import ConfigError, in_one_line
 from framework.models.compilation import CompiledModules, noting_failures

@@ -36,20 +36,23 @@ from framework.engine.extensions import (
     refusing_what_does_not_compile,
     use_own_cache,
 )
-from framework.engine.process_group_errors import (
-    INIT_METHOD,
-    check_environment,
-    explaining_rendezvous,
-)
+from framework.engine.group_store import INIT_METHOD, check_environment
 from framework.engine.workarounds.group_limits import limiting_groups
 from framework.engine.workarounds.shared_buffers import (
     refuse_small_memory,
     remove_dead_buffers,
     remove_own_buffers,
 )
-from framework.errors import ConfigError, StorageError, counted, in_one_line
+from framework.errors import (
+    ConfigError,
+    FrameworkError,
+    StorageError,
+    counted,
+    explaining,
+    in_one_line,
+)
 from framework.system import file_writer
-from framework.system.arguments import LOG_LEVEL
+from framework.system.command_parser import LOG_LEVEL
 from framework.system.files import make_own_folder
 from framework.system.kept_file import KeptFile
 from framework.system.log import write_to
@@ -224,7 +227,7 @@ def process_group(backend: str | None) -> Iterator[None]:
         refuse_small_memory(os.environ)
     others = f"the other ranks ({os.environ['WORLD_SIZE']} in all) at {os.environ['MASTER_ADDR']}"
     with (
-        explaining_rendezvous(),
+        explaining(_explain_not_met),
         refusing_what_does_not_compile(),
         redirect_stdout(io.StringIO()),  # DeepSpeed prints that its ops were built, on every rank
         announcing_compilers(),
@@ -245,6 +248,13 @@ def process_group(backend: str | None) -> Iterator[None]:
     # DeepSpeed's handle on the group: with it the group would seem to be still there
     deepspeed.comm.comm.cdb = None
     remove_own_buffers(os.environ)
+
+
+def _explain_not_met(error: Exception) -> FrameworkError | None:
+    """Return the error of ranks that did not meet; None for other errors."""
+    from framework.engine.process_group_errors import explain_not_met
+
+    return explain_not_met(error)
 
 
 def quiet_cpp_stacks(environment: Mapping[str, str]) -> None:

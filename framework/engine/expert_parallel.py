@@ -28,7 +28,8 @@ import torch.distributed
 from deepspeed.utils import groups
 
 from framework.checkpoint.names import EXPERT, shift_expert
-from framework.checkpoint.state.tensor_split import RankPart, expert_part_of
+from framework.checkpoint.state.tensor_split import RankPart
+from framework.checkpoint.state.weight_parts import expert_part_of
 from framework.engine.rank_groups import make_expert_groups
 from framework.models.experts import MixtureOfExperts, dividing_experts, is_elsewhere
 from framework.plan.plan import Plan

@@ -13,7 +13,8 @@ import torch.distributed
 from torch import nn
 
 from framework.checkpoint.state import tensor_split
-from framework.checkpoint.state.tensor_split import RankPart, expert_part_of, split_of
+from framework.checkpoint.state.tensor_split import RankPart
+from framework.checkpoint.state.weight_parts import expert_part_of, split_of
 from framework.config.groups import base_name
 from framework.engine.distributed import gather
 from framework.models.experts import MixtureOfExperts

@@ -24,7 +24,8 @@ import torch.distributed
 from torch import Tensor
 from torch.nn import Parameter
 
-from framework.checkpoint.state.tensor_split import RankPart, part_of, whole_shape
+from framework.checkpoint.state.tensor_split import RankPart, part_of
+from framework.checkpoint.state.weight_parts import whole_shape
 from framework.engine.distributed import gather
 from framework.engine.full_shares import RankShares, Share
 from framework.engine.rank_meeting import Meeting

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from framework.checkpoint.state.tensor_split import whole_shape
+from framework.checkpoint.state.weight_parts import whole_shape
 
 
 def state_of(module: torch.nn.Module, *, partly: bool = False) -> dict[str, torch.Tensor]:

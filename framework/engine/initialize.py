@@ -14,9 +14,9 @@ from framework.checkpoint.state.weight_names import Names
 from framework.config.deepspeed_words import SCHEDULES
 from framework.config.optimizer import Adafactor, Muon, has_groups
 from framework.engine.schedules import LR_RATIO, MakeSchedule, client_schedule
+from framework.engine.step_batches import HALF
 from framework.engine.workarounds.adagrad_groups import keeping_adagrad
 from framework.engine.workarounds.grad_scaler import forget_autocast
-from framework.engine.workarounds.half_without_zero import taking_no_empty_step
 from framework.engine.workarounds.idle_measurements import leave_out_measurements
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, explaining
@@ -104,7 +104,7 @@ def initialize(
         declaring,
         choosing,
         binding,
-        taking_no_empty_step(),
+        _taking_no_empty_step(plan),
         keeping_adagrad(),
     ):
         engine, _, _, _ = deepspeed.initialize(
@@ -129,6 +129,15 @@ def initialize(
     leave_out_measurements(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine
+
+
+def _taking_no_empty_step(plan: Plan) -> AbstractContextManager[None]:
+    """Return the context in which optimizers in half precision at stage 0 take no empty step."""
+    if plan.config.zero.stage > 0 or plan.config.precision.dtype not in HALF:
+        return nullcontext()
+    from framework.engine.workarounds.half_without_zero import taking_no_empty_step
+
+    return taking_no_empty_step()
 
 
 def _take_shares(engine: deepspeed.DeepSpeedEngine) -> None:

@@ -19,9 +19,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from framework.data.failures import death_of_worker
+from framework.data.workers import death_of_worker
+from framework.engine.compiler_errors import failure_of_compiler, failure_of_torch_compile
 from framework.engine.distributed import claims_error_report
-from framework.engine.extensions import failure_of_compiler, failure_of_torch_compile
 from framework.engine.process_group_errors import is_lost_peer, lost_peer
 from framework.engine.spread_weights import written_while_spread
 from framework.errors import (

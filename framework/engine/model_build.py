@@ -12,20 +12,13 @@ has been taken away is found and ends that attempt.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
-import deepspeed
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
-from deepspeed.utils import groups
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from framework.engine.distributed import barrier, device, gather
 from framework.engine.initialize import refusing_scalars
@@ -42,31 +35,6 @@ _Way = Callable[[Build, Mapping[str, Any], int | None], torch.nn.Module]
 
 # Share of the host's free memory for weights; the rest is for what a constructor needs beside them.
 _SHARE_FOR_WEIGHTS: Final = 0.8
-# Attributes that may be read of a weight that has been taken away: they are right, or used for
-# nothing but a count.
-_HARMLESS: Final = frozenset(
-    (
-        "requires_grad_",
-        "requires_grad",
-        "dtype",
-        "device",
-        "layout",
-        "is_leaf",
-        "grad",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_cuda",
-        "is_meta",
-        "__hash__",
-    )
-)
-# Constructors of torch's own layers, beside the base class, through which DeepSpeed goes as well.
-_MODELS_OF_TORCH: Final = tuple(
-    f"torch.nn.modules.{name}" for name in ("activation", "transformer", "rnn", "conv", "linear")
-)
 
 
 class _NotThisWay(BaseException):
@@ -119,6 +87,8 @@ def build_model(
             if all(gather(model is not None)):
                 assert model is not None
                 if is_cut:
+                    from framework.engine.stage3_build import partition
+
                     return partition(model, ds_config, groups)
                 return model
     raise ConfigError.of(
@@ -170,8 +140,8 @@ def _build_in_turn(
     """Build on one rank of a host after the other. Only rank 0 of `group` keeps its weights; the
     group is of the data-parallel ranks, or None for all ranks. Collective.
 
-    `host_bytes` is a limit only if ZeRO-3 partitions the weights (`is_cut`). Raises `_NotThisWay`
-    on a rank whose model does not fit.
+    `host_bytes` is a limit only if ZeRO-3 partitions the weights (`is_cut`). A rank with a model
+    that does not fit raises `_NotThisWay`.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not is_cut:
@@ -219,22 +189,21 @@ def _make_room(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
 def _build_in_pieces(
     build: Build, ds_config: Mapping[str, Any], host_bytes: int | None
 ) -> torch.nn.Module:
-    """Build inside `zero.Init`, so that no rank ever holds all weights; raises `_NotThisWay` if the
-    model cannot be built there. Collective.
+    """Build inside `zero.Init`; raises `_NotThisWay` if the model cannot be built there.
+    Collective.
     """
+    from framework.engine.stage3_build import LostWeightError, build_in_pieces
+
     try:
-        with _PiecewiseInit(tensor_overrides=[], **_arguments(ds_config)), _LostWeightWatch():
-            return build()
-    except Exception as error:  # the model may fail in `zero.Init` only: other ways show it
-        raise _NotThisWay(
-            f"its constructor fails there ({type(error).__name__}: {str(error)[:200]})"
-        ) from error
+        return build_in_pieces(build, ds_config)
+    except LostWeightError as error:
+        raise _NotThisWay(str(error)) from error
 
 
 @contextmanager
 def _limited(num_bytes: int | None) -> Iterator[None]:
-    """Raise `_NotThisWay` as soon as modules register more bytes of weights than this, within the
-    block; None is no limit.
+    """Raise `_NotThisWay` as soon as modules register more bytes of weights than this, within
+    the block; None is no limit.
     """
     known: set[int] = set()
     total = 0
@@ -256,113 +225,3 @@ def _limited(num_bytes: int | None) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@torch.no_grad()
-def partition(
-    model: torch.nn.Module, ds_config: Mapping[str, Any], rank_groups: RankGroups | None = None
-) -> torch.nn.Module:
-    """Partition rank 0's weights that are not partitioned yet, one by one, and move buffers to the
-    device, as the engine does at other stages. Collective.
-    """
-    whole = [parameter for parameter in model.parameters() if not is_zero_param(parameter)]
-    # Only if needed: a second `zero.Init` would delete what the first one has swapped to NVMe.
-    if whole:
-        arguments = _arguments(ds_config)
-        if rank_groups is not None:
-            arguments |= {"data_parallel_group": rank_groups.data, "mpu": rank_groups}
-        init = deepspeed.zero.Init(module=torch.nn.Module(), **arguments)
-        for parameter in whole:
-            _partition_weight(parameter, init)
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device())
-    return model
-
-
-def _partition_weight(parameter: torch.nn.Parameter, init: deepspeed.zero.Init) -> None:
-    if parameter.is_floating_point():
-        parameter.data = parameter.data.to(init.dtype)
-    if parameter.data.untyped_storage().nbytes() < parameter.nbytes:  # see `_drop_weights`
-        parameter.data = torch.empty_like(
-            parameter.data, memory_format=torch.contiguous_format, device=init.local_device
-        )
-    init._convert_to_zero_parameters([parameter])
-
-
-def _arguments(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of every `zero.Init` of a run. Only the first one makes hpZ's group."""
-    group = None
-    if ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1:
-        group = groups._get_zero_param_intra_parallel_group()
-    return {"config_dict_or_path": dict(ds_config), "zero_param_parallel_group": group}
-
-
-class _PiecewiseInit(deepspeed.zero.Init):  # type: ignore[misc]
-    """A `zero.Init` with the same drawn weights as stages 0 to 2: on the host, in single precision,
-    rounded afterwards.
-    """
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        apply = torch.nn.Module.apply
-
-        def apply_and_return(
-            module: torch.nn.Module, function: Callable[[torch.nn.Module], None]
-        ) -> torch.nn.Module:
-            apply(module, function)  # DeepSpeed's returns nothing (0.19.8, `wrapped_apply`)
-            return module
-
-        torch.nn.Module.apply = apply_and_return  # type: ignore[method-assign, assignment]
-
-    def _post_init_method(self, module: torch.nn.Module) -> None:
-        """Round the weights of a module that was built, note their names, and partition them."""
-        for name, parameter in module.named_parameters(recurse=False):
-            if not is_zero_param(parameter):
-                place = f"{name} of a {type(module).__name__} {list(parameter.shape)}"
-                vars(parameter)["weight_of"] = place
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(self.dtype)
-        super()._post_init_method(module)
-
-
-class _LostWeightWatch(TorchFunctionMode):
-    """Raises `_NotThisWay` if code other than DeepSpeed's uses a weight that has been taken
-    away.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_leaves((args, kwargs)):
-            is_gone = getattr(value, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE
-            if not is_gone or _is_harmless(func):
-                continue
-            place = _place_in_model()
-            if place is not None:
-                weight = getattr(value, "weight_of", "a weight")
-                raise _NotThisWay(
-                    f"{place} uses {weight} after its constructor has returned, when its "
-                    "values are gone"
-                )
-        return func(*args, **(kwargs or {}))
-
-
-def _is_harmless(func: Any) -> bool:
-    """Check whether a function of torch reads or sets only what `_HARMLESS` names."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__"):
-        name = getattr(getattr(func, "__self__", None), "__name__", "")
-    return name in _HARMLESS
-
-
-def _place_in_model() -> str | None:
-    """Return ``file:line`` of the innermost frame of a model, or None if DeepSpeed's code comes
-    first.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module.startswith("deepspeed."):
-            return None
-        if not module.startswith("torch.") or module.startswith(_MODELS_OF_TORCH):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "unknown"

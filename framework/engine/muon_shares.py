@@ -40,7 +40,8 @@ from torch.optim._muon import (
     _zeropower_via_newtonschulz,
 )
 
-from framework.checkpoint.state.tensor_split import Split, split_of
+from framework.checkpoint.state.tensor_split import Split
+from framework.checkpoint.state.weight_parts import split_of
 from framework.engine.flat_groups import flat_groups
 from framework.errors import ConfigError
 from framework.models.split import TensorPart, part_of

@@ -11,7 +11,8 @@ import torch
 import torch.distributed
 from torch import nn
 
-from framework.checkpoint.state.tensor_split import EXPERT_PART, RankPart, Split
+from framework.checkpoint.state.tensor_split import RankPart, Split
+from framework.checkpoint.state.weight_parts import EXPERT_PART
 from framework.errors import ConfigError
 from framework.models.packed_experts import divided_experts, find_packed
 from framework.models.split import TensorPart

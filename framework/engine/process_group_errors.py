@@ -1,5 +1,5 @@
-"""Errors of ranks that do not meet, or lose each other: the address from the launcher is checked,
-and every collective that fails is explained in one line.
+"""Errors of ranks that do not meet, or lose each other: a collective that fails is explained in one
+line.
 """
 
 from __future__ import annotations
@@ -7,30 +7,17 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from datetime import timedelta
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch.distributed
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from framework.errors import (
-    MISSING,
-    ConfigError,
     FrameworkError,
     PeerLostError,
-    Problem,
     TrainingError,
-    explaining,
     printable,
 )
 
-INIT_METHOD: Final = "dsf-env://"
-_NAMES_OF_PLACE: Final = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-_PORTS: Final = range(1, 65_536)
 # gloo's errors are plain RuntimeErrors, each with a place in gloo's sources. Without it, other code
 # has lost a connection, data sets above all.
 _GLOO: Final = re.compile(r"gloo/transport/\S+")
@@ -48,80 +35,6 @@ _LONGEST: Final = 300  # characters of a reason from NCCL
 _IN_USE: Final = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _JOINED: Final = re.compile(r"(\d+)/(\d+) clients joined")
 _WAITED: Final = re.compile(r"after (\d+) ?(ms|milliseconds|s|seconds)")
-
-
-def check_environment(environment: Mapping[str, str]) -> None:
-    """Refuse an environment by which the ranks cannot meet: torch would wait for minutes, or raise
-    a different error for each variable.
-
-    Raises:
-        ConfigError: kind ``rendezvous-environment``, with every problem found.
-    """
-    if "RANK" not in environment:
-        return
-    ranks = _number(environment, "WORLD_SIZE") or 0
-    rank = _number(environment, "RANK")
-    is_rank = rank is not None and (ranks == 0 or rank < ranks)
-    wanted_rank = f"from 0 to {ranks - 1}" if ranks else "a rank"
-    has_address = bool(environment.get("MASTER_ADDR", "").strip())
-    rules = {
-        "WORLD_SIZE": (ranks > 0, "how many ranks there are"),
-        "RANK": (is_rank, wanted_rank),
-        "MASTER_ADDR": (has_address, "the host of rank 0"),
-        "MASTER_PORT": (_number(environment, "MASTER_PORT") in _PORTS, "a port from 1 to 65535"),
-    }
-    fix = "start the ranks with deepspeed, torchrun or launch, which set it"
-    problems = []
-    for name, (is_good, wanted) in rules.items():
-        if is_good:
-            continue
-        value: Any = _number(environment, name)
-        if value is None:
-            value = environment.get(name, MISSING)
-        problems.append(Problem("rendezvous-environment", f"must be {wanted}", fix, name, value))
-    if problems:
-        raise ConfigError(problems)
-
-
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    """Return a variable's value as a number, or None if it is none."""
-    value = environment.get(name, "")
-    if value.isdecimal():
-        return int(value)
-    return None
-
-
-class _KeptStore:
-    """The store at which the ranks of this process have met first, with a prefix of its own for
-    every group that they form.
-
-    torch begins anew with the same keys for each group: in torchrun's store, which outlives a
-    group, ranks would read the addresses of an earlier group. A store in rank 0's own process may
-    still answer while it is being replaced.
-    """
-
-    def __init__(self) -> None:
-        self._place: tuple[str | None, ...] = ()
-        self._store: Store | None = None
-        self._num_groups = 0
-
-    def meet(self, _url: str, *, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
-        """Handle `INIT_METHOD` as torch does ``env://``: yield the next group's store, this rank
-        and the world size. Waits for the other ranks if no store is kept.
-        """
-        place = tuple(map(os.environ.get, _NAMES_OF_PLACE))
-        if self._store is None or place != self._place:
-            self._store = next(rendezvous("env://", timeout=timeout))[0]
-            self._place = place
-            self._num_groups = 0
-        self._num_groups += 1
-        group_store = PrefixStore(f"group{self._num_groups}", self._store)
-        yield group_store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-with suppress(RuntimeError):  # it is registered already, where this module is imported again
-    scheme = INIT_METHOD.partition(":")[0]
-    register_rendezvous_handler(scheme, _KeptStore().meet)  # type: ignore[no-untyped-call]
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -172,7 +85,7 @@ def lost_peer(error: BaseException) -> FrameworkError | None:
     )
 
 
-def _explain_not_met(error: BaseException) -> FrameworkError | None:
+def explain_not_met(error: BaseException) -> FrameworkError | None:
     """Return the error of joining the process group, with the address or NCCL's reason; None for
     other errors.
     """
@@ -237,6 +150,3 @@ def _time_waited(message: str) -> str:
 
 def _this_rank() -> str:
     return f"rank {os.environ.get('RANK', '0')}"
-
-
-explaining_rendezvous = partial(explaining, _explain_not_met)

@@ -29,7 +29,6 @@ import torch.distributed
 from torch.distributed.distributed_c10d import Store
 
 from framework.engine.distributed import gather, own_store
-from framework.engine.process_group_errors import is_lost_peer
 from framework.errors import EXIT_PEER_LOST, PeerLostError, RunStopped
 from framework.system.log import warn
 from framework.system.stopping import GO_ON, Action, Decision, StopRequest, announce
@@ -113,6 +112,8 @@ def _earlier_signal(request: StopRequest) -> str:
     try:
         signals = gather(request.signal)
     except RuntimeError as error:
+        from framework.engine.process_group_errors import is_lost_peer
+
         if not (request.signal and is_lost_peer(error)):
             raise
         raise RunStopped(

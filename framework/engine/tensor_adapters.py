@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from framework.checkpoint.state.tensor_split import Split, split_of, whole_shape
+from framework.checkpoint.state.tensor_split import Split
+from framework.checkpoint.state.weight_parts import split_of, whole_shape
 from framework.config.groups import ALL_LINEAR, is_adapted
 from framework.config.training import LoRA
 from framework.engine.distributed import device

@@ -13,7 +13,8 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from framework.checkpoint.state.tensor_split import Split, split_of
+from framework.checkpoint.state.tensor_split import Split
+from framework.checkpoint.state.weight_parts import split_of
 from framework.config.groups import NUMBERS_OF_A_BLOCK
 from framework.config.training import Quantization
 from framework.engine.distributed import device

@@ -17,7 +17,8 @@ import torch.distributed
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
-from framework.checkpoint.state.tensor_split import part_of, whole_shape
+from framework.checkpoint.state.tensor_split import part_of
+from framework.checkpoint.state.weight_parts import whole_shape
 from framework.errors import ConfigError, StorageError, in_one_line, show_value
 
 if TYPE_CHECKING:

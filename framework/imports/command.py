@@ -12,7 +12,8 @@ from framework.errors import EXIT_OK, UsageError
 from framework.imports.deepspeed import Imported, import_document, run_config_text
 from framework.imports.kind_of_file import read_deepspeed_json
 from framework.imports.trainers import import_arguments, read_arguments
-from framework.system.arguments import CommandParser, parse_command
+from framework.system.arguments import parse_command
+from framework.system.command_parser import CommandParser
 from framework.system.log import print_problem
 
 

@@ -13,15 +13,8 @@ from typing import Any, Final, TypeVar
 from framework.errors import UsageError
 from framework.hosts.cores import BINDING_CHOICES
 from framework.hosts.hostfile import ChosenHost, bare, choose_hosts, is_host
-from framework.system.arguments import (
-    CommandParser,
-    add_log_level,
-    add_options,
-    flags_of,
-    like,
-    option,
-    whole,
-)
+from framework.system.arguments import add_options, flags_of, like, option, whole
+from framework.system.command_parser import CommandParser, add_log_level
 
 # A pod or a scheduler may give less time: its manifest or script then sets --grace_seconds or
 # DSF_GRACE_SECONDS.

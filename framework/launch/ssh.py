@@ -45,7 +45,7 @@ from framework.launch.stop_requests import StopRequests
 from framework.launch.supervision import HOST_LOST, Restarts, is_final
 from framework.load_run import deepspeed_words
 from framework.system.json_lines import encode
-from framework.system.limits import require
+from framework.system.open_files import require
 from framework.system.output import write
 
 # Variables that a run may depend on. Everything else stays here: a name like AWS_SECRET_ACCESS_KEY

@@ -15,15 +15,20 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
 
+from framework.config.run_config import RunConfig
+from framework.errors import ConfigError
+from framework.system.log import warn
+
 _MODULE: Final = "deepspeed.runtime.pipe.module"
 # Arguments of a PipelineModule that a run config decides, with the key that does.
-DECIDED: Final[Mapping[str, str]] = {
+_DECIDED: Final[Mapping[str, str]] = {
     "num_stages": "parallel.pipe",
     "partition_method": "parallel.partition",
     "activation_checkpoint_interval": "training.recompute_every",
@@ -93,6 +98,37 @@ def arguments_of(pipeline: Any) -> Mapping[str, Any] | None:
     if topology is not None:
         return {**arguments, "num_stages": topology.get_dim("pipe")}
     return arguments
+
+
+def check_arguments_of(pipeline: Any, config: RunConfig) -> None:
+    """Refuse a `PipelineModule` with a loss where the run names none, and warn of its arguments
+    that the run config decides.
+
+    Raises:
+        ConfigError: kind ``pipeline-loss``.
+    """
+    arguments = arguments_of(pipeline)
+    if arguments is None:
+        return
+    loss = arguments["loss_fn"]
+    if loss is not None and "task" not in config.model_fields_set:
+        reason = (
+            f"its PipelineModule has the loss_fn {name_of(loss)}, and the loss of a run is its "
+            "task, which is not given"
+        )
+        fix = "name the loss: task: {target: my_module:my_loss}, or fit(..., task=my_loss)"
+        raise ConfigError.of("pipeline-loss", reason, fix, "task")
+    others = []
+    for name, key in _DECIDED.items():
+        ours = attrgetter(key)(config)
+        if (arguments[name] or 0) != ours:
+            others.append(f"{name}={arguments[name]} ({key} is {ours})")
+    if others:
+        warn(
+            f"model: of its PipelineModule the layers are taken, and not {', '.join(others)} "
+            "[pipeline-settings-left-out]",
+            is_of_all_ranks=True,
+        )
 
 
 def builders_of(pipeline: Any) -> list[Any]:

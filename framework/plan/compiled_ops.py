@@ -1,5 +1,4 @@
-"""Compiled ops of DeepSpeed that a run loads, and their folder: known from its JSON and the device
-alone.
+"""Compiled ops of DeepSpeed that a run loads: known from its JSON and the device alone.
 
 torch compiles an op at its first use, which takes the compiler, ninja and Python's headers. A
 compiled op is found again, and then only ninja must be there (torch 2.15 and DeepSpeed 0.19.8
@@ -9,15 +8,9 @@ require it either way); an op for NVIDIA GPUs runs nvcc to get its release each 
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
 import shutil
-import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from framework.errors import Problem
@@ -124,40 +117,3 @@ def missing_compiler(device: Device, environment: Mapping[str, str]) -> Problem 
     )
     fix = f"install it, name another in {variable}, or set training.compile: false"
     return Problem("compiler-missing", reason, fix, "training.compile", True)
-
-
-def path_of_compilers(environment: Mapping[str, str]) -> str:
-    """Return PATH with this Python's own programs first, its ninja among them, as an active
-    environment has it.
-    """
-    scripts = sysconfig.get_path("scripts")
-    path = environment.get("PATH") or os.defpath
-    if path.split(os.pathsep)[0] == scripts:
-        return path
-    return os.pathsep.join((scripts, path))
-
-
-def extensions_folder(environment: Mapping[str, str], *, torch_version: str) -> Path:
-    """Return the folder of compiled ops: TORCH_EXTENSIONS_DIR, or one folder for each environment
-    and each ninja.
-
-    torch's default folder is shared by all environments of a user, but a built op contains the
-    include paths of one of them. Two environments in use would compile the same op again and again,
-    and wait for each other's lock meanwhile. So would two releases of ninja (such as 1.11 and
-    1.13), which do not recognise each other's commands: torch calls the first ninja on the path
-    that `path_of_compilers` sets, which is the same whether or not the environment is active.
-    """
-    if environment.get("TORCH_EXTENSIONS_DIR"):
-        return Path(environment["TORCH_EXTENSIONS_DIR"])
-    ninja = shutil.which("ninja", path=path_of_compilers(environment))
-    described = f"{sys.prefix} {torch_version} {platform.python_version()} {ninja}"
-    key = hashlib.sha256(described.encode()).hexdigest()[:12]
-    return cache_folder(environment) / "torch_extensions" / f"dsf-{key}"
-
-
-def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return the user's folder for files that can be made again."""
-    if environment.get("XDG_CACHE_HOME"):
-        return Path(environment["XDG_CACHE_HOME"])
-    home = environment.get("HOME") or Path.home()
-    return Path(home) / ".cache"

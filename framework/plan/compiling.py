@@ -13,7 +13,6 @@ from framework.config.precision import Autocast
 from framework.config.run_config import AUTO, RunConfig
 from framework.config.training import Compile
 from framework.plan.cluster import Device
-from framework.plan.compiled_ops import missing_compiler
 
 
 class CompileChoice(NamedTuple):
@@ -59,6 +58,8 @@ def compile_choice(
         return CompileChoice(None, is_auto=True)
     reason = _reason_against(config)
     if not reason and environment is not None:
+        from framework.plan.compiled_ops import missing_compiler
+
         problem = missing_compiler(device, environment)
         if problem is not None:
             reason = problem.reason

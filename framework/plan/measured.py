@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import framework
 from framework.config.base import Factory
-from framework.plan.compiled_ops import cache_folder
 from framework.plan.optimizer_state import OptimizerState
+from framework.system.cache_folders import cache_folder
 from framework.system.files import replace_text
 
 # Device files of drivers of accelerators: NVIDIA's, AMD's, Huawei's.

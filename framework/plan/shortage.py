@@ -67,7 +67,7 @@ _FRAME: Final = re.compile(
 # within `initialize` as well.
 _MOMENTS: Final = {
     "start": r"deepspeed/__init__\.py initialize$"
-    r"|engine/(initialize|model_build)\.py "
+    r"|engine/(initialize|model_build|stage3_build)\.py "
     r"|engine/base_engine\.py __init__$"
     r"|(deepspeed_light|runtime/engine)\.py (__init__|_configure\w+)$"
     r"|(partition_parameters|parameter_offload)\.py "

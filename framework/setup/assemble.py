@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,8 @@ import torch
 
 from framework.checkpoint.checkpointer import Checkpointer, Retention, SaveOptions
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.config.base import Target
 from framework.config.precision import FP16, Autocast, PrecisionSection, fp8_of
 from framework.config.run_config import RunConfig
-from framework.config.training import LoRA
 from framework.data.batches import in_pixels
 from framework.data.loaders import EvalLoader, is_stream
 from framework.data.splits import Splits
@@ -25,17 +22,14 @@ from framework.engine import random_state
 from framework.engine.base_engine import BaseEngine
 from framework.engine.collective_timeout import gather_from_disks
 from framework.engine.distributed import claims_error_report, from_rank0, gather, rank
-from framework.engine.model_build import build_model, partition
+from framework.engine.model_build import build_model
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.step_batches import HALF
 from framework.engine_protocol import Engine
-from framework.models.layers import Layer
 from framework.models.prepare_model import as_fp32, prepare_model
 from framework.models.unsupported import (
     in_rows,
     refuse_sparse_gradients,
-    refuse_unsupported,
-    store_in_rows,
 )
 from framework.plan.plan import Plan
 from framework.setup.prepare_run import Prepared
@@ -43,7 +37,7 @@ from framework.setup.user_code import load_target
 from framework.system.log import print_line
 from framework.train.cadence import Every, Schedule
 from framework.train.callbacks import Callbacks
-from framework.train.monitors.base import Aside, Behind, Monitor, make_or_warn
+from framework.train.monitors.base import Behind, Monitor, make_or_warn
 from framework.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -51,9 +45,6 @@ if TYPE_CHECKING:
     from framework.engine.pipeline_engine import PipelineEngine
     from framework.engine.profile import Profiler
     from framework.engine.rank_groups import RankGroups
-    from framework.engine.tensor_cut import TensorCut
-    from framework.engine.tensor_plans import KnownPlan
-    from framework.setup.pipeline_stages import CutModel
 
 # Logged losses in a row that may be infinite in fp16, where their steps are skipped: the dynamic
 # loss scale has found its level long before.
@@ -71,7 +62,9 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     splits = parts.splits.by_name().values()
     varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in splits)
     if prepared.cut is not None:
-        return _assemble_stage(prepared, prepared.cut, varying_shapes=varying_shapes)
+        from framework.setup.assemble_stage import assemble_stage
+
+        return assemble_stage(prepared, prepared.cut, varying_shapes=varying_shapes)
     groups = None
     if plan.layout.tensor_size > 1:
         from framework.engine.rank_groups import make_groups
@@ -99,157 +92,6 @@ def _packs_rows_of_others(plan: Plan) -> bool:
     return getattr(plan.config.data, "packing", False) and not reads_packed_rows
 
 
-def _assemble_stage(prepared: Prepared, cut: CutModel, *, varying_shapes: bool) -> PipelineEngine:
-    from framework.engine.pipeline_engine import build_pipeline
-    from framework.engine.weights import put_layer_weights
-    from framework.models.sync_batch_norm import with_sync_batch_norm
-
-    plan = prepared.plan
-    parts = prepared.parts
-    weights = prepared.weights
-    assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
-    tensor_cut: TensorCut | None = None
-    lora = plan.config.training.lora
-    layers = cut.layers
-    if lora is not None:
-        layers = _adapted_stage(prepared, cut, lora)
-
-    def adapt(module: torch.nn.Module, layer: str, grid: Any) -> torch.nn.Module:
-        """Change a layer as `prepare_model` changes a whole model, and leave this rank's part."""
-        nonlocal tensor_cut
-        if weights is not None and lora is None:
-            put_layer_weights(module, weights, layer=layer)
-        for name, parameter in module.named_parameters():
-            if f"{layer}.{name}" in cut.frozen:
-                parameter.requires_grad_(False)
-        if plan.config.precision.dtype not in HALF:  # DeepSpeed would train what it gets
-            as_fp32(module)
-        refuse_unsupported(module, plan.config, prefix=f"{layer}.")
-        refuse_sparse_gradients(module, plan.config, prefix=f"{layer}.")
-        store_in_rows(module)
-        if cut.tensor_plan is not None and lora is None:
-            if tensor_cut is None:
-                group = grid.get_slice_parallel_group()
-                tensor_cut = _stage_cut(prepared, cut.tensor_plan, group)
-            tensor_cut.layer(layer, module)
-        if plan.layout.expert_size > 1 and plan.config.model.is_own_code:
-            from framework.engine.expert_parallel import expert_group
-            from framework.engine.packed_experts import divide_packed
-
-            divide_packed(module, expert_group(plan), prefix=f"{layer}.")
-        tile = plan.config.training.mlp_tile
-        if tile:
-            from framework.models.tiled_perceptron import has_perceptrons, tile_perceptrons
-
-            if has_perceptrons(module):
-                tile_perceptrons(module, tile)
-        if not plan.config.training.sync_batch_norm:
-            return module
-        return with_sync_batch_norm(module, process_group=grid.get_data_parallel_group())
-
-    def built() -> None:
-        """Look at all layers together, when every rank has its own."""
-        if tensor_cut is not None:
-            tensor_cut.check_stages()
-
-    dividing: AbstractContextManager[None] = nullcontext()
-    if plan.layout.expert_size > 1:
-        from framework.engine.expert_parallel import building_experts
-
-        dividing = building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1)
-    with dividing:
-        stage = build_pipeline(
-            plan,
-            ds_config=prepared.ds_config,
-            layers=layers,
-            bounds=cut.table.bounds,
-            task=parts.task,
-            make_optimizer=parts.make_optimizer,
-            make_schedule=parts.make_schedule,
-            adapt=adapt,
-            built=built,
-            around=cut.around,
-            varying_shapes=varying_shapes,
-        )
-    if weights is not None:
-        weights.let_go()  # `Prepared` would hold them to the end of the run
-    if isinstance(plan.config.model, Target):  # a model that was handed over stays whole
-        from framework.setup.pipeline_stages import let_go_of_others
-
-        let_go_of_others(cut.layers, stage.module)
-    return stage
-
-
-def _stage_cut(prepared: Prepared, known: KnownPlan, group: Any) -> TensorCut:
-    """Return what cuts the layers of this rank's stage for its tensor group."""
-    from framework.engine.tensor_cut import TensorCut
-
-    config_plan = prepared.plan.config.parallel.tensor_plan
-    return TensorCut(group, config_plan, prepared.parts.task, known=known)
-
-
-def _adapted_stage(prepared: Prepared, cut: CutModel, lora: LoRA) -> tuple[Layer, ...]:
-    """Return the layers of a pipeline; this rank's stage has them built and with adapters."""
-    from framework.engine.weights import put_layer_weights
-    from framework.setup.adapted_stages import adapted_layers
-
-    plan = prepared.plan
-    layout = plan.layout
-    weights = prepared.weights
-    assert not isinstance(weights, SavedCheckpoint)
-    stage = layout.stage_of(rank())
-    tensor_cut: TensorCut | None = None
-    if cut.tensor_plan is not None:
-        from framework.engine.rank_groups import make_groups
-
-        tensor_cut = _stage_cut(prepared, cut.tensor_plan, make_groups(layout).tensor)
-
-    def put(module: torch.nn.Module, layer: str) -> None:
-        """Give a layer its first weights, and leave this rank's part; adapters change the names of
-        its modules.
-        """
-        if plan.config.precision.dtype not in HALF:
-            as_fp32(module)
-        if weights is not None:
-            put_layer_weights(module, weights, layer=layer)
-        if tensor_cut is not None:
-            tensor_cut.layer(layer, module)
-
-    def add(model: torch.nn.Module, lora: LoRA, *, seed: int) -> torch.nn.Module:
-        """Put adapters into all layers, once each is known to be cut well."""
-        if tensor_cut is None:
-            from framework.models.adapters import add_adapters
-
-            return add_adapters(model, lora, seed=seed)
-        from framework.engine.tensor_adapters import add_divided_adapters
-
-        tensor_cut.check_stages()
-        return add_divided_adapters(model, lora, seed=seed)
-
-    layers, whole = adapted_layers(
-        cut.layers,
-        lora,
-        seed=plan.config.run.seed,
-        start=cut.table.bounds[stage],
-        stop=cut.table.bounds[stage + 1],
-        put=put,
-        add=add,
-    )
-    if prepared.adapter is not None:
-        from framework.engine.adapter_weights import put_adapter
-
-        put_adapter(whole, prepared.adapter, lora)
-        prepared.adapter.let_go()
-    if lora.quantization is not None:
-        from framework.engine.adapter_weights import quantize_adapted
-
-        dtype = HALF.get(plan.config.precision.dtype, torch.float32)
-        done = quantize_adapted(whole, lora.quantization, dtype=dtype)
-        if rank() == 0:
-            print_line(f"training.lora.quantization: in the first stage {done}")
-    return layers
-
-
 def _whole_model(
     prepared: Prepared, groups: RankGroups | None, *, varying_shapes: bool
 ) -> torch.nn.Module:
@@ -272,7 +114,9 @@ def _whole_model(
         put_weights(model, weights, source=source, tensor_group=tensor_group)
         weights.let_go()
     if config.training.lora is not None:
-        model = _with_adapters(model, prepared, config.training.lora, groups)
+        from framework.setup.assemble_adapters import with_adapters
+
+        model = with_adapters(model, prepared, config.training.lora, groups)
     if _packs_rows_of_others(plan):
         from framework.models.packed_transformers import attend_in_packed_rows
 
@@ -314,54 +158,13 @@ def _built_share(
             divide_packed(model, expert_group(plan))
         if config.zero.stage < 3:
             return model
+        from framework.engine.stage3_build import partition
+
         place_experts(model)
         return partition(model, prepared.ds_config, groups)
     # Modules of our own draw in their own constructors.
     is_ours = not config.model.is_own_code
     return build_model(build, ds_config=prepared.ds_config, draws_in_pieces=is_ours, groups=groups)
-
-
-def _with_adapters(
-    model: torch.nn.Module, prepared: Prepared, lora: LoRA, groups: RankGroups | None
-) -> torch.nn.Module:
-    """Put adapters into a model that has its first weights, partitioned at stage 3; into one that a
-    tensor group shares, this rank's part of them. Collective.
-    """
-    from framework.engine.adapter_weights import (
-        gathering_in_peft,
-        put_adapter,
-        quantize_adapted,
-        register_read_weights,
-    )
-    from framework.models.adapters import add_adapters
-
-    config = prepared.plan.config
-    is_stage3 = config.zero.stage == 3
-    reads_weights = is_stage3 and lora.use_dora
-    with gathering_in_peft() if reads_weights else nullcontext():
-        if groups is None:
-            model = add_adapters(model, lora, seed=config.run.seed)
-        else:
-            from framework.engine.tensor_adapters import add_divided_adapters
-
-            model = add_divided_adapters(model, lora, seed=config.run.seed)
-    if prepared.adapter is not None:
-        put_adapter(model, prepared.adapter, lora)
-        prepared.adapter.let_go()
-    if lora.quantization is not None:
-        done = quantize_adapted(
-            model,
-            lora.quantization,
-            dtype=HALF.get(config.precision.dtype, torch.float32),
-            spread=lambda module: is_stage3 and partition(module, prepared.ds_config, groups),
-        )
-        if rank() == 0:
-            print_line(f"training.lora.quantization: {done}")
-    if is_stage3:
-        model = partition(model, prepared.ds_config, groups)
-    if reads_weights:
-        register_read_weights(model)
-    return model
 
 
 def watch_samples(
@@ -588,6 +391,8 @@ def make_monitors(
         monitors.append(console)
     monitors += _services(config, folder, from_step=from_step)
     for name, make in make_by_target:
+        from framework.train.monitors.aside import Aside
+
         monitors.append(Aside(name, make, wait_seconds=section.wait_seconds))
     return monitors
 

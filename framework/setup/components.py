@@ -7,17 +7,16 @@ errors are found while no other process waits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from framework.config.base import Object, Target
 from framework.config.data import Mixture
-from framework.config.optimizer import Muon, optimizer_lr
+from framework.config.optimizer import Muon
 from framework.config.run_config import RunConfig, watched_metrics
 from framework.data.batches import in_pixels
 from framework.data.failures import Claims, claims_nothing
@@ -35,21 +34,16 @@ from framework.setup.user_code import (
     ModelSource,
     Objects,
     call_factory,
-    call_failed,
     check_arguments,
     check_handed_over,
     load_target,
     takes,
     type_name,
 )
-from framework.system.log import warn
 from framework.tasks.task import Task, collects
-from framework.train.callbacks import EVENTS, EarlyStopping, ReduceOnPlateau
 
 if TYPE_CHECKING:
     from framework.data.streams import StreamLoader, StreamPlaces
-
-_BUILT_IN_CALLBACKS: Final = {"early_stopping": EarlyStopping, "reduce_on_plateau": ReduceOnPlateau}
 
 
 @dataclass(frozen=True)
@@ -84,25 +78,38 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
 
         task.added_metrics = added_metrics(config, objects.metrics)
     _check_labels_and_tokens(config, splits)
-    refuse_unmeasured(config, splits, added=task.added_metrics or (), is_open=collects(task))
-    if objects.optimizer is not None:
-        make_optimizer: MakeOptimizer | None = _handed_over_optimizer(objects.optimizer)
-        key = "optimizer"
-        value = type_name(objects.optimizer)
-    else:
-        make_optimizer = optimizer_maker(config)
-        key = "optimizer.target"
-        value = getattr(config.optimizer, "target", "")
-    if make_optimizer is not None and not isinstance(config.optimizer, Muon):
-        size = config.parallel.tensor
-        from framework.setup.optimizer_probe import check_optimizer
+    if any(watched_metrics(config)):
+        from framework.setup.watched_metrics import refuse_unmeasured
 
-        check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value, tensor=size)
-    schedule = _schedule_maker(config, objects.scheduler, make_optimizer)
+        added = task.added_metrics or ()
+        refuse_unmeasured(config, splits, added=added, is_open=collects(task))
+    make_optimizer: MakeOptimizer | None = None
+    make_schedule: MakeSchedule | None = None
+    if _makes_optimizer_or_schedule(config, objects):
+        from framework.setup.optimizer_makers import checked_optimizer_maker, schedule_maker
+
+        make_optimizer = checked_optimizer_maker(config, objects.optimizer)
+        make_schedule = schedule_maker(config, objects.scheduler, make_optimizer)
     if isinstance(objects.model, torch.nn.Module):
         refuse_unsupported(objects.model, config)  # before any rank waits for another
     build_model = _refusing_unsupported(model_builder(config, objects.model), config)
-    return Parts(build_model, splits, task, make_optimizer, _callbacks(config, objects), schedule)
+    callbacks: tuple[Any, ...] = ()
+    if config.callbacks or objects.callbacks:
+        from framework.setup.run_callbacks import checked_callbacks
+
+        callbacks = checked_callbacks(config, objects)
+    return Parts(build_model, splits, task, make_optimizer, callbacks, make_schedule)
+
+
+def _makes_optimizer_or_schedule(config: RunConfig, objects: Objects) -> bool:
+    """Check whether code makes the optimizer or the schedule: Muon's, a target, or what was handed
+    over. DeepSpeed or torch makes all others by their names.
+    """
+    if objects.optimizer is not None or objects.scheduler is not None:
+        return True
+    if isinstance(config.optimizer, Muon) or config.optimizer.own_factory() is not None:
+        return True
+    return config.scheduler.own_factory() is not None
 
 
 def _load_data(section: Any, *, key: str) -> Splits:
@@ -121,66 +128,6 @@ def _load_data(section: Any, *, key: str) -> Splits:
         if evaluation is None:
             evaluation = splits.evaluation
     return Splits(mixtures.Mixture(weighted, shuffle=section.shuffle), evaluation)
-
-
-def _callbacks(config: RunConfig, objects: Objects) -> tuple[Any, ...]:
-    """Return the callbacks of the config, then those that were handed over."""
-    named: list[tuple[str, str, Any]] = []  # key in the config, name, callback
-    for number, section in enumerate(config.callbacks):
-        key = f"callbacks.{number}"
-        if isinstance(section, Target):
-            named.append((key, section.target, call_factory(section.factory(), key=key)))
-        else:
-            build = _BUILT_IN_CALLBACKS[section.kind]
-            named.append((key, section.kind, build(**section.model_dump(exclude={"kind"}))))
-    for number, callback in enumerate(objects.callbacks):
-        named.append((f"callbacks.{number}", type_name(callback), callback))
-    for key, name, callback in named:
-        if inspect.isclass(callback):
-            raise ConfigError.of(
-                "callback-without-events", "it is a class", "hand over an object of it", key, name
-            )
-        if not any(callable(getattr(callback, event, None)) for event in EVENTS):
-            fix = f"give it one of {', '.join(EVENTS)}"
-            raise ConfigError.of(
-                "callback-without-events", "it has no method of an event", fix, key, name
-            )
-        _check_events(callback, key, name)
-    return tuple(callback for _, _, callback in named)
-
-
-def _check_events(callback: Any, key: str, name: str) -> None:
-    """Refuse methods of events that cannot be called with the state alone, and name methods that
-    look like events and are none: both would show when the event comes, after hours.
-
-    A callback is not called to try it: what it does (files, messages, states) is meant for real
-    events.
-
-    Raises:
-        ConfigError: kind ``callback-event``.
-    """
-    for event in EVENTS:
-        method = getattr(callback, event, None)
-        if not callable(method):
-            continue
-        reason = ""
-        if inspect.iscoroutinefunction(method):
-            reason = f"{event} is a coroutine, and nothing awaits it"
-        elif not takes(method, {}, positional=1):
-            reason = f"{event} cannot be called with one argument, the state"
-        if reason:
-            raise ConfigError.of(
-                "callback-event", reason, f"write def {event}(self, state)", key, name
-            )
-    for attribute in dir(type(callback)):
-        if not attribute.startswith("on_") or attribute in EVENTS:
-            continue
-        from deepspeed_lint.text.typos import nearest
-
-        similar = nearest(attribute, EVENTS)
-        if similar:
-            line = f"{key} = {name}: {attribute} is no event; is {similar} meant? [callback-event]"
-            warn(line, is_of_all_ranks=True)
 
 
 def make_train_loader(
@@ -291,70 +238,6 @@ def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
         raise ConfigError(problems)
 
 
-def refuse_unmeasured(
-    config: RunConfig, splits: Splits, *, added: Collection[str] = (), is_open: bool = False
-) -> None:
-    """Refuse metrics that no evaluation set gives: they would never have a value.
-
-    Args:
-        config: of the run.
-        splits: its data.
-        added: names of metrics of torchmetrics. One may give several figures, which begin with its
-            name.
-        is_open: the task computes metrics of all samples, with names that are known after it.
-    """
-    areas = []
-    known = []  # empty if the task's metrics have no names
-    for set_name in splits.evaluations:
-        area = f"eval/{set_name}/" if set_name else "eval/"
-        areas.append(area)
-        names = getattr(config.task, "metrics", ())
-        if names and not is_open and "" not in added:
-            known += [f"{area}{name}" for name in (*names, *added)]
-    if not areas:
-        return
-    problems = []
-    for key, metric in watched_metrics(config):
-        many = tuple(f"{area}{name}_" for area in areas for name in added)
-        is_added = metric.startswith(many)
-        if metric.startswith("eval/") and not is_added and not _is_given(metric, known, areas):
-            reason = "no evaluation set gives it"
-            fix = f"write one of {', '.join(known or areas)}"
-            problems.append(Problem("unknown-metric", reason, fix, key, metric))
-    if problems:
-        raise ConfigError(problems)
-
-
-def refuse_not_measured(config: RunConfig, names: Collection[str]) -> None:
-    """Refuse metrics that the run follows and that an evaluation has not given.
-
-    Raises:
-        ConfigError: kind ``unknown-metric``.
-    """
-    known = sorted(name for name in names if name.startswith("eval/"))
-    problems = []
-    for key, metric in watched_metrics(config):
-        if metric.startswith("eval/") and metric not in names:
-            reason = "the evaluation does not give it"
-            fix = f"write one of {', '.join(known)}"
-            problems.append(Problem("unknown-metric", reason, fix, key, metric))
-    if problems:
-        raise ConfigError(problems)
-
-
-def _is_given(metric: str, known: Sequence[str], areas: Sequence[str]) -> bool:
-    """Check whether an evaluation gives a metric.
-
-    Args:
-        metric: its name.
-        known: all names; empty if the task's metrics have none: then any within the areas counts.
-        areas: what names of the evaluation sets begin with.
-    """
-    if known:
-        return metric in known
-    return metric.startswith(tuple(areas))
-
-
 def _configured_task(config: RunConfig) -> Task:
     task = load_task(config)
     if isinstance(task, Task):
@@ -439,48 +322,15 @@ def model_builder(
 
 def _built_by(build: Callable[[], Any], config: RunConfig | None) -> torch.nn.Module:
     """Return the model that a function of the user's builds; a `PipelineModule` as its layers."""
-    from framework.models.layer_specs import is_pipeline, pipelines_unbuilt
+    from framework.models.layer_specs import check_arguments_of, is_pipeline, pipelines_unbuilt
 
     with pipelines_unbuilt():
         model = build()
     if is_pipeline(model):
         if config is not None:
-            _check_arguments_of(model, config)
+            check_arguments_of(model, config)
         return _stacked(model)
     return as_module(model)
-
-
-def _check_arguments_of(pipeline: Any, config: RunConfig) -> None:
-    """Refuse a `PipelineModule` with a loss where the run names none, and warn of its arguments
-    that the run config decides.
-
-    Raises:
-        ConfigError: kind ``pipeline-loss``.
-    """
-    from framework.models.layer_specs import DECIDED, arguments_of, name_of
-
-    arguments = arguments_of(pipeline)
-    if arguments is None:
-        return
-    loss = arguments["loss_fn"]
-    if loss is not None and "task" not in config.model_fields_set:
-        reason = (
-            f"its PipelineModule has the loss_fn {name_of(loss)}, and the loss of a run is its "
-            "task, which is not given"
-        )
-        fix = "name the loss: task: {target: my_module:my_loss}, or fit(..., task=my_loss)"
-        raise ConfigError.of("pipeline-loss", reason, fix, "task")
-    others = []
-    for name, key in DECIDED.items():
-        ours = attrgetter(key)(config)
-        if (arguments[name] or 0) != ours:
-            others.append(f"{name}={arguments[name]} ({key} is {ours})")
-    if others:
-        warn(
-            f"model: of its PipelineModule the layers are taken, and not {', '.join(others)} "
-            "[pipeline-settings-left-out]",
-            is_of_all_ranks=True,
-        )
 
 
 def _refusing_unsupported(
@@ -521,120 +371,6 @@ def _stacked(model: Any, *, taken_from: Any = None) -> LayeredModel:
         raise ConfigError.of(
             "layers-do-not-fit", str(error), "correct the list", "model"
         ) from error
-
-
-def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
-    """Return the function that makes Muon or the optimizer of a target, or None for other built-in
-    kinds. Raises ConfigError if the target cannot be called.
-    """
-    section = config.optimizer
-    if isinstance(section, Muon):
-        from framework.engine.parameter_groups import MuonWithAdamW
-
-        has_shares = config.zero.stage > 0 or config.parallel.tensor > 1
-        return partial(MuonWithAdamW, section=section, has_shares=has_shares)
-    factory = section.own_factory()
-    if factory is None:
-        return None
-    make = load_target(factory.path, key="optimizer.target")
-    check_arguments(make, factory.kwargs, key="optimizer", positional=1)
-
-    def make_optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
-        try:
-            optimizer = make(parameters, **factory.kwargs)
-        except (Exception, SystemExit) as error:
-            raise call_failed(error, factory.path, key="optimizer") from error
-        return _checked_optimizer(optimizer, key="optimizer.target", value=factory.path)
-
-    return _with_names_if_wanted(make, make_optimizer)
-
-
-def _handed_over_optimizer(make: Any) -> MakeOptimizer:
-    """Return a function that makes an optimizer with `make` and checks it. Raises ConfigError if
-    `make` cannot be called with parameters alone.
-    """
-    fix = (
-        "hand over a function from parameters to an optimizer, such as "
-        "functools.partial(torch.optim.SGD, lr=0.1)"
-    )
-    if not callable(make):
-        if isinstance(make, torch.optim.Optimizer):
-            reason = "it is built already, over parameters that are yet to move to their device"
-        else:
-            reason = "it cannot be called"
-        if len(getattr(make, "param_groups", ())) > 1:
-            fix += (
-                "; groups by name go into the config: optimizer: {kind: adamw, groups: "
-                "[{match: '.*bias', weight_decay: 0}]}, or are made by a function whose argument "
-                "is called named_parameters"
-            )
-        raise ConfigError.of("optimizer-target-result", reason, fix, "optimizer", type_name(make))
-    check_handed_over(make, key="optimizer", call="(parameters)", num_values=1, fix=fix)
-
-    def make_optimizer(parameters: list[Any]) -> torch.optim.Optimizer:
-        return _checked_optimizer(make(parameters), key="optimizer", value=type_name(make))
-
-    return _with_names_if_wanted(make, make_optimizer)
-
-
-def _with_names_if_wanted(function: Any, make: MakeOptimizer) -> MakeOptimizer:
-    """Return `make`, which calls the user's function, or `NamedMaker` of it if the first argument
-    of the function is called ``named_parameters``.
-    """
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (ValueError, TypeError):  # some builtins have none
-        return make
-    if names[:1] != ["named_parameters"]:
-        return make
-    from framework.engine.optimizer_weights import NamedMaker
-
-    return NamedMaker(make)
-
-
-def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.Optimizer:
-    """Return the optimizer, made savable. Raises ConfigError if it is none, or needs a closure."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        from framework.setup.user_optimizer import refuse_closure, savable
-
-        refuse_closure(optimizer, key=key, value=value)
-        return savable(optimizer, key=key, value=value)
-    reason = f"it returned {type_name(optimizer)}, not a torch.optim.Optimizer"
-    fix = "return an optimizer over the given parameters"
-    raise ConfigError.of("optimizer-target-result", reason, fix, key, value)
-
-
-def _schedule_maker(
-    config: RunConfig, handed_over: MakeSchedule | None, make_optimizer: MakeOptimizer | None
-) -> MakeSchedule | None:
-    """Return the user's own schedule, tried over an optimizer of one weight, or None if the config
-    names a built-in one.
-    """
-    section = config.scheduler
-    make = handed_over
-    key = "scheduler"
-    path = type_name(handed_over)
-    factory = section.own_factory()
-    if factory is not None:
-        target = load_target(factory.path, key="scheduler.target")
-        check_arguments(target, factory.kwargs, key="scheduler", positional=1)
-        make = partial(target, **factory.kwargs)
-        key = "scheduler.target"
-        path = factory.path
-    if make is None:
-        return None
-    from framework.setup.user_optimizer import check_schedule
-
-    weights = [torch.nn.Parameter(torch.zeros(1))]
-    lr = optimizer_lr(config.optimizer) or 1.0
-    if make_optimizer is not None:
-        optimizer = make_optimizer(weights)
-    elif hasattr(config.optimizer, "betas"):
-        optimizer = torch.optim.AdamW(weights, lr=lr)
-    else:
-        optimizer = torch.optim.SGD(weights, lr=lr)
-    check_schedule(make, optimizer, key=key, value=path)
-    return make
 
 
 def _refuse_objects_from_files(config: RunConfig, objects: Objects) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.state.tensor_split import whole_shape
+from framework.checkpoint.state.weight_parts import whole_shape
+from framework.config.run_config import RunConfig, watched_metrics
 from framework.engine.distributed import claims_error_report, from_rank0, rank
 from framework.engine.hang_watch import Watched
 from framework.engine_protocol import Engine
@@ -25,20 +26,20 @@ from framework.setup.assemble import (
     make_schedule,
     watch_samples,
 )
-from framework.setup.components import make_train_loader, refuse_not_measured
+from framework.setup.components import make_train_loader
 from framework.setup.prepare_run import Prepared, order_of
 from framework.setup.start_point import on_rank0
 from framework.system.log import print_line
 from framework.system.waiting import waiting
 from framework.tasks.task import Task
-from framework.train.bad_steps import BadStepPolicy, LeftOut
+from framework.train.bad_steps import LeftOut
 from framework.train.best import BestSoFar
 from framework.train.cadence import Minutes
 from framework.train.callbacks import Callbacks
 from framework.train.events import Events, note_closed
 from framework.train.hooks import Hooks, record_nothing
 from framework.train.monitors.base import Behind, HeldFolder, Monitor
-from framework.train.monitors.console import LogLines
+from framework.train.monitors.log_lines import LogLines
 from framework.train.run_folder import RunFolder
 from framework.train.trainer import Outcome, RunStart, TrainData, Trainer
 
@@ -235,6 +236,8 @@ def build_trainer(run: OpenRun) -> Trainer:
     watch = engine.bad_steps
     policy = None
     if section is not None and watch is not None:
+        from framework.train.bad_step_policy import BadStepPolicy
+
         policy = BadStepPolicy(
             section.policy, section.max_roll_backs, watch, run.left_out, engine.pass_over
         )
@@ -258,12 +261,21 @@ def build_trainer(run: OpenRun) -> Trainer:
             record=record_nothing if events is None else events,
             show_weights=watch_samples(engine, plan, monitors, run.folder),
             keep_tables=run.folder.keep_tables,
-            measured=partial(refuse_not_measured, plan.config),
+            measured=_refusal_of_unmeasured(plan.config),
             callbacks=run.callbacks or None,
             profile=make_profiler(engine, plan, run.folder, start_step=run.start_step),
             bad_steps=policy,
         ),
     )
+
+
+def _refusal_of_unmeasured(config: RunConfig) -> Callable[[Collection[str]], object]:
+    """Return what refuses metrics that the run follows and its first evaluation has not given."""
+    if not any(watched_metrics(config)):
+        return lambda names: None
+    from framework.setup.watched_metrics import refuse_not_measured
+
+    return partial(refuse_not_measured, config)
 
 
 def _flops_per_step(plan: Plan) -> Mapping[str, float]:

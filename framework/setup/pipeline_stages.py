@@ -38,7 +38,8 @@ from framework.plan.balance import LayerFacts, StageTable, cut, needs_same_group
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
 from framework.setup.components import Parts, gather_parts, make_train_loader
-from framework.setup.user_code import Objects, summary
+from framework.setup.user_code import Objects
+from framework.setup.user_code_errors import summary
 from framework.system.json_lines import decode, encode
 from framework.tasks.model_loss import ModelLoss
 from framework.tasks.task import Task

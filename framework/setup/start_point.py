@@ -5,17 +5,15 @@ before they are trusted.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from framework.checkpoint.checkpointer import clear_unfinished
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.names import size_of
 from framework.config.base import targets_in
 from framework.config.run_config import CODE_SECTIONS, RunConfig
 from framework.engine.distributed import describe_environment, from_rank0, gather, rank
-from framework.engine.process_group_errors import is_lost_peer
 from framework.engine_protocol import Engine
 from framework.errors import FrameworkError, StorageError, TrainingError, in_one_line
 from framework.plan.plan import Plan
@@ -76,6 +74,8 @@ def on_rank0(work: Callable[[], Any]) -> Any:
     except OSError as error:
         return StorageError(f"the run folder cannot be used: {error} [run-folder-unusable]")
     except Exception as error:
+        from framework.engine.process_group_errors import is_lost_peer
+
         if is_lost_peer(error):
             raise
         traceback.print_exc()  # and not raised: the other ranks wait for an answer
@@ -229,7 +229,7 @@ def measure_cut(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
     cut = prepared.cut
     if cut is None or parallel.partition != "measured" or parallel.stages is not None:
         return prepared
-    from framework.engine.metrics import time_layers
+    from framework.engine.layer_times import time_layers
     from framework.setup.pipeline_stages import cut_as_saved, cut_by_time
 
     saved_cut = None
@@ -270,7 +270,9 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
     """
     plan = prepared.plan
     if start is not None:
-        _refuse_unfit_start(start, prepared)
+        from framework.setup.resumed_start import refuse_unfit
+
+        refuse_unfit(start, prepared)
     continues = start is not None and start.folder.resolve() == folder.checkpoints.resolve()
     moved = folder.open(fresh=not continues)
     _report_resume(start, plan, folder)
@@ -280,7 +282,9 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
         print_line(f"{folder.path} held an earlier run; it is now {moved}")
         carry_over(moved, folder.path)
     if start is not None and continues:
-        _set_aside_later(start)
+        from framework.setup.resumed_start import set_aside_steps_after
+
+        set_aside_steps_after(start)
     plan_values = plan.to_dict()
     pipeline = prepared.pipeline()
     if pipeline:
@@ -313,33 +317,6 @@ def _remove_unfinished(folder: RunFolder) -> None:
         )
 
 
-def _set_aside_later(start: SavedCheckpoint) -> None:
-    """Rename checkpoints of steps that are taken again, and print their new names."""
-    from framework.checkpoint.resume_point import set_aside_later
-
-    for replaced in set_aside_later(start):
-        print_line(
-            f"the steps after {start.step} are taken again; an earlier checkpoint of them is "
-            f"now {replaced} ({size_of(replaced) / 1e9:.3f} GB; it stays until you delete it)"
-        )
-
-
-def _refuse_unfit_start(start: SavedCheckpoint, prepared: Prepared) -> None:
-    from framework.checkpoint.resumable import check_movable, check_reachable, check_resumable
-
-    plan = prepared.plan
-    description = prepared.description()
-    check_movable(start, description=description)
-    check_resumable(
-        start,
-        config=plan.config.to_dict(),
-        global_size=plan.layout.global_size,
-        steps_per_epoch=plan.length.steps_per_epoch or 0,
-        data=description,
-    )
-    check_reachable(start, total_steps=plan.length.total_steps or 0)
-
-
 def _keep_tokenizer(folder: RunFolder, prepared: Prepared) -> None:
     """Copy the tokenizer of the data into the run folder, and print the facts about the data."""
     splits = prepared.parts.splits
@@ -367,39 +344,11 @@ def _report_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder)
         if is_auto:
             print_line(f"resume: auto: no checkpoint in {folder.path}, starting afresh")
         return
-    from framework.checkpoint.resumable import describe_changes, describe_versions
+    from framework.setup.resumed_start import report_changes
 
     mode = "auto: " if is_auto else ""
     print_line(f"resume: {mode}from {start.path}")
-    for change in describe_changes(start, config=plan.config.to_dict()):
-        print_line(f"resume: changed since the save, and applied: {change}")
-    versions = describe_versions(start, versions=describe_environment()["versions"])
-    if versions:
-        print_line(
-            f"note: other releases wrote this checkpoint ({versions}); an unbroken run may differ "
-            "in the last bits"
-        )
-    for note in _changed_schedule(start, plan):
-        print_line(f"note: {note}")
-
-
-def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
-    """Yield a note if the run is longer than it was and its schedule ends with the run: this moves
-    the learning rate, which is allowed but never silent.
-    """
-    scheduler = plan.config.scheduler
-    before = start.manifest.get("total_steps")
-    now = plan.length.total_steps
-    ends_with_run = (
-        "total_steps" in type(scheduler).model_fields
-        and getattr(scheduler, "total_steps", None) is None
-    )
-    if ends_with_run and before is not None and before != now:
-        yield (
-            f"the {getattr(scheduler, 'kind', 'own')} schedule now ends at step {now} instead of "
-            f"{before}, so the learning rate goes on from another point of its curve; "
-            f"scheduler.total_steps={before} keeps it"
-        )
+    report_changes(start, plan)
 
 
 def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
@@ -449,24 +398,8 @@ def load_start(
 
             refuse_adapter_of_other_base(description["config"], description["base"])
         return 0
-    from framework.checkpoint.resumable import (
-        changed_keys,
-        describe_resharding,
-        needs_resharding,
-    )
+    from framework.setup.resumed_start import load_checkpoint
 
-    if "base" in description:
-        from framework.engine.weights import refuse_other_base
-
-        refuse_other_base(start, description["base"])
-    moved = needs_resharding(start, description=description)
-    if moved and rank() == 0:
-        change = describe_resharding(start, description=description)
-        print_line(
-            f"resume: {start.path} was written in another layout ({change}) and is moved into "
-            "this one"
-        )
-    changed = changed_keys(start, config=description["config"])
-    state = engine.load(start, moved=moved, changed=changed)
+    state = load_checkpoint(engine, start, description)
     kept.restore(state)
     return int(state["step"])

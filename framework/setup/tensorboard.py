@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from framework.checkpoint.state.tensor_split import expert_part_of, split_of
+from framework.checkpoint.state.weight_parts import expert_part_of, split_of
 from framework.data.token_files import KEPT_TOKENIZER, TOKENIZER_FILE
 from framework.data.tokenizer import ByteTokenizer, load_tokenizer
 from framework.engine.distributed import gather, rank

@@ -37,7 +37,8 @@ from framework.plan.cluster import Cluster
 from framework.plan.operations import masked
 from framework.plan.plan import make_plan
 from framework.plan.work import Device, LayerWork, ModelWork
-from framework.setup.components import Parts, gather_parts, optimizer_maker
+from framework.setup.components import Parts, gather_parts
+from framework.setup.optimizer_makers import optimizer_maker
 from framework.setup.pipeline_stages import answer, first_batch
 from framework.setup.user_code import Objects
 from framework.setup.user_optimizer import measure_optimizer

@@ -11,7 +11,6 @@ import importlib
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,28 +108,14 @@ def load_target(path: str, *, key: str) -> Any:
         value: Any = importlib.import_module(module_name)
     # A script without `if __name__ == "__main__"` exits, perhaps with code 0.
     except (Exception, SystemExit) as error:
-        raise _import_failed(error, module_name, path, key=key) from error
+        from framework.setup.user_code_errors import import_failed
+
+        raise import_failed(error, module_name, path, key=key) from error
     walked = module_name
     for name in dotted_name.split("."):
         value = _attribute(value, name, walked, path, key=key)
         walked = f"{walked}.{name}"
     return value
-
-
-def _import_failed(error: BaseException, module_name: str, path: str, *, key: str) -> ConfigError:
-    missing = None
-    if isinstance(error, ModuleNotFoundError):
-        missing = error.name
-    if not missing:
-        reason = f"importing it failed: {summary(error)}"
-        return ConfigError.of("target-import-failed", reason, "correct the module", key, path)
-    if module_name == missing or module_name.startswith(f"{missing}."):
-        reason = f"there is no module {missing}"
-        fix = f"check the spelling, or start where {module_name.split('.')[0]} can be imported"
-        return ConfigError.of("target-not-found", reason, fix, key, path)
-    reason = f"importing it needs {missing}{_place(error)}"
-    fix = f"install {missing}, or check its spelling"
-    return ConfigError.of("target-import-failed", reason, fix, key, path)
 
 
 def _attribute(holder: Any, name: str, holder_name: str, path: str, *, key: str) -> Any:
@@ -148,6 +133,8 @@ def _attribute(holder: Any, name: str, holder_name: str, path: str, *, key: str)
         reason = f"{holder_name} has no {name}"
         raise ConfigError.of("target-not-found", reason, fix, key, path) from error
     except Exception as error:  # modules that import on first use
+        from framework.setup.user_code_errors import summary
+
         reason = f"reading {name} failed: {summary(error)}"
         fix = "correct the module"
         raise ConfigError.of("target-import-failed", reason, fix, key, path) from error
@@ -166,14 +153,9 @@ def call_factory(factory: Factory, *, key: str) -> Any:
     except FrameworkError:
         raise
     except (Exception, SystemExit) as error:
+        from framework.setup.user_code_errors import call_failed
+
         raise call_failed(error, factory.path, key=key) from error
-
-
-def call_failed(error: BaseException, path: str, *, key: str) -> ConfigError:
-    """Return the problem of a target that raised when it was called."""
-    reason = f"calling it failed: {summary(error)}"
-    fix = f"check {key}.args and the code"
-    return ConfigError.of("target-failed", reason, fix, f"{key}.target", path)
 
 
 def takes(function: Any, kwargs: Mapping[str, Any], *, positional: int = 0) -> bool:
@@ -227,29 +209,3 @@ def check_handed_over(function: Any, *, key: str, call: str, fix: str, num_value
         name = getattr(function, "__qualname__", type(function).__qualname__)
         reason = f"it will be called as {name}{call}: {error.problems[0].reason}"
         raise ConfigError.of("object-args", reason, fix, key, name) from error
-
-
-def summary(error: BaseException) -> str:
-    """Return an exception in one line, with the innermost place in the code."""
-    if isinstance(error, SyntaxError) and error.filename:
-        message = error.msg
-    else:
-        message = str(error)
-    text = type(error).__name__
-    message = " ".join(message.split())[:300]
-    if message:
-        text += f": {message}"
-    return text + _place(error)
-
-
-def _place(error: BaseException) -> str:
-    """Return the place where an error was raised, as `` (file:line)``; frames of this module and of
-    the import machinery do not count.
-    """
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" ({error.filename}:{error.lineno})"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        is_import = frame.filename.startswith("<frozen ") or frame.filename == importlib.__file__
-        if not is_import and frame.filename != __file__:
-            return f" ({frame.filename}:{frame.lineno})"
-    return ""

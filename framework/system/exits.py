@@ -33,7 +33,7 @@ from framework.errors import (
     in_one_line,
     printable,
 )
-from framework.system.arguments import HelpShown
+from framework.system.command_parser import HelpShown
 from framework.system.output import write
 from framework.system.parent_watch import record_failure, report_end
 

@@ -1,16 +1,12 @@
-"""Limits of this host, or of the container of this process: free memory, and open files."""
+"""Limits of memory: of this host, or of the container of this process."""
 
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-from framework.errors import ConfigError
 
 _KIB: Final = 1024
 # Larger than any machine: version 1 writes "no limit" as the largest number of pages.
@@ -116,35 +112,6 @@ def _of_group(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[tup
             yield total - used + of_files, total, f"the container's limit ({total / 1e9:.1f} GB)"
     except (OSError, ValueError):  # the root group has no limit and no file for one
         return
-
-
-def require(wanted: int, what: str, *, fix: str = "") -> None:
-    """Raise this process's limit to `wanted` open files, also for processes that it starts.
-
-    Args:
-        wanted: number of files.
-        what: needs them, in the plural: ``1000 hosts``.
-        fix: another fix than to raise the limit.
-
-    Raises:
-        ConfigError: the system allows fewer.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return
-    if hard == resource.RLIM_INFINITY:
-        allowed = wanted
-    else:
-        allowed = min(hard, wanted)
-    if allowed > soft:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-            soft = allowed
-    if soft < wanted:
-        reason = f"{what} take {wanted} open files"
-        raise_limit = f"ulimit -n {wanted}, which needs root or limits.conf"
-        fix = f"{raise_limit}, or {fix}" if fix else raise_limit
-        raise ConfigError.of("nofile-low", reason, fix, key="ulimit -n", value=soft)
 
 
 def host_memory_bytes(*, system: Path = Path("/")) -> int:

@@ -1,17 +1,16 @@
-"""Callbacks: the user's own code at the events of a run, and two that the framework brings."""
+"""Callbacks: code of the user's own at the events of a run."""
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from framework.checkpoint.names import CALLBACKS
 from framework.engine_protocol import Engine, Gather, WeightDoors
-from framework.errors import TrainingError, counted, in_one_line
+from framework.errors import TrainingError, in_one_line
 
 EVENTS: Final = (
     "on_start",
@@ -157,9 +156,10 @@ class Callbacks:
         """Check whether a callback of the user's own is called at evaluations: it may log metrics
         that no evaluation gives.
         """
-        return any(
-            not isinstance(self._named[name], _Watch) for name, _ in self._methods["on_evaluation"]
-        )
+        from framework.train.metric_watch import MetricWatch
+
+        callbacks = [self._named[name] for name, _ in self._methods["on_evaluation"]]
+        return any(not isinstance(callback, MetricWatch) for callback in callbacks)
 
     def call(
         self,
@@ -268,87 +268,3 @@ def _first_failure(own: Requests, of_ranks: Sequence[Requests]) -> TrainingError
         if requests.failure is not None:
             return requests.failure
     return None
-
-
-class _Watch:
-    """Base of callbacks that follow the best value of an evaluated metric."""
-
-    def __init__(
-        self,
-        metric: str = "eval/loss",
-        best_is: Literal["min", "max"] = "min",
-        patience: int = 3,
-        min_change: float = 0,
-    ) -> None:
-        self._metric = metric
-        self._sign = 1.0 if best_is == "max" else -1.0
-        self._patience = patience
-        self._min_change = min_change
-        self._best: float | None = None
-        self._waited = 0
-
-    def on_evaluation(self, state: State) -> None:
-        """Compare this evaluation with the best before it, and act after `patience` that were not
-        better.
-
-        Raises:
-            LookupError: the metric is not measured.
-        """
-        value = state.metrics.get(self._metric)
-        if value is None:
-            known = ", ".join(sorted(name for name in state.metrics if name.startswith("eval/")))
-            raise LookupError(f"no metric {self._metric} is measured; there are {known}")
-        if math.isfinite(value) and self._is_better(value):
-            self._best = value
-            self._waited = 0
-            return
-        self._waited += 1
-        if self._waited >= self._patience:
-            self._act(state)
-
-    def _is_better(self, value: float) -> bool:
-        if self._best is None:
-            return True
-        return self._sign * (value - self._best) > self._min_change
-
-    def _act(self, state: State) -> None:
-        """Do what is due when the metric has not become better for `patience` evaluations."""
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "waited": self._waited}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._best = state["best"]
-        self._waited = state["waited"]
-
-
-class EarlyStopping(_Watch):
-    """Ends a run after `patience` evaluations in which its metric has not become better."""
-
-    def on_start(self, state: State) -> None:
-        """End the run at once if its earlier start, from which this one goes on, was ended."""
-        if self._waited >= self._patience:
-            self._act(state)
-
-    def _act(self, state: State) -> None:
-        waited = counted(self._waited, "evaluation")
-        if self._best is None:
-            finding = "never was a number"
-        else:
-            finding = f"has not been better than {self._best:.4g}"
-        state.stop(f"{self._metric} {finding} for {waited}")
-
-
-class ReduceOnPlateau(_Watch):
-    """Multiplies the learning rate by `factor` after `patience` evaluations in which the metric has
-    not become better.
-    """
-
-    def __init__(self, factor: float = 0.5, **options: Any) -> None:
-        super().__init__(**options)
-        self._factor = factor
-
-    def _act(self, state: State) -> None:
-        state.scale_lr(self._factor)
-        self._waited = 0

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from framework.engine_protocol import StepProfile, Table
 from framework.system.stopping import GO_ON, Decision
 from framework.system.waiting import waiting
-from framework.train.bad_steps import BadStepPolicy
 from framework.train.cadence import Minutes
 from framework.train.callbacks import Callbacks
+
+if TYPE_CHECKING:
+    from framework.train.bad_step_policy import BadStepPolicy
 
 Save = Callable[[int, Mapping[str, float]], object]
 """Writes a checkpoint of a step with its metrics; returns False if it could not."""

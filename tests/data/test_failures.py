@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
-from framework.data.failures import death_of_worker, leave_out_ends_of_workers
 from framework.data.loaders import EvalLoader
 from framework.data.order import Share
 from framework.data.streams import StreamEvalLoader
+from framework.data.workers import death_of_worker, leave_out_ends_of_workers
 from framework.errors import ConfigError
 from tests.data.loader_of import stream_loader, train_loader
 

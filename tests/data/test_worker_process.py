@@ -40,7 +40,7 @@ print(os.fstat(shared.detach()).st_rdev == os.stat(os.devnull).st_rdev)
 LOADS = """
 import multiprocessing, sys
 from torch.utils.data import DataLoader
-from framework.data.loaders import init_of_workers
+from framework.data.workers import init_of_workers
 
 if __name__ == "__main__":
     for method in sys.argv[1:]:

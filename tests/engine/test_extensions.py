@@ -18,10 +18,9 @@ from torch._inductor.exc import InductorError
 from torch.utils import cpp_extension
 
 import framework.engine
+from framework.engine.compiler_errors import failure_of_compiler, failure_of_torch_compile
 from framework.engine.extensions import (
     announcing_compilers,
-    failure_of_compiler,
-    failure_of_torch_compile,
     refusing_what_does_not_compile,
     use_own_cache,
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from framework.config.precision import FP32, Autocast
-from framework.engine.metrics import time_layers
+from framework.engine.layer_times import time_layers
 from framework.errors import ConfigError
 from framework.models.layer_lists import as_layers
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from framework.engine.process_group_errors import explaining_rendezvous, is_lost_peer, lost_peer
+from framework.engine.process_group_errors import explain_not_met, is_lost_peer, lost_peer
 from framework.errors import PeerLostError, TrainingError, explaining
 from tests.launched import ROOT
 from tests.warm_ranks import WarmRanks
@@ -90,7 +90,9 @@ def test_connections_of_others_are_no_ranks(error: Exception) -> None:
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(
-    "telling", [partial(explaining, lost_peer), explaining_rendezvous], ids=["later", "at-first"]
+    "telling",
+    [partial(explaining, lost_peer), partial(explaining, explain_not_met)],
+    ids=["later", "at-first"],
 )
 def test_what_nccl_refuses_here_is_reported_in_its_last_words(
     monkeypatch: pytest.MonkeyPatch, rank: str, telling: object
@@ -143,5 +145,5 @@ def test_a_rank_that_nccl_lost_while_they_met_is_no_missing_rank_0(
     }.items():
         monkeypatch.setenv(name, value)
     line = r"met at there:29500 cannot connect .*\[rendezvous-failed\]$"
-    with pytest.raises(PeerLostError, match=line), explaining_rendezvous():
+    with pytest.raises(PeerLostError, match=line), explaining(explain_not_met):
         raise DistBackendError(REMOTE)

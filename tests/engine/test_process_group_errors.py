@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from framework.engine.process_group_errors import check_environment, explaining_rendezvous
-from framework.errors import ConfigError, PeerLostError
+from framework.engine.group_store import check_environment
+from framework.engine.process_group_errors import explain_not_met
+from framework.errors import ConfigError, PeerLostError, explaining
 from tests.launched import run_ranks
 from tests.places import ROOT
 from tests.ports import free_ports
@@ -29,7 +30,7 @@ def meet(monkeypatch: pytest.MonkeyPatch, *, rank: int, host: str = "127.0.0.1",
         GOOD | {"RANK": str(rank), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     ).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(PeerLostError) as reported, explaining_rendezvous():
+    with pytest.raises(PeerLostError) as reported, explaining(explain_not_met):
         TCPStore(host, port, 2, is_master=rank == 0, timeout=SOON)
     assert reported.value.exit_code == 76
     assert reported.value.is_of_one_rank
@@ -77,12 +78,12 @@ def test_ranks_that_meet_and_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     stated = "Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"
     line = r"^rank 1 of 2: .*127\.0\.0\.1:29500 cannot .*GLOO_SOCKET_IFNAME.*\[rendezvous-failed\]$"
-    with pytest.raises(PeerLostError, match=line), explaining_rendezvous():
+    with pytest.raises(PeerLostError, match=line), explaining(explain_not_met):
         raise RuntimeError(stated)
 
 
 def test_what_has_nothing_to_do_with_it_stays_as_it_is() -> None:
-    with pytest.raises(RuntimeError, match=r"^out of memory$"), explaining_rendezvous():
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), explaining(explain_not_met):
         raise RuntimeError("out of memory")
 
 

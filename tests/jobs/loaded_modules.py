@@ -1,7 +1,7 @@
 """Runs train.py, and writes down what each rank has loaded before its first step, and how often it
 has planned: loaded_modules.py --config FILE [key=value ...], as train.py.
 
-The callback `Loaded` writes ``loaded-rank<N>.json`` into the working folder.
+Writes ``loaded-rank<N>.json`` into the working folder, at the first forward pass with gradients.
 """
 
 from __future__ import annotations
@@ -12,28 +12,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import framework
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
 from framework.plan import plan
 
 calls: list[str] = []
 
 
-class Loaded:
-    """Callback that writes down our modules, their bytes of source and the plans made."""
-
-    def on_start(self, state: framework.State) -> None:
-        sources = {
-            name: module.__file__
-            for name, module in sys.modules.items()
-            if name.split(".")[0] in ("framework", "deepspeed_lint")
-            and getattr(module, "__file__", None)
-        }
-        loaded = {
-            "modules": sorted(sources),
-            "bytes": sum(Path(file).stat().st_size for file in sources.values() if file),
-            "plans": len(calls),
-        }
-        Path(f"loaded-rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(loaded))
+def note_loaded(module: torch.nn.Module, inputs: Any) -> None:
+    """Write down our modules, their bytes of source and the plans made, before the first step."""
+    file = Path(f"loaded-rank{os.environ.get('RANK', '0')}.json")
+    if not torch.is_grad_enabled() or file.exists():
+        return
+    sources = {
+        name: loaded.__file__
+        for name, loaded in sys.modules.items()
+        if name.split(".")[0] in ("framework", "deepspeed_lint")
+        and getattr(loaded, "__file__", None)
+    }
+    record = {
+        "modules": sorted(sources),
+        "bytes": sum(Path(source).stat().st_size for source in sources.values() if source),
+        "plans": len(calls),
+    }
+    file.write_text(json.dumps(record))
 
 
 def main() -> None:
@@ -45,7 +48,7 @@ def main() -> None:
         return make_plan(*arguments, **named)
 
     plan.make_plan = counted  # type: ignore[assignment]
-    sys.modules["loaded_modules"] = sys.modules["__main__"]  # for the callback's import path
+    register_module_forward_pre_hook(note_loaded)
     from framework import script
 
     script.main()

@@ -24,8 +24,8 @@ import framework
 from framework.checkpoint.resume_point import find_checkpoint
 from framework.checkpoint.state.deepspeed_format import describe_raw
 from framework.checkpoint.state.optimizer_shards import OptimizerViews
-from framework.checkpoint.state.tensor_split import splits_of
 from framework.checkpoint.state.weight_names import names_of
+from framework.checkpoint.state.weight_parts import splits_of
 from framework.config.groups import stepped_by_muon
 from framework.config.load import config_from_values
 from framework.config.optimizer import Muon

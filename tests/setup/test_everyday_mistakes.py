@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import framework
 from framework.errors import ConfigError
-from framework.setup.components import _check_events
+from framework.setup.run_callbacks import check_events
 
 
 async def a_coroutine(state: Any) -> None: ...
@@ -75,7 +75,7 @@ def test_a_method_that_is_almost_an_event_is_named(capsys: pytest.CaptureFixture
         def on_evaluations(self, state: Any) -> None: ...
         def on_step(self, state: Any) -> None: ...
 
-    _check_events(Late(), "callbacks.0", "late")
+    check_events(Late(), "callbacks.0", "late")
     assert (
         "on_evaluations is no event; is on_evaluation meant? [callback-event]"
         in capsys.readouterr().err

@@ -14,7 +14,8 @@ from torch import optim
 from framework.config.base import plain_values
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
-from framework.setup.components import _handed_over_optimizer, gather_parts
+from framework.setup.components import gather_parts
+from framework.setup.optimizer_makers import handed_over_optimizer
 from framework.setup.optimizer_probe import check_optimizer
 from framework.setup.user_code import Objects
 
@@ -68,7 +69,7 @@ def draws(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 def judge(make: Any, *, stage: int) -> str:
     try:
-        check_optimizer(_handed_over_optimizer(make), stage=stage, key="optimizer", value="mine")
+        check_optimizer(handed_over_optimizer(make), stage=stage, key="optimizer", value="mine")
     except ConfigError as error:
         return error.problems[0].kind
     return ""
@@ -352,7 +353,7 @@ def test_state_that_no_checkpoint_gives_back_is_refused_at_every_stage() -> None
     optimizers = pytest.importorskip("torchao.optim", reason="torchao is not installed")
     with pytest.raises(ConfigError, match=r"its state of a weight holds exp_avg, .*OptimState8bit"):
         check_optimizer(
-            _handed_over_optimizer(optimizers.AdamW8bit), stage=0, key="optimizer", value="mine"
+            handed_over_optimizer(optimizers.AdamW8bit), stage=0, key="optimizer", value="mine"
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import framework
-import framework.engine.metrics
+import framework.engine.layer_times
 import framework.setup.start_point
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.errors import ConfigError
@@ -390,7 +390,7 @@ def test_a_pipeline_that_goes_on_is_cut_as_it_was_measured(monkeypatch: pytest.M
     start = SavedCheckpoint(
         Path("runs/x/checkpoints"), "global_step4", {"step": 4, **manifest_of(run)}
     )
-    monkeypatch.setattr(framework.engine.metrics, "time_layers", measured)
+    monkeypatch.setattr(framework.engine.layer_times, "time_layers", measured)
     monkeypatch.setattr(framework.setup.start_point, "rank", lambda: 1)
     cut = framework.setup.start_point.measure_cut(run, start).cut
     assert cut is not None

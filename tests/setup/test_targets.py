@@ -13,7 +13,8 @@ import pytest
 
 from framework.config.base import Factory
 from framework.errors import ConfigError, Problem, TrainingError
-from framework.setup.user_code import call_factory, check_arguments, load_target, summary, takes
+from framework.setup.user_code import call_factory, check_arguments, load_target, takes
+from framework.setup.user_code_errors import summary
 
 MODULES = {
     "good.py": """

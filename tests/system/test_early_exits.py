@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from framework.errors import EXIT_TRAINING, TrainingError
-from framework.system.arguments import CommandParser, HelpShown
+from framework.system.command_parser import CommandParser, HelpShown
 from framework.system.exits import refusing_exits
 from framework.system.stopping import StopRequest, ending_in_good_order
 from tests.launched import job_environment

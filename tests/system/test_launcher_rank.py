@@ -14,8 +14,8 @@ import pytest
 from framework.errors import ConfigError
 from framework.launch.local import refuse_lone_start
 from framework.launch.options import LaunchOptions
-from framework.system import launcher_rank
-from framework.system.launcher_rank import take_rank
+from framework.system import mpi_launchers
+from framework.system.launcher_rank import RANK_VARIABLES, take_rank
 from tests.deploy.one_machine_slurm import OneMachineSlurm, why_not
 from tests.launched import TIMEOUT_SECONDS, job_environment, run_ranks
 from tests.places import ROOT
@@ -120,7 +120,12 @@ REFUSED = [
 
 @pytest.fixture(autouse=True)
 def none_was_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_rank, "_alone", set())
+    monkeypatch.setattr(mpi_launchers, "_alone", set())
+
+
+def test_each_launcher_is_known_by_its_rank() -> None:
+    of_launchers = [names["RANK"] for names in mpi_launchers._LAUNCHERS.values()]
+    assert sorted(of_launchers) == sorted((name,) for name in RANK_VARIABLES)
 
 
 @pytest.mark.parametrize("environment", ALONE, ids=str)

@@ -13,7 +13,7 @@ from framework.errors import RunStopped, TrainingError
 from framework.system import log as rank_log
 from framework.system.log import warn
 from framework.train.monitors.base import Point
-from framework.train.monitors.console import LogLines
+from framework.train.monitors.log_lines import LogLines
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from framework.errors import ConfigError
-from framework.system.limits import require
+from framework.system.open_files import require
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pytest
 
 from framework.engine_protocol import BadStep
 from framework.errors import TrainingError
-from framework.train.bad_steps import BadStepPolicy, LeftOut, RolledBack, noted_windows
+from framework.train.bad_step_policy import BadStepPolicy
+from framework.train.bad_steps import LeftOut, RolledBack, noted_windows
 
 
 class Seen:

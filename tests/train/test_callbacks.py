@@ -10,7 +10,8 @@ import pytest
 
 from framework.errors import TrainingError
 from framework.train.cadence import Every, Schedule
-from framework.train.callbacks import Callbacks, EarlyStopping, ReduceOnPlateau, Requests, State
+from framework.train.callbacks import Callbacks, Requests, State
+from framework.train.metric_watch import EarlyStopping, ReduceOnPlateau
 from framework.train.trainer import Outcome
 from tests.fake_engine import RecordingEngine
 from tests.train.test_trainer import EVAL_DATA, Numbers

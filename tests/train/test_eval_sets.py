@@ -19,7 +19,7 @@ from framework.errors import ConfigError
 from framework.report.page import write_page
 from framework.report.records import read_run
 from framework.report.run_charts import charts_of
-from framework.setup.components import refuse_unmeasured
+from framework.setup.watched_metrics import refuse_unmeasured
 from tests.commands.test_after_training import run_jobs
 from tests.jobs.parts import sets_of_digits
 from tests.launched import read_metrics

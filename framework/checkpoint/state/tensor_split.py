@@ -8,9 +8,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
 
 import torch
+
+from framework.checkpoint.state.weight_parts import expert_part_of, split_of
 
 
 @dataclass(frozen=True)
@@ -162,15 +163,6 @@ class RankPart:
         return self.split.part(whole, self.rank, self.size)
 
 
-EXPERT_PART: Final = "expert_part"
-"""Attribute of a weight that holds some of a layer's experts: its `RankPart` in their group."""
-
-
-def expert_part_of(weight: torch.Tensor) -> RankPart | None:
-    """Return the part that a weight is of all experts of its layer, or None if it has them all."""
-    return vars(weight).get(EXPERT_PART)
-
-
 def part_of(weight: torch.Tensor, *, tensor_rank: int, tensor_size: int) -> RankPart | None:
     """Return this rank's part of a weight, in a tensor group, an expert group or both; None if the
     weight is whole.
@@ -196,34 +188,3 @@ def parts_of(
         if part is not None:
             parts[name] = part
     return parts
-
-
-def split_of(weight: torch.Tensor) -> Split | None:
-    """Return the split of a weight in a tensor group, its instance attribute `split`, or None; the
-    class attribute of that name is torch's method.
-    """
-    return vars(weight).get("split")
-
-
-def splits_of(names: Mapping[torch.Tensor, str]) -> dict[str, Split]:
-    """Return the splits of the tensors that have one, by name."""
-    splits = {}
-    for tensor, name in names.items():
-        split = split_of(tensor)
-        if split is not None:
-            splits[name] = split
-    return splits
-
-
-def whole_shape(weight: torch.Tensor) -> torch.Size:
-    """Return the shape of a weight before a tensor group (its attribute `split`), an expert group
-    and ZeRO-3 took their parts.
-    """
-    shape = torch.Size(getattr(weight, "ds_shape", weight.shape))
-    split = split_of(weight)
-    part = expert_part_of(weight)
-    if split is not None:
-        return split.whole_shape(shape)
-    if part is not None:
-        return part.split.whole_shape(shape)
-    return shape

@@ -31,12 +31,8 @@ from framework.errors import Problem
 from framework.hosts.devices import package_folder, torch_text
 from framework.hosts.environment import ROOT, missing
 from framework.hosts.environment import requirements as pip_requirements
-from framework.plan.compiled_ops import (
-    Op,
-    extensions_folder,
-    missing_compiler,
-    path_of_compilers,
-)
+from framework.plan.compiled_ops import Op, missing_compiler
+from framework.system.cache_folders import extensions_folder, path_of_compilers
 
 _NO_TRAINING_WITHOUT: Final = frozenset(
     {"torch", "deepspeed", "psutil", "filelock", "setuptools", "numpy"}

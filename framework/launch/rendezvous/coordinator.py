@@ -49,8 +49,8 @@ from framework.launch.rendezvous.session import (
     Start,
 )
 from framework.launch.supervision import JobEnd
-from framework.system.limits import require
 from framework.system.log import print_problem
+from framework.system.open_files import require
 
 # Nodes that took part before are waited for this long, if the job can go on with fewer.
 ENOUGH_SECONDS: Final = 60.0

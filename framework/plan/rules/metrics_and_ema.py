@@ -125,7 +125,7 @@ def _measured_in_training(config: RunConfig, key: str, metric: str) -> Iterator[
 def _measured_by_task(config: RunConfig, key: str, metric: str) -> Iterator[Problem]:
     """Find a metric of evaluation that the task does not measure."""
     names = _evaluated(config)
-    # The user's own evaluation sets may have names (`setup/components.py`).
+    # The user's own evaluation sets may have names (`setup/watched_metrics.py`).
     is_own_data = config.data.is_own_code
     name = metric.removeprefix("eval/")
     if is_own_data:

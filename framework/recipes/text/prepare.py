@@ -37,7 +37,7 @@ from framework.recipes.text.documents import (
     read_documents,
 )
 from framework.recipes.text.token_writer import FolderWriter, made_aside
-from framework.system.arguments import CommandParser
+from framework.system.command_parser import CommandParser
 from framework.system.stopping import ending_in_good_order
 
 _BATCH_BYTES: Final = 1 << 20

@@ -10,17 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import Full, Queue
-from threading import Thread
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from framework.errors import FrameworkError, StorageError, in_one_line
 from framework.system.file_writer import hand_over, settle
 from framework.system.log import warn
 from framework.train.run_folder import RunFolder
-
-_LONGEST_QUEUE: Final = 1000  # points that a sink may be behind
-HURRIED_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -215,81 +210,4 @@ class Behind:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            raise self._error
-
-
-class Aside:
-    """A sink that is made and called in its own thread, because it talks to a server, which may not
-    answer.
-
-    No step and no file of metrics waits for it; the end of the run waits `wait_seconds` at most.
-    """
-
-    def __init__(self, name: str, make: Callable[[], Monitor], *, wait_seconds: float) -> None:
-        """Make the sink in its thread, and close it there when all points are written.
-
-        Args:
-            name: its name in warnings.
-            make: makes it; an error is raised at a later `write` or at `close`.
-            wait_seconds: longest wait of `close`.
-        """
-        self.name = name
-        self._make = make
-        self._wait_seconds = wait_seconds
-        self._points: Queue[Point | None] = Queue(_LONGEST_QUEUE)
-        self._error: Exception | None = None
-        self._is_over = False
-        self._thread = Thread(target=self._work, name=f"monitor-{name}", daemon=True)
-        self._thread.start()
-
-    def write(self, point: Point) -> None:
-        """Hand a point over; raises the sink's error, or TimeoutError if it is far behind."""
-        try:
-            self._raise_error()
-            self._points.put_nowait(point)
-        except Full:
-            self._is_over = True
-            raise TimeoutError(
-                f"it does not answer, and {_LONGEST_QUEUE} points wait for it"
-            ) from None
-
-    def hurry(self) -> None:
-        """Wait less in `close`: a run that was asked to stop, or has failed, may have no more
-        time.
-        """
-        self._wait_seconds = min(self._wait_seconds, HURRIED_SECONDS)
-
-    def close(self) -> None:
-        """Wait until all points are written; raises TimeoutError if that takes too long.
-
-        After a failure it does not wait.
-        """
-        if self._is_over:
-            return
-        with suppress(Full):
-            self._points.put_nowait(None)
-        self._thread.join(self._wait_seconds)
-        self._raise_error()
-        if self._thread.is_alive():
-            raise TimeoutError(
-                f"it was not done {self._wait_seconds:g} s after the last step, and its last "
-                "points may be lost"
-            )
-
-    def _work(self) -> None:
-        try:
-            monitor = self._make()
-            try:
-                for point in iter(self._points.get, None):
-                    monitor.write(point)
-            finally:
-                monitor.close()
-        except Exception as error:
-            self._error = error
-        except SystemExit as error:  # some packages exit where they mean to raise
-            self._error = RuntimeError(f"it ended its thread ({error})")
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            self._is_over = True
             raise self._error

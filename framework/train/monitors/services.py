@@ -30,7 +30,8 @@ from framework.errors import TrainingError
 from framework.system.child import Child
 from framework.system.files import open_own, replace_text
 from framework.system.json_lines import MessageSocket
-from framework.train.monitors.base import HURRIED_SECONDS, Aside, Monitor, Point, flat, reason_of
+from framework.train.monitors.aside import HURRIED_SECONDS, Aside
+from framework.train.monitors.base import Monitor, Point, flat, reason_of
 
 _NUMBERS: Final = "monitors.json"
 _NICENESS: Final = 19

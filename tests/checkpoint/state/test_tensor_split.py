@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework.checkpoint.state.reader import MergedWeights, StoredState
-from framework.checkpoint.state.tensor_split import RankPart, Split, splits_of
+from framework.checkpoint.state.tensor_split import RankPart, Split
+from framework.checkpoint.state.weight_parts import splits_of
 from framework.errors import StorageError
 from tests.checkpoint.state.simulated import simulate, values_of
 

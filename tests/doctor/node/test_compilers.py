@@ -15,7 +15,8 @@ from framework.doctor.node.requirements import Requirements
 from framework.doctor.node.software import check_ops
 from framework.hosts.devices import package_folder, torch_text
 from framework.plan.cluster import Cluster, Device
-from framework.plan.compiled_ops import Op, extensions_folder, needed_ops
+from framework.plan.compiled_ops import Op, needed_ops
+from framework.system.cache_folders import extensions_folder
 from tests.doctor.node.broken import findings, programs
 
 CPU_ADAM = Op("cpu_adam", "optimizer.implementation is deepspeed")

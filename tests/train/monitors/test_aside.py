@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from framework.train.monitors.base import Aside, Point
+from framework.train.monitors.aside import Aside
+from framework.train.monitors.base import Point
 from tests.train.monitors.points import point
 
 
@@ -59,7 +60,7 @@ def test_a_server_that_does_not_answer_stalls_neither_steps_nor_the_end() -> Non
 
 
 def test_a_run_that_stops_waits_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("framework.train.monitors.base.HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr("framework.train.monitors.aside.HURRIED_SECONDS", 0.1)
     server = Server()
     aside, started = Aside("server", lambda: server, wait_seconds=30), time.monotonic()
     aside.write(point(1))

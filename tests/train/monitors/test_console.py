@@ -9,7 +9,8 @@ from typing import Any, Literal
 import pytest
 
 from framework.train.monitors.base import Point
-from framework.train.monitors.console import Bar, Lines, describe, make_console
+from framework.train.monitors.console import Bar, Lines, make_console
+from framework.train.monitors.log_lines import describe
 from tests.train.monitors.points import point
 
 FULL = {
