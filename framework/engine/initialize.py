@@ -15,7 +15,6 @@ from framework.config.deepspeed_words import SCHEDULES
 from framework.config.optimizer import Adafactor, Muon, has_groups
 from framework.engine.schedules import LR_RATIO, MakeSchedule, client_schedule
 from framework.engine.step_batches import HALF
-from framework.engine.workarounds.adagrad_groups import keeping_adagrad
 from framework.engine.workarounds.grad_scaler import forget_autocast
 from framework.engine.workarounds.idle_measurements import leave_out_measurements
 from framework.engine.workarounds.module_buffers import share_buffers
@@ -105,7 +104,7 @@ def initialize(
         choosing,
         binding,
         _taking_no_empty_step(plan),
-        keeping_adagrad(),
+        _keeping_adagrad(plan),
     ):
         engine, _, _, _ = deepspeed.initialize(
             model=model,
@@ -129,6 +128,17 @@ def initialize(
     leave_out_measurements(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine
+
+
+def _keeping_adagrad(plan: Plan) -> AbstractContextManager[None]:
+    """Return the context in which ZeRO steps an Adagrad, also one of the user's own, that it is
+    given.
+    """
+    if plan.config.zero.stage == 0:
+        return nullcontext()
+    from framework.engine.workarounds.adagrad_groups import keeping_adagrad
+
+    return keeping_adagrad()
 
 
 def _taking_no_empty_step(plan: Plan) -> AbstractContextManager[None]:
