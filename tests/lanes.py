@@ -199,6 +199,8 @@ class _Lanes:
         terminal = session.config.pluginmanager.get_plugin("terminalreporter")
         terminal.showfspath = False  # lanes report in turns: a dot says no file
         self._left = dict.fromkeys(map(_file, session.items))
+        # Made here, so that the folders of all lanes lie in one.
+        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         for lane in range(_NUM_LANES):
             self._fork(lane, session)
         try:
