@@ -37,7 +37,10 @@ def keep_gradient_order(
         return None
     at_end = None
     if hasattr(optimizer, "parameter_offload"):
+        from framework.engine.workarounds.stale_releases import forget_releases_with_order
+
         coordinator = optimizer.parameter_offload.get_param_coordinator()
+        forget_releases_with_order(coordinator)
         at_end = _FetchOrder(coordinator, group, engine.module, refuse_changes).end
     _GradientOrder(optimizer, engine.module, group, at_end=at_end)
     return at_end

@@ -58,6 +58,11 @@ def _forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 def _forget_modules() -> None:
     """Empty the list and the cache that keep modules."""
     parameter_offload.FWD_MODULE_STACK.clear()
+    forget_releases()
+
+
+def forget_releases() -> None:
+    """Empty the cache of the weights that are released after a module."""
     coordinator = PartitionedParameterCoordinator
     method = coordinator._PartitionedParameterCoordinator__params_to_release
     # DeepSpeed's wrapper holds the method with the cache, as its only free variable.
