@@ -28,7 +28,13 @@ from framework.plan.otherwise import runs_that_fit
 from framework.plan.plan import Length, Plan, make_plan
 from framework.plan.search import SearchResult, search
 from framework.plan.search_goals import search_fewest_devices, search_longest_sequence
-from framework.plan.search_space import EVERYTHING, MICRO, WITHOUT_BATCH, Request
+from framework.plan.search_space import (
+    EVERYTHING,
+    MICRO,
+    WITHOUT_BATCH,
+    Request,
+    sizes_of_groups,
+)
 from framework.plan.work import ModelWork
 from framework.system.output import write
 
@@ -148,7 +154,7 @@ def ask(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster) -> Ques
     target = _find_target(arguments, cluster)
     written = run.config
     try:
-        work, why = _own_work(run, cluster)
+        work, why = _own_work(arguments, run, cluster, target)
         run = run.chosen(cluster, target, is_proposal=True, work=work)
         plan = run.plan_with_data(cluster)
     except ConfigError as error:
@@ -205,7 +211,9 @@ def _find_target(arguments: argparse.Namespace, cluster: Cluster) -> Hardware:
     return replace(target, host_bytes=arguments.host_memory)
 
 
-def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
+def _own_work(
+    arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster, target: Hardware
+) -> tuple[ModelWork | None, str]:
     """Return the work of a model of the user's own, or None, and a text: why that work, or the
     memory of an optimizer of the user's own, is not known. Both take a child process; a named model
     and optimizer need none.
@@ -214,8 +222,9 @@ def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
         return None, ""
     plan = make_plan(_without_auto(run.config), cluster, source=run.source)
     why = find_own_optimizer(plan)
+    free = Question(arguments, run, plan, target).request.free | run.config.auto
     try:
-        return find_own_work(plan), why
+        return find_own_work(plan, sizes_of_groups(plan.config, cluster, free)), why
     except NoAnswerError as error:
         return None, str(error)
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
@@ -29,19 +29,26 @@ from framework.plan.measured import (
 )
 from framework.plan.optimizer_state import OptimizerState
 from framework.plan.plan import Plan
+from framework.plan.rank_work import Collective, WorkOfRank
 from framework.plan.work import Device, LayerWork, ModelWork
 from framework.system.cache_folders import cache_folder
 from framework.system.files import replace_text
 
-# A pass over fake tensors takes milliseconds for each operation; the user of `plan` waits for it.
+# A pass over fake tensors takes milliseconds for each operation; the user of `plan` waits for it,
+# and for another one with each size of groups.
 _LONGEST_SECONDS: Final = 120.0
 # Sections that the work of a micro-batch depends on.
 _SECTIONS: Final = ("model", "data", "task", "precision", "batch", "parallel")
 
 
-def find_own_work(plan: Plan) -> ModelWork | None:
+def find_own_work(plan: Plan, sizes: Sequence[tuple[int, int]] = ()) -> ModelWork | None:
     """Return the work of a plan's model on one micro-batch, or None for a named model, which needs
-    no pass. Waits for a child process, at most `_LONGEST_SECONDS`, unless the work is kept.
+    no pass. Waits for a child process, at most `_LONGEST_SECONDS` for each pass, unless the work is
+    kept.
+
+    Args:
+        plan: of the run.
+        sizes: of tensor and sequence groups beside the plan's: the work of their ranks comes too.
 
     Raises:
         NoAnswerError: it cannot be measured here.
@@ -53,12 +60,19 @@ def find_own_work(plan: Plan) -> ModelWork | None:
     device: Device = "cuda"
     if plan.cluster.device == "cpu":
         device = "cpu"
-    place = _cache_file(plan, device)
+    own_sizes = (plan.layout.tensor_size, plan.layout.sequence_size)
+    all_sizes = sorted({own_sizes, *sizes} - {(1, 1)})
+    place = _cache_file(plan, device, all_sizes)
     answer = _kept_answer(place)
     if answer is None:
         needs = ("torch", "deepspeed")
         answer = ask_child(
-            "trace", plan, longest_seconds=_LONGEST_SECONDS, needs=needs, device=device
+            "trace",
+            plan,
+            longest_seconds=_LONGEST_SECONDS * (1 + len(all_sizes)),
+            needs=needs,
+            device=device,
+            sizes=all_sizes,
         )
         if "work" in answer or answer.get("is_final"):
             _keep_answer(place, answer)
@@ -123,20 +137,29 @@ def _work_of(values: Mapping[str, Any]) -> ModelWork:
     Raises:
         KeyError: they lack a figure, as an earlier version wrote them.
     """
+    fields = dict(values)
+    fields["of_ranks"] = tuple(_work_of_rank(share) for share in values["of_ranks"])
     for part in values["parts"]:
         missing = LayerWork.__dataclass_fields__.keys() - part.keys()
         if missing:
             raise KeyError(*missing)
-    fields = dict(values)
     for kind in ("weights", "frozen"):
         fields[kind] = {name: tuple(shape) for name, shape in values[kind].items()}
     fields["parts"] = tuple(LayerWork(**part) for part in values["parts"])
+    fields["collectives"] = tuple(Collective(**each) for each in values["collectives"])
     return ModelWork(**fields)
 
 
-def _cache_file(plan: Plan, device: Device) -> Path | None:
-    """Return the file of a model's work, named by a hash of everything that the work depends on, or
-    None if that is not known.
+def _work_of_rank(values: Mapping[str, Any]) -> WorkOfRank:
+    work = None
+    if values["work"] is not None:
+        work = _work_of(values["work"])
+    return WorkOfRank(**{**values, "work": work})
+
+
+def _cache_file(plan: Plan, device: Device, sizes: Sequence[tuple[int, int]]) -> Path | None:
+    """Return the file of a model's work, and that of ranks of groups of these sizes, named by a
+    hash of everything that the work depends on, or None if that is not known.
     """
     try:
         versions = [metadata.version("torch"), sys.version, str(framework.__version__)]
@@ -149,7 +172,7 @@ def _cache_file(plan: Plan, device: Device) -> Path | None:
     except (OSError, LookupError, metadata.PackageNotFoundError):
         return None
     dependencies = json.dumps(
-        [versions, sections, asdict(plan.layout), device, user_files, package_files],
+        [versions, sections, asdict(plan.layout), device, sizes, user_files, package_files],
         sort_keys=True,
         default=str,
     )
@@ -171,6 +194,6 @@ def _package_files() -> list[Any]:
     """Return the stamps of the framework's files that measure the work."""
     package = Path(framework.__file__).parent
     files: list[Any] = []
-    for room in ("setup", "plan", "models"):
+    for room in ("setup", "plan", "models", "engine"):
         files += stamps_of(package / room)
     return files

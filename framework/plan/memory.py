@@ -134,7 +134,7 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
         model_work = _weights_of(plan)
         lacks = "the size of the images is not known"
     if plan.layout.pipe_size > 1:
-        memory = _fullest_stage(plan, model_work)
+        memory = _fullest_stage(plan, model_work, whole=work)
     else:
         memory = _memory_without_pipeline(plan, model_work)
     return replace(memory, lacks=lacks)
@@ -149,13 +149,14 @@ def _weights_of(plan: Plan) -> ModelWork:
     return work
 
 
-def _fullest_stage(plan: Plan, work: ModelWork) -> Memory:
-    """Return the memory of the fullest pipeline stage, with the files of all of them.
+def _fullest_stage(plan: Plan, work: ModelWork, *, whole: ModelWork | None) -> Memory:
+    """Return the memory of the fullest pipeline stage, with the files of all of them; arguments as
+    of `stage_memories`.
 
     Of stages that are alike the first one has most micro-batches in flight, so that the others are
     counted and not estimated.
     """
-    stages = list(_stages(plan, work))
+    stages = list(_stages(plan, work, whole))
     numbers: dict[Any, list[int]] = {}
     for number, kind in enumerate(_kinds_of_stages(plan, work, stages)):
         numbers.setdefault(kind, []).append(number)
@@ -209,15 +210,23 @@ def _work_of_rank(plan: Plan, work: ModelWork | None) -> ModelWork | None:
     """Return the work of one rank, None for images of unknown size.
 
     Raises:
-        NotEstimatedError: tensor or sequence parallelism divides a model of the user's own.
+        NotEstimatedError: tensor or sequence parallelism divides a model of the user's own, and how
+            is not known.
     """
     layout = plan.layout
     if layout.tensor_size * layout.sequence_size == 1:
         return work or work_of(plan)
     rank_work = work_of_rank(plan)
-    if rank_work is None:
+    if rank_work is not None:
+        return rank_work
+    share = None
+    if work is not None:
+        share = work.of_rank(layout.tensor_size, layout.sequence_size)
+    if share is None:
         raise NotEstimatedError("a model of your own is shared by tensor or sequence parallelism")
-    return rank_work
+    if share.work is None:
+        raise NotEstimatedError(share.unknown)
+    return share.work
 
 
 def _without_other_experts(work: ModelWork, plan: Plan) -> ModelWork:
@@ -299,16 +308,24 @@ class _Stage:
     pipeline: PipelineStage
 
 
-def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
-    """Estimate the memory of a rank of each pipeline stage; raises as `estimate` does."""
-    return [_stage_memory(plan, work, stage) for stage in _stages(plan, work)]
+def stage_memories(plan: Plan, work: ModelWork, *, whole: ModelWork | None = None) -> list[Memory]:
+    """Estimate the memory of a rank of each pipeline stage; raises as `estimate` does.
+
+    Args:
+        plan: of the run.
+        work: of one rank.
+        whole: of a model of the user's own that tensor groups divide: the work of all of it.
+    """
+    return [_stage_memory(plan, work, stage) for stage in _stages(plan, work, whole)]
 
 
-def _stages(plan: Plan, work: ModelWork) -> Iterator[_Stage]:
+def _stages(plan: Plan, work: ModelWork, whole: ModelWork | None) -> Iterator[_Stage]:
     """Yield the stages of a pipeline; raises NotEstimatedError if the cut is not known."""
     config = plan.config
     # A run cuts before it divides: by the numbers of whole layers.
-    whole = work if plan.layout.tensor_size == 1 else work_of(plan)
+    if plan.layout.tensor_size == 1:
+        whole = work
+    whole = whole or work_of(plan)
     assert whole is not None  # or there were no work of a rank
     layers = work.layers[:-1]
     for number, (start, stop) in enumerate(pairwise(_known_bounds(config, whole))):

@@ -196,6 +196,8 @@ def _choices_of_size(request: Request, key: str, size: int) -> list[int]:
         return [size]
     if key == PIPE:
         sizes = _pipes(config, request.cluster)
+    elif key in (TENSOR, SEQUENCE) and request.work is not None:
+        sizes = _sizes_traced(request.work, key)
     elif key == TENSOR:
         sizes = _sizes_within_host(config, devices)
     elif key == SEQUENCE:
@@ -213,6 +215,9 @@ def _goes_together(request: Request, sizes: Mapping[str, int]) -> bool:
     if not is_combined(sizes):
         return True
     inside = sizes[TENSOR] * sizes[SEQUENCE]
+    work = request.work
+    if work is not None and inside > 1 and work.of_rank(sizes[TENSOR], sizes[SEQUENCE]) is None:
+        return False
     free = request.free & {TENSOR, SEQUENCE}
     if free and request.cluster.devices_per_host % inside:
         return False
@@ -232,6 +237,33 @@ def _parts_of_experts(config: RunConfig, cluster: Cluster) -> list[int]:
         for size in powers_of_two(moe.num_experts)
         if not (moe.num_experts % size or ranks % size)
     ]
+
+
+def sizes_of_groups(config: RunConfig, cluster: Cluster, free: Set[str]) -> list[tuple[int, int]]:
+    """List the sizes of tensor and sequence groups, in pairs, that a search tries with a model of
+    the user's own. Each takes a pass over the model: those that are free are not tried together.
+    """
+    devices = cluster.devices_per_host
+    within_host = [size for size in powers_of_two(devices) if devices % size == 0]
+    tensors = [config.parallel.tensor]
+    sequences = [config.parallel.sequence]
+    if TENSOR in free:
+        tensors = sorted({*tensors, *within_host})
+    if SEQUENCE in free:
+        sequences = sorted({*sequences, *within_host})
+    pairs = []
+    for tensor, sequence in product(tensors, sequences):
+        is_alone = 1 in (tensor, sequence) or 1 in (len(tensors), len(sequences))
+        if is_alone and devices % (tensor * sequence) == 0:
+            pairs.append((tensor, sequence))
+    return pairs
+
+
+def _sizes_traced(work: ModelWork, key: str) -> list[int]:
+    """List the sizes of the groups that a pass over the model was made for."""
+    if key == TENSOR:
+        return [share.tensor for share in work.of_ranks]
+    return [share.sequence for share in work.of_ranks]
 
 
 def _sizes_within_host(config: RunConfig, devices: int) -> list[int]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import ceil, sqrt
+from typing import TYPE_CHECKING
 
 from framework.plan.collectives import Collectives, needed
 from framework.plan.devices import Machine
 from framework.plan.fitted_rates import Rates
 from framework.plan.parallelism import Parallelism
 from framework.plan.work import LayerWork, ModelWork
+
+if TYPE_CHECKING:
+    from framework.plan.rank_work import Collective
 
 Seconds = dict[str, float]
 
@@ -18,6 +22,8 @@ class PassTimes:
     """Seconds of the passes of one micro-batch, on the slowest pipeline stage.
 
     Attributes:
+        work: of the model; of one rank where it is known of one, of tensor and sequence groups.
+        tensor, sequence: ranks that share the work.
         ranks: that share the samples of a step.
         samples: the work's figures, which are of another micro-batch, times this are the plan's.
         peak: operations per second of a device in the type of its numbers, as it is listed.
@@ -30,7 +36,15 @@ class PassTimes:
     ) -> None:
         by = parallelism
         device = machine.device
-        self.work = work
+        share = work.of_rank(by.tensor, by.sequence)
+        if share is not None and share.work is not None:
+            self.work = share.work
+            self.tensor = 1
+            self.sequence = 1
+        else:
+            self.work = work
+            self.tensor = by.tensor
+            self.sequence = by.sequence
         self.by = by
         self.machine = machine
         self.rates = rates
@@ -83,13 +97,37 @@ class PassTimes:
             _add(backward_total, backward, count)
         if self.by.pipe > 1:
             output_bytes = parts[max(repeated, default=0)].output_bytes
-            size = self.samples * output_bytes / self.by.sequence
+            size = self.samples * output_bytes / self.sequence
             sends = self.by.interleaving * self.collectives.send(
                 size, self.ranks, self.by.tensor, in_parts=self.by.sends_parts
             )
             forward_total["pipeline sends"] = sends
             backward_total["pipeline sends"] = sends
+        for each in self.work.collectives:
+            name, seconds = self.collective(each)
+            if each.is_backward:
+                _add(forward_total, {name: seconds}, 0.0)
+                _add(backward_total, {name: seconds}, 1.0)
+            else:
+                _add(forward_total, {name: seconds}, 1.0)
+                _add(backward_total, {name: seconds}, self.by.recomputed)
         return forward_total, backward_total
+
+    def collective(self, each: Collective) -> tuple[str, float]:
+        """Return the component, and the seconds on a pipeline stage, of collectives that a pass
+        over the model has shown.
+        """
+        by = self.by
+        num_bytes = self.samples * each.num_bytes
+        component = "tensor parallel"
+        if each.kind == "sum":
+            seconds = self.collectives.all_reduce(num_bytes, by.tensor, 1)
+        elif each.kind == "join":
+            seconds = self.collectives.scatter(num_bytes, by.tensor, 1)
+        else:
+            component = "sequence parallel"
+            seconds = self.collectives.scatter(num_bytes, by.sequence, by.tensor)
+        return component, each.count * seconds / by.pipe
 
     def slowest_counts(self, times: Sequence[float], repeated: Sequence[int]) -> Sequence[float]:
         """Return how often each part is on the slowest pipeline stage, or on the only one.
@@ -157,9 +195,9 @@ class PassTimes:
         fastest = self.fastest
         if self.is_rounded(part):
             fastest = self.fastest_rounded
-        saturation = sqrt(fastest / 1e15 * by.tensor / max(self.weights(part), 1))
+        saturation = sqrt(fastest / 1e15 * self.tensor / max(self.weights(part), 1))
         reached = plateau / (1 + rates.width * saturation)
-        seconds = self.samples / reached / fastest / by.tensor / by.sequence
+        seconds = self.samples / reached / fastest / self.tensor / self.sequence
         again = part.again_flops + by.products_again * part.weight_flops
         return seconds * part.weight_flops, seconds * (part.backward_weight_flops + again)
 
@@ -173,7 +211,7 @@ class PassTimes:
         attention = self.rates.attention
         if self.is_hopper:
             attention = self.rates.attention_hopper
-        seconds = self.samples / attention / self.fastest / by.tensor / by.sequence
+        seconds = self.samples / attention / self.fastest / self.tensor / self.sequence
         if part.masked_flops > 0:
             seconds *= 2 * by.ring / (by.ring + 1)
         backward = part.backward_score_flops + by.products_again * part.score_flops
@@ -207,13 +245,12 @@ class PassTimes:
 
         Tensor parallelism is taken to split as large a share of them as of the saved values.
         """
-        by = self.by
         if is_loss:
             split = 1.0
         else:
             split = part.split_bytes / max(part.saved_bytes, 1)
-        num_bytes = self.samples * part.moved_bytes * (1 - split + split / by.tensor)
-        return num_bytes / by.sequence / self.bandwidth
+        num_bytes = self.samples * part.moved_bytes * (1 - split + split / self.tensor)
+        return num_bytes / self.sequence / self.bandwidth
 
     def part(self, part: LayerWork, *, is_loss: bool) -> tuple[Seconds, Seconds]:
         """Return the forward and backward seconds of one part and one micro-batch, by component."""
@@ -249,8 +286,8 @@ class PassTimes:
 
     def moved_for_tiles(self, part: LayerWork) -> float:
         """Return the seconds of what the backward pass moves to run tiles again."""
-        by = self.by
-        return self.samples * part.again_bytes / by.tensor / by.sequence / self.bandwidth
+        num_bytes = self.samples * part.again_bytes
+        return num_bytes / self.tensor / self.sequence / self.bandwidth
 
     def exchanges(self, part: LayerWork) -> Iterator[tuple[str, tuple[int, int], float]]:
         """Yield the collectives of a block: component, how often in the forward and in the backward

@@ -23,6 +23,7 @@ from framework.plan.plan import Plan, loss_tile
 
 if TYPE_CHECKING:
     from framework.plan.balance import LayerFacts
+    from framework.plan.rank_work import Collective, WorkOfRank
 
 Device = Literal["cpu", "cuda"]
 Arithmetic = Literal["fp32", "half", "autocast"]
@@ -142,6 +143,8 @@ class ModelWork:
         num_samples: of the micro-batch.
         num_tokens: of the micro-batch; None for models that know none.
         frozen: name -> shape of the weights that are not trained.
+        of_ranks: of a model of the user's own: the work of one rank of tensor and sequence groups.
+        collectives: of such a rank.
     """
 
     weights: Mapping[str, Shape]
@@ -150,6 +153,8 @@ class ModelWork:
     num_samples: int
     num_tokens: int | None = None
     frozen: Mapping[str, Shape] = field(default_factory=dict)
+    of_ranks: tuple[WorkOfRank, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -175,7 +180,25 @@ class ModelWork:
         num_tokens = None
         if self.num_tokens is not None:
             num_tokens = self.num_tokens * count // self.num_samples
-        return replace(self, parts=parts, num_samples=count, num_tokens=num_tokens)
+        collectives = []
+        for each in self.collectives:
+            num_bytes = each.num_bytes * count // self.num_samples
+            collectives.append(replace(each, num_bytes=num_bytes))
+        return replace(
+            self,
+            parts=parts,
+            num_samples=count,
+            num_tokens=num_tokens,
+            of_ranks=tuple(share.of_samples(count) for share in self.of_ranks),
+            collectives=tuple(collectives),
+        )
+
+    def of_rank(self, tensor: int, sequence: int) -> WorkOfRank | None:
+        """Return the work of a rank of groups of these sizes; None if none was looked at."""
+        for share in self.of_ranks:
+            if (share.tensor, share.sequence) == (tensor, sequence):
+                return share
+        return None
 
     @cached_property
     def num_params(self) -> int:

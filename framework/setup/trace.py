@@ -13,7 +13,8 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -30,14 +31,15 @@ from torch.utils.flop_counter import flop_registry
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, in_one_line
-from framework.models.adapters import add_adapters
 from framework.models.freezing import freeze
 from framework.models.layer_lists import as_layers
 from framework.plan.cluster import Cluster
 from framework.plan.operations import masked
 from framework.plan.plan import make_plan
+from framework.plan.rank_work import Collective, CollectiveKind, WorkOfRank
 from framework.plan.work import Device, LayerWork, ModelWork
 from framework.setup.components import Parts, gather_parts
+from framework.setup.lone_rank import LoneRank, lone_rank
 from framework.setup.optimizer_makers import optimizer_maker
 from framework.setup.pipeline_stages import answer, first_batch
 from framework.setup.user_code import Objects
@@ -55,6 +57,13 @@ _EMPTY = (
     torch.ops.aten.empty.memory_format,
 )
 
+
+# Collectives of tensor and sequence groups: kind, and the number of the argument with its bytes.
+_COLLECTIVES: dict[Any, tuple[CollectiveKind, int]] = {
+    torch.ops.c10d.allreduce_.default: ("sum", 0),
+    torch.ops.c10d.allgather_.default: ("join", 0),
+    torch.ops.c10d.alltoall_base_.default: ("exchange", 1),
+}
 
 # Products that selective recomputation runs again (`models.kept_products`).
 _BATCHED_PRODUCTS = (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default)
@@ -85,6 +94,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase: ``forward`` or ``backward``.
         first_edges: edge of the autograd graph to the first value with a gradient; the tensor
             itself would be kept alive.
+        collectives: how many there are of each kind, phase and number of bytes.
     """
 
     def __init__(self, model: nn.Module, inputs: Sequence[Tensor]) -> None:
@@ -93,6 +103,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = self.records[0]
         self.phase = "forward"
         self.first_edges: list[Any] = []
+        self.collectives: Counter[tuple[CollectiveKind, str, int]] = Counter()
         weights = chain(model.parameters(), model.buffers())
         self._of_weights = {tensor.untyped_storage()._cdata for tensor in weights}
         self._live: set[int] = set()
@@ -174,7 +185,10 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         outputs = _tensors(result)
-        if self.phase == "forward":
+        if func in _COLLECTIVES:
+            kind, place = _COLLECTIVES[func]
+            self.collectives[kind, self.phase, _total_bytes(_tensors(args[place]))] += 1
+        elif self.phase == "forward":
             if not func.is_view:
                 self.current.figures["operations"] += 1
             self._count_operation(func, args, kwargs, result)
@@ -316,28 +330,49 @@ class _AsOnGPU(TorchFunctionMode):
 
 
 def trace_work(
-    config: RunConfig, parts: Parts, batch: tuple[Any, Any], *, device: Device = "cuda"
+    config: RunConfig,
+    parts: Parts,
+    batch: tuple[Any, Any],
+    *,
+    device: Device = "cuda",
+    tensor: int = 1,
+    sequence: int = 1,
 ) -> ModelWork:
     """Return the work of a model and its loss on one micro-batch.
 
     Args:
-        config: of the run: precision and frozen weights.
+        config: of the run: precision, frozen weights and how weights are divided.
         parts: its model and task.
         batch: inputs and targets of one micro-batch, on the CPU; of tensors only the shapes count.
         device: the kind of device that the run will use.
+        tensor: ranks that divide the weights; the work is that of the first one.
+        sequence: ranks that share the sequences, likewise.
 
     Raises:
         NotTracedError: the model has recurrent layers of torch's.
+        ConfigError: the weights cannot be divided so, or the sequences not shared.
         Exception: the model's code fails, for example because it reads numbers of a tensor.
     """
+    # The task of a divided model has a part of the vocabulary.
+    parts = replace(parts, task=copy(parts.task))
+    with lone_rank(tensor, sequence) as rank:
+        return _trace_rank(config, parts, batch, device, rank)
+
+
+def _trace_rank(
+    config: RunConfig, parts: Parts, batch: tuple[Any, Any], device: Device, rank: LoneRank
+) -> ModelWork:
+    """Return the work of one rank on one micro-batch; arguments and errors as of `trace_work`."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = build_weightless(parts.build_model, fake)
     _refuse_recurrent(model)
     with fake:
-        model = _prepared(model, config)
+        model = rank.divided(model, config, parts.task)
+        model = _prepared(model, config, rank)
         buffer_bytes = _total_bytes(model.buffers())
         inputs, targets = tree_map_only(Tensor, fake.from_tensor, batch)
         samples = parts.task.num_samples(targets)
+        inputs, targets = rank.share_sequences(model, parts.task, inputs, targets)
         if config.precision.dtype in ("bf16", "fp16"):
             half = torch.bfloat16 if config.precision.dtype == "bf16" else torch.float16
             _cast(model, half)
@@ -346,18 +381,30 @@ def trace_work(
         handles: list[Any] = []
         for name, part in _part_modules(model):
             handles += _watch(ledger, name, part)
-        loss = _run_forward(ledger, config, parts, model, inputs, targets, device)
+        with rank.sharing():
+            loss = _run_forward(ledger, config, parts, model, inputs, targets, device)
         for handle in handles:
             handle.remove()
         ledger.phase = "backward"
         # back to the first value that has a gradient: no gradients of weights come into it
-        with ledger:
+        with ledger, rank.sharing():
             sources = ledger.first_edges or list(model.parameters())
             torch.autograd.grad(loss, sources, allow_unused=True)
     trained = _shapes(model, trained=True)
     frozen = _shapes(model, trained=False)
     layers = tuple(_layer_works(ledger, model))
-    return ModelWork(trained, buffer_bytes, layers, samples, _num_tokens(inputs), frozen)
+    collectives = []
+    for (kind, phase, num_bytes), count in ledger.collectives.items():
+        collectives.append(Collective(kind, phase == "backward", num_bytes, count))
+    return ModelWork(
+        trained,
+        buffer_bytes,
+        layers,
+        samples,
+        _num_tokens(inputs),
+        frozen,
+        collectives=tuple(collectives),
+    )
 
 
 class NotTracedError(Exception):
@@ -385,16 +432,14 @@ def _shapes(model: nn.Module, *, trained: bool) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _prepared(model: nn.Module, config: RunConfig) -> nn.Module:
+def _prepared(model: nn.Module, config: RunConfig, rank: LoneRank) -> nn.Module:
     """Return the model with what the config has of frozen weights, tiles and adapters."""
     freeze(model, config.training.freeze)
     if config.training.mlp_tile:
         from framework.models.tiled_perceptron import tile_perceptrons
 
         tile_perceptrons(model, config.training.mlp_tile)
-    if config.training.lora is not None:
-        model = add_adapters(model, config.training.lora, seed=config.run.seed)
-    return model
+    return rank.adapted(model, config)
 
 
 def _run_forward(
@@ -621,8 +666,9 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
     """Return the work of a run's model, or the state of its optimizer, for the command `plan`.
 
     Args:
-        question: ``config`` and ``cluster`` as plain values, and the ``device`` of the run; with a
-            true ``optimizer`` the answer is about that.
+        question: ``config`` and ``cluster`` as plain values, the ``device`` of the run, and
+            ``sizes`` of tensor and sequence groups, in pairs; with a true ``optimizer`` the answer
+            is about that.
 
     Returns:
         ``work`` as plain values, or the optimizer's state; or ``unknown``, the reason why
@@ -638,16 +684,31 @@ def describe(question: Mapping[str, Any]) -> dict[str, Any]:
         batch = first_batch(plan, parts)
     except ConfigError as error:
         return {"unknown": str(error.problems[0])}
+    trace = partial(trace_work, config, parts, batch, device=question["device"])
     try:
-        return {"work": asdict(trace_work(config, parts, batch, device=question["device"]))}
-    except NotTracedError as error:
-        return {"unknown": str(error), "is_final": True}
+        work = trace()
     except Exception as error:  # the user's code may do anything with tensors without numbers
         # a package or a file that is missing may be there the next time, and memory too
         passes = isinstance(error, ImportError | OSError | MemoryError)
         is_final = not passes and "allocate memory" not in str(error)
-        reason = f"it does not run without numbers: {in_one_line(error)}"
-        return {"unknown": reason, "is_final": is_final}
+        return {"unknown": _reason_of(error), "is_final": is_final}
+    of_ranks = []
+    for tensor, sequence in question.get("sizes", ()):
+        try:
+            share = WorkOfRank(tensor, sequence, trace(tensor=tensor, sequence=sequence))
+        except Exception as error:
+            share = WorkOfRank(tensor, sequence, None, _reason_of(error))
+        of_ranks.append(share)
+    return {"work": asdict(replace(work, of_ranks=tuple(of_ranks)))}
+
+
+def _reason_of(error: Exception) -> str:
+    """Return why a model's work is not known, in one line."""
+    if isinstance(error, NotTracedError):
+        return str(error)
+    if isinstance(error, ConfigError):
+        return str(error.problems[0])
+    return f"it does not run without numbers: {in_one_line(error)}"
 
 
 def _describe_optimizer(config: RunConfig) -> dict[str, Any]:

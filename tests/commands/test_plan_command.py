@@ -416,7 +416,7 @@ def test_bad_options_are_refused(capsys: Capture) -> None:
 def test_a_model_of_ones_own_is_not_guessed(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find_nothing(plan: object) -> NoReturn:
+    def find_nothing(*_: object) -> NoReturn:
         raise NoAnswerError("it is not here")
 
     monkeypatch.setattr("framework.commands.plan_question.find_own_work", find_nothing)

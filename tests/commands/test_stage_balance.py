@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own.yaml").write_text(CONFIG, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(plan_question, "find_own_work", lambda plan: None)  # another child's answer
+    monkeypatch.setattr(plan_question, "find_own_work", lambda *_: None)  # another child's answer
     # The working folder of these tests is not the checkout.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path

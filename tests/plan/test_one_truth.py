@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 
 from framework.cli import main
+from framework.commands import traced_work
+from framework.commands.traced_work import find_own_work
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
 from framework.plan import search as search_module
@@ -24,8 +26,10 @@ from framework.plan.cluster import Cluster
 from framework.plan.memory import estimate, stage_memories
 from framework.plan.plan import make_plan
 from framework.plan.search import SearchResult, search
-from framework.plan.search_space import EVERYTHING, Request
+from framework.plan.search_space import EVERYTHING, Request, sizes_of_groups
 from framework.plan.work import work_of
+from tests.commands.children import answer_here
+from tests.jobs.divided_models import WRITTEN_PLAN
 
 GPT: dict[str, Any] = {
     "model": {
@@ -82,6 +86,42 @@ def test_every_candidate_is_the_plan_of_its_settings(name: str) -> None:
         assert facts(planned, request) == facts(each, request), each.settings
     kinds = {key for each in found.ranked for key, value in each.choice.items() if value != 1}
     assert {"parallel.pipe", "parallel.tensor", "parallel.sequence"} <= kinds
+
+
+@pytest.mark.slow
+def test_ranks_share_a_model_of_a_users_own_in_a_search_as_in_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each candidate is planned again with a pass over the model for its own sizes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(traced_work, "ask_child", answer_here)
+    sizes = {"vocab_size": 300, "width": 64, "num_blocks": 1}
+    values: dict[str, Any] = {
+        "model": {"target": "tests.jobs.divided_models:Written", "args": sizes},
+        "data": {"kind": "text", "sequence_length": 64},
+        "task": {"kind": "causal_lm"},
+        "batch": {"micro_size": 4},
+        "parallel": {"tensor_plan": WRITTEN_PLAN},
+        "training": {"max_steps": 9},
+    }
+    config = config_from_values(values)
+    cluster = Cluster(1, 2, "cuda")
+    free = {"zero.stage", "parallel.tensor", "parallel.sequence"}
+    pairs = sizes_of_groups(config, cluster, free)
+    assert pairs == [(1, 1), (1, 2), (2, 1)]
+    work = find_own_work(make_plan(config, cluster), pairs)
+    target = listed_target("a100-80gb", devices_per_host=2)
+    request = Request(config, cluster, target, free, work=work)
+    found = search(request)
+    ways = set()
+    for each in found.ranked:
+        alone = with_settings(config_from_values(values), each.settings)
+        plan = make_plan(alone, cluster)
+        planned = judge(plan, target, work=find_own_work(plan))
+        assert facts(planned, request) == facts(each, request), each.settings
+        assert planned.time is not None
+        ways.add((plan.layout.tensor_size, plan.layout.sequence_size))
+    assert ways == set(pairs)
 
 
 SIXTEEN: dict[str, Any] = {

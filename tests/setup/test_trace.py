@@ -6,6 +6,9 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,11 +20,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from framework.commands.torch_child import ask_child
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
+from framework.plan.devices import Machine
+from framework.plan.fitted_rates import RATES
+from framework.plan.layers import RankShare
+from framework.plan.parallelism import Parallelism
 from framework.plan.plan import make_plan
+from framework.plan.rank_work import WorkOfRank
+from framework.plan.time import step_time
 from framework.plan.work import LayerWork, model_work
 from framework.recipes.language_models.gpt import GPT
 from framework.setup.components import Parts
 from framework.setup.trace import NotTracedError, trace_work
+from framework.tasks.causal_lm import CausalLM
 from framework.tasks.classification import Classification
 from framework.tasks.task import Task
 from tests.jobs.live_bytes import Saved
@@ -131,10 +141,11 @@ def traced(
     task: Task,
     dtype: str = "fp32",
     freeze: tuple[str, ...] = (),
+    targets: Any = LABELS,
     **options: Any,
 ) -> Any:
     parts: Any = Parts(build, splits=None, task=task)  # type: ignore[arg-type]
-    return trace_work(config_of(dtype, freeze), parts, (inputs, LABELS), **options)
+    return trace_work(config_of(dtype, freeze), parts, (inputs, targets), **options)
 
 
 @pytest.mark.slow
@@ -195,6 +206,59 @@ def test_on_gpus_it_is_the_closed_form(size: dict[str, Any], dtype: str, arithme
             part.name, next((each for each in work.parts if each.shares and part.shares), part)
         )
         assert figures(other) == pytest.approx(figures(part), rel=0.02, abs=4096)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"sequence": 2}], ids=["tensor", "sequence"])
+def test_a_rank_of_a_group_has_the_closed_form_of_its_share(sizes: dict[str, int]) -> None:
+    """Its bytes, and the time of a step on a listed GPU: what the collectives send included."""
+    shape = {"size": "gpt2", "num_layers": 2, "max_positions": 512, "dropout": 0.0}
+    tokens = torch.zeros(MICRO, 512, dtype=torch.int64)
+    config = config_from_values({"model": {"kind": "gpt", **shape}, "task": {"kind": "causal_lm"}})
+    values = config.model.model_dump()
+    for name in ("kind", "size"):
+        values.pop(name)
+    build = partial(GPT.of, **values)
+    whole, work = (
+        traced(build, tokens, CausalLM(), targets=tokens, **groups) for groups in ({}, sizes)
+    )
+    closed, closed_whole = (
+        model_work(
+            config.model, micro_size=MICRO, arithmetic="fp32", device="cuda", share=RankShare(**way)
+        )
+        for way in (sizes, {})
+    )
+    assert closed is not None
+    assert closed_whole is not None
+    assert dict(work.weights) == dict(closed.weights)
+    assert work.flops == closed.flops
+    assert saved_bytes(work) == pytest.approx(saved_bytes(closed), rel=0.02)
+    for name in ("peak_bytes", "backward_bytes"):
+        most = [max(getattr(part, name) for part in each.parts) for each in (work, closed)]
+        assert most[0] == pytest.approx(most[1], rel=0.1, abs=2**15), name
+    rank = WorkOfRank(sizes.get("tensor", 1), sizes.get("sequence", 1), work)
+    machine = Machine.listed("a100-80gb", devices_per_host=8)
+    by = Parallelism(micro_size=MICRO, block_sums=(2, 2), dtype="fp32", **sizes)
+    times = []
+    for each in (replace(whole, of_ranks=(rank,)), closed_whole):
+        times.append(step_time(each, by, machine, replace(RATES, launch_seconds=0.0)))
+    first, second = times
+    assert first.seconds.keys() == second.seconds.keys()
+    for name in ("compute", "optimizer"):
+        assert first.seconds[name] == pytest.approx(second.seconds[name], rel=1e-3)
+    # of 2 blocks of 768: sums of what their row layers make and their column layers read, of the
+    # embedding and for the output layer; queries, keys and values go in one exchange
+    hidden = tokens.numel() * 768 * 4
+    expected = {("sum", False, hidden): 5, ("sum", True, hidden): 5}
+    if "sequence" in sizes:
+        expected = {}
+        for num_bytes, is_backward in product((3 * hidden // 2, hidden // 2), (False, True)):
+            expected["exchange", is_backward, num_bytes] = 2
+    sent = {}
+    for each in work.collectives:
+        if each.num_bytes > 2**15:  # no logsumexp
+            sent[each.kind, each.is_backward, each.num_bytes] = each.count
+    assert sent == expected
 
 
 class _NextToken(Classification):

@@ -1,4 +1,4 @@
-"""Lets ZeRO stage 3 keep weights from the forward to the backward pass after an evaluation that came
+"""Lets ZeRO stage 3 keep weights from the forward to the backward pass, where an evaluation came
 before the first step.
 
 DeepSpeed 0.19.8 notes in which order modules run, and releases a weight unless a module that comes
