@@ -129,7 +129,7 @@ def made_once(name: str, make: Callable[[Path], object], factory: pytest.TempPat
     """
     base = factory.getbasetemp()
     if _number is not None:
-        base = base.parent
+        base = base.parent.parent  # of all lanes: a lane has a folder, and in it one for each file
     folder, is_made = base / name, base / f"{name}.made"
     with (base / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
