@@ -338,7 +338,8 @@ class _Folder:
         saved = self._saved() or {}
         new = [step for step, when in saved.items() if self._before.get(step) != when]
         newest = max(new, default=-1)
-        self._seen = max(self._seen, newest)
+        if newest > self._seen:  # a watch that began earlier may find nothing at the same time
+            self._seen = newest
         return newest
 
     def watch(self) -> None:
