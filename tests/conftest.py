@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -72,11 +73,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 _exit_codes: list[int] = []
 
 
+class _LogsToStderr(logging.StreamHandler[Any]):
+    """Fails the test that logs what cannot be formatted."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        if not self.stream.closed:
+            raise
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Set how long runs are, before their cases are listed. Switch the garbage collector off while
     tests are collected: nothing of what they import is garbage.
     """
     launched.exhaustive = bool(config.getoption("--exhaustive"))
+    warm_ranks.is_fast_part = lanes.leaves_slow_out(config)
     times = config.getoption("--processor-times")
     if times is not None:
         times.write_bytes(b"")
@@ -84,7 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest's own plugin for logs is left out (pyproject.toml): six times a test it looks through
     # all loggers of torch and the others. What libraries log stands in what is captured of stderr;
     # unittest's assertLogs does what caplog does.
-    logging.getLogger().addHandler(logging.StreamHandler())
+    logging.getLogger().addHandler(_LogsToStderr())
     atexit.register(_end_at_once)  # early, and so after all other handlers
     # Late, torch asks for a solver of this name; the folder of a test's run is none.
     if importlib.util.find_spec("z3") is None:

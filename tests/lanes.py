@@ -190,6 +190,7 @@ class _Lanes:
         self._lanes: dict[Connection, int] = {}
         self._pids: list[int] = []
         self._running: dict[Connection, str] = {}  # the test that each lane runs
+        self._newest: dict[Connection, str | None] = {}  # the file that each lane was given last
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -254,18 +255,20 @@ class _Lanes:
 
     def _hand_out(self, channel: Connection, session: pytest.Session) -> None:
         """Give a lane its next file; None once all are taken, or the run ends early."""
-        if session.shouldfail or session.shouldstop or not self._left:
-            channel.send(None)
-            return
-        file = next_file(self._left, lane=self._lanes[channel])
-        del self._left[file]
+        file = None
+        if self._left and not session.shouldfail and not session.shouldstop:
+            file = next_file(self._left, lane=self._lanes[channel])
+            del self._left[file]
+        self._newest[channel] = file
         channel.send(file)
 
     def _lose(self, channel: Connection, session: pytest.Session) -> None:
-        """Handle the end of a lane: a failure of the test that it ran, if it ran one."""
+        """Handle the end of a lane: a failure of the test that it ran, or of the file that it was
+        to begin, if it had one.
+        """
         lane = self._lanes.pop(channel)
         channel.close()
-        test = self._running.pop(channel, None)
+        test = self._running.pop(channel, None) or self._newest.get(channel)
         if test is None:
             return
         reason = f"lane {lane} ended while it ran {test}; the rest of its file is not run"
@@ -359,7 +362,7 @@ class _Reporter:
         self._config = config
         self._channel = channel
         # --durations and --junit-xml count how long every phase took
-        self._sends_all = bool(config.option.durations or config.option.xmlpath)
+        self._sends_all = config.option.durations is not None or bool(config.option.xmlpath)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Send the report of a test's phase. A fixture that passed is shown nowhere: without these,

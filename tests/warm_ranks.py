@@ -50,10 +50,12 @@ _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 _session: list[WarmRanks] = []
 _line_of_lane: tuple[int, int] | None = None
+is_fast_part = False  # of the suite: no test of this session may need ranks
 
 
 def session_ranks() -> WarmRanks:
     """Return the process that forks for all tests of the session; `tests/conftest.py` ends it."""
+    assert not is_fast_part, "a test that starts ranks is slow: mark it so"
     if not _session:
         _session.append(WarmRanks(_line_of_lane).__enter__())
     return _session[0]

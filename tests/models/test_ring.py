@@ -11,6 +11,8 @@ import pytest
 from tests.jobs.ring_cases import CASES
 from tests.launched import found_by_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
