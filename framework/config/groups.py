@@ -16,7 +16,8 @@ from framework.errors import ConfigError, Problem
 # A weight of a layer inside a numbered block; the layers of a plain sequence are not inside
 # anything.
 _INSIDE_BLOCK: Final = re.compile(r"(.*[._])?\d+(\.\w+){2,}")
-_EXPERTS: Final = ".experts."  # in the names of packed experts' weights
+# A weight that packs those of a layer's experts; each expert's own have a number there.
+_PACKED_EXPERTS: Final = re.compile(r"(.*\.)?experts\.[^.\d][^.]*")
 _NUMBERED: Final = re.compile(r"(?:.*?[._])??\d+(?=\.|$)")
 
 
@@ -97,7 +98,7 @@ def stepped_by_muon(name: str, shape: Sequence[int], optimizer: Muon) -> bool:
             dimensions.
     """
     if not optimizer.matrices:
-        if _EXPERTS in name and name.endswith("bias"):  # a vector for each expert
+        if _packs_experts(name) and name.endswith("bias"):  # a vector for each expert
             return False
         return _is_stepped_as_matrices(name, shape) and _INSIDE_BLOCK.fullmatch(name) is not None
     for number, pattern in enumerate(optimizer.matrices):
@@ -113,7 +114,11 @@ def stepped_by_muon(name: str, shape: Sequence[int], optimizer: Muon) -> bool:
 
 def _is_stepped_as_matrices(name: str, shape: Sequence[int]) -> bool:
     """Check for a matrix, or a weight with the matrices of a layer's experts."""
-    return len(shape) == 2 or (len(shape) == 3 and _EXPERTS in name)
+    return len(shape) == 2 or (len(shape) == 3 and _packs_experts(name))
+
+
+def _packs_experts(name: str) -> bool:
+    return _PACKED_EXPERTS.fullmatch(name) is not None
 
 
 def in_order(values: Iterable[GroupValues]) -> list[GroupValues]:

@@ -18,6 +18,7 @@ from framework.checkpoint.state.weight_parts import expert_part_of, split_of
 from framework.data.token_files import KEPT_TOKENIZER, TOKENIZER_FILE
 from framework.data.tokenizer import ByteTokenizer, load_tokenizer
 from framework.engine.distributed import gather, rank
+from framework.plan.layout import Layout
 from framework.plan.plan import Plan
 from framework.system.log import warn
 from framework.train.monitors.tensorboard_events import Histogram, Image, Shown, Text
@@ -50,12 +51,12 @@ def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
     histograms: dict[_PartOfName, Histogram] = {}
     if is_spread or layout.data_parallel_rank(rank()) < layout.expert_size:
         for name, weight in module.named_parameters():
-            has_part = _has_part(weight)
-            if not has_part and layout.tensor_rank(rank()):
+            if split_of(weight) is None and layout.tensor_rank(rank()):
                 continue  # the first rank of a tensor group has it as well
-            values = _rank_share(weight) if is_spread else weight.detach()
-            part = place if is_spread or has_part else 0
-            histograms[name, part] = _count(values)
+            if is_spread:
+                histograms[name, place] = _count(_rank_share(weight))
+            else:
+                histograms[name, _part_of(weight, layout)] = _count(weight.detach())
     histograms_of_ranks = gather(histograms)
     if rank() != 0:
         return []
@@ -66,9 +67,17 @@ def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
     ]
 
 
-def _has_part(weight: Tensor) -> bool:
-    """Check whether a weight is this rank's part of one that a tensor or expert group divides."""
-    return split_of(weight) is not None or expert_part_of(weight) is not None
+def _part_of(weight: Tensor, layout: Layout) -> int:
+    """Return the number of this rank's part of a weight that a tensor or expert group divides; 0 if
+    none does. Ranks with other samples or positions have the same parts.
+    """
+    number = 0
+    if split_of(weight) is not None:
+        number = layout.tensor_rank(rank()) * layout.expert_size
+    experts = expert_part_of(weight)
+    if experts is not None:
+        number += experts.rank
+    return number
 
 
 def _merged(

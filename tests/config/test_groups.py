@@ -171,8 +171,13 @@ IN_BLOCKS = {
 
 def test_muon_has_the_matrices_inside_blocks_and_adam_the_rest() -> None:
     groups = [{"match": "embed.*", "lr": 0.5}]
+    experts = {
+        "layers.1.experts.up": (2, 8, 8),
+        "layers.1.experts.up_bias": (2, 8),
+        "layers.1.experts.0.conv.weight": (8, 8, 3),
+    }
     found = group_values(
-        IN_BLOCKS,
+        IN_BLOCKS | experts,
         section(kind="muon", lr=0.1, adam_lr=0.01, weight_decay_on="matrices", groups=groups),
     )
     assert list(found.values()) == [
@@ -181,6 +186,9 @@ def test_muon_has_the_matrices_inside_blocks_and_adam_the_rest() -> None:
         GroupValues(pytest.approx(0.1), 0.5),
         GroupValues(pytest.approx(0.1), 0.5),
         GroupValues(pytest.approx(5.0), 0.5),
+        GroupValues(1.0, 0.5, by_muon=True),
+        GroupValues(pytest.approx(0.1), 0.5),
+        GroupValues(pytest.approx(0.1), 0.5),
     ]
     assert in_order(found.values())[0].by_muon
 

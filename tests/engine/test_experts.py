@@ -214,18 +214,20 @@ def varied(name: str, folder: Path) -> dict[str, Any]:
     return case.config(folder, **{"run": {"name": name, "output_dir": str(folder)}, **sections})
 
 
+BOARD = {
+    "tensorboard": {"histograms_every_steps": FEW_STEPS},
+    "csv": False,
+    "progress": "off",
+    "report": False,
+}
+
+
 def ragged(name: str, folder: Path, expert: int) -> dict[str, Any]:
     """A run whose ranks read batches of unlike length."""
-    board = {
-        "tensorboard": {"histograms_every_steps": FEW_STEPS},
-        "csv": False,
-        "progress": "off",
-        "report": False,
-    }
     data = {"target": "tests.jobs.parts:ragged_prompts"}
     run = {"name": name, "output_dir": str(folder)}
     return Case(1, TOP1, SGD, steps=2, expert=expert).config(
-        folder, run=run, data=data, monitors=board
+        folder, run=run, data=data, monitors=BOARD
     )
 
 
@@ -396,8 +398,9 @@ FOUR.append(Case(3, TOP2, ADAMW, ranks=4, expert=2, tensor=2))
 FOUR.append(Case(1, TOP2, SGD, ranks=4, tensor=2, sequence=2, num_steps=NUM_STEPS))
 FOUR.append(Case(1, TOP2, SGD, steps=2, ranks=4, tensor=2, pipe=2))
 FOUR.append(Case(1, TOP1, SGD, steps=2, ranks=4, expert=2, pipe=2))
-FOUR.append(Case(2, TOP1, ADAMW, ranks=4, expert=2, tensor=2, sequence=2))
+WATCHED = Case(2, TOP1, ADAMW, ranks=4, expert=2, tensor=2, sequence=2)
 FOUR.append(Case(1, TOP1, ADAMW, steps=4, ranks=4, expert=2, pipe=2, sequence=2))
+FOUR.append(WATCHED)
 RARE_FOUR = [
     Case(1, TOP2, SGD, ranks=4, expert=2, tensor=2),
     Case(1, {**TOP2, "every": 1}, ADAMW, ranks=4, expert=2, pipe=2),
@@ -419,6 +422,7 @@ def on_four(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, steps in (("same-whole", END), ("same", STOP), ("same", END), ("moved", STOP))
     ]
     configs = [*(case.config(folder) for case in held), saves, *staged]
+    configs[held.index(WATCHED)]["monitors"] = BOARD
     train_cases(configs, num_ranks=4, folder=folder)
     return folder
 
@@ -441,6 +445,12 @@ def test_experts_in_divided_stages_train_as_plain_pytorch(case: Case, on_eight: 
 @pytest.mark.parametrize("case", [*FOUR, *rarely(RARE_FOUR)], ids=lambda case: case.name)
 def test_groups_of_experts_train_as_plain_pytorch(case: Case, on_four: Path) -> None:
     hold(case, on_four)
+
+
+def test_histograms_count_each_weight_of_divided_experts_once(on_four: Path) -> None:
+    model = call_factory(config_from_values({"model": WATCHED.model}).model.factory(), key="model")
+    counted = sum(histogram.num for histogram in histograms_of(on_four / WATCHED.name).values())
+    assert counted == sum(weight.numel() for weight in model.parameters())
 
 
 # Nothing of its loss depends on how a batch is divided.

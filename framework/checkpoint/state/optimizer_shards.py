@@ -262,7 +262,9 @@ class OptimizerViews:
                 for key, value in scalars_of(name).items():
                     state[key] = value.to(device, copy=True)
 
-    def _stepped_names(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any], list[str]]]:
+    def _stepped_names(
+        self,
+    ) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Any], list[str]]]:
         """Yield each stepped tensor with its group and the names of the weights in it."""
         names: dict[torch.Tensor, list[str]] = {}
         for piece in self._pieces():

@@ -7,9 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from framework.config.base import Target
 from framework.config.load import Source
-from framework.config.optimizer import WSD, Constant, OneCycle, WarmupLR, optimizer_lr
+from framework.config.optimizer import (
+    WSD,
+    Constant,
+    OneCycle,
+    OptimizerKind,
+    WarmupLR,
+    optimizer_lr,
+)
 from framework.config.run_config import RunConfig
 from framework.config.training import Profile
 from framework.errors import Problem
@@ -96,7 +102,9 @@ def cycled_momentum(config: RunConfig, cluster: Cluster) -> Found:
     """
     cycle = config.scheduler
     optimizer = config.optimizer
-    if not isinstance(cycle, OneCycle) or not cycle.cycle_momentum or isinstance(optimizer, Target):
+    if not isinstance(cycle, OneCycle) or not cycle.cycle_momentum:
+        return
+    if not isinstance(optimizer, OptimizerKind):
         return
     if not hasattr(optimizer, "betas"):
         reason = (

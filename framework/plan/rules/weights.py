@@ -13,6 +13,7 @@ from framework.config.freezing import patterns_of, refuse_bad_freeze, scheduled
 from framework.config.groups import (
     ALL_LINEAR,
     LORA,
+    NUMBERS_OF_A_BLOCK,
     is_adapted,
     is_named,
     refuse_unmatched_groups,
@@ -29,7 +30,6 @@ from framework.plan.rank_memory import EXPERTS
 from framework.plan.rules.base import Found, rule
 from framework.plan.work import ModelWork, model_work, trained_shapes, weights_alone
 
-_NUMBERS_OF_A_BLOCK: Final = 64  # as in models/quantized.py
 _ADAPTED: Final = "training.lora.target_modules"
 
 
@@ -177,9 +177,9 @@ def _cut_blocks(modules: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> 
         if not module.endswith((".attention.output", ".down")):
             continue
         columns = shapes[f"{module}.weight"][-1]
-        if columns % _NUMBERS_OF_A_BLOCK:
+        if columns % NUMBERS_OF_A_BLOCK:
             reason = (
-                f"nf4 has a scale for each {_NUMBERS_OF_A_BLOCK} numbers, and {module} divides "
+                f"nf4 has a scale for each {NUMBERS_OF_A_BLOCK} numbers, and {module} divides "
                 f"rows of {columns} numbers, which are no multiple of that"
             )
             fix = "set int8, which has a scale for each row, or parallel.tensor: 1"

@@ -7,11 +7,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.plan.rules.schedule import cycled_momentum
+from framework.setup.handed_over import config_with_objects
+from framework.setup.user_code import Objects
 
 
 def findings(*, steps: int = 44, **cycle: Any) -> list[tuple[str, str]]:
@@ -42,6 +46,13 @@ def test_a_cycle_on_its_head_is_refused(cycle: dict[str, Any], key: str) -> None
 @pytest.mark.parametrize("cycle", [{"min_lr": 1.0}, {"min_momentum": 0.9, "max_momentum": 0.8}])
 def test_what_is_level_or_not_used_is_fine(cycle: dict[str, Any]) -> None:
     assert findings(first_steps=10, **cycle) == []
+
+
+def test_betas_of_an_optimizer_that_is_handed_over_are_not_known() -> None:
+    scheduler = {"kind": "one_cycle", "min_lr": 0.1, "max_lr": 1.0, "cycle_momentum": True}
+    values = {"scheduler": scheduler, "training": {"max_steps": 4000}}
+    config = config_with_objects(values, Objects(optimizer=torch.optim.SGD))
+    assert list(cycled_momentum(config, Cluster())) == []
 
 
 @pytest.mark.parametrize(
