@@ -18,8 +18,10 @@ from framework.checkpoint.resumable import (
     needs_resharding,
 )
 from framework.checkpoint.resume_point import set_aside_later
+from framework.config.optimizer import Muon
 from framework.engine.distributed import describe_environment, rank
 from framework.engine_protocol import Engine
+from framework.errors import ConfigError, StorageError
 from framework.plan.plan import Plan
 from framework.setup.prepare_run import Prepared
 from framework.system.log import print_line
@@ -51,6 +53,37 @@ def refuse_unfit(start: SavedCheckpoint, prepared: Prepared) -> None:
         data=description,
     )
     check_reachable(start, total_steps=plan.length.total_steps or 0)
+    if isinstance(plan.config.optimizer, Muon) and start.verified:
+        refuse_moments_of_adamw(start, plan.config.optimizer)
+
+
+def refuse_moments_of_adamw(start: SavedCheckpoint, optimizer: Muon) -> None:
+    """Refuse a checkpoint of an earlier release, which left packed experts to AdamW.
+
+    Raises:
+        ConfigError: kind ``resume-config-differs``.
+    """
+    from framework.checkpoint.state.reader import StoredState
+    from framework.config.groups import stepped_by_muon
+
+    try:
+        stored = StoredState(start)
+    except StorageError:
+        return  # the load will fail with the reason
+    for name, shape in stored.shapes.items():
+        if len(shape) != 3 or not stepped_by_muon(name, shape, optimizer):
+            continue
+        keys = stored.keys_of(name)
+        if keys and "momentum_buffer" not in keys:
+            raise ConfigError.of(
+                "resume-config-differs",
+                f"it holds AdamW's moments of {name}, and Muon steps the matrices of all experts "
+                "since this release",
+                "start afresh under another run.name (take the weights alone with "
+                "checkpoint.init_weights)",
+                "checkpoint.resume",
+                str(start.path),
+            )
 
 
 def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:

@@ -17,6 +17,9 @@ from torch.nn.functional import cross_entropy
 
 from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.state.reader import MergedWeights
+from framework.config.optimizer import Muon
+from framework.errors import ConfigError
+from framework.setup.resumed_start import refuse_moments_of_adamw
 from tests.engine import test_lora
 from tests.engine.oracle import Average, MuonWithAdam
 from tests.jobs.parts import prompts_of_step, tiny_mixture
@@ -384,6 +387,12 @@ def test_half_precision_stays_close(folder: Path) -> None:
     expected, _ = plain_steps(TWO[1])
     losses = [step["train/loss"] for step in expected]
     assert [*series(folder / "bf16", "train/loss").values()] == pytest.approx(losses, abs=0.05)
+
+
+def test_muon_does_not_go_on_from_experts_with_moments_of_adamw(folder: Path) -> None:
+    checkpoint = list_checkpoints(folder / TWO[1].name / "checkpoints")[-1]
+    with pytest.raises(ConfigError, match=r"it holds AdamW's moments of \S+\.experts\.\w+, and"):
+        refuse_moments_of_adamw(checkpoint, Muon())
 
 
 def hold_moved(name: str, before: dict[str, Any], folder: Path, case: Case) -> None:

@@ -73,6 +73,11 @@ class StoredState:
             self._states = [self._files.value(path) for path in self._state_paths]
 
     @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the stored weights and buffers, by name; of experts, in one rank's file."""
+        return {name: stored.shape for name, stored in self._map.stored.items()}
+
+    @property
     def keys(self) -> list[str]:
         """Keys of the optimizer's state that belong to every number of a parameter, such as
         ``exp_avg``.
