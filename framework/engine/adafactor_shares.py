@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from framework.checkpoint.state.optimizer_shards import COL_VAR, ROW_VAR, VARIANCE, whole_key
-from framework.checkpoint.state.tensor_split import RankPart, expert_part_of, part_of, split_of
+from framework.checkpoint.state.tensor_split import RankPart, part_of
+from framework.checkpoint.state.weight_parts import expert_part_of, split_of
 from framework.engine.expert_parallel import group_of_part
 from framework.engine.flat_groups import flat_groups
 from framework.models import split

@@ -15,18 +15,20 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """`torch.nn.SyncBatchNorm` that also takes tensors on the CPU, which torch's refuses.
 
     Input and output: (batch, channels, ...). Ranks may have batches of different sizes. In
-    evaluation and without a process group it is ordinary batch norm.
+    evaluation, without a process group and on one rank it is ordinary batch norm.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise with mean and variance over the batches of all ranks; collective in
         training.
         """
-        # torch's refuses tensors on the CPU in a group of one rank, too.
         is_synchronised = self.training and distributed.is_initialized()
         if input.device.type != "cpu" or not is_synchronised:
             output: Tensor = super().forward(input)
             return output
+        if distributed.get_world_size(self._group()) == 1:
+            # torch's synchronised one refuses tensors on the CPU there, too.
+            return _BatchNorm.forward(self, input)
         return self._normalise_over_ranks(input)
 
     def _normalise_over_ranks(self, input: Tensor) -> Tensor:

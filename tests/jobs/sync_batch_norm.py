@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed, nn
 
@@ -59,6 +60,17 @@ def check(sizes: tuple[int, ...], momentum: float | None) -> None:
     same(ours.eval()(images[parts]), joined.eval()(images[parts]))
 
 
+def check_alone() -> None:
+    """Compare a group of one rank with torch's ordinary batch norm."""
+    groups = [distributed.new_group([rank]) for rank in range(2)]
+    group = groups[distributed.get_rank()]
+    ours = with_sync_batch_norm(nn.BatchNorm1d(3), process_group=group)
+    values = torch.randn(8, 3)
+    assert torch.equal(ours(values), nn.BatchNorm1d(3)(values))
+    with pytest.raises(ValueError, match="more than 1 value"):  # it has no variance
+        ours(values[:1])
+
+
 def same(value: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(value, expected, rtol=1e-8, atol=1e-8)
 
@@ -69,6 +81,7 @@ def main() -> None:
         for momentum in (0.1, None):
             check(sizes, momentum)
             print(f"rank {distributed.get_rank()}: {name}, momentum {momentum}: same", flush=True)
+    check_alone()
     distributed.destroy_process_group()
 
 
