@@ -17,6 +17,7 @@ follow sysexits(3) where a number exists there: a job scheduler can distinguish 
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,15 +97,20 @@ def missing_package(name: str, *, what: str, extra: str = "train") -> ConfigErro
 
 
 @contextmanager
-def explaining(*explanations: Callable[[Exception], FrameworkError | None]) -> Iterator[None]:
+def explaining(*explanations: Callable[[Exception], Exception | None]) -> Iterator[None]:
     """Replace an error by the explanation of the first function that has one, with the error as its
-    cause; other errors pass.
+    cause; other errors pass. With too many open files an explanation cannot be imported.
     """
     try:
         yield
     except Exception as error:
         for explain in explanations:
-            explanation = explain(error)
+            try:
+                explanation = explain(error)
+            except OSError as failure:
+                if failure.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                continue
             if explanation is not None:
                 raise explanation from error
         raise

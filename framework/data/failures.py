@@ -6,8 +6,12 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Final
 
 from framework.errors import FrameworkError, explaining
+
+# torch raises a worker's error as one of the same class, with the worker's whole traceback as text.
+_FROM_WORKER: Final = re.compile(r"Caught \w+ in ")
 
 Claims = Callable[[str], bool]
 """Returns True for an error's text if this rank is to report the error."""
@@ -21,16 +25,22 @@ def claims_nothing(error: str) -> bool:
 @contextmanager
 def explaining_data(claims: Claims) -> Iterator[None]:
     """Explain the errors of a loader that is read in the block; the block ends its workers."""
-    with explaining(partial(_without_traceback, claims=claims)):
-        try:
-            yield
-        except (EOFError, OSError, RuntimeError) as error:
-            from framework.data.workers import end_of_worker
+    with explaining(partial(_without_traceback, claims=claims)), explaining(_end_of_worker):
+        yield
 
-            end = end_of_worker(error)
-            if end:
-                raise RuntimeError(end) from error
-            raise
+
+def _end_of_worker(error: Exception) -> RuntimeError | None:
+    """Return the error of a worker that has ended, where torch has raised another one; else
+    None.
+    """
+    if not isinstance(error, (EOFError, OSError, RuntimeError)):
+        return None
+    if not isinstance(error, RuntimeError) and _FROM_WORKER.match(str(error)):
+        return None  # an error of the dataset itself
+    from framework.data.workers import end_of_worker
+
+    end = end_of_worker(error)
+    return RuntimeError(end) if end else None
 
 
 def _without_traceback(error: Exception, *, claims: Claims) -> FrameworkError | None:
@@ -42,10 +52,8 @@ def _without_traceback(error: Exception, *, claims: Claims) -> FrameworkError | 
     """
     if not isinstance(error, FrameworkError):
         return None
-    from framework.data.workers import FROM_WORKER
-
     message = str(error)
-    if not FROM_WORKER.match(message):
+    if not _FROM_WORKER.match(message):
         error.is_of_one_rank = claims(message)
         return None
     error_name = re.compile(rf"^(?:[\w.]+\.)?{type(error).__name__}: ", re.MULTILINE)

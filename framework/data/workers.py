@@ -40,8 +40,6 @@ _WAYS_OUT: Final = {
 _NO_WAY_OUT_KNOWN: Final = (
     "the code that reads the data has ended its process: data.num_workers=0 shows where"
 )
-# torch raises a worker's error as one of the same class, with the worker's whole traceback as text.
-FROM_WORKER: Final = re.compile(r"Caught \w+ in ")
 
 
 def death_of_worker(error: BaseException) -> Problem | None:
@@ -74,12 +72,7 @@ def end_of_worker(error: Exception) -> str:
     connection before the worker has ended: torch raises the error of the connection. If torch finds
     the end before the signal of it, it does not name what killed the worker.
     """
-    text = str(error)
-    if isinstance(error, RuntimeError):
-        is_of_worker = text.endswith("exited unexpectedly")
-    else:
-        is_of_worker = not FROM_WORKER.match(text)
-    if not is_of_worker:
+    if isinstance(error, RuntimeError) and not str(error).endswith("exited unexpectedly"):
         return ""
     for frame, _ in walk_tb(error.__traceback__):
         reader = frame.f_locals.get("self")

@@ -299,9 +299,14 @@ def _deepcompile(reader: DeepSpeedReader) -> Values:
     """Return `training.compile:` of DeepCompile; empty where a file does not turn it on, or asks it
     for a pass that a run does not have.
     """
-    if not reader.facts.flag("compile.deepcompile", False):
+    passes = reader.facts.get("compile.passes")
+    is_on = reader.facts.flag("compile.deepcompile", False)
+    if passes is not None and not (is_on and passes):
+        reason = "it names no pass" if is_on else "compile.deepcompile is not enabled"
+        reader.leave_out("compile.passes", passes, reason)
+    if not is_on:
         return {}
-    passes = reader.facts.get("compile.passes") or []
+    passes = passes or []
     section: Values = {"backend": "deepcompile"}
     for name in passes:
         if name in PASSES_NOT_IN_A_RUN:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -97,6 +98,35 @@ def test_an_error_of_a_sample_is_one_line_of_one_rank(read: Any, text: str) -> N
         next(read(text))
     assert str(caught.value) == _LINE
     assert caught.value.is_of_one_rank
+
+
+class Opens(Dataset[Any]):
+    """Samples that leave files open."""
+
+    def __init__(self) -> None:
+        self.files: list[int] = []
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> int:
+        self.files.append(os.open("/dev/null", os.O_RDONLY))
+        return index
+
+
+def test_too_many_open_files_are_an_error_of_the_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What explains errors cannot be imported then."""
+    monkeypatch.delitem(sys.modules, "framework.data.workers")
+    dataset = Opens()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files: '/dev/null'"):
+            list(EvalLoader(dataset, batch_size=4, rank=0, world_size=1))
+    finally:
+        for file in dataset.files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize("loader", ["training", "stream", "evaluation", "stream_evaluation"])
