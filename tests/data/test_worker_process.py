@@ -15,7 +15,7 @@ from tests.places import ROOT
 LATE = """
 import sys
 from torch.utils.data import _utils
-from framework.data.loaders import _start_worker
+from framework.data.workers import _start_worker
 _utils.worker._worker_info = _utils.worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
 for rank in map(int, sys.argv[1:]):
     _start_worker(rank, 0)
@@ -28,7 +28,7 @@ LOST = """
 import os, socket
 from multiprocessing.resource_sharer import DupFd
 from torch.utils.data import _utils
-from framework.data.loaders import _start_worker
+from framework.data.workers import _start_worker
 _utils.worker._worker_info = _utils.worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
 _start_worker(os.getppid(), 0)
 shared = DupFd(os.open(os.devnull, os.O_RDONLY))
