@@ -153,6 +153,7 @@ def ask(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster) -> Ques
     """
     target = _find_target(arguments, cluster)
     written = run.config
+    why = ""
     try:
         work, why = _own_work(arguments, run, cluster, target)
         run = run.chosen(cluster, target, is_proposal=True, work=work)
@@ -167,8 +168,16 @@ def ask(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster) -> Ques
             _print_nearest(run, cluster, stream_of_notes(arguments))
         if "auto-nothing-fits" in kinds:
             _print_others(as_written.widest_request, stream_of_notes(arguments))
+        if why and kinds == {"auto-not-estimated"}:
+            raise _not_looked_at(error.problems[0], why) from None
         raise
     return Question(arguments, run, plan, target, work, why, written)
+
+
+def _not_looked_at(problem: Problem, why: str) -> ConfigError:
+    """Return the error for `auto` keys of a model that this command could not look at."""
+    fix = "write the values of the keys that are auto"
+    return ConfigError([replace(problem, reason=f"{problem.reason} ({why})", fix=fix)])
 
 
 def _question_as_written(

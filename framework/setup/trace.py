@@ -189,8 +189,6 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind, place = _COLLECTIVES[func]
             self.collectives[kind, self.phase, _total_bytes(_tensors(args[place]))] += 1
         elif self.phase == "forward":
-            if not func.is_view:
-                self.current.figures["operations"] += 1
             self._count_operation(func, args, kwargs, result)
         for tensor in outputs:
             self._add_storage(tensor)
@@ -199,9 +197,13 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _count_operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add the operations of a matrix product, or the bytes that another operation moves."""
+        """Add the FLOPs of a matrix product, or the bytes that another operation moves. Views, and
+        questions of fake tensors for their device, start nothing on a device.
+        """
+        figures = self.current.figures
         count_flops = flop_registry.get(func._overloadpacket)
         if count_flops is not None:
+            figures["operations"] += 1
             flops = int(count_flops(*args, **kwargs, out_val=result))
             operands = _tensors(args)
             if func in _BATCHED_PRODUCTS and self._has_weight(operands):
@@ -216,13 +218,14 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 self.count(flops, operands[:2])
             if func not in _BATCHED_PRODUCTS:
-                self.current.figures["products"] += _total_bytes(_tensors(result))
+                figures["products"] += _total_bytes(_tensors(result))
             return
         inputs = _tensors((args, kwargs))
         outputs = _tensors(result)
         is_written = func._schema.is_mutable or _has_new_memory(outputs, inputs)
         if is_written and func not in _EMPTY:
-            self.current.figures["moved"] += _total_bytes(inputs) + _total_bytes(outputs)
+            figures["operations"] += 1
+            figures["moved"] += _total_bytes(inputs) + _total_bytes(outputs)
 
 
 def _has_new_memory(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
@@ -297,12 +300,14 @@ class _AsOnGPU(TorchFunctionMode):
             arguments = inspect.signature(func).bind(*args, **kwargs).arguments
             value = arguments["input"]
             if arguments.get("training", True) and 0 < arguments.get("p", 0.5) < 1:
+                figures["operations"] += 1
                 # Read and written, and a mask of one byte for each element.
                 figures["moved"] += 2 * _bytes(value) + value.numel()
                 return _FusedDropout.apply(value)
         if func is functional.rms_norm:
             arguments = inspect.signature(func).bind(*args, **kwargs).arguments
             if arguments.get("weight") is not None:
+                figures["operations"] += 1
                 figures["moved"] += 2 * _bytes(arguments["input"])
                 return _FusedNorm.apply(arguments["input"], arguments["weight"])
         return func(*args, **kwargs)
@@ -325,7 +330,9 @@ class _AsOnGPU(TorchFunctionMode):
         self._ledger.count_scores(flops, (query, key, value), causal_length)
         output = _FusedAttention.apply(query, key, value)
         log_sums_bytes = 4 * query.numel() // size
-        self._ledger.current.figures["products"] += _bytes(output) + log_sums_bytes
+        figures = self._ledger.current.figures
+        figures["operations"] += 1
+        figures["products"] += _bytes(output) + log_sums_bytes
         return output
 
 
@@ -345,7 +352,7 @@ def trace_work(
         parts: its model and task.
         batch: inputs and targets of one micro-batch, on the CPU; of tensors only the shapes count.
         device: the kind of device that the run will use.
-        tensor: ranks that divide the weights; the work is that of the first one.
+        tensor: ranks that divide the weights; the work is that of the last one.
         sequence: ranks that share the sequences, likewise.
 
     Raises:

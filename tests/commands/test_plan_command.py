@@ -427,6 +427,9 @@ def test_a_model_of_ones_own_is_not_guessed(
     assert json.loads(plan(*words, "--json", capsys=capsys))["memory"]["unknown"].startswith(
         "the model is one of your"
     )
+    assert main(["plan", *words, "zero.stage=auto", "--gpu", "h100-80gb"]) != 0
+    reason = "the model is one of your own (it is not here); write the values of the keys"
+    assert reason in capsys.readouterr().err
 
 
 @pytest.mark.slow
