@@ -38,6 +38,20 @@ def with_recompute(model: nn.Module, *, every: int, keeps_products: bool = False
     return model
 
 
+def can_recompute(model: nn.Module) -> bool:
+    """Check whether `with_recompute` with 1 finds layers, or recomputation that the model brings
+    along.
+    """
+    try:
+        as_layers(model)
+    except ConfigError:
+        owners = [getattr(method, "__self__", None) for method in _checkpointing_methods(model)]
+        # transformers' models all have the method, which raises where this is false.
+        name = "supports_gradient_checkpointing"
+        return bool(owners) and all(getattr(owner, name, True) for owner in owners)
+    return True
+
+
 def _with_own_checkpointing(
     model: nn.Module, *, every: int, keeps_products: bool, refusal: ConfigError
 ) -> nn.Module:

@@ -99,18 +99,19 @@ def explain(shortage: Shortage, plan: Plan, *, work: ModelWork | None = None) ->
 def _fixes(explanation: Explanation, plan: Plan, work: ModelWork | None) -> tuple[Alternative, ...]:
     """Return the settings that take at least 1 % less memory, the largest gain first."""
     fixes = []
-    for alternative in alternatives(plan, _choices(plan), work=work):
+    for alternative in alternatives(plan, _choices(plan, work), work=work):
         if explanation.gain(alternative) * 100 >= max(explanation.total, 1):
             fixes.append(alternative)
     fixes.sort(key=explanation.gain, reverse=True)
     return tuple(fixes)
 
 
-def _choices(plan: Plan) -> Iterator[dict[str, Any]]:
+def _choices(plan: Plan, work: ModelWork | None) -> Iterator[dict[str, Any]]:
     """Yield settings that may take less memory: each changes one key, the last one two."""
     if plan.layout.micro_size > 1:
         yield _smaller_micro_batch(plan)
-    yield {"training.recompute_every": 1}
+    if work is None or work.can_recompute:
+        yield {"training.recompute_every": 1}
     for stage in range(plan.config.zero.stage + 1, 4):
         yield {"zero.stage": stage}
     yield {"zero.offload_optimizer.device": "cpu"}

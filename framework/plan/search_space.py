@@ -150,14 +150,21 @@ def _recomputes(request: Request) -> list[dict[str, Any]]:
     every = request.config.training.recompute_every
     if RECOMPUTE not in request.free:
         return [{RECOMPUTE: every}]
-    return [{RECOMPUTE: number} for number in sorted({0, 1, every})]
+    numbers = {0, every}
+    if _can_recompute(request):
+        numbers.add(1)
+    return [{RECOMPUTE: number} for number in sorted(numbers)]
+
+
+def _can_recompute(request: Request) -> bool:
+    return request.work is None or request.work.can_recompute
 
 
 def _for_length(request: Request) -> list[dict[str, Any]]:
     """List what gives most memory to long sequences: every layer is recomputed, with inputs of
     layers on the host, and then also with perceptrons in tiles.
     """
-    if not {RECOMPUTE, HOW, ACTIVATIONS} <= request.free:
+    if not {RECOMPUTE, HOW, ACTIVATIONS} <= request.free or not _can_recompute(request):
         return []
     on_host = {RECOMPUTE: 1, HOW: "full", ACTIVATIONS: True}
     choices = [on_host]

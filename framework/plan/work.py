@@ -145,6 +145,7 @@ class ModelWork:
         frozen: name -> shape of the weights that are not trained.
         of_ranks: of a model of the user's own: the work of one rank of tensor and sequence groups.
         collectives: of such a rank.
+        can_recompute: whether the model has layers that a run can recompute.
     """
 
     weights: Mapping[str, Shape]
@@ -155,6 +156,7 @@ class ModelWork:
     frozen: Mapping[str, Shape] = field(default_factory=dict)
     of_ranks: tuple[WorkOfRank, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    can_recompute: bool = True
 
     @property
     def flops(self) -> int:

@@ -33,6 +33,7 @@ from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, in_one_line
 from framework.models.freezing import freeze
 from framework.models.layer_lists import as_layers
+from framework.models.recomputation import can_recompute
 from framework.plan.cluster import Cluster
 from framework.plan.operations import masked
 from framework.plan.plan import make_plan
@@ -373,6 +374,7 @@ def _trace_rank(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = build_weightless(parts.build_model, fake)
     _refuse_recurrent(model)
+    recomputes = can_recompute(model)
     with fake:
         model = rank.divided(model, config, parts.task)
         model = _prepared(model, config, rank)
@@ -411,6 +413,7 @@ def _trace_rank(
         _num_tokens(inputs),
         frozen,
         collectives=tuple(collectives),
+        can_recompute=recomputes,
     )
 
 

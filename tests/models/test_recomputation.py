@@ -17,6 +17,7 @@ from framework.errors import ConfigError
 from framework.models.kept_products import _operations
 from framework.models.layers import Layer, LayeredModel
 from framework.models.prepare_model import prepare_model
+from framework.models.recomputation import can_recompute
 from framework.models.tiled_loss import output_head, wanting_loss
 from framework.recipes.image_models.resnet import SmallResNet18, resnet18
 from tests.models import small_models
@@ -132,6 +133,7 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_way_out(model: nn.Module
     )
     assert type(model).__name__ in problem.reason
     assert "layers()" in problem.fix
+    assert not can_recompute(model)
 
 
 class Recomputing(Whole):
@@ -139,6 +141,7 @@ class Recomputing(Whole):
 
     is_on = False
     refusal = ""
+    supports_gradient_checkpointing = True
 
     def gradient_checkpointing_enable(self) -> None:
         if self.refusal:
@@ -148,6 +151,9 @@ class Recomputing(Whole):
 
 def test_a_model_with_recomputation_of_its_own_turns_it_on() -> None:
     model, inside = Recomputing(), nn.ModuleDict({"body": Recomputing(), "head": nn.Linear(2, 2)})
+    assert can_recompute(model)
+    assert can_recompute(inside)
+    assert not model.is_on
     assert prepare_model(model, Training(recompute_every=1)) is model
     assert model.is_on
     assert prepare_model(inside, Training(recompute_every=1)) is inside
@@ -161,6 +167,8 @@ def test_a_model_with_recomputation_of_its_own_turns_it_on() -> None:
         prepare_model(untouched, Training(recompute_every=2))
     refusing = Recomputing()
     refusing.refusal = "Recomputing does not support gradient checkpointing."
+    refusing.supports_gradient_checkpointing = False
+    assert not can_recompute(refusing)
     with pytest.raises(
         ConfigError, match=r"cannot be turned on: ValueError: Recomputing does not support"
     ):

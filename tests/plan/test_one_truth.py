@@ -122,6 +122,11 @@ def test_ranks_share_a_model_of_a_users_own_in_a_search_as_in_a_plan(
         assert planned.time is not None
         ways.add((plan.layout.tensor_size, plan.layout.sequence_size))
     assert ways == set(pairs)
+    # A model without layers cannot be recomputed: a run would refuse it.
+    assert not work.can_recompute
+    found = search(replace(request, free={"training.recompute_every"}))
+    (only,) = found.ranked
+    assert only.choice["training.recompute_every"] == 0
 
 
 SIXTEEN: dict[str, Any] = {

@@ -337,6 +337,7 @@ def test_a_model_that_computes_numbers_where_it_is_built_has_a_trace(dtype: str)
         name: tuple(weight.shape) for name, weight in Computed().named_parameters()
     }
     assert work.buffer_bytes == 4 * 4
+    assert not work.can_recompute
     tensors = [*model.parameters(), *model.buffers()]
     assert all(isinstance(tensor, FakeTensor) for tensor in tensors)
 
