@@ -17,6 +17,7 @@ from torch import nn
 from framework.config.run_config import RunConfig
 from framework.models.adapters import add_adapters
 from framework.models.sequence import SequenceGroup, share_attention
+from framework.setup.weightless import converting_weightless
 from framework.tasks.task import Positions, Task
 
 
@@ -52,11 +53,12 @@ class LoneRank:
         lora = config.training.lora
         if lora is None:
             return model
-        if self.tensor is None:
-            return add_adapters(model, lora, seed=config.run.seed)
-        from framework.engine.tensor_adapters import add_divided_adapters
+        with converting_weightless():
+            if self.tensor is None:
+                return add_adapters(model, lora, seed=config.run.seed)
+            from framework.engine.tensor_adapters import add_divided_adapters
 
-        return add_divided_adapters(model, lora, seed=config.run.seed)
+            return add_divided_adapters(model, lora, seed=config.run.seed)
 
     def share_sequences(
         self, model: nn.Module, task: Task, inputs: Any, targets: Any

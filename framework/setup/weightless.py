@@ -48,6 +48,39 @@ def _weights_of(mode: FakeTensorMode) -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+@contextmanager
+def converting_weightless() -> Iterator[None]:
+    """Let `module.to(...)` replace fake weights within the block.
+
+    torch would exchange them in place, and refuses to, as the mode of fake tensors holds weak
+    references to them. A weight in two modules becomes two if its type changes.
+    """
+    apply = nn.Module._apply
+
+    def replace_each(
+        module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> nn.Module:
+        if recurse:
+            for child in module.children():
+                replace_each(child, convert)
+        for name, weight in module._parameters.items():
+            if weight is None:
+                continue
+            converted = convert(weight)
+            if converted is not weight:
+                module._parameters[name] = nn.Parameter(converted.detach(), weight.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = convert(buffer)
+        return module
+
+    nn.Module._apply = replace_each  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
+
+
 def _is_real(tensor: Tensor) -> bool:
     """Check whether a tensor has numbers. Lazy modules have weights without a shape: they stay."""
     return not isinstance(tensor, FakeTensor) and not is_lazy(tensor)

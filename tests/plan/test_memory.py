@@ -571,6 +571,20 @@ def divided_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     values, batch = of(1, "Llama", "fp32", pipe=2, tensor=2)
     values["batch"] = {"micro_size": 8, "accumulation_steps": 4}
     yield "traced-4-pipe-tensor-z1", values, batch
+    if importlib.util.find_spec("peft") is None:
+        return
+    names = ["q_proj", "v_proj"]
+    for stage, form, sizes in (
+        (0, None, {}),
+        (1, "nf4", {}),
+        (1, None, {"tensor": 2}),
+    ):
+        values, batch = of(stage, "Llama", "bf16" if stage else "fp32", **sizes)
+        lora = {"target_modules": names, "r": 16, "quantization": form}
+        lora["modules_to_save"] = ["lm_head"]  # so that files are more than names
+        values["training"] = {"max_steps": 9, "lora": lora}
+        way = "tensor-" if sizes else ""
+        yield f"traced-lora-{way}z{stage}-{form}", values, batch
 
 
 CASES = {
@@ -641,6 +655,7 @@ def measured(
                     "traced-sequence-z0-GPT2",
                     "traced-sequence-z3-Written-bf16",
                     "traced-4-pipe",
+                    "traced-lora-z1",
                 )
             )
         ]
