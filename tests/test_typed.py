@@ -38,11 +38,13 @@ framework.open_engine({}, callbacks=[])
 framework.fit({}).history["eval/loss"].step
 """
 # Types of torch and what stands on it, of which the lines here have none, take mypy ten times as long
-# as all others.
+# as all others. Without them the framework's own files are wrong; `--exhaustive` checks them too.
 WITHOUT_TORCH = """\
 [mypy]
 [mypy-torch.*,torchvision.*,transformers.*,numpy.*,PIL.*]
 follow_imports = skip
+[mypy-framework.*,deepspeed_lint.*]
+ignore_errors = true
 [mypy-deepspeed.*]
 ignore_missing_imports = true
 """
