@@ -45,7 +45,7 @@ from framework.setup.optimizer_makers import optimizer_maker
 from framework.setup.pipeline_stages import answer, first_batch
 from framework.setup.user_code import Objects
 from framework.setup.user_optimizer import measure_optimizer
-from framework.setup.weightless import build_weightless
+from framework.setup.weightless import build_weightless, replace_tensors
 
 # A module with a larger share of the weights than this is divided into the modules in it.
 _LARGEST_SHARE = 0.5
@@ -384,8 +384,9 @@ def _trace_rank(
         inputs, targets = rank.share_sequences(model, parts.task, inputs, targets)
         if config.precision.dtype in ("bf16", "fp16"):
             half = torch.bfloat16 if config.precision.dtype == "bf16" else torch.float16
-            _cast(model, half)
-            inputs = tree_map_only(Tensor, partial(_as_dtype, half), inputs)
+            to_half = partial(_as_dtype, half)
+            replace_tensors(model.modules(), to_half)
+            inputs = tree_map_only(Tensor, to_half, inputs)
         ledger = _Ledger(model, _tensors((inputs, targets)))
         handles: list[Any] = []
         for name, part in _part_modules(model):
@@ -486,22 +487,6 @@ def _num_tokens(inputs: Any) -> int | None:
     if first is None or first.is_floating_point():
         return None
     return first.numel()
-
-
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Do as `model.to(dtype)` for fake tensors; a weight in two places stays one."""
-    casts: dict[int, Any] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None or not tensor.is_floating_point():
-                    continue
-                if id(tensor) not in casts:
-                    cast: Any = tensor.detach().to(dtype)
-                    if isinstance(tensor, nn.Parameter):
-                        cast = nn.Parameter(cast, tensor.requires_grad)
-                    casts[id(tensor)] = cast
-                tensors[name] = casts[id(tensor)]
 
 
 def _as_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ module registers is without them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,30 +48,40 @@ def _weights_of(mode: FakeTensorMode) -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def replace_tensors(modules: Iterable[nn.Module], convert: Callable[[Tensor], Tensor]) -> None:
+    """Put what `convert` returns in place of each weight and buffer of some modules; one that is in
+    two places stays one. A weight stays a parameter.
+    """
+    converted: dict[int, Any] = {}
+    replaced = []  # an object that has gone could leave its number to another one
+    for module in modules:
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in converted:
+                    result = convert(tensor)
+                    if isinstance(tensor, nn.Parameter) and not isinstance(result, nn.Parameter):
+                        result = nn.Parameter(result.detach(), tensor.requires_grad)
+                    converted[id(tensor)] = result
+                    replaced.append(tensor)
+                tensors[name] = converted[id(tensor)]
+
+
 @contextmanager
 def converting_weightless() -> Iterator[None]:
     """Let `module.to(...)` replace fake weights within the block.
 
     torch would exchange them in place, and refuses to, as the mode of fake tensors holds weak
-    references to them. A weight in two modules becomes two if its type changes.
+    references to them.
     """
     apply = nn.Module._apply
 
     def replace_each(
         module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> nn.Module:
-        if recurse:
-            for child in module.children():
-                replace_each(child, convert)
-        for name, weight in module._parameters.items():
-            if weight is None:
-                continue
-            converted = convert(weight)
-            if converted is not weight:
-                module._parameters[name] = nn.Parameter(converted.detach(), weight.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = convert(buffer)
+        modules = module.modules() if recurse else [module]
+        replace_tensors(modules, convert)
         return module
 
     nn.Module._apply = replace_each  # type: ignore[method-assign]
@@ -102,20 +112,17 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 def _take_the_rest(model: nn.Module, mode: FakeTensorMode) -> None:
     """Replace the real tensors of a model: buffers, and weights that were not registered as the
-    others are. One that is in two places stays one.
+    others are.
     """
-    fakes: dict[int, Any] = {}
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None and _is_real(weight):
-                if id(weight) not in fakes:
-                    fakes[id(weight)] = _fake_weight(weight, mode)
-                module._parameters[name] = fakes[id(weight)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and _is_real(buffer):
-                if id(buffer) not in fakes:
-                    fakes[id(buffer)] = _fake(buffer, mode)
-                module._buffers[name] = fakes[id(buffer)]
+
+    def without_numbers(tensor: Tensor) -> Tensor:
+        if not _is_real(tensor):
+            return tensor
+        if isinstance(tensor, nn.Parameter):
+            return _fake_weight(tensor, mode)
+        return _fake(tensor, mode)
+
+    replace_tensors(model.modules(), without_numbers)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ import yaml
 
 from framework.commands.check_result import CheckContext, check_file
 from framework.plan.cluster import Cluster
+from tests.dotted_keys import nested
 from tests.jobs.parts import PROMPTED_GPT
 from tests.launched import read_metrics
 from tests.warm_ranks import WarmRanks
@@ -246,14 +247,7 @@ def draw_layout(draw: random.Random, family: Family) -> Layout:
 
 def as_sections(keys: Keys) -> dict[str, Any]:
     """Return dotted keys as the sections of a run config."""
-    sections: dict[str, Any] = {}
-    for key, value in keys.items():
-        *path, last = key.split(".")
-        section = sections
-        for name in path:
-            section = section.setdefault(name, {})
-        section[last] = value
-    return json.loads(json.dumps(sections))  # no section is shared with another draw
+    return json.loads(json.dumps(nested(keys)))  # no section is shared with another draw
 
 
 def compared(run: Path, *, after: int = 0) -> dict[str, float]:

@@ -24,6 +24,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.judge_passed import judge_rendered
 from framework.plan.plan import make_plan
 from tests import launched
+from tests.dotted_keys import nested
 from tests.launched import run_ranks
 from tests.places import ROOT
 
@@ -154,18 +155,6 @@ NOT_SHOWN_HERE: Final[Mapping[str, str]] = {
     "zero_optimization.zero_quantized_nontrainable_weights": "CUDA",
     "zero_optimization.zero_quantized_weights": "CUDA",
 }
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys as sections."""
-    sections: dict[str, Any] = {}
-    for key, value in values.items():
-        *path, name = key.split(".")
-        section = sections
-        for part in path:
-            section = section.setdefault(part, {})
-        section[name] = value
-    return sections
 
 
 def repeated(case: str) -> str:
