@@ -7,6 +7,10 @@ other. One lane takes the fast files. One lane takes the files that wait, and le
 to the others. A lane that has finished its own files takes one of another lane: of the files that
 train the last one, since the first lane begins with the first.
 
+A test that outlives its time limit by a minute sits where pytest-timeout cannot reach it: in native code,
+in the kernel, or in a wait that its own clean-up made. Its lane is killed, and the stacks of the lane's
+threads and its processes are the text of the failure. The other lanes go on.
+
 Only a run of the whole suite is split, with or without a choice by marker; `pytest tests/plan`, and
 `pytest tests`, run in one process.
 """
@@ -14,24 +18,28 @@ Only a run of the whole suite is split, with or without a choice by marker; `pyt
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import fcntl
 import os
 import pickle
 import shutil
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from io import StringIO
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Final
+from typing import IO, Any, Final
 
+import psutil
 import pytest
 
 from tests.places import ROOT
@@ -76,6 +84,8 @@ WAITING: Final = (
     "tests/train/monitors/",
 )
 _NUM_LANES: Final = 3
+_SECONDS_BEYOND_LIMIT: Final = 60.0  # in which a test that was interrupted cleans up
+_WRITE_STACKS: Final = signal.SIGRTMAX  # a lane that gets it writes the stacks of its threads
 _PR_SET_PDEATHSIG: Final = 1
 
 _number: int | None = None  # of this process's lane
@@ -179,6 +189,18 @@ def _by_file(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
     return files
 
 
+@dataclass
+class _Lane:
+    """A lane, seen from the process that collects."""
+
+    number: int
+    pid: int
+    stacks: IO[str]  # what faulthandler writes on request
+    test: str | None = None  # that it runs
+    file: str | None = None  # that it was given last
+    heard_at: float = field(default_factory=time.monotonic)
+
+
 class _Lanes:
     """Plugin of the process that collects: it forks the lanes, hands out files and reports."""
 
@@ -187,10 +209,7 @@ class _Lanes:
 
         self._ranks = ForLanes(_NUM_LANES) if with_ranks else None
         self._left: dict[str, None] = {}  # files that no lane has taken
-        self._lanes: dict[Connection, int] = {}
-        self._pids: list[int] = []
-        self._running: dict[Connection, str] = {}  # the test that each lane runs
-        self._newest: dict[Connection, str | None] = {}  # the file that each lane was given last
+        self._lanes: dict[Connection, _Lane] = {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -207,10 +226,11 @@ class _Lanes:
         try:
             if self._ranks is not None:
                 self._ranks.hand_over()
+            seconds = float(session.config.getini("timeout")) + _SECONDS_BEYOND_LIMIT
             while self._lanes:
-                for channel in wait(list(self._lanes)):
+                for channel in wait(list(self._lanes), timeout=5.0):
                     self._answer(channel, session)
-            self._reap()
+                self._end_silent(session, seconds=seconds)
         finally:
             self._end()
         if session.shouldfail:
@@ -219,8 +239,9 @@ class _Lanes:
             raise session.Interrupted(session.shouldstop)
         return True
 
-    def _fork(self, lane: int, session: pytest.Session) -> None:
+    def _fork(self, number: int, session: pytest.Session) -> None:
         mine, theirs = Pipe()
+        stacks = stacks_file()
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -228,13 +249,15 @@ class _Lanes:
             for other in (mine, *self._lanes):
                 other.close()
             if self._ranks is not None:
-                self._ranks.take(lane)
-            _be_lane(lane, session, theirs)
+                self._ranks.take(number)
+            write_stacks_on_request(stacks)
+            _be_lane(number, session, theirs)
         theirs.close()
-        self._lanes[mine] = lane
-        self._pids.append(pid)
+        self._lanes[mine] = _Lane(number, pid, stacks)
 
     def _answer(self, channel: Any, session: pytest.Session) -> None:
+        lane = self._lanes[channel]
+        lane.heard_at = time.monotonic()
         try:
             kind, value = channel.recv()
         except (EOFError, ConnectionResetError):
@@ -242,9 +265,9 @@ class _Lanes:
             return
         hook = session.config.hook
         if kind == "starts":
-            self._running[channel] = value
+            lane.test = value
         elif kind == "ended":
-            del self._running[channel]
+            lane.test = None
         elif kind == "report":
             report = hook.pytest_report_from_serializable(config=session.config, data=value)
             hook.pytest_runtest_logreport(report=report)
@@ -257,34 +280,91 @@ class _Lanes:
         """Give a lane its next file; None once all are taken, or the run ends early."""
         file = None
         if self._left and not session.shouldfail and not session.shouldstop:
-            file = next_file(self._left, lane=self._lanes[channel])
+            file = next_file(self._left, lane=self._lanes[channel].number)
             del self._left[file]
-        self._newest[channel] = file
-        channel.send(file)
+        self._lanes[channel].file = file
+        with suppress(BrokenPipeError):  # it has ended, as what it says next will tell
+            channel.send(file)
+
+    def _end_silent(self, session: pytest.Session, *, seconds: float) -> None:
+        """Kill the lanes that have reported nothing for `seconds`, with their processes. What they
+        did becomes a failure.
+        """
+        for channel, lane in list(self._lanes.items()):
+            if time.monotonic() - lane.heard_at > seconds:
+                doing = _stacks_and_processes(lane)
+                _kill(lane.pid)
+                test = lane.test or "the end of its tests"
+                self._report_loss(channel, session, test, f"was silent for {seconds:.0f} s", doing)
 
     def _lose(self, channel: Connection, session: pytest.Session) -> None:
         """Handle the end of a lane: a failure of the test that it ran, or of the file that it was
         to begin, if it had one.
         """
+        lane = self._lanes[channel]
+        os.waitpid(lane.pid, 0)
+        test = lane.test or lane.file
+        if test is None:
+            del self._lanes[channel]
+            channel.close()
+        else:
+            self._report_loss(channel, session, test, "ended", "")
+
+    def _report_loss(
+        self, channel: Connection, session: pytest.Session, test: str, how: str, doing: str
+    ) -> None:
         lane = self._lanes.pop(channel)
         channel.close()
-        test = self._running.pop(channel, None) or self._newest.get(channel)
-        if test is None:
-            return
-        reason = f"lane {lane} ended while it ran {test}; the rest of its file is not run"
-        report = pytest.TestReport(test, (_path(test), None, test), {}, "failed", reason, "call")
+        reason = f"lane {lane.number} {how} while it ran {test}; the rest of its file is not run"
+        text = f"{reason}\n{doing}"
+        report = pytest.TestReport(test, (_path(test), None, test), {}, "failed", text, "call")
         session.config.hook.pytest_runtest_logreport(report=report)
-        session.shouldfail = reason
-
-    def _reap(self) -> None:
-        while self._pids:
-            os.waitpid(self._pids.pop(), 0)
+        if not self._lanes and self._left:
+            session.shouldfail = reason
 
     def _end(self) -> None:
         """End the lanes that run on, as after Ctrl-C."""
-        for pid in self._pids:
-            os.kill(pid, signal.SIGINT)
-        self._reap()
+        for lane in self._lanes.values():
+            os.kill(lane.pid, signal.SIGINT)
+        for lane in self._lanes.values():
+            os.waitpid(lane.pid, 0)
+
+
+def stacks_file() -> IO[str]:
+    """Return a file without a name, which a lane and its parent share."""
+    return os.fdopen(os.memfd_create("stacks"), "w+", encoding="utf-8")
+
+
+def write_stacks_on_request(stacks: IO[str]) -> None:
+    """Let a signal write the stacks of this process's threads, whatever they do."""
+    faulthandler.register(_WRITE_STACKS, stacks, all_threads=True)
+
+
+def _stacks_and_processes(lane: _Lane) -> str:
+    """Return what the threads of a lane do, and the processes that it has started."""
+    os.kill(lane.pid, _WRITE_STACKS)
+    time.sleep(1.0)  # one that sleeps in the kernel never writes
+    lane.stacks.seek(0)
+    lines = [lane.stacks.read()]
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(lane.pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess, OSError):
+                waits_in = Path(f"/proc/{each.pid}/wchan").read_text(encoding="utf-8")
+                words = " ".join(each.cmdline())
+                lines.append(f"{each.pid} {each.status()} in {waits_in}: {words[:300]}")
+    return "\n".join(lines)
+
+
+def _kill(pid: int) -> None:
+    """Kill a process and those that it has started, without waiting: one that sleeps in the kernel
+    may not end.
+    """
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def _path(nodeid: str) -> str:
