@@ -13,7 +13,7 @@ from typing import Any
 
 class StalledFile:
     """Takes the place of an open file; `resume` begins to read, and `text` is all that was
-    written.
+    written. As a context manager it resumes in any case: what waits for it ends.
     """
 
     def __init__(self, file: Any) -> None:
@@ -23,7 +23,14 @@ class StalledFile:
         os.close(writer)
         os.write(file.fileno(), b"." * self._num_filled)
         self._file, self._read = file, bytearray()
-        self._thread = threading.Thread(target=self._drain)
+        self._thread = threading.Thread(target=self._drain, daemon=True)
+        self._starting = threading.Lock()
+
+    def __enter__(self) -> StalledFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.resume()
 
     def _drain(self) -> None:
         while block := os.read(self._reader, 1 << 16):
@@ -31,7 +38,10 @@ class StalledFile:
         os.close(self._reader)
 
     def resume(self) -> None:
-        self._thread.start()
+        """Begin to read, if it has not begun."""
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
 
     def resume_in(self, seconds: float) -> None:
         threading.Timer(seconds, self.resume).start()

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         with times.open("a", encoding="utf-8") as file:
             file.write(f"{_processor_seconds() - begin:.2f}\t{item.nodeid}\n")
     return result
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """Limit the time of what follows a failure: its fixtures' ends, and the second try of a test.
+    pytest-timeout stops its clock there, for a debugger.
+    """
+    if isinstance(node, pytest.Item) and not node.config.option.usepdb:
+        settings = SimpleNamespace(
+            timeout=float(node.config.getini("timeout")),
+            method="signal",
+            func_only=False,
+            disable_debugger_detection=False,
+        )
+        node.ihook.pytest_timeout_set_timer(item=node, settings=settings)
 
 
 @pytest.fixture(scope="session")

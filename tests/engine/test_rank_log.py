@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +49,13 @@ def lines(text: str) -> list[str]:
         re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line) for line in text.splitlines()
     )
     return [line.split(" ", 2)[2] for line in text.splitlines()]
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, f"not within a minute: {what}"
+        time.sleep(0.01)
 
 
 def test_lines_are_in_the_file_when_logging_returns(
@@ -110,13 +117,14 @@ def test_storage_that_stalls_holds_up_no_rank_and_loses_no_line(
                 rank_log.note("step %s", number)
                 logging.getLogger("DeepSpeed").info("step %s", number + 1)
                 logged += [f"INFO dsf-trainer: step {number}", f"INFO DeepSpeed: step {number + 1}"]
-            assert time.monotonic() - started < 8.0
+            seconds = time.monotonic() - started
             stalled.resume_in(0.2)
             if end is not None:
                 raise end
     except (TrainingError, RunStopped):
         logged.append(f"{'ERROR' if isinstance(end, TrainingError) else 'INFO'} dsf-trainer: {end}")
     assert lines(stalled.text(handler.close)) == logged
+    assert seconds < 8.0
 
 
 @pytest.mark.slow
@@ -124,23 +132,24 @@ def test_a_full_queue_waits_for_the_storage(
     handler: logging.FileHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_writer, "_LONGEST_QUEUE", 10)
-    stalled, logged = StalledFile(handler.stream), list[int]()
+    logged: list[int] = []
 
     def log() -> None:
-        for number in range(30):
+        for number in range(1, 30):
             rank_log.note("step %s", number)
             logged.append(number)
 
-    rank = threading.Thread(target=log)
-    rank.start()
-    deadline = time.monotonic() + 30
-    while len(logged) < 11 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    rank.join(0.2)
-    assert rank.is_alive()
-    assert len(logged) == 11  # one is being written
-    stalled.resume()
+    rank = threading.Thread(target=log, daemon=True)
+    with StalledFile(handler.stream) as stalled:
+        rank_log.note("step 0")
+        wait_until(lambda: file_writer._WRITER._writes.empty(), "the first line is being written")
+        rank.start()
+        wait_until(lambda: len(logged) >= 10, "ten lines are queued")
+        rank.join(0.2)
+        assert rank.is_alive()
+        assert len(logged) == 10
     rank.join(30)
+    assert not rank.is_alive()
     assert len(lines(stalled.text(handler.close))) == 30
 
 
