@@ -39,6 +39,7 @@ from framework.system.files import replace_text
 _LONGEST_SECONDS: Final = 120.0
 # Sections that the work of a micro-batch depends on.
 _SECTIONS: Final = ("model", "data", "task", "precision", "batch", "parallel")
+_TRAINING_KEYS: Final = ("freeze", "lora", "mlp_tile")
 
 
 def find_own_work(plan: Plan, sizes: Sequence[tuple[int, int]] = ()) -> ModelWork | None:
@@ -165,8 +166,8 @@ def _cache_file(plan: Plan, device: Device, sizes: Sequence[tuple[int, int]]) ->
         versions = [metadata.version("torch"), sys.version, str(framework.__version__)]
         config = plan.config.to_dict()
         sections = {name: config.get(name) for name in _SECTIONS}
-        sections["freeze"] = config["training"]["freeze"]
-        sections["lora"] = config["training"]["lora"]
+        for name in _TRAINING_KEYS:
+            sections[name] = config["training"][name]
         user_files = _user_files(plan)
         package_files = _package_files()
     except (OSError, LookupError, metadata.PackageNotFoundError):

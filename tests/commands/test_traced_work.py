@@ -85,7 +85,11 @@ def test_it_is_found_once(
     assert asked == []
     assert planned(capsys, "zero.stage=2") != first  # the same work at another stage
     assert asked == []
-    for setting in ("model={target: 'own:Own', args: {width: 8}}", "precision.dtype=bf16"):
+    for setting in (
+        "model={target: 'own:Own', args: {width: 8}}",
+        "precision.dtype=bf16",
+        "training.mlp_tile=4",
+    ):
         assert "it was asked" in str(planned(capsys, setting)["unknown"])
     (folder / "own.py").write_text(OWN + "# changed", encoding="utf-8")
     assert "it was asked" in str(planned(capsys)["unknown"])
