@@ -33,6 +33,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -325,6 +326,7 @@ def _warm_up() -> None:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 
+    _keep_answers_about_processors()
     use_own_cache()
     with quoting_torchs_library():
         build_shm_op()  # a rank that is killed while it compiles would leave the op broken for all
@@ -332,6 +334,19 @@ def _warm_up() -> None:
     gc.collect()
     # so that ranks collect garbage among their own objects only, and do not copy shared pages
     gc.freeze()
+
+
+def _keep_answers_about_processors() -> None:
+    """Keep what DeepSpeed asks about this machine once for each op and optimizer on the host, by a
+    Python of a second (`cpuinfo`), and for each gradient bucket of stage 3, by `numactl`.
+    """
+    import cpuinfo
+    from deepspeed.utils import numa
+
+    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
+    numa.get_numa_cores = cache(numa.get_numa_cores)
+    cpuinfo.get_cpu_info()
+    numa.get_numa_cores()
 
 
 def _serve_lanes(ends: list[int]) -> None:
