@@ -1,20 +1,23 @@
 """Compiles the ops that many tests need, one after the other and at low priority, while fast tests
 run: python -m tests.ops_ahead.
 
-On a fresh machine that is minutes of a processor's time, for which slow tests would otherwise wait.
-After SIGTERM it ends with the op at hand: if a compilation is broken off, torch's lock of the op
-stays, and the next process that needs the op waits for ever.
+On a fresh machine that is minutes of a processor's time, for which slow tests would otherwise wait;
+with `tests/compiler/c++` it is half as much. After SIGTERM it ends with the op at hand: if a
+compilation is broken off, torch's lock of the op stays, and the next process that needs the op waits
+for ever.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
 from tests.launched import ROOT, job_environment
 
@@ -32,7 +35,9 @@ def start() -> subprocess.Popen[bytes] | None:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.ops_ahead"],
         cwd=ROOT,
-        env=job_environment(MAX_JOBS="1"),
+        env=job_environment(
+            MAX_JOBS="1", PATH=os.pathsep.join((str(ROOT / "tests/compiler"), os.environ["PATH"]))
+        ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -63,6 +68,7 @@ def load_ops(*, until: Callable[[], bool] = lambda: False) -> None:
                 get_accelerator().create_op_builder(builder).load()
         except Exception as error:  # a test that needs the op will fail with the reason
             print(f"{builder}: {error}", file=sys.stderr)
+    shutil.rmtree(Path(os.environ["TORCH_EXTENSIONS_DIR"], ".shared"), ignore_errors=True)
 
 
 if __name__ == "__main__":

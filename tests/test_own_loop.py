@@ -180,22 +180,20 @@ class TestKeysOfTheConfig:
             job = warm.start(arguments, num_ranks=1, folder=folder, script=script, cwd=tmp_path)
             return job.wait(120), job.stated()
 
-        for asks in ("0", "1", "3"):
-            assert run(f"whole{asks}", "10", "-1", asks)[0] == [0]
-            codes, stated = run(f"killed{asks}", "10", "7", asks)
+        # Whether it asks at every step, at every third or never changes no loss and no save.
+        assert run("whole", "10", "-1", "1")[0] == [0]
+        for name, asks in (("silent", "0"), ("killed", "3")):
+            codes, stated = run(name, "10", "7", asks)
             assert codes == [-9]
             assert "checkpoints  every 4 steps, at the end" in stated
-            assert run(f"killed{asks}", "10", "-1", asks)[0] == [0]
-            losses = [
-                series(tmp_path / f"runs/{name}{asks}", "train/loss")
-                for name in ("whole", "killed")
-            ]
-            assert losses[0] == losses[1]
-            saved = {
-                folder.name
-                for folder in (tmp_path / f"runs/whole{asks}/checkpoints").glob("global_step*")
-            }
-            assert saved == {"global_step4", "global_step8", "global_step10"}
+            assert run(name, "10", "-1", asks)[0] == [0]
+        losses = {}
+        for name in ("whole", "silent", "killed"):
+            losses[name] = series(tmp_path / f"runs/{name}", "train/loss")
+            saves = (tmp_path / f"runs/{name}/checkpoints").glob("global_step*")
+            expected = {"global_step4", "global_step8", "global_step10"}
+            assert {folder.name for folder in saves} == expected
+        assert losses["whole"] == losses["silent"] == losses["killed"]
 
 
 class TestRefusals:

@@ -8,8 +8,6 @@ import base64
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,9 +20,9 @@ import yaml
 
 from framework.checkpoint.manifest import list_checkpoints
 from tests.campaign.kills import TOTAL_STEPS, differences
-from tests.launched import ROOT, job_environment
+from tests.forked_launchers import launch
+from tests.launched import ROOT
 from tests.ports import free_ports
-from tests.test_train_script import launcher
 from tests.warm_ranks import Job, WarmRanks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
@@ -202,74 +200,56 @@ def test_a_second_request_ends_a_rank_that_cannot_stop(warm: WarmRanks, tmp_path
     assert "rank 0: SIGTERM again: ending at once" in job.stated(0)
 
 
-def launch_py() -> list[str]:
-    """What `deepspeed --num_gpus 2` starts, and waits for."""
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
-    place = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={free_ports(1)}"]
-    return [sys.executable, "-u", "-m", "deepspeed.launcher.launch", *place]
-
-
-def launched(launcher: list[str], folder: Path, *, num_workers: int = 0) -> subprocess.Popen[str]:
-    command = [
-        *launcher,
-        str(ROOT / "train.py"),
-        "--config",
-        str(write_config(folder, num_workers=num_workers)),
-    ]
-    env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-    with (folder / "said.txt").open("w") as stated:
-        return subprocess.Popen(
-            command, cwd=folder, env=env, stdout=stated, stderr=subprocess.STDOUT, text=True
-        )
-
-
-def descendants(process: psutil.Process) -> list[psutil.Process]:
-    """Those that run train.py: ranks, and their workers."""
-    found = []
-    for child in process.children(recursive=True):
-        with suppress(psutil.Error):
-            if any(
-                word.endswith("train.py") for word in child.cmdline()
-            ) and "launcher" not in " ".join(child.cmdline()):
-                found.append(child)
-    return found
-
-
-def test_torchrun_asks_all_ranks(tmp_path: Path) -> None:
-    job = launched(launcher("torchrun", 2), tmp_path)
+def test_torchrun_asks_all_ranks(warm: WarmRanks, tmp_path: Path) -> None:
+    words = ["--standalone", "--nproc-per-node", "2", *train_words(tmp_path)]
+    job = launch(warm, "torch.distributed.run", *words, folder=tmp_path / "said")
     run = tmp_path / "stops"
-    until(lambda: logged(run) >= 3, lives=lambda: job.poll() is None)
-    job.send_signal(TERM)
-    assert job.wait(SECONDS) != 0
-    stated = (tmp_path / "said.txt").read_text(encoding="utf-8")
+    until(lambda: logged(run) >= 3, lives=lambda: not job.is_over())
+    job.signal(TERM, 0)
+    assert job.wait(SECONDS) != [0]
+    stated = job.stated()
     assert f"SIGTERM: stopped after step {newest(run)} of 48" in stated
     assert "again" not in stated
 
 
+def train_words(folder: Path, *, num_workers: int = 0) -> list[str]:
+    """Return the words that a launcher starts on every rank, and write the config."""
+    config = write_config(folder, num_workers=num_workers)
+    return [str(ROOT / "train.py"), "--config", str(config)]
+
+
+def launch_py(warm: WarmRanks, folder: Path, said: str) -> Job:
+    """Start what `deepspeed --num_gpus 2` starts, and waits for."""
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    place = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={free_ports(1)}"]
+    words = [*place, *train_words(folder, num_workers=1)]
+    return launch(warm, "deepspeed.launcher.launch", *words, folder=folder / said)
+
+
 def test_deepspeed_asks_one_rank_after_the_other_and_workers_leave_it_to_them(
-    unbroken: Path, tmp_path: Path
+    warm: WarmRanks, tmp_path: Path
 ) -> None:
     """launch.py signals the workers of rank 0, then rank 0, and rank 1 only when rank 0 has
     ended.
     """
-    job = launched(launch_py(), tmp_path, num_workers=1)
+    job = launch_py(warm, tmp_path, "first")
     run = tmp_path / "stops"
-    until(lambda: logged(run) >= 3, lives=lambda: job.poll() is None)
-    job.send_signal(TERM)
-    assert job.wait(SECONDS) == 1, "launch.py ends with 1 whatever the ranks said"
-    stated = (tmp_path / "said.txt").read_text(encoding="utf-8")
+    until(lambda: logged(run) >= 3, lives=lambda: not job.is_over())
+    job.signal(TERM, 0)
+    assert job.wait(SECONDS) == [1], "launch.py ends with 1 whatever the ranks said"
+    stated = job.stated()
     assert f"SIGTERM: stopped after step {newest(run)} of 48" in stated
     assert "again" not in stated
     assert "Traceback" not in stated
 
-    job = launched(launch_py(), tmp_path, num_workers=1)
+    job = launch_py(warm, tmp_path, "second")
     stopped = newest(run)
-    until(lambda: logged(run) >= stopped + 3, lives=lambda: job.poll() is None)
-    ranks = descendants(psutil.Process(job.pid))
+    until(lambda: logged(run) >= stopped + 3, lives=lambda: not job.is_over())
+    (launcher,) = job.pids
+    ranks = psutil.Process(launcher).children(recursive=True)
     assert len(ranks) >= 4, "two ranks with a worker each"
-    job.kill()
+    job.kill(0)
     _, left = psutil.wait_procs(ranks, timeout=GONE_SECONDS)
-    job.wait(SECONDS)
+    assert job.wait(SECONDS) == [-KILL]
     assert not left
-    stated = (tmp_path / "said.txt").read_text(encoding="utf-8")
-    assert f"the launcher (process {job.pid}) is gone" in stated
+    assert f"the launcher (process {launcher}) is gone" in job.stated()

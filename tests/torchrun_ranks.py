@@ -5,7 +5,9 @@ launcher then ends the others.
     job.kill(1)
     codes = job.wait(60)
 
-The same methods as `tests.warm_ranks`, which is five times as fast and has no launcher.
+The same methods as `tests.warm_ranks`, which is five times as fast and has no launcher. With
+`TorchrunRanks(warm)` the launcher is the real one as well, and it and its ranks are forked
+(tests/forked_launchers.py).
 """
 
 from __future__ import annotations
@@ -20,11 +22,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tests import forked_launchers
 from tests.launched import ROOT, job_environment
+from tests.warm_ranks import Job, WarmRanks
 
 
 class TorchrunRanks:
     """Starts train.py through torchrun."""
+
+    def __init__(self, warm: WarmRanks | None = None) -> None:
+        """Start processes of their own, or fork them from `warm`."""
+        self._warm = warm
 
     def start(self, arguments: Sequence[str], *, num_ranks: int, folder: Path) -> TorchrunJob:
         """Start train.py on `num_ranks` ranks; what they print goes to files under
@@ -32,21 +40,15 @@ class TorchrunRanks:
         """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(num_ranks),
-            "--redirects",
-            "3",
-            "--log-dir",
-            str(folder / "ranks"),
-        ]
+        module = "torch.distributed.run"
+        words = ["--standalone", "--nproc-per-node", str(num_ranks), "--redirects", "3"]
+        words += ["--log-dir", str(folder / "ranks"), str(ROOT / "train.py"), *arguments]
+        if self._warm is not None:
+            job = forked_launchers.launch(self._warm, module, *words, folder=folder)
+            return TorchrunJob(_Forked(job), folder)
         with (folder / "launcher.txt").open("wb") as output:
             launcher = subprocess.Popen(
-                [*command, str(ROOT / "train.py"), *arguments],
+                [sys.executable, "-m", module, *words],
                 cwd=folder,
                 env=job_environment(),
                 stdin=subprocess.DEVNULL,
@@ -56,10 +58,35 @@ class TorchrunRanks:
         return TorchrunJob(launcher, folder)
 
 
+class _Forked:
+    """A launcher that was forked, with the methods of a `Popen`."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        (self.pid,) = job.pids
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+        return self._job.codes()[0]
+
+    def wait(self, seconds: float) -> int:
+        """Wait for the end, and return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs longer.
+        """
+        deadline = time.monotonic() + seconds
+        while not self._job.is_over():
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("torchrun", seconds)
+            time.sleep(0.005)
+        return self._job.wait(seconds)[0]
+
+
 class TorchrunJob:
     """One launcher and its ranks."""
 
-    def __init__(self, launcher: subprocess.Popen[bytes], folder: Path) -> None:
+    def __init__(self, launcher: subprocess.Popen[bytes] | _Forked, folder: Path) -> None:
         self._launcher, self._folder = launcher, folder
         self._pids: dict[int, int] = {}
 
@@ -67,14 +94,17 @@ class TorchrunJob:
         """SIGKILL these ranks, those of them that have been started."""
         for rank in ranks:
             if rank not in self._pids:
-                self._pids |= _ranks_of(self._launcher.pid)
+                self.find_ranks()
             if rank in self._pids and not self.is_over():
                 with suppress(ProcessLookupError):
                     os.kill(self._pids[rank], signal.SIGKILL)
 
     def find_ranks(self) -> None:
         """Look the ranks' numbers up beforehand, so that a kill takes no time."""
-        self._pids |= _ranks_of(self._launcher.pid)
+        if isinstance(self._launcher, _Forked):
+            self._pids |= forked_launchers.rank_pids(self._folder)
+        else:
+            self._pids |= _ranks_of(self._launcher.pid)
 
     def codes(self) -> list[int | None]:
         """The launcher's exit code: it has one for all of its ranks."""
@@ -93,8 +123,8 @@ class TorchrunJob:
         try:
             return [self._launcher.wait(seconds)]
         except subprocess.TimeoutExpired:
-            pids = [*_ranks_of(self._launcher.pid).values(), self._launcher.pid]
-            for pid in pids:
+            self.find_ranks()
+            for pid in (*self._pids.values(), self._launcher.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._launcher.wait(60)
@@ -139,6 +169,8 @@ def _ranks_of(launcher: int) -> dict[int, int]:
 
 
 def _is_train(pid: int) -> bool:
+    """Return whether a process is train.py, executed or forked; one that has ended has no words."""
     with suppress(OSError):
-        return b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"train.py" in words or b"tests.warm_ranks" in words
     return False

@@ -1,7 +1,7 @@
 """Kill real runs at random instants and look whether they end as the unbroken run: python -m
 tests.campaign.kills --kills 200
 
-Two ranks, or eight in stages of tensor groups, train with dropout, save every fourth step and are
+Two ranks, or four or eight in stages of tensor groups, train with dropout, save every fourth step and are
 resumed with checkpoint.resume=auto. A third of the kills and more are aimed at saves: the folder in
 which a checkpoint is written is watched, and the kill comes somewhere within the time that the last
 saves took; or in the moment in which the manifest is seen, or the checkpoint's name, for which it
@@ -55,16 +55,18 @@ _TEXT = {
     "task": {"kind": "causal_lm"},
     "batch": {"global_size": 8},
 }
+_STAGES_OF_GROUPS = {
+    **_TEXT,
+    "batch": {"global_size": 8, "micro_size": 2},
+    "parallel": {"pipe": 2, "tensor": 2},
+    "zero": {"stage": 1},
+}
 CASES: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"zero": {"stage": stage}} for stage in (0, 1, 2, 3)},
     "pipe2": {"parallel": {"pipe": 2}},
     "tensor2": {**_TEXT, "parallel": {"tensor": 2}, "zero": {"stage": 1}},
-    "pipe2-tensor2-data2": {
-        **_TEXT,
-        "batch": {"global_size": 8, "micro_size": 2},
-        "parallel": {"pipe": 2, "tensor": 2},
-        "zero": {"stage": 1},
-    },
+    "pipe2-tensor2": _STAGES_OF_GROUPS,
+    "pipe2-tensor2-data2": _STAGES_OF_GROUPS,
     "sequence2": {**_TEXT, "parallel": {"sequence": 2}, "zero": {"stage": 2}},
     "zero2-async": {"zero": {"stage": 2}, "checkpoint": {"mode": "async"}},
     # Six lanes that begin anew four times, and give their states.
@@ -73,7 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
         "data": {"target": "tests.jobs.stream_parts:digit_streams", "num_workers": 1},
     },
 }
-NUM_RANKS = {"pipe2-tensor2-data2": 8}  # of all others two
+NUM_RANKS = {"pipe2-tensor2": 4, "pipe2-tensor2-data2": 8}  # of all others two
 TOTAL_STEPS, SAVE_EVERY, EVALUATE_EVERY = 48, 4, 10
 JOB_SECONDS = 300.0
 VICTIMS: dict[str, tuple[int, ...]] = {"rank 0": (0,), "rank 1": (1,), "both ranks": (0, 1)}

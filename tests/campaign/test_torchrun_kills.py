@@ -20,7 +20,7 @@ def test_torchrun_ends_the_others_and_the_next_start_goes_on(
     warm: WarmRanks, tmp_path: Path
 ) -> None:
     found = Found()
-    Campaign(TorchrunRanks(), tmp_path, seed=1, found=found).case(
+    Campaign(TorchrunRanks(warm), tmp_path, seed=1, found=found).case(
         "zero1", num_kills=1, others_from=warm
     )
     assert found.wrong == []

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from framework.plan import plan
-
+OUR_PACKAGES = ("framework", "deepspeed_lint")
 calls: list[str] = []
 
 
@@ -28,8 +27,7 @@ def note_loaded(module: torch.nn.Module, inputs: Any) -> None:
     sources = {
         name: loaded.__file__
         for name, loaded in sys.modules.items()
-        if name.split(".")[0] in ("framework", "deepspeed_lint")
-        and getattr(loaded, "__file__", None)
+        if name.split(".")[0] in OUR_PACKAGES and getattr(loaded, "__file__", None)
     }
     record = {
         "modules": sorted(sources),
@@ -40,7 +38,15 @@ def note_loaded(module: torch.nn.Module, inputs: Any) -> None:
 
 
 def main() -> None:
-    """Count calls of `make_plan`, which other modules import by name, and train."""
+    """Count calls of `make_plan`, which other modules import by name, and train.
+
+    The process that ranks are forked from has imported everything of ours: it is imported anew.
+    """
+    for name in [*sys.modules]:
+        if name.split(".")[0] in OUR_PACKAGES:
+            del sys.modules[name]
+    from framework.plan import plan
+
     make_plan = plan.make_plan
 
     def counted(*arguments: Any, **named: Any) -> Any:

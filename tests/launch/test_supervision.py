@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +22,8 @@ from framework.launch.supervision import JobEnd, NextStart, Restarts, further_se
 from framework.load_run import load_run
 from framework.report.goodput import goodput
 from framework.report.records import read_run
-from tests.launched import TIMEOUT_SECONDS, job_environment, series
+from tests.forked_launchers import launch
+from tests.launched import TIMEOUT_SECONDS, series
 from tests.places import ROOT
 from tests.warm_ranks import WarmRanks
 
@@ -260,27 +259,20 @@ def write_config(folder: Path, name: str, dies: dict[str, Any] | None, **section
     return path
 
 
-def launched(config: Path, *words: str) -> tuple[int, str]:
+def launched(warm: WarmRanks, config: Path, *words: str) -> tuple[int, str]:
     """Start a run of two ranks through `launch`."""
-    program = [sys.executable, "-m", "framework", "launch", str(config), "--num_gpus", "2", *words]
-    environment = job_environment() | {"DS_ACCELERATOR": "cpu"}
-    ended = subprocess.run(
-        program,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    return ended.returncode, ended.stdout + ended.stderr
+    words = ("launch", str(config), "--num_gpus", "2", *words)
+    folder = config.parent / f"{config.stem}-said"
+    job = launch(warm, "framework", *words, folder=folder, cwd=ROOT)
+    (code,) = job.wait(TIMEOUT_SECONDS)
+    return code, job.stated()
 
 
 @pytest.mark.slow
 @pytest.mark.timing
 def test_a_killed_rank_and_the_unbroken_run(warm: WarmRanks, tmp_path: Path) -> None:
     dies = {"step": 8, "once": str(tmp_path / "once")}
-    code, stated = launched(write_config(tmp_path, "killed", dies), "checkpoint.resume=never")
+    code, stated = launched(warm, write_config(tmp_path, "killed", dies), "checkpoint.resume=never")
     assert code == 0, stated
     assert "start 2 of at most 5, from step 5" in (killed := stated)
     config = write_config(tmp_path, "whole", None, supervision={})
@@ -302,9 +294,8 @@ def test_a_killed_rank_and_the_unbroken_run(warm: WarmRanks, tmp_path: Path) -> 
     # Until `train.py` is reached Python itself starts: 30 ms, of a busy machine some tenths of a
     # second.
     assert found.total == pytest.approx(events[-1]["time_seconds"] - begun, rel=0.01, abs=0.4)
-    assert sum(found.parts.values()) - found.parts.get("other", 0.0) == pytest.approx(
-        found.total, rel=0.01
-    )
+    counted = sum(found.parts.values()) - found.parts.get("other", 0.0)
+    assert counted == pytest.approx(found.total, rel=0.01, abs=0.15)
     assert found.parts.keys() >= {
         "training",
         "saving",
@@ -318,8 +309,8 @@ def test_a_killed_rank_and_the_unbroken_run(warm: WarmRanks, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timing
-def test_a_stop_that_a_rank_alone_heard_is_one_for_all(tmp_path: Path) -> None:
-    code, stated = launched(write_config(tmp_path, "asked", {"step": 8, "asks": True}))
+def test_a_stop_that_a_rank_alone_heard_is_one_for_all(warm: WarmRanks, tmp_path: Path) -> None:
+    code, stated = launched(warm, write_config(tmp_path, "asked", {"step": 8, "asks": True}))
     assert code == 137, stated
     assert "[restart]" not in stated
     assert "rank 1: killed by SIGKILL" in (last := stated.splitlines()[-1])
@@ -331,8 +322,10 @@ def test_a_stop_that_a_rank_alone_heard_is_one_for_all(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timing
 @pytest.mark.exhaustive  # what is decided is tried above
-def test_an_error_that_comes_again_is_not_tried_for_ever(tmp_path: Path) -> None:
-    code, stated = launched(write_config(tmp_path, "again", {"step": 8, "error": "no such sample"}))
+def test_an_error_that_comes_again_is_not_tried_for_ever(warm: WarmRanks, tmp_path: Path) -> None:
+    code, stated = launched(
+        warm, write_config(tmp_path, "again", {"step": 8, "error": "no such sample"})
+    )
     assert code == 77, stated
     assert stated.count("[restart]") == 2, "from step 5, and once more"
     assert "the same error at the same step again" in stated

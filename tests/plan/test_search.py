@@ -172,6 +172,7 @@ def test_keys_that_are_not_free_stay() -> None:
                 config(deepspeed={"zero_optimization": {"zero_quantized_weights": True}}),
                 cluster,
                 target,
+                free={STAGE},
             )
         )
 
@@ -379,7 +380,7 @@ def test_no_estimate_is_below_the_bound_by_which_a_search_for_more_devices_drops
         optimizer=optimizer,
     )
     found = search(
-        Request(asked, Cluster(1, 8), Hardware()),
+        Request(asked, Cluster(1, 4), Hardware()),
     ).ranked
     assert {(each.choice[STAGE], each.choice[PIPE] > 1) for each in found} >= {
         (0, False),
