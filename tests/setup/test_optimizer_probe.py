@@ -16,7 +16,7 @@ from framework.config.load import config_from_values
 from framework.errors import ConfigError
 from framework.setup.components import gather_parts
 from framework.setup.optimizer_makers import handed_over_optimizer
-from framework.setup.optimizer_probe import check_optimizer
+from framework.setup.optimizer_probe import _KNOWN, check_optimizer
 from framework.setup.user_code import Objects
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -101,7 +101,41 @@ SMALL_RATE = [
     ("name", "lr"), [*((name, 0.1) for name in NAMES), ("Adam", 1e-8), *SMALL_RATE]
 )
 def test_what_works_number_by_number_is_taken(name: str, lr: float) -> None:
-    assert judge(partial(getattr(optim, name), lr=lr), stage=3) == ""
+    """Torch's own ones are known: a class of the user's own is tried to the end."""
+    kind = getattr(optim, name)
+    assert kind in _KNOWN
+    assert judge(partial(kind, lr=lr), stage=3) == ""
+    assert judge(partial(type("Own", (kind,), {}), lr=lr), stage=3) == ""
+
+
+def clipped_by_all(parameters: Iterable[torch.Tensor]) -> optim.Optimizer:
+    """SGD of torch, before whose step the norm of all gradients is made one."""
+    optimizer = optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(with_norm_one)
+    return optimizer
+
+
+def with_norm_one(optimizer: optim.Optimizer, arguments: Any, options: Any) -> None:
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    torch.nn.utils.clip_grad_norm_(weights, 1e-3)
+
+
+def stepping_by_norm(parameters: Iterable[torch.Tensor]) -> optim.Optimizer:
+    """The same with another function in the place of its step."""
+    optimizer = optim.SGD(parameters, lr=0.1)
+    plain_step = optimizer.step
+
+    def step(closure: Any = None) -> None:
+        with_norm_one(optimizer, (), {})
+        plain_step()
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [clipped_by_all, stepping_by_norm])
+def test_what_is_put_around_a_known_step_is_tried(make: Any) -> None:
+    assert judge(make, stage=1) == "optimizer-sees-shape"
 
 
 @pytest.mark.slow
