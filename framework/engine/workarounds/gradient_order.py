@@ -17,7 +17,7 @@ import deepspeed
 import torch
 import torch.distributed
 
-from framework.engine.distributed import gather_in
+from framework.engine.distributed import device
 from framework.errors import TrainingError
 
 
@@ -302,7 +302,7 @@ class _FetchOrder:
         this rank's first pass later.
         """
         if not self._known:
-            entries = gather_in(self._group, entry)
+            entries = self._gather(entry)
             first = self._describe_entry(entries[0])
             for rank, other in enumerate(entries):
                 if other != entries[0]:
@@ -317,6 +317,14 @@ class _FetchOrder:
                     is_of_one_rank=True,
                 )
         self._seen.append(entry)
+
+    def _gather(self, entry: int) -> list[int]:
+        """Return the entry of every rank. Collective: one message, where an object takes two."""
+        own = torch.tensor([entry], device=device())
+        entries = own.new_empty(torch.distributed.get_world_size(self._group))
+        torch.distributed.all_gather_into_tensor(entries, own, group=self._group)
+        numbers: list[int] = entries.tolist()
+        return numbers
 
     def _describe_entry(self, entry: int) -> str:
         """Describe an entry: 2 x number of a module, + 1 in the backward pass."""
