@@ -331,6 +331,10 @@ def _warm_up() -> None:
     with quoting_torchs_library():
         build_shm_op()  # a rank that is killed while it compiles would leave the op broken for all
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()
+    # For devices that nothing uses, torch keeps each seed with the stack it was given from.
+    torch.cuda.manual_seed_all = _no_seed
+    torch.xpu.manual_seed_all = _no_seed
+    torch.mtia.manual_seed_all = _no_seed
     gc.collect()
     # so that ranks collect garbage among their own objects only, and do not copy shared pages
     gc.freeze()
@@ -347,6 +351,9 @@ def _keep_answers_about_processors() -> None:
     numa.get_numa_cores = cache(numa.get_numa_cores)
     cpuinfo.get_cpu_info()
     numa.get_numa_cores()
+
+
+def _no_seed(seed: int) -> None: ...
 
 
 def _serve_lanes(ends: list[int]) -> None:
