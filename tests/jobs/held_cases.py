@@ -138,7 +138,7 @@ def config(name: str, **sections: Any) -> dict[str, Any]:
         "batch": {"global_size": GLOBAL_SIZE},
         "training": {"max_steps": HALF_WAY, "log_every": 1},
         "checkpoint": {"keep_last": 9},
-        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
     }
     return base | {key: base.get(key, {}) | section for key, section in sections.items()}
 
