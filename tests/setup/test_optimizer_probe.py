@@ -109,24 +109,24 @@ def test_what_works_number_by_number_is_taken(name: str, lr: float) -> None:
 
 
 def clipped_by_all(parameters: Iterable[torch.Tensor]) -> optim.Optimizer:
-    """SGD of torch, before whose step the norm of all gradients is made one."""
+    """Return SGD of torch with a hook that clips the norm of all gradients."""
     optimizer = optim.SGD(parameters, lr=0.1)
-    optimizer.register_step_pre_hook(with_norm_one)
+    optimizer.register_step_pre_hook(clip)
     return optimizer
 
 
-def with_norm_one(optimizer: optim.Optimizer, arguments: Any, options: Any) -> None:
+def clip(optimizer: optim.Optimizer, arguments: Any, options: Any) -> None:
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     torch.nn.utils.clip_grad_norm_(weights, 1e-3)
 
 
 def stepping_by_norm(parameters: Iterable[torch.Tensor]) -> optim.Optimizer:
-    """The same with another function in the place of its step."""
+    """Return the same with another function in the place of its step."""
     optimizer = optim.SGD(parameters, lr=0.1)
     plain_step = optimizer.step
 
     def step(closure: Any = None) -> None:
-        with_norm_one(optimizer, (), {})
+        clip(optimizer, (), {})
         plain_step()
 
     optimizer.step = step  # type: ignore[method-assign, assignment]
