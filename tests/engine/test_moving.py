@@ -2,12 +2,13 @@
 run goes on as if unbroken.
 
 The state that an engine holds is read by DeepSpeed's own functions, before the save and after the
-move, and must be equal to the bit. Plain engines and pipelines run in jobs of their own.
+move, and must be equal to the bit.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,19 +150,14 @@ def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[st
     }
 
 
-def run_jobs(cases: dict[Layout, dict[str, Any]], folder: Path) -> None:
-    """One job for each number of ranks, plain engines and pipelines apart."""
+def run_jobs(
+    cases: dict[Layout, dict[str, Any]], run: Callable[[list[dict[str, Any]], int], None]
+) -> None:
+    """One job for each number of ranks."""
     for ranks in (1, 2, 4, 8):
-        for piped in (False, True):
-            jobs = [
-                case
-                for layout, case in cases.items()
-                if (layout.ranks, layout.pipe > 1) == (ranks, piped)
-            ]
-            if jobs:
-                file = folder / f"cases-{ranks}-{piped}.json"
-                file.write_text(json.dumps(jobs), encoding="utf-8")
-                run_ranks(ROOT / "tests/jobs/move_cases.py", str(file), num_ranks=ranks, cwd=folder)
+        jobs = [case for layout, case in cases.items() if layout.ranks == ranks]
+        if jobs:
+            run(jobs, ranks)
 
 
 def test_contributing_states_how_many_moves_there_are() -> None:
@@ -176,19 +172,14 @@ def test_contributing_states_how_many_moves_there_are() -> None:
 
 @pytest.fixture(scope="module")
 def trained(text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in every layout, and the state that it was written from."""
+    """A checkpoint in every layout."""
     folder = tmp_path_factory.mktemp("trained")
-    run_jobs(
-        {
-            layout: {
-                "config": config(layout, folder, text),
-                "trains": True,
-                "loads": [(str(folder / layout.name), str(folder / f"{layout.name}.pt"))],
-            }
-            for layout in layouts(exhaustive=exhaustive)
-        },
-        folder,
-    )
+    configs = {layout: config(layout, folder, text) for layout in layouts(exhaustive=exhaustive)}
+
+    def train(cases: list[dict[str, Any]], num_ranks: int) -> None:
+        train_cases(cases, num_ranks=num_ranks, folder=folder, allow_fp16=True)
+
+    run_jobs(configs, train)
     return folder
 
 
@@ -196,23 +187,29 @@ def trained(text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFacto
 def moved(
     trained: Path, text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Every checkpoint, moved into other layouts: with ``--exhaustive`` into all."""
+    """The state of every checkpoint: as DeepSpeed loads it where it was written, and moved into
+    other layouts, with ``--exhaustive`` into all.
+    """
     folder = tmp_path_factory.mktemp("moved")
-    run_jobs(
-        {
-            target: {
-                "config": config(target, folder, text),
-                "trains": False,
-                "loads": [
-                    (str(trained / source.name), str(folder / f"{source.name}-{target.name}.pt"))
-                    for source in LAYOUTS
-                    if meet(source, target, exhaustive=exhaustive)
-                ],
-            }
-            for target in layouts(exhaustive=exhaustive)
-        },
-        folder,
-    )
+    cases = {
+        target: {
+            "config": config(target, folder, text),
+            "own": (str(trained / target.name), str(folder / f"{target.name}.pt")),
+            "loads": [
+                (str(trained / source.name), str(folder / f"{source.name}-{target.name}.pt"))
+                for source in LAYOUTS
+                if meet(source, target, exhaustive=exhaustive)
+            ],
+        }
+        for target in layouts(exhaustive=exhaustive)
+    }
+
+    def load(jobs: list[dict[str, Any]], num_ranks: int) -> None:
+        file = folder / f"cases-{num_ranks}-{len(list(folder.iterdir()))}.json"
+        file.write_text(json.dumps(jobs), encoding="utf-8")
+        run_ranks(ROOT / "tests/jobs/move_cases.py", str(file), num_ranks=num_ranks, cwd=folder)
+
+    run_jobs(cases, load)
     return folder
 
 
@@ -220,9 +217,9 @@ def moved(
     "source", [*layouts(exhaustive=False), *rarely(RARE_LAYOUTS)], ids=lambda layout: layout.name
 )
 def test_weights_and_moments_are_equal_after_every_move(
-    source: Layout, trained: Path, moved: Path, exhaustive: bool
+    source: Layout, moved: Path, exhaustive: bool
 ) -> None:
-    truth = torch.load(trained / f"{source.name}.pt", weights_only=True)
+    truth = torch.load(moved / f"{source.name}.pt", weights_only=True)
     assert truth["step"] == NUM_STEPS
     targets = [target for target in LAYOUTS if meet(source, target, exhaustive=exhaustive)]
     assert targets
@@ -271,21 +268,14 @@ def gone_on(
 ) -> Path:
     folder = tmp_path_factory.mktemp("gone-on")
     longer = {"training": {"max_steps": 6, "log_every": 1}, "checkpoint": {"at_end": False}}
-    for ranks in (1, 2):
-        for piped in (False, True):
-            runs = []
-            for source, target in (*GOES_ON, *(RARE if exhaustive else ())):
-                if (target.ranks, target.pipe > 1) == (ranks, piped):
-                    sections = {
-                        **longer,
-                        "checkpoint": {"at_end": False, "resume": str(trained / source.name)},
-                    }
-                    run = {"name": f"{source.name}-{target.name}", "output_dir": str(folder)}
-                    runs.append(config(target, folder, text, **sections) | {"run": run})
-            if ranks == 1 and not piped:
-                runs.append(config(Layout(1, 0), folder, text, **longer))
-            if runs:
-                train_cases(runs, num_ranks=ranks, folder=folder)
+    runs: dict[int, list[dict[str, Any]]] = {1: [config(Layout(1, 0), folder, text, **longer)]}
+    for source, target in (*GOES_ON, *(RARE if exhaustive else ())):
+        resumed = {"checkpoint": {"at_end": False, "resume": str(trained / source.name)}}
+        case = config(target, folder, text, **longer | resumed)
+        case["run"]["name"] = f"{source.name}-{target.name}"
+        runs.setdefault(target.ranks, []).append(case)
+    for ranks, cases in runs.items():
+        train_cases(cases, num_ranks=ranks, folder=folder)
     return folder
 
 

@@ -166,15 +166,17 @@ def test_states_have_their_types(
 
 ON_HOST_Z1: Final[dict[str, Any]] = RUNS["bf16-weights-z1"]
 ON_HOST_Z2: Final[dict[str, Any]] = {**ON_HOST_Z1, "zero": {"stage": 2, **ON_HOST}}
-# (number of ranks, source, target): into other stages and ranks, and into wider states
-MOVES: Final[dict[str, tuple[int, str, dict[str, Any]]]] = {
-    "stage": (2, "bf16", RUNS["bf16-z3"]),
-    "wide": (2, "bf16", WIDE),
-    "moments": (2, "bf16", ON_HOST_Z2),
-    "wide-from-weights": (2, "weights", WIDE),
-    "host": (2, "weights", ON_HOST_Z2),
-    "one-rank": (1, "bf16", RUNS["bf16-z2-long-sum"]),
+# Name -> number of ranks, its sections, and what is moved into it: other stages and ranks, and
+# wider states.
+TARGETS: Final[dict[str, tuple[int, dict[str, Any], tuple[str, ...]]]] = {
+    "stage": (2, RUNS["bf16-z3"], ("bf16",)),
+    "wide": (2, WIDE, ("bf16", "weights")),
+    "host": (2, ON_HOST_Z2, ("bf16", "weights")),
+    "one-rank": (1, RUNS["bf16-z2-long-sum"], ("bf16",)),
 }
+MOVES: Final = [
+    (source, target) for target, (_, _, sources) in TARGETS.items() for source in sources
+]
 
 
 @pytest.fixture(scope="module")
@@ -185,16 +187,18 @@ def moved(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("moved")
     few: dict[str, Any] = {"training": {"max_steps": 2}}
     sources = {"bf16": RUNS["bf16-z1"], "weights": ON_HOST_Z1}
+    trained = [config(name, folder, text, **sections, **few) for name, sections in sources.items()]
+    train_cases(trained, num_ranks=2, folder=folder)
     cases: dict[int, list[dict[str, Any]]] = {2: [], 1: []}
-    for name, sections in sources.items():
-        values = config(name, folder, text, **sections, **few)
-        loads = [(str(folder / name), str(folder / f"{name}.pt"))]
-        cases[2].append({"config": values, "trains": True, "loads": loads})
-    for name, (ranks, source, sections) in MOVES.items():
+    for values in trained:
+        name = values["run"]["name"]
+        own = (str(folder / name), str(folder / f"{name}.pt"))
+        cases[2].append({"config": values, "loads": [], "own": own})
+    for name, (ranks, sections, froms) in TARGETS.items():
         batch = {"global_size": 8, "micro_size": 2}
         values = config(name, folder, text, **sections, **few) | {"batch": batch}
-        loads = [(str(folder / source), str(folder / f"{name}.pt"))]
-        cases[ranks].append({"config": values, "trains": False, "loads": loads})
+        loads = [(str(folder / source), str(folder / f"{source}-{name}.pt")) for source in froms]
+        cases[ranks].append({"config": values, "loads": loads})
     for ranks, jobs in cases.items():
         file = folder / f"cases-{ranks}.json"
         file.write_text(json.dumps(jobs), encoding="utf-8")
@@ -202,11 +206,10 @@ def moved(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", MOVES)
-def test_a_moved_state_has_the_same_numbers(moved: Path, name: str) -> None:
-    _, source, _ = MOVES[name]
+@pytest.mark.parametrize(("source", "target"), MOVES)
+def test_a_moved_state_has_the_same_numbers(moved: Path, source: str, target: str) -> None:
     truth = torch.load(moved / f"{source}.pt", weights_only=True)["state"]
-    found = torch.load(moved / f"{name}.pt", weights_only=True)["state"]
+    found = torch.load(moved / f"{source}-{target}.pt", weights_only=True)["state"]
     states = [key for key in truth if not key.endswith(" model")]
     assert len(states) > 50
     for key in states:

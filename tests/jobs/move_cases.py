@@ -1,10 +1,9 @@
-"""Trains, or moves checkpoints between layouts, many cases in one launched job: move_cases.py
-CASES.json.
+"""Moves checkpoints between layouts, many cases in one launched job: move_cases.py CASES.json.
 
-A case is {"config", "trains", "loads": [[run folder, file], ...]}. A case that trains is loaded
-again by DeepSpeed's own means; otherwise every checkpoint is loaded as one that has moved, one
-after the other into one engine. The whole state that the engine then holds is written to the file,
-read by DeepSpeed's own functions (stages 1 to 3) or from torch's optimizer (stage 0).
+A case is {"config", "loads": [[run folder, file], ...], "own": [run folder, file]}. The checkpoints
+of `loads` are loaded as moved ones, one after the other into one engine, and that of `own`, if it
+is given, by DeepSpeed's own means. The whole state that the engine then holds is written to the
+file, read by DeepSpeed's own functions (stages 1 to 3) or from torch's optimizer (stage 0).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import torch.distributed
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch._utils import _unflatten_dense_tensors
 
-import framework
 from framework.checkpoint.resume_point import find_checkpoint
 from framework.checkpoint.state.deepspeed_format import describe_raw
 from framework.checkpoint.state.optimizer_shards import OptimizerViews
@@ -43,19 +41,22 @@ def main() -> None:
     allow_fp16()
     with process_group(None):
         for case in cases:
-            if case["trains"]:
-                framework.fit(case["config"])
             config = config_from_values(case["config"])
             engine: Any = assemble_engine(prepare(config))
             keys = keys_by_name(engine, config.optimizer)
-            for source, truth in case["loads"]:
+            loads = [(source, truth, True) for source, truth in case["loads"]]
+            if "own" in case:
+                loads.append((*case["own"], False))
+            for source, truth, moved in loads:
                 scramble(engine, keys)
+                if config.precision.dtype == "fp16":
+                    engine.engine.optimizer.cur_scale = 3.0
                 checkpoint = find_checkpoint(
                     source, run_checkpoints=Path(source), allow_unverified=True
                 )
                 assert checkpoint is not None
                 checkpoint = describe_raw(checkpoint)
-                state = engine.load(checkpoint, moved=not case["trains"])
+                state = engine.load(checkpoint, moved=moved)
                 held = whole_state(engine, keys)
                 if torch.distributed.get_rank() == 0:
                     loss_scale = float(engine.engine._get_optimizer_loss_scale() or 1.0)

@@ -69,7 +69,6 @@ def moved(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = [
         {
             "config": config(target, folder, stage=stage, dtype=dtype),
-            "trains": False,
             "loads": [(str(raw / name), str(folder / f"{name}-{target}.pt")) for name in MLPS],
         }
         for target, (stage, dtype) in TARGETS.items()

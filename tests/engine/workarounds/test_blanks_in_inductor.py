@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launched import NO_COMPILE, job_environment
-
-SCRIPT = """
-import sys
-from contextlib import nullcontext
-import torch
-from framework.engine.workarounds.blanks_in_inductor import quoting_paths
-
-rows = torch.ones(300)
-with quoting_paths() if "quoting" in sys.argv else nullcontext():
-    found = torch.compile(lambda rows: (2 * rows).relu().sum())(rows)
-print(float(found))
-"""
-
-
-def compiled(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "tmp").mkdir(parents=True)
-    paths = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TMPDIR": str(folder / "tmp")}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        env=job_environment(**paths, **{NO_COMPILE: "0"}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+from tests.launched import ROOT, run_ranks
 
 
 @pytest.mark.slow
 def test_a_folder_with_a_blank(tmp_path: Path) -> None:
-    assert "CppCompileError" in compiled(tmp_path / "a b").stderr, "not needed any more"
-    found = compiled(tmp_path / "c d", "quoting")
-    assert found.stdout == "600.0\n", found.stderr[-3000:]
+    run_ranks(ROOT / "tests/jobs/blank_folders.py", str(tmp_path), num_ranks=2, cwd=tmp_path)
+    plain, quoted = ((tmp_path / name).read_text(encoding="utf-8") for name in ("0", "1"))
+    assert "CppCompileError" in plain, "not needed any more"
+    assert quoted == "600.0"
+    assert list((tmp_path / "a 1" / "headers").glob("*.gch")), "a header was compiled"
