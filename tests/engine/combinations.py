@@ -115,7 +115,7 @@ def proven() -> Iterator[Run]:
             Run(ranks, test_pipeline.values(one, nowhere, nowhere, global_size=16)) for one in pipes
         )
     for ranks, groups in (
-        (2, test_tensor.TWO_RANKS),
+        (2, [*test_tensor.TWO_RANKS, *test_tensor.RARE_TWO]),
         (4, [*test_tensor.FOUR_RANKS, *test_tensor.RARE_FOUR]),
     ):
         yield from (
@@ -137,13 +137,16 @@ def proven() -> Iterator[Run]:
         | test_sequence.RARE_DIVIDED
         | test_sequence.PIPED
         | test_sequence.RING
+        | test_sequence.RARE_RING
     )
     for ranks, cases in ((2, test_sequence.TWO_RANKS | test_sequence.RARE), (4, of_four)):
         yield from (
             Run(ranks, test_sequence.values(name, one, nowhere, nowhere))
             for name, one in cases.items()
         )
-    for name, (case_name, sections, _) in test_sequence.VARIANTS.items():
+    for name, (case_name, sections, _) in (
+        test_sequence.VARIANTS | test_sequence.RARE_VARIANTS
+    ).items():
         yield Run(
             2,
             test_sequence.values(

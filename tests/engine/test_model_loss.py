@@ -14,11 +14,11 @@ from torch import nn
 import framework
 from framework.data.order import epoch_order
 from tests.jobs.dict_rows import Rows, model
-from tests.launched import series, train_cases
+from tests.launched import fewer, series, train_cases
 
 pytestmark = pytest.mark.slow
 
-STEPS, SIZE = 8, 8
+STEPS, SIZE = fewer(4, of=8), 8
 # Name -> family, classes instead of tokens, task, ZeRO stage.
 CASES: dict[str, tuple[str, bool, dict[str, Any], int]] = {
     "own-next": ("qwen3", False, {"kind": "model_loss", "mean_over": "next_labels"}, 2),

@@ -136,7 +136,7 @@ def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[st
         "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "weight_decay_on": "matrices"}
         | MORE[layout.more].get("optimizer", {"kind": "adamw"}),
         "scheduler": {"kind": "warmup", "warmup_steps": 4, "curve": "linear"},
-        "batch": {"global_size": 8, "micro_size": 1},
+        "batch": {"global_size": 8, "micro_size": 2},
         "zero": {"stage": layout.stage} | MORE[layout.more].get("zero", {}),
         "parallel": {
             "pipe": layout.pipe,

@@ -29,8 +29,9 @@ from tests.launched import fewer, furthest, series, train_cases
 
 __all__ = ["text"]  # a fixture
 
-NUM_STEPS: Final = fewer(12, of=20)
-STOP: Final = fewer(7, of=12)
+NUM_STEPS: Final = fewer(8, of=20)
+STOP: Final = fewer(5, of=12)
+SMALL: Final = {**GPT["model"], "num_layers": 1}
 ADAM: Final[dict[str, Any]] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {
     "lion": {"optimizer": {"kind": "lion", "lr": 5e-4}},
@@ -200,11 +201,12 @@ def test_planned_bytes_are_those_that_a_step_takes(make: Any, kind: str) -> None
 def config(name: str, folder: Path, text: Path, **sections: Any) -> dict[str, Any]:
     return {
         **GPT,
+        "model": SMALL,
         "run": {"name": name, "output_dir": str(folder)},
         "data": {**GPT["data"], "path": str(text)},
         "batch": {"global_size": 8, "micro_size": 2, "accumulation_steps": 2},
         "training": {"max_steps": NUM_STEPS, "log_every": 1, "clip_grad_norm": 1.0},
-        "evaluation": {"every_steps": 8, "at_end": True, "batch_size": 48},
+        "evaluation": {"every_steps": STOP, "at_end": True, "batch_size": 48},
         "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
         **sections,
     }
@@ -231,7 +233,7 @@ for _kind in ("adamw_8bit", "adafactor"):
     }
 # Without losses of its routers, and with room for all tokens: the loss is that of the task.
 MIXED: Final = {
-    **GPT["model"],
+    **SMALL,
     "moe": {"num_experts": 2, "capacity_factor": None, "balance_loss": 0.0, "every": 1},
 }
 _DIVIDED: Final = {"batch": {"global_size": 8, "micro_size": 4, "accumulation_steps": 2}}
@@ -312,7 +314,7 @@ def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
         if kind.startswith("adamw_8bit"):
             values["optimizer"] = {**sections["optimizer"], "kind": "adamw"}
         losses, metrics, model = plain_run(values, micro_size=2, num_steps=NUM_STEPS)
-        assert losses[-1] < losses[0] - 0.3, "the oracle itself must learn"
+        assert losses[-1] < losses[0] - 0.1, "the oracle itself must learn"
         results[kind] = (losses, metrics["loss"], model)
     return results
 

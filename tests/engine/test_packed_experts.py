@@ -28,8 +28,8 @@ from tests.launched import fewer, rarely, read_metrics, series, train_cases
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
-NUM_STEPS, FEW_STEPS, GLOBAL_SIZE = fewer(7, of=20), fewer(3, of=20), 8
-STOP, END = 3, 6  # of runs that are resumed
+NUM_STEPS, FEW_STEPS, GLOBAL_SIZE = fewer(5, of=20), fewer(3, of=20), 8
+STOP, END = 2, 4  # of runs that are resumed
 SGD = {"kind": "sgd", "lr": 0.3, "momentum": 0.9}
 ADAMW = {"kind": "adamw", "lr": 3e-3, "weight_decay": 0.1}
 ADAFACTOR = {"kind": "adafactor", "lr": 0.03}
@@ -113,10 +113,8 @@ TWO = [
     Case("deepseek_v3", 3, SGD, steps=2),
     Case("gpt_oss", 1, ADAMW),
     Case("olmoe", 2, SGD, implementation="eager"),
-    Case("qwen3_moe", 1, ADAMW),
     Case("mixtral", 1, SGD, steps=2, num_steps=NUM_STEPS, parallel={"sequence": 2}),
     Case("qwen3_moe", 3, ADAMW, parallel={"sequence": 2}),
-    Case("deepseek_v3", 2, ADAMW, parallel={"sequence": 2}),
     Case("mixtral", 1, SGD | {"lr": 3.0}, has_adapters=True, average=True),
     Case("qwen3_moe", 3, ADAMW, steps=2, has_adapters=True),
     # Whole experts on each rank of a tensor group.
@@ -132,25 +130,27 @@ TWO = [
 ]
 # With --exhaustive: other models at other stages.
 RARE = [
+    Case("qwen3_moe", 1, ADAMW),
+    Case("deepseek_v3", 2, ADAMW, parallel={"sequence": 2}),
     Case("deepseek_v3", 1, SGD, steps=2, parallel=DIVIDED),
     Case("olmoe", 1, ADAMW, implementation="eager", parallel=DIVIDED),
     Case("qwen2_moe", 0, ADAMW, parallel=DIVIDED),
     Case("mixtral", 3, SGD | {"lr": 3.0}, parallel=DIVIDED, has_adapters=True),
 ]
 FOUR = [
-    Case("qwen2_moe", 1, SGD, ranks=4),
     Case("mixtral", 2, ADAMW, ranks=4),
     Case("qwen2_moe", 3, ADAMW, ranks=4),
     Case("qwen2_moe", 2, ADAMW, ranks=4, parallel={"sequence": 2, "expert": 4}),
     Case("qwen3_moe", 1, SGD, steps=2, ranks=4, num_steps=NUM_STEPS, parallel={"pipe": 2}),
-    Case("mixtral", 1, ADAMW, steps=2, ranks=4, parallel={"pipe": 2}),
     Case("qwen3_moe", 1, SGD, steps=2, ranks=4, parallel={"pipe": 2}, has_adapters=True),
-    Case("qwen3_moe", 3, SGD, ranks=4, parallel={"tensor": 2}),
     Case("qwen3_moe", 3, ADAFACTOR, ranks=4, parallel={"tensor": 2}),
     Case("gpt_oss", 3, MUON, ranks=4),
     Case("qwen3_moe", 1, ADAMW, steps=2, ranks=4, parallel={"pipe": 2, **DIVIDED}),
 ]
 RARE_FOUR = [
+    Case("qwen2_moe", 1, SGD, ranks=4),
+    Case("mixtral", 1, ADAMW, steps=2, ranks=4, parallel={"pipe": 2}),
+    Case("qwen3_moe", 3, SGD, ranks=4, parallel={"tensor": 2}),
     Case("mixtral", 2, ADAMW, ranks=4, parallel={"tensor": 2}),
     Case("qwen2_moe", 1, SGD, steps=2, ranks=4, parallel={"tensor": 2}),
     Case("qwen2_moe", 1, ADAMW, ranks=4, parallel={"tensor": 2, "sequence": 2}),
@@ -237,11 +237,12 @@ MOVES: Layouts = {
     "together": (APART, layout(3)),
     "apart": (layout(0), layout(2, expert=2)),
     "spread": (SPREAD, SPREAD),
-    "shared": (SHARED, SHARED),
     "cut": (CUT, CUT),
     "out-of-groups": (CUT, SPREAD),
     "into-groups": (APART, layout(3, tensor=2)),
 }
+# With --exhaustive: experts and shared sequences each go on by themselves elsewhere.
+RARE_MOVES: Layouts = {"shared": (SHARED, SHARED)}
 # Adapters beside frozen experts: their fingerprint is the same, however they are divided.
 ADAPTED = Case("qwen3_moe", 1, ADAMW, has_adapters=True)
 ADAPTED_MOVES: Layouts = {
@@ -256,10 +257,11 @@ BOTH = layout(3, expert=2, tensor=2)
 STAGE_MOVES: Layouts = {
     "staged": (STAGED, STAGED),
     "out-of-stages": (STAGED, layout(2)),
-    "into-stages": (APART, STAGED),
     "both": (BOTH, BOTH),
     "both-into-stages": (BOTH, layout(1, pipe=2, tensor=2)),
 }
+# With --exhaustive: a run of the four goes into stages as well.
+RARE_STAGE_MOVES: Layouts = {"into-stages": (APART, STAGED)}
 ADAPTED_STAGES = Case("qwen3_moe", 1, ADAMW, steps=2, ranks=4, has_adapters=True)
 ADAPTED_STAGE_MOVES: Layouts = {
     "adapted-staged": (STAGED, STAGED),
@@ -285,7 +287,7 @@ def saved(
             "clip_grad_norm": MAX_NORM,
             "ema": {"decay": 0.8},
         },
-        "evaluation": {"every_steps": 3, "batch_size": 2, "weights": "ema"},
+        "evaluation": {"every_steps": STOP, "batch_size": 2, "weights": "ema"},
         "data": {"target": "tests.jobs.parts:masked_prompts_and_seven_more"},
         "scheduler": {"kind": "cosine", "warmup_steps": 2, "total_steps": END},
         "checkpoint": {"at_end": True, **checkpoint},
@@ -307,8 +309,8 @@ def moves_of(moves: Layouts, folder: Path, case: Case) -> list[dict[str, Any]]:
     return [*wholes.values(), *further]
 
 
-def moved_cases(folder: Path) -> list[dict[str, Any]]:
-    cases = [*moves_of(MOVES, folder, MOVED), *moves_of(ADAPTED_MOVES, folder, ADAPTED)]
+def moved_cases(moves: Layouts, folder: Path) -> list[dict[str, Any]]:
+    cases = [*moves_of(moves, folder, MOVED), *moves_of(ADAPTED_MOVES, folder, ADAPTED)]
     begun = {"at_end": False, "init_weights": str(folder / whole_name(APART, MOVED))}
     for name, size in (("begun-together", 1), ("begun-apart", 2)):
         case = saved(name, folder, layout(1, expert=size), **begun)
@@ -323,7 +325,8 @@ def folder(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     in_half = TWO[1].config(folder, precision={"dtype": "bf16"})
     in_half["run"]["name"] = "bf16"
     held = [*TWO, *(RARE if exhaustive else ())]
-    cases = [*(case.config(folder) for case in held), in_half, *moved_cases(folder)]
+    moves = MOVES | (RARE_MOVES if exhaustive else {})
+    cases = [*(case.config(folder) for case in held), in_half, *moved_cases(moves, folder)]
     train_cases(cases, num_ranks=2, folder=folder)
     return folder
 
@@ -333,7 +336,8 @@ def on_four(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed-experts-4")
     held = [*FOUR, *(RARE_FOUR if exhaustive else ())]
     cases = [case.config(folder) for case in held]
-    cases += moves_of(STAGE_MOVES, folder, MOVED_STAGES)
+    moves = STAGE_MOVES | (RARE_STAGE_MOVES if exhaustive else {})
+    cases += moves_of(moves, folder, MOVED_STAGES)
     cases += moves_of(ADAPTED_STAGE_MOVES, folder, ADAPTED_STAGES)
     train_cases(cases, num_ranks=4, folder=folder)
     return folder
@@ -409,9 +413,9 @@ def hold_moved(name: str, before: dict[str, Any], folder: Path, case: Case) -> N
             assert broken == pytest.approx(second_half, abs=2e-5), kind
 
 
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", [*MOVES, *rarely(RARE_MOVES)])
 def test_saved_experts_go_on_where_they_were(name: str, folder: Path) -> None:
-    hold_moved(name, MOVES[name][0], folder, MOVED)
+    hold_moved(name, (MOVES | RARE_MOVES)[name][0], folder, MOVED)
 
 
 @pytest.mark.parametrize("name", ADAPTED_MOVES)
@@ -424,9 +428,9 @@ def test_saved_adapters_in_stages_go_on_where_they_were(name: str, on_four: Path
     hold_moved(name, ADAPTED_STAGE_MOVES[name][0], on_four, ADAPTED_STAGES)
 
 
-@pytest.mark.parametrize("name", STAGE_MOVES)
+@pytest.mark.parametrize("name", [*STAGE_MOVES, *rarely(RARE_STAGE_MOVES)])
 def test_saved_experts_of_stages_go_on_where_they_were(name: str, on_four: Path) -> None:
-    before, _ = STAGE_MOVES[name]
+    before, _ = (STAGE_MOVES | RARE_STAGE_MOVES)[name]
     hold_moved(name, before, on_four, MOVED_STAGES)
     hold_weights([whole_name(before, MOVED_STAGES), name], on_four, MOVED_STAGES)
 

@@ -13,11 +13,11 @@ import pytest
 from framework.checkpoint.resume_point import find_checkpoint
 from framework.engine.weights import checkpoint_weights
 from tests.engine.pipe_oracle import plain_run
-from tests.launched import read_metrics, series, train_cases
+from tests.launched import fewer, read_metrics, series, train_cases
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS = 8
+NUM_STEPS = fewer(4, of=8)
 TOLERANCE = 1e-5
 PARTS = "tests.jobs.pipe_parts"
 POINTS = {"target": f"{PARTS}:points"}

@@ -23,8 +23,8 @@ from tests.launched import ROOT, fewer, furthest, run_ranks, series, train_cases
 __all__ = ["text"]  # a fixture
 pytestmark = pytest.mark.slow
 
-NUM_STEPS: Final = fewer(14, of=20)
-STOP: Final = fewer(9, of=12)
+NUM_STEPS: Final = fewer(8, of=20)
+STOP: Final = fewer(5, of=12)
 # Losses begin at 5.5 and end, after 20 steps, at 4.0. Found there: 0.042 for bf16, 0.0035 for fp16.
 BOUND: Final = {"bf16": 0.003 * NUM_STEPS, "fp16": 0.0005 * NUM_STEPS}
 TOLERANCE: Final = 0.003  # found: 0.0006
@@ -47,6 +47,7 @@ def config(
 ) -> dict[str, Any]:
     return {
         **GPT,
+        "model": {**GPT["model"], "num_layers": 1},
         "run": {"name": name, "output_dir": str(folder)},
         "data": {**GPT["data"], "path": str(text)},
         "precision": precision,
@@ -119,7 +120,7 @@ def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("plain")
     values = config("plain", folder, text, precision={"dtype": "fp32"}, zero={"stage": 0})
     losses, _, _ = plain_run(values, micro_size=2, num_steps=NUM_STEPS, dtype=torch.bfloat16)
-    assert losses[-1] < losses[0] - 1, "the oracle itself must learn, or equality says nothing"
+    assert losses[-1] < losses[0] - 0.3, "the oracle itself must learn, or equality says nothing"
     return losses
 
 
@@ -211,7 +212,7 @@ def test_a_moved_state_has_the_same_numbers(moved: Path, source: str, target: st
     truth = torch.load(moved / f"{source}.pt", weights_only=True)["state"]
     found = torch.load(moved / f"{source}-{target}.pt", weights_only=True)["state"]
     states = [key for key in truth if not key.endswith(" model")]
-    assert len(states) > 50
+    assert len(states) > 40
     for key in states:
         assert torch.equal(found[key].float(), truth[key].float()), key
 

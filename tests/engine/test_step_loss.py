@@ -26,7 +26,7 @@ from tests.jobs import parts
 from tests.jobs.parts import PROMPTED_GPT, prompts_of_step
 from tests.launched import fewer, furthest, series, train_cases
 
-NUM_STEPS, GLOBAL_SIZE = fewer(8, of=20), 8  # an epoch at least
+NUM_STEPS, GLOBAL_SIZE = fewer(5, of=20), 8
 
 
 def config(name: str, folder: Path, **sections: Any) -> dict[str, Any]:

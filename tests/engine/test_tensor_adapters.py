@@ -81,16 +81,16 @@ CASES = {
     ),
     "gpt-z2": Case("gpt", 2, ROWS_AND_COLUMNS, sections={"training": {"recompute_every": 1}}),
     "gpt-z3": Case("gpt", 3, ROWS_AND_COLUMNS, sections={"batch": {"accumulation_steps": 2}}),
-    "ends-z0": Case("untied", 0, ENDS),
     "ends-z3": Case("untied", 3, ENDS, "adamw", within=1e-4),
     "dora-z2": Case("gpt", 2, ROWS_AND_COLUMNS | {"use_dora": True}),
     "dora-z3": Case("llama", 3, DORA, "adamw", within=1e-4),
     "nf4-z3": Case("llama", 3, IN_NF4, "adamw", within=1e-4),
     "int8-z1": Case("llama", 1, IN_INT8, sections={"batch": {"accumulation_steps": 2}}),
-    "theirs-z1": Case("llama", 1, THEIR_ENDS),
     "theirs-z3": Case("llama", 3, THEIR_HEAD),
 }
 RARE = {
+    "ends-z0": Case("untied", 0, ENDS),
+    "theirs-z1": Case("llama", 1, THEIR_ENDS),
     "gpt-z1": Case("gpt", 1, ROWS_AND_COLUMNS),
     "nf4-z0": Case(
         "gpt", 0, {**ROWS_AND_COLUMNS, "target_modules": ["query", "down"], "quantization": "nf4"}

@@ -5,6 +5,7 @@ gradient norms within 1e-5, and resume to the bit.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ __all__ = ["text"]  # a fixture
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS, FEW_STEPS = fewer(6, of=20), fewer(3, of=20)
+NUM_STEPS, FEW_STEPS = fewer(5, of=20), fewer(3, of=20)
 TOLERANCE = 1e-5
 TWO_BLOCKS = {"num_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -52,7 +53,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run of 16 samples per step in micro-batches of 2, on two stages of tensor groups of two."""
+    """A run of 16 samples per step in micro-batches of 4, on two stages of tensor groups of two."""
 
     model: str
     stage: int
@@ -74,7 +75,6 @@ FOUR_RANKS = [
     Case("gpt", 0, steps=NUM_STEPS),
     Case("gpt", 1, "adamw", steps=NUM_STEPS),
     Case("gpt", 1, training={"recompute_every": 1, "ema": {"decay": 0.9}}, steps=NUM_STEPS),
-    Case("llama", 1),
     Case("bert", 0),
     Case("listed", 1),
     Case("theirs", 0, steps=NUM_STEPS),
@@ -84,7 +84,6 @@ FOUR_RANKS = [
     Case("gpt", 1, tolerance=0.02, dtype="fp16"),
 ]
 EIGHT_RANKS = [
-    Case("gpt", 0),
     Case("gpt", 1, "adamw", steps=NUM_STEPS),
     Case("gpt", 1, parallel={"sequence": 2}),
     Case("theirs", 1, steps=NUM_STEPS),
@@ -94,20 +93,20 @@ _HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 RARE_FOUR = [
     Case("gpt", 1, zero=_HOST),
     Case("gpt", 0, "adamw"),
-    Case("llama", 0),
+    *(Case("llama", stage) for stage in (0, 1)),
     Case("bert", 1),
     Case("listed", 0),
     Case("theirs", 1, "adamw"),
     Case("theirs-tied", 0),
 ]
-RARE_EIGHT = [Case("llama", 1), Case("bert", 1), Case("listed", 0)]
+RARE_EIGHT = [Case("gpt", 0), Case("llama", 1), Case("bert", 1), Case("listed", 0)]
 
 
 def values(case: Case, folder: Path, text: Path, **more: dict[str, Any]) -> dict[str, Any]:
     sections = MODELS[case.model]
     made: dict[str, Any] = {
         "run": {"name": case.name, "output_dir": str(folder)},
-        "batch": {"global_size": 16, "micro_size": 2},
+        "batch": {"global_size": 16, "micro_size": 4},
         "parallel": {"pipe": 2, "tensor": 2, **case.parallel},
         "precision": {"dtype": case.dtype},
         "zero": {"stage": case.stage, **case.zero},
@@ -119,7 +118,7 @@ def values(case: Case, folder: Path, text: Path, **more: dict[str, Any]) -> dict
             **case.training,
         },
         "evaluation": {
-            "at_end": True,
+            "at_end": case.steps == NUM_STEPS,
             "batch_size": 48,
             "weights": "ema" if "ema" in case.training else "trained",
         },
@@ -131,7 +130,7 @@ def values(case: Case, folder: Path, text: Path, **more: dict[str, Any]) -> dict
     return made | {name: {**made.get(name, {}), **section} for name, section in more.items()}
 
 
-def halves(folder: Path, text: Path) -> list[dict[str, Any]]:
+def halves(folder: Path, text: Path, stages: Sequence[int]) -> list[dict[str, Any]]:
     """A run with dropout and an average of the weights in a piece, and one in two."""
     return [
         values(
@@ -141,10 +140,10 @@ def halves(folder: Path, text: Path) -> list[dict[str, Any]]:
             run={"name": f"{name}-{stage}"},
             model={"dropout": 0.2},
             training={"max_steps": steps, "ema": {"decay": 0.9}},
-            evaluation={"weights": "ema"},
+            evaluation={"weights": "ema", "at_end": True},
             checkpoint={"every_steps": 2, "resume": "auto"},
         )
-        for stage in (0, 1)
+        for stage in stages
         for name, steps in (("whole", 4), ("halves", 2), ("halves", 4))
     ]
 
@@ -154,7 +153,8 @@ def four_ranks(text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("four-ranks")
     listed = [*FOUR_RANKS, *(RARE_FOUR if exhaustive else ())]
     cases = [values(case, folder, text) for case in listed]
-    train_cases([*cases, *halves(folder, text)], num_ranks=4, folder=folder, allow_fp16=True)
+    cases += halves(folder, text, (0, 1) if exhaustive else (1,))
+    train_cases(cases, num_ranks=4, folder=folder, allow_fp16=True)
     return folder
 
 
@@ -177,7 +177,7 @@ def plain(case: Case, text: Path) -> tuple[list[float], list[float], dict[str, f
     if key not in _plain:
         norms: list[float] = []
         config = values(replace(case, stage=0, dtype="fp32", zero={}, parallel={}), Path(), text)
-        losses, metrics, model = plain_run(config, micro_size=2, num_steps=NUM_STEPS, norms=norms)
+        losses, metrics, model = plain_run(config, micro_size=4, num_steps=NUM_STEPS, norms=norms)
         _plain[key] = losses, norms, metrics, model
     return _plain[key]  # type: ignore[no-any-return]
 
@@ -211,7 +211,7 @@ def test_two_pipelines_of_divided_stages_train_like_plain_pytorch(
 
 
 @pytest.mark.parametrize(
-    "case", [FOUR_RANKS[0], FOUR_RANKS[1], FOUR_RANKS[6]], ids=lambda case: case.name
+    "case", [FOUR_RANKS[0], FOUR_RANKS[1], FOUR_RANKS[5]], ids=lambda case: case.name
 )
 def test_a_checkpoint_is_read_as_one_set_of_weights(
     case: Case, four_ranks: Path, text: Path
@@ -223,14 +223,14 @@ def test_a_checkpoint_is_read_as_one_set_of_weights(
         torch.testing.assert_close(found[name], weight.detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [1, *rarely((0,))])
 def test_a_resumed_run_is_the_unbroken_one(stage: int, four_ranks: Path) -> None:
     for name in ("train/loss", "train/grad_norm", "eval/loss"):
         whole, halved = (series(four_ranks / f"{run}-{stage}", name) for run in ("whole", "halves"))
         assert {step: halved[step] for step in whole} == whole
 
 
-@pytest.mark.parametrize("case", [EIGHT_RANKS[1], EIGHT_RANKS[3]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [EIGHT_RANKS[0], EIGHT_RANKS[2]], ids=lambda case: case.name)
 def test_what_three_ways_trained_is_used_as_one_model(
     case: Case, eight_ranks: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """Twin-Flow (`zero.offload_optimizer.ratio`): a part of the weights is stepped on the device, with
 the schedule, the clipping, the average and the state of the part on the host.
 
-20 steps of 2 ranks on real text with accumulation, held against plain PyTorch; resumed to the bit,
+Steps of 2 ranks on real text with accumulation, held against plain PyTorch; resumed to the bit,
 and moved.
 """
 
@@ -15,14 +15,16 @@ import pytest
 import torch
 
 from tests.engine.pipe_oracle import plain_run
-from tests.engine.test_own_optimizers import NUM_STEPS, STOP, config
+from tests.engine.test_own_optimizers import config
 from tests.engine.test_pipeline import text
 from tests.engine.test_resume import bits
-from tests.launched import ROOT, furthest, run_ranks, series
+from tests.launched import ROOT, fewer, furthest, run_ranks, series
 
 __all__ = ["text"]  # a fixture
 pytestmark = pytest.mark.slow
 
+NUM_STEPS: Final = fewer(10, of=20)
+STOP: Final = fewer(7, of=12)
 TOLERANCE: Final = 2e-4
 SECTIONS: Final[dict[str, Any]] = {
     "optimizer": {
@@ -70,7 +72,7 @@ def test_losses_are_those_of_plain_pytorch(runs: Path, text: Path, tmp_path: Pat
     rates = list(series(runs / "parts", "train/lr").values())
     assert rates[0] < rates[9] / 5
     losses, metrics, _ = plain_run(values, micro_size=2, num_steps=NUM_STEPS, rates=rates)
-    assert losses[-1] < losses[0] - 0.8, "the oracle itself must learn"
+    assert losses[-1] < losses[0] - 0.3, "the oracle itself must learn"
     for name in ("whole", "parts"):
         assert furthest(runs / name, losses) < TOLERANCE
         measured = series(runs / name, "eval/loss")[NUM_STEPS]

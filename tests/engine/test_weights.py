@@ -33,10 +33,10 @@ from tests.checkpoint.test_every_fault import before
 from tests.engine.pipe_oracle import plain_run, tensors_of
 from tests.engine.saved_runs import read_weights
 from tests.engine.test_pipeline import BERT, GPT, LENET, RESNET
-from tests.launched import series, train_cases
+from tests.launched import fewer, series, train_cases
 from tests.tasks.value import value_of_step
 
-NUM_STEPS = 4
+NUM_STEPS = fewer(2, of=4)
 _ADAMW = {"kind": "adamw", "lr": 1e-3}
 MODELS = {"lenet": LENET, "resnet": RESNET, "gpt": GPT, "bert": BERT}
 # What a pipeline's layers are called, written down by hand: file number -> prefix of the weights'

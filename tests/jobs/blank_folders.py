@@ -1,10 +1,10 @@
-"""Compiles a function in folders with a blank in their names: blank_folders.py FOLDER. Rank 0 does
-it as torch does, rank 1 with quoted paths. Each writes its result, or the name of its error, into
-``FOLDER/<rank>``.
+"""Compiles a function in folders with a blank in their names: blank_folders.py FILE.json. First as
+torch does it, then with quoted paths. The file gets both results, or errors.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+import torch._dynamo
 from torch._inductor import codecache, config
 
 from framework.engine.workarounds.blanks_in_inductor import quoting_paths
@@ -27,21 +28,33 @@ def use(folder: Path) -> None:
     codecache._HEADER_LOCK_DIR = str(folder / "headers/locks")
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    rank = os.environ["RANK"]
-    use(folder / f"a {rank}")
-    config.cpp.vec_isa_ok = False  # a header without vectors is compiled in a third of the time
-    quoting: AbstractContextManager[None] = nullcontext()
-    if rank == "1":
-        quoting = quoting_paths()
-    rows = torch.ones(300)
+def compiled(folder: Path, quoting: AbstractContextManager[None]) -> str:
+    """Return the result of the compiled function, or its error."""
+    use(folder)
+    torch._dynamo.reset()
     try:
         with quoting:
-            found = str(float(torch.compile(lambda rows: (2 * rows).relu().sum())(rows)))
+            return str(float(torch.compile(doubled_sum)(torch.ones(300))))
     except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-    (folder / rank).write_text(found, encoding="utf-8")
+        return f"{type(error).__name__}: {error}"
+
+
+def doubled_sum(rows: torch.Tensor) -> torch.Tensor:
+    """Return a number that takes a loop."""
+    return (2 * rows).relu().sum()
+
+
+def main() -> None:
+    file = Path(sys.argv[1])
+    config.compile_threads = 1
+    # Less to compile: no vectors, and a small header instead of all of torch's.
+    config.cpp.vec_isa_ok = False
+    codecache._get_cpp_prefix_header = lambda device: "cstddef"
+    found = [
+        compiled(file.parent / "a b", nullcontext()),
+        compiled(file.parent / "c d", quoting_paths()),
+    ]
+    file.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Moves checkpoints between layouts, many cases in one launched job: move_cases.py CASES.json.
 
-A case is {"config", "loads": [[run folder, file], ...], "own": [run folder, file]}. The checkpoints
-of `loads` are loaded as moved ones, one after the other into one engine, and that of `own`, if it
-is given, by DeepSpeed's own means. The whole state that the engine then holds is written to the
+A case is {"config", "own": [run folder, file], "loads": [[run folder, file], ...]}. The checkpoint
+of `own`, if it is given, is loaded by DeepSpeed's own means; those of `loads` as moved ones, one
+after the other into the same engine. The whole state that the engine then holds is written to the
 file, read by DeepSpeed's own functions (stages 1 to 3) or from torch's optimizer (stage 0).
 """
 
@@ -46,7 +46,7 @@ def main() -> None:
             keys = keys_by_name(engine, config.optimizer)
             loads = [(source, truth, True) for source, truth in case["loads"]]
             if "own" in case:
-                loads.append((*case["own"], False))
+                loads.insert(0, (*case["own"], False))
             for source, truth, moved in loads:
                 scramble(engine, keys)
                 if config.precision.dtype == "fp16":

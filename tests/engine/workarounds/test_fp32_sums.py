@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.parts import steep_samples
-from tests.launched import series, train_cases
+from tests.launched import rarely, series, train_cases
 
 pytestmark = pytest.mark.slow
 
@@ -44,12 +44,12 @@ def exact_norm(num_samples: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def norms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+def norms(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     folder = tmp_path_factory.mktemp("sums")
     plain = [config(f"z{stage}", folder, stage=stage) for stage in (1, 2, 3)]
     plain += [
         config(f"z{stage}-bf16", folder, stage=stage, grad_accumulation="bf16")
-        for stage in (0, 2, 3)
+        for stage in ((0, 2, 3) if exhaustive else (0, 3))
     ]
     plain += [config("z2-fp32-reduced", folder, stage=2, grad_reduction="fp32")]
     plain += [config("fp16", folder, stage=1) | {"precision": {"dtype": "fp16", "loss_scale": 1.0}}]
@@ -75,7 +75,7 @@ def test_a_long_sum_is_fp32_by_default(norms: dict[str, float], name: str) -> No
     )
 
 
-@pytest.mark.parametrize("name", ["z0-bf16", "z2-bf16", "z3-bf16"])
+@pytest.mark.parametrize("name", ["z0-bf16", "z3-bf16", *rarely(("z2-bf16",))])
 def test_a_sum_in_bf16_is_short(norms: dict[str, float], name: str) -> None:
     """What the default avoids: where DeepSpeed sums otherwise one day, the note on stage 0 goes."""
     assert norms[name] < 0.985 * exact_norm(2 * MANY)

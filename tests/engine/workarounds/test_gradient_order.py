@@ -1,4 +1,4 @@
-"""Experts chosen by the data train as in plain PyTorch at stages 0 to 3, or are refused; 20 steps
+"""Experts chosen by the data train as in plain PyTorch at stages 0 to 3, or are refused; 10 steps
 on two ranks.
 """
 
