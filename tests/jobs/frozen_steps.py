@@ -22,7 +22,7 @@ from framework.engine.distributed import process_group
 from framework.errors import FrameworkError
 from tests.jobs.changed_weights import QUIET
 
-STEPS, BATCH, UNTIL, SINCE = 14, 16, 6, 12
+STEPS, BATCH, UNTIL, SINCE = 9, 16, 4, 8
 INPUTS = torch.randn(STEPS * BATCH, 6, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS.sum(1) > 0).long()
 FREEZE = [
@@ -130,7 +130,7 @@ def refusal_of(values: dict[str, Any], **parts: Any) -> str:
 
 def main() -> None:
     found: dict[str, Any] = {}
-    kept = {"every_steps": 3, "keep_last": 99}
+    kept = {"every_steps": 2, "keep_last": 99}
     with process_group(None):
         sgd, sgd_weights = plain(OPTIMIZERS["sgd"][1])
         adam, expected = plain(OPTIMIZERS["adamw"][1])
@@ -140,9 +140,9 @@ def main() -> None:
             found[f"{name} losses"] = distance(own, adam)
             found[f"{name} weights"] = distance_of_weights(name, expected)
             # Before a step that trains other weights, and right behind it.
-            for at in (6, 12):
+            for at in (UNTIL, SINCE):
                 found[f"{name} resumed at {at}"] = resumed(name, stage, "adamw", at, own)
-            for at in (3, 9) if stage in (0, 3) else ():
+            for at in (2, 6) if stage in (0, 3) else ():
                 found[f"{name} moved at {at}"] = resumed(name, (stage + 2) % 4, "adamw", at, own)
             half = {"precision": {"dtype": "bf16"}}
             found[f"{name} half"] = distance(
@@ -155,7 +155,7 @@ def main() -> None:
         own = fit(piped)
         found["piped losses"] = distance(own, adam)
         found["piped weights"] = distance_of_weights("piped", expected)
-        found["piped moved at 6"] = resumed("piped", 2, "adamw", 6, own)
+        found["piped moved"] = resumed("piped", 2, "adamw", UNTIL, own)
         own_optimizer = config("own", 1, "sgd")
         del own_optimizer["optimizer"]
         found["own losses"] = distance(fit(own_optimizer, optimizer=OPTIMIZERS["sgd"][1]), sgd)
