@@ -38,15 +38,24 @@ def findings(
         value: replaces a name in braces in a sentence.
     """
 
-    def filled(sentence: str) -> str:
-        return _FILLED_IN.sub(lambda name: str(value(name[1])), sentence)
-
     for case in cases:
-        is_there = all(holds(key, wanted) for key, wanted in case["when"].items())
-        unless = case.get("unless", {})
-        if is_there and not any(holds(key, wanted) for key, wanted in unless.items()):
+        if _is_there(case, holds):
             severity = case.get("severity", "error")
-            yield case["key"], filled(case["reason"]), filled(case["fix"]), severity
+            reason = _filled(case["reason"], value)
+            yield case["key"], reason, _filled(case["fix"], value), severity
+
+
+def _is_there(case: Row, holds: Callable[[str, Any], bool]) -> bool:
+    # A loop: a search asks this tens of thousands of times.
+    for key, wanted in case["when"].items():
+        if not holds(key, wanted):
+            return False
+    unless = case.get("unless", {})
+    return not any(holds(key, wanted) for key, wanted in unless.items())
+
+
+def _filled(sentence: str, value: Callable[[str], object]) -> str:
+    return _FILLED_IN.sub(lambda name: str(value(name[1])), sentence)
 
 
 def is_between(number: float | None, wanted: Mapping[str, float]) -> bool:

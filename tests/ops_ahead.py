@@ -2,9 +2,8 @@
 run: python -m tests.ops_ahead.
 
 On a fresh machine that is minutes of a processor's time, for which slow tests would otherwise wait;
-with `tests/compiler/c++` it is half as much. After SIGTERM it ends with the op at hand: if a
-compilation is broken off, torch's lock of the op stays, and the next process that needs the op waits
-for ever.
+`tests/compiler/c++` makes it three fifths. After SIGTERM it ends with the op at hand: if a compilation
+is broken off, torch's lock of the op stays, and the next process that needs the op waits for ever.
 """
 
 from __future__ import annotations

@@ -108,6 +108,7 @@ def test_a_kind_of_a_package_is_named_for_one_like_it(install: Install) -> None:
     assert "tiny_nets" not in sys.modules
 
 
+@pytest.mark.slow
 def test_the_schema_has_kinds_of_packages(install: Install) -> None:
     install("tiny-nets", KINDS, models="tiny_net = tiny_nets:TinyNet")
     base.load_all_kinds()

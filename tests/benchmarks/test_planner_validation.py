@@ -54,6 +54,7 @@ def test_bounds_of_throughput() -> None:
     assert sources == set(WRITTEN["constants_without"])
 
 
+@pytest.mark.slow
 def test_more_devices_are_faster_at_stage_3_as_published() -> None:
     """Of 175 and of 530 billion weights, in the order of the devices."""
     for name in ("gpt-175b", "gpt-530b"):

@@ -24,6 +24,7 @@ CONFIGS = sorted((ROOT / "ds_configs").glob("*.yaml"))
 VALIDATOR = jsonschema.Draft202012Validator(json.loads(COMMITTED.read_text()))
 
 
+@pytest.mark.slow
 def test_the_committed_schema_is_current() -> None:
     assert json.loads(COMMITTED.read_text()) == json.loads(json.dumps(run_schema())), (
         "refresh it: python -m framework.config.schema"

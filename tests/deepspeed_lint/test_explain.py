@@ -16,6 +16,7 @@ from tools.docs_site.kinds import find_kinds
 NOT_IN_THE_SOURCE = {"deprecated-key", "inert-key", "needs-cuda"}
 
 
+@pytest.mark.slow
 def test_every_kind_is_explained_and_no_other() -> None:
     rows = set(json.loads((TABLES / "rules.json").read_text(encoding="utf-8")))
     by_hand = json.loads((TABLES / "kinds.json").read_text(encoding="utf-8"))

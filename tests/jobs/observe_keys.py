@@ -3,8 +3,8 @@ operations and their order, collectives, waits for the device, lines of the log,
 
 Usage: observe_keys.py CASES.json OUT.json, on several ranks. A case has `sections` of a run config
 and what stands under its `deepspeed:` (`passed`); `model` names a function of this file, and
-`resumes` asks for the observations of a resume. OUT has the observations of rank 0 for each case,
-name -> text, or {"error": its first line}.
+`resumes` asks for the observations of a resume, `saves` for a checkpoint at the end. OUT has the
+observations of rank 0 for each case, name -> text, or {"error": its first line}.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ _DIGITS: Final = re.compile(r"0x[0-9a-f]+|[-+]?\d[\d.,:e+-]*")
 # Lines of the framework, and of the list of all settings that DeepSpeed writes, and one
 # that it writes when garbage is collected.
 _NOT_OF_A_KEY: Final = re.compile(
-    r"\s|[{}]|case#|training |note: |warning: |.* dsf-trainer: |.*INFO DeepSpeed: (  | json|\*\*|Removed grad)"
+    r"\s|[{}]|case#|training |note: |warning: |Removed grad|.* dsf-trainer: "
+    r"|.*INFO DeepSpeed: (  | json|\*\*|Removed grad)"
 )
 _STEPS: Final = 3
 _calls: Counter[str] = Counter()  # what the model was asked, and how often
@@ -157,13 +158,14 @@ def _fit(case: dict[str, Any], name: str, *, max_steps: int) -> None:
         "data": {"shuffle": False},
         "batch": {"micro_size": 4, "accumulation_steps": 2},
         "training": {"max_steps": max_steps, "log_every": 1},
-        "monitors": {"tensorboard": False, "progress": "off"},
+        "checkpoint": {"at_end": case.get("saves", False)},
+        "monitors": {"tensorboard": False, "csv": False, "report": False, "progress": "off"},
         "deepspeed": case["passed"],
     }
     for section, values in case["sections"].items():
         config[section] = config.get(section, {}) | values
     if case.get("resumes"):
-        config["checkpoint"] = {"resume": "auto"}
+        config["checkpoint"] = {"resume": "auto", "at_end": True}
     draw = torch.Generator().manual_seed(5)
     data = TensorDataset(
         torch.randn(64, 16, generator=draw), torch.randint(4, (64,), generator=draw)

@@ -17,8 +17,8 @@ from tests.launched import ROOT, series
 from tests.warm_ranks import WarmRanks
 
 pytestmark = [
-    pytest.mark.timing,
     pytest.mark.slow,
+    pytest.mark.timing,
     pytest.mark.skipif(bool(why_not(ssh=True)), reason=why_not(ssh=True) or "hosts can be made"),
 ]
 

@@ -119,6 +119,7 @@ def test_without_a_device_nothing_is_started() -> None:
     assert "speed unknown: no device named" in line
 
 
+@pytest.mark.slow
 def test_what_cannot_be_chosen_is_refused() -> None:
     own = config_from_values({"model": {"target": "my_nets:Net"}, "zero": {"stage": "auto"}})
     with pytest.raises(

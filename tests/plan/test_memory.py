@@ -620,45 +620,55 @@ ON_RANKS: dict[int, list[str]] = {2: [name for name in CASES if not name.startsw
 ON_RANKS[4] += [name for name in CASES if name.startswith(OF_FOUR)]
 
 
+# Tried without --exhaustive as well: one or two of each kind of term.
+ALWAYS = (
+    "own-ring-4-llama",
+    "own-ring-4-gpt",
+    "states-z1-9",
+    "states-z2-1",
+    "states-z3-9",
+    "states-adamw_8bit",
+    "states-schedule_free",
+    "states-lion",
+    "states-ema",
+    "states-z2-host",
+    "states-z3-host",
+    "z2-zenflow",
+    "own-tensor-4-pipe-z1-llama",
+    "own-lora-tensor-z3",
+    "own-experts",
+    "traced-timm-z3",
+    "traced-experts-z1",
+    "own-nf4-z3",
+    "traced-tensor-z3-Written-bf16",
+    "traced-sequence-z0-GPT2",
+    "traced-sequence-z3-Written-bf16",
+    "traced-4-pipe",
+    "traced-lora-z1",
+)
+
+
+def is_tried(name: str, number: int, ranks: int) -> bool:
+    """Whether a case is tried without --exhaustive: it is always, or it is one of sixteen, of
+    groups that share a model one of eighteen; `number`: its place among those on these ranks.
+    """
+    if name.startswith(ALWAYS):
+        return True
+    if name.startswith("own-length"):  # one rank holds those in fp32, two those in bf16
+        return name.endswith(f"-{ranks}") and (ranks == 1 or "llama" not in name)
+    if name.startswith(("own-tensor", "own-sequence")):
+        return number % 18 == 0
+    return (number + number // 4 + 4) % 16 == 0
+
+
 @pytest.fixture(scope="module", params=ON_RANKS, ids=lambda ranks: f"{ranks}-ranks")
 def measured(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("live")
     names = ON_RANKS[request.param]
-    # a sixteenth of them, an eighteenth of the last, takes minutes less
     if not request.config.getoption("--exhaustive"):
-        names = [
-            name
-            for number, name in enumerate(names)
-            if (
-                number % 18
-                if name.startswith(("own-tensor", "own-sequence"))
-                else (number + number // 4 + 4) % 16
-            )
-            == 0
-            # one rank holds those in fp32, two those in bf16
-            or (name.startswith("own-length") and name.endswith(f"-{request.param}"))
-            or name.startswith(
-                (
-                    "own-ring-4",
-                    "states-",
-                    "z2-zenflow",
-                    "own-tensor-4-pipe-z1",
-                    "own-lora-",
-                    "own-experts",
-                    "traced-timm-z3",
-                    "traced-experts-z1",
-                    "own-nf4-z3",
-                    "traced-tensor-z1-Llama",
-                    "traced-tensor-z3-Written-bf16",
-                    "traced-sequence-z0-GPT2",
-                    "traced-sequence-z3-Written-bf16",
-                    "traced-4-pipe",
-                    "traced-lora-z1",
-                )
-            )
-        ]
+        names = [name for number, name in enumerate(names) if is_tried(name, number, request.param)]
     listed = [
         {"config": CASES[name][0], "batch": CASES[name][1], "saved": is_handed_in(name)}
         for name in names

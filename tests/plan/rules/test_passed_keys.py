@@ -48,6 +48,7 @@ class Effect:
     beside: Mapping[str, Any] = field(default_factory=dict)
     model: str = ""  # of tests/jobs/observe_keys.py
     resumes: bool = False
+    saves: bool = False
 
 
 ADAGRAD: Final = {"optimizer": {"kind": "adagrad"}}
@@ -66,12 +67,12 @@ ONE_CYCLE: Final = {
 LOGGED: Final = {"comms_logger.enabled": True, "comms_logger.verbose": True}
 PROFILED: Final = {"flops_profiler.enabled": True, "flops_profiler.profile_step": 2}
 EFFECTS: Final[Mapping[str, list[Effect]]] = {
-    "checkpoint.tag_validation": [Effect("IGNORE")],
+    "checkpoint.tag_validation": [Effect("IGNORE", saves=True)],
     "comms_logger.debug": [Effect(True, at_stage(1), LOGGED)],
     "comms_logger.enabled": [Effect(True, at_stage(1), {"comms_logger.verbose": True})],
     "comms_logger.prof_all": [Effect(False, at_stage(1), LOGGED)],
     "comms_logger.prof_ops": [
-        Effect(["all_reduce"], at_stage(1), {**LOGGED, "comms_logger.prof_all": False})
+        Effect(["all_reduce"], at_stage(1), {**LOGGED, "comms_logger.prof_all": False}, saves=True)
     ],
     "comms_logger.verbose": [Effect(True, at_stage(1), {"comms_logger.enabled": True})],
     "communication_data_type": [
@@ -200,6 +201,8 @@ def both(key: str, effect: Effect) -> tuple[str, str]:
     """Return the case without the key, and the case with it."""
     sections = dict(effect.sections)
     shared = {"sections": sections, "model": effect.model, "resumes": effect.resumes}
+    if effect.saves:
+        shared["saves"] = True
     without = nested({name: value for name, value in effect.beside.items() if name != key})
     with_key = nested({**effect.beside, key: effect.value})
     return json.dumps({**shared, "passed": without}), json.dumps({**shared, "passed": with_key})
