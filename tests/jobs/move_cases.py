@@ -115,16 +115,27 @@ def whole_state(engine: Any, keys: dict[str, tuple[str, ...]]) -> dict[str, torc
             copy, state = stage0[tensor] if stage0 else (tensor, optimizer.state[tensor])
             own[f"{name} fp32"] = copy.detach().clone()
             own |= {f"{name} {key}": state[key].clone() for key in keys[name]}
-    everyone = gather(own)
+    layout = engine._layout
+    if layout.pipe_size * layout.tensor_size > 1:
+        everyone = gather(own)
+    else:
+        everyone = of_last_rank(own)
     whole = {name: value for part in everyone for name, value in part.items()}
     splits = {name: split for part in gather(splits_of(names)) for name, split in part.items()}
-    size = engine._layout.tensor_size
+    size = layout.tensor_size
     for name, split in splits.items():
         kinds = ("model", "fp32", *KEYS, *OF_MUON)
         for key in [f"{name} {what}" for what in kinds if f"{name} {what}" in whole]:
             # ranks of a group stand side by side; a stage has its own weights
             whole[key] = split.whole([part[key] for part in everyone if key in part][:size])
     return whole
+
+
+def of_last_rank(own: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Return what the last rank holds, where all ranks hold the same: less is sent. Collective."""
+    parts = [own]
+    torch.distributed.broadcast_object_list(parts, src=torch.distributed.get_world_size() - 1)
+    return parts
 
 
 def copies_of(optimizer: Any) -> dict[torch.Tensor, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
