@@ -649,8 +649,8 @@ ALWAYS = (
 
 
 def is_tried(name: str, number: int, ranks: int) -> bool:
-    """Whether a case is tried without --exhaustive: it is always, or it is one of sixteen, of
-    groups that share a model one of eighteen; `number`: its place among those on these ranks.
+    """Return whether a case is tried without --exhaustive: one that always is, or one of sixteen,
+    and of groups that share a model one of eighteen. `number`: its place among those on these ranks.
     """
     if name.startswith(ALWAYS):
         return True
