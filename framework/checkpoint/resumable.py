@@ -443,12 +443,11 @@ def _are_split_otherwise(checkpoint: SavedCheckpoint, description: Mapping[str, 
 
 
 def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> None:
-    """Refuse to move state out of, or into, the files of DeepSpeed's NVMe swapper, which only
-    DeepSpeed reads and writes, and state that is made within a rank's share: columns that ZenFlow
-    chooses, and moments of 8 bits.
+    """Refuse to move state that is made within a rank's share: columns that ZenFlow chooses, and
+    moments of 8 bits.
 
     Raises:
-        ConfigError: kind ``resume-nvme-moved``, ``resume-zenflow-moved`` or ``resume-8bit-moved``.
+        ConfigError: kind ``resume-zenflow-moved`` or ``resume-8bit-moved``.
     """
     if not needs_resharding(checkpoint, description=description):
         return
@@ -473,16 +472,6 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
             "very same layout only"
         )
         raise stays("resume-8bit-moved", reason, or_weights_alone)
-    for manifest, holder, fix in (
-        (checkpoint.manifest, f"the checkpoint {checkpoint.path} holds", f"{restore} as they were"),
-        (description, "this run keeps", f"{restore}, or {_WEIGHTS_ALONE}"),
-    ):
-        zero = _with_defaults(manifest["config"]).get("zero") or {}
-        for section in _OFFLOADS:
-            if (zero.get(section) or {}).get("device") == "nvme":
-                same = "which can be resumed in the very same layout only"
-                reason = f"{holder} state on NVMe (zero.{section}), {same}"
-                raise stays("resume-nvme-moved", reason, fix)
 
 
 def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:

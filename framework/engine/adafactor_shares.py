@@ -227,6 +227,9 @@ class AdafactorOfShares(torch.optim.Optimizer):
                 name = whole_key(key, number)
                 if name not in state:
                     state[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+                # DeepSpeed's files on NVMe have one size for all state of a tensor (0.19.8,
+                # swap_tensor/optimizer_utils.py `OptimizerStateSwapInfo`).
+                state[name].swappable = False
         return state
 
     def whole_state(self) -> Iterator[tuple[Tensor, str, Tensor]]:

@@ -153,6 +153,10 @@ class BaseEngine:
             self._end_pass = keep_gradient_order(
                 engine, refuse_changes=self.trained_weights.refuse_changed_flags
             )
+        if getattr(engine.optimizer, "params_in_nvme_and_cpu", False):
+            from framework.engine.workarounds.nvme_state import read_weights_once
+
+            read_weights_once(engine.optimizer)
         self._garbage = Garbage(engine, log_every=training.log_every)
 
     @property

@@ -12,9 +12,9 @@ import deepspeed
 import torch
 import torch.distributed
 
-from framework.checkpoint.names import EXPERT, STATE_KEY
+from framework.checkpoint.names import EXPERT, STATE_KEY, SWAPPED_KEY
 from framework.checkpoint.state.checkpoint_engine import AtomicCheckpointEngine, keeping_copies
-from framework.checkpoint.state.weight_names import Names, stepped_groups
+from framework.checkpoint.state.weight_names import Names, stepped_groups, swapped_groups
 from framework.engine import random_state
 from framework.engine.distributed import device, gather, rank
 from framework.engine.held_weights import held_elements, lacking_names
@@ -119,6 +119,7 @@ def _client_state(
             "random_states": random_states,
             "grad_scalers": scalers,
             "names": names_of_groups,
+            SWAPPED_KEY: swapped_groups(engine.optimizer),
         }
     }
 

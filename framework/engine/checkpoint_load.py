@@ -20,7 +20,7 @@ from framework.checkpoint.state.checkpoint_engine import read_or_explain
 from framework.checkpoint.state.optimizer_shards import ADAFACTOR_KEYS, OptimizerViews
 from framework.checkpoint.state.reader import StoredState, describe_lacking
 from framework.checkpoint.state.tensor_split import parts_of
-from framework.checkpoint.state.weight_names import Names, opened
+from framework.checkpoint.state.weight_names import Names, any_on_nvme, opened
 from framework.checkpoint.state.weight_parts import whole_shape
 from framework.engine import random_state
 from framework.engine.adam_kernel import keep_kernels, kernels_of
@@ -32,7 +32,6 @@ from framework.engine.schedules import OwnSchedule
 from framework.engine.weights import gives
 from framework.engine.workarounds.fp32_moments import keeping_moments
 from framework.engine.workarounds.grad_scaler import restore_scaler
-from framework.engine.workarounds.nvme_state import complete_nvme_state
 from framework.errors import StorageError, explaining, in_one_line, show_value
 from framework.plan.layout import Layout
 from framework.system.log import warn
@@ -69,11 +68,10 @@ def load_bytes(
         _refuse_lacking(engine, folder, tag, partly=partly)
         # a pipeline's stage knows itself what its files leave out
         load = _put_partly if partly and not isinstance(engine.module, PipelineModule) else None
-        with keeping_moments(engine):
+        with _completing_nvme(engine, folder, tag), keeping_moments(engine):
             path, client_state = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=load)
-        if path is None:
-            raise StorageError("DeepSpeed does not find its files there")
-        complete_nvme_state(engine, folder, tag)
+            if path is None:
+                raise StorageError("DeepSpeed does not find its files there")
         _copy_host_tensors(engine.optimizer)
         saved = client_state[STATE_KEY]
         for key, restore in (restores or {}).items():
@@ -81,6 +79,17 @@ def load_bytes(
     random_state.restore(saved["random_states"][rank()])
     restore_scaler(engine, saved.get("grad_scalers", ()))
     return dict(saved["state"])
+
+
+def _completing_nvme(
+    engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str
+) -> AbstractContextManager[None]:
+    """Return a context of a load, which then has put back all state on NVMe."""
+    if not any_on_nvme(engine.optimizer):
+        return nullcontext()
+    from framework.engine.workarounds.nvme_state import loading_nvme_state
+
+    return loading_nvme_state(engine, folder, tag)
 
 
 def _refuse_lacking(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from framework.checkpoint.state.optimizer_shards import OptimizerViews, ParameterPiece
+from framework.checkpoint.state.weight_names import swapped_in
 from framework.engine.spread_weights import rank_share, set_share
 
 
@@ -193,24 +194,15 @@ class RankShares:
     ) -> Iterator[None]:
         """Hold what is stepped for a weight in memory within the block, if it lies in a file."""
         optimizer = self._optimizer
-        number = None
+        piece = None
         if getattr(optimizer, "swap_optimizer", False):
             piece = self._views.piece_of(weight)
-            if piece is not None:
-                number = self._number_of(piece)
-        if number is None or not optimizer._swappable_optimizer_subgroup(number):
+        if piece is None:
             yield
             return
-        optimizer._optimizer_states_and_gradient_swap_in(number)
-        try:
+        number = self._number_of(piece)
+        with swapped_in(optimizer, number, writes=writes, gradients=gradients):
             yield
-        finally:
-            if not writes:
-                optimizer._release_swap_buffers(number)
-            elif gradients:
-                optimizer._writeback_swap_state(number, write_opt_state=False, write_gradients=True)
-            else:
-                optimizer._optimizer_states_and_gradient_swap_out(number)
 
 
 def _numbers_of(tensor: Tensor, offset: int, num: int) -> Tensor:

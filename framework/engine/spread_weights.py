@@ -21,6 +21,7 @@ from typing import Any, Final
 import deepspeed
 import torch
 import torch.distributed
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 from torch.nn import Parameter
@@ -191,8 +192,8 @@ class SpreadWeights:
 
     def _write_back(self, weight: Any) -> None:
         """Write a gathered weight into this rank's share of it, and sum it up for the comparison
-        between ranks. A write is noted as lost if the share lies on another device, or has a second
-        copy (hpZ).
+        between ranks. A write is noted as lost if the share lies on another device or on NVMe, or
+        has a second copy (hpZ).
         """
         kept = weight.ds_tensor
         gathered = weight.data
@@ -203,6 +204,7 @@ class SpreadWeights:
         number = self._numbers.get(weight)
         share = gathered.reshape(-1).narrow(0, start, count)
         is_apart = kept.device != gathered.device or weight.ds_secondary_tensor is not None
+        is_apart |= kept.final_location is OffloadDeviceEnum.nvme
         if count and not is_apart:
             kept.narrow(0, 0, count).copy_(share)
         if not self.compares or number is None:

@@ -31,7 +31,6 @@ class Shares:
 
     Attributes:
         stage: of ZeRO.
-        ranks: that share the model.
         zero: section of the run config.
         aio: section of `deepspeed`, the settings of reads and writes of a drive.
         width: bytes of a weight.
@@ -40,6 +39,7 @@ class Shares:
         copy_width: bytes of a stepped weight, and of the gradient that it is stepped by.
         moment_width: bytes of the widest number of the optimizer's state.
         state_bytes: bytes of optimizer state, moving average included, of an element.
+        swaps_state: whether this state lies on the drive beside the weights that are stepped.
         copies: bytes that the optimizer takes while it steps.
         groups: for each of the optimizer's groups the rank's share of every weight (stage 3), or of
             all weights in one.
@@ -50,6 +50,7 @@ class Shares:
         columns: elements of ZenFlow's columns.
         kept: elements of the first parts that are stepped on the device (Twin-Flow).
         frozen: sizes of all frozen weights.
+        frozen_shares: what the rank has of each at stage 3.
         saves_frozen: whether frozen weights are in checkpoints.
         shared: trained elements that another pipeline stage writes into checkpoints.
         buffers: bytes beside the weights.
@@ -58,7 +59,6 @@ class Shares:
     """
 
     stage: int
-    ranks: int
     zero: Mapping[str, Any]
     aio: Mapping[str, Any]
     width: int
@@ -67,6 +67,7 @@ class Shares:
     copy_width: int
     moment_width: int
     state_bytes: float
+    swaps_state: bool
     copies: int
     groups: Sequence[Sequence[int]]
     parts: Sequence[int]
@@ -75,6 +76,7 @@ class Shares:
     columns: int
     kept: int
     frozen: Sequence[int]
+    frozen_shares: Sequence[int]
     saves_frozen: bool
     shared: int
     buffers: int
@@ -171,7 +173,10 @@ class Shares:
         kept = sum(self.parts) - sum(swapped) - self.kept
         components[name_of_copies(self.copy_width)] = self.copy_width * kept
         components["gradients"] = self.copy_width * kept
-        components["optimizer state"] = int(self.state_bytes * kept)
+        num_with_state = kept
+        if not self.swaps_state:
+            num_with_state += sum(swapped)
+        components["optimizer state"] = int(self.state_bytes * num_with_state)
         components["optimizer copies"] = self.copies
         if self.stage == 3:
             components["gradient buffer"] = self.sum_width * sum(self.parts)
@@ -205,8 +210,7 @@ class Shares:
         """Add weights of stage 3 on the host to `components`, and the bytes of each to `pinned`."""
         flat = list(self._flat_weights())
         pinned += [self.width * size for size in flat]
-        frozen = sum(ceil(size / self.ranks) for size in self.frozen)
-        components["weights"] = self.width * (sum(flat) + frozen)
+        components["weights"] = self.width * (sum(flat) + sum(self.frozen_shares))
         if self._params["device"] == "nvme":
             buffers = self._weight_buffers(sum(flat))
             components["swap buffers"] = components.get("swap buffers", 0) + buffers
@@ -241,18 +245,18 @@ class Shares:
     def _optimizer_files(self) -> dict[str, int]:
         """Return the bytes of the files of the optimizer, by component."""
         swapped = self._swapped
-        state_files = [self._aligned(int(self.state_bytes * part)) for part in swapped]
+        files = {"fp32 weights": sum(self._aligned(_FP32 * part) for part in swapped)}
+        if self.swaps_state:
+            state_files = [self._aligned(int(self.state_bytes * part)) for part in swapped]
+            files["optimizer state"] = sum(state_files)
         gradient_files = [self._aligned(_FP32 * share) for share in self._swapped_gradients]
-        return {
-            "fp32 weights": sum(self._aligned(_FP32 * part) for part in swapped),
-            "optimizer state": sum(state_files),
-            "gradients": sum(gradient_files),
-        }
+        files["gradients"] = sum(gradient_files)
+        return files
 
     def _weight_files(self) -> int:
         """Return the bytes of the files of weights; small weights have none."""
-        frozen_shares = [ceil(size / self.ranks) for size in self.frozen]
-        files = [self._aligned(self.width * share) for share in self._shares + frozen_shares]
+        shares = [*self._shares, *self.frozen_shares]
+        files = [self._aligned(self.width * share) for share in shares]
         return sum(size for size in files if size >= self._least_swapped)
 
     def saved(self) -> tuple[int, int, int]:
@@ -266,7 +270,9 @@ class Shares:
         widest = max(self.copy_width, self.moment_width)
         share = sum(self.parts)
         if self.stage == 3:
-            frozen_bytes = self.width * ceil(num_frozen / self.ranks)
+            frozen_bytes = 0
+            if self.saves_frozen:
+                frozen_bytes = self.width * sum(self.frozen_shares)
             own = stepped * share + frozen_bytes + self.buffers + tensor_bytes
             return 0, int(own), widest * max(self.parts)
         num_saved = sum(self.weights) + num_frozen - self.shared

@@ -212,15 +212,18 @@ class RankMemory:
         """
         shapes_of: dict[int, dict[str, Shape]] = {}  # by the number of ranks that hold them
         for name, shape in self.work.weights.items():
-            num_ranks = self.ranks
-            if EXPERTS in name:
-                num_ranks //= self.layout.expert_size
-            shapes_of.setdefault(num_ranks, {})[name] = shape
+            shapes_of.setdefault(self.ranks_with(name), {})[name] = shape
         groups = []
         for num_ranks, shapes in shapes_of.items():
             for sizes, is_by_muon in _group_sizes(shapes, self.config):
                 groups.append(_ParameterGroup(sizes, num_ranks, is_by_muon))
         return groups
+
+    def ranks_with(self, name: str) -> int:
+        """Return the number of ranks that hold the same of a weight."""
+        if EXPERTS in name:
+            return self.ranks // self.layout.expert_size
+        return self.ranks
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -233,6 +236,14 @@ class RankMemory:
         as the others are. In few bits it counts as the elements of as many bytes.
         """
         return [size for size, _ in self.frozen_numbers]
+
+    @cached_property
+    def frozen_shares(self) -> list[int]:
+        """Elements that the rank has of each frozen weight at stage 3, padded to a multiple of
+        ranks.
+        """
+        names_and_sizes = zip(self.work.frozen, self.frozen, strict=True)
+        return [ceil(size / self.ranks_with(name)) for name, size in names_and_sizes]
 
     @cached_property
     def frozen_numbers(self) -> list[tuple[int, int]]:
@@ -428,7 +439,7 @@ class RankMemory:
         """Return the elements of the rank's shares at stage 3 that stay on the device."""
         if self.zero.offload_param.device != "none":
             return 0
-        return self.share + sum(self.share_of(size) for size in self.frozen)
+        return self.share + sum(self.frozen_shares)
 
     @property
     def has_copies(self) -> bool:
@@ -527,7 +538,6 @@ class RankMemory:
         """The rank's shares, for what is elsewhere than on its device."""
         return Shares(
             stage=self.stage,
-            ranks=self.ranks,
             zero=self.zero.model_dump(),
             aio=self.config.deepspeed.get("aio", {}),
             width=self.width,
@@ -536,6 +546,7 @@ class RankMemory:
             copy_width=self.copy_width,
             moment_width=max(self.moment_width, self.average_width),
             state_bytes=self.state_width + self.average_width,
+            swaps_state=not isinstance(self.config.optimizer, Adafactor),
             copies=self.copies_of_shares,
             groups=self.shares_by_group(),
             parts=self.parts,
@@ -544,6 +555,7 @@ class RankMemory:
             columns=self.num_chosen,
             kept=self.num_kept,
             frozen=self.frozen,
+            frozen_shares=self.frozen_shares,
             saves_frozen=self.config.training.lora is None,
             shared=0 if self.pipeline is None else self.pipeline.shared,
             buffers=self.work.buffer_bytes + self.elsewhere_in_file,

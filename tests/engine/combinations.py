@@ -21,6 +21,7 @@ from tests.engine import (
     test_ema,
     test_experts,
     test_lora,
+    test_nvme,
     test_own_optimizers,
     test_packed_experts,
     test_pipeline,
@@ -71,6 +72,8 @@ FEATURES: Final[Mapping[str, Values]] = {
     "EMA": {"training": {"ema": {"decay": 0.9}}},
     "recomputation": {"training": {"recompute_every": 1}},
     "offload": {"zero": {"offload_optimizer": {"device": "cpu"}}},
+    "NVMe": {"zero": {"offload_optimizer": {"device": "nvme", "nvme_path": "drive"}}},
+    "offloaded weights": {"zero": {"offload_param": {"device": "cpu"}}},
     "autocast": {"precision": {"dtype": "autocast"}},
     "bf16": {"precision": {"dtype": "bf16"}},
     "fp16": {"precision": {"dtype": "fp16"}},
@@ -160,6 +163,7 @@ def proven() -> Iterator[Run]:
     for one in (*packed.TWO, *packed.RARE, *packed.FOUR, *packed.RARE_FOUR, *packed.RARE_EIGHT):
         yield Run(one.ranks, one.config(nowhere))
     yield from (Run(2, test_experts.varied(name, nowhere)) for name in test_experts.VARIANTS)
+    yield from (Run(one.ranks, one.config(nowhere)) for one in (*test_nvme.TWO, *test_nvme.FOUR))
     for name, sections in test_own_optimizers.RUNS.items():
         yield Run(2, test_own_optimizers.config(name, nowhere, nowhere, **sections))
     yield from (Run(2, one) for one in test_lora.held_cases(nowhere))
@@ -192,6 +196,8 @@ def features_of(run: Run) -> set[str]:
         *(["EMA"] if config.training.ema else []),
         *(["recomputation"] if config.training.recompute_every else []),
         *(["offload"] if config.zero.offload_optimizer.device == "cpu" else []),
+        *(["NVMe"] if config.zero.offload_optimizer.device == "nvme" else []),
+        *(["offloaded weights"] if config.zero.offload_param.device != "none" else []),
     }
 
 

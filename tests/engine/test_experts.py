@@ -170,6 +170,7 @@ RARE = [
     *(Case(stage, TOP2, ADAMW, sequence=2, expert=2) for stage in (1, 3)),
 ]
 # What changes how a step is computed -> of which run, and by how much it may change losses.
+_HOST = {"device": "cpu", "pin_memory": False}
 _TOGETHER, _APART = Case(2, TOP2, ADAMW), Case(2, TOP2, ADAMW, recompute=1, expert=2)
 _HALF: dict[str, tuple[dict[str, Any], float]] = {
     "autocast": ({"dtype": "autocast"}, 0.02),
@@ -186,20 +187,11 @@ VARIANTS: dict[str, tuple[Case, dict[str, Any], float]] = {
         for name, (own, within) in _HALF.items()
     },
     **{
-        name: (
-            case,
-            {
-                "zero": {
-                    "stage": case.stage,
-                    "offload_optimizer": {"device": "cpu", "pin_memory": False},
-                }
-            },
-            1e-5,
-        )
-        for name, case in (
-            ("offload", _TOGETHER),
-            ("apart-offload", Case(2, TOP1, SGD, steps=2, expert=2)),
-            ("apart-offload-z3", Case(3, TOP2, ADAMW, expert=2)),
+        name: (case, {"zero": {"stage": case.stage, "offload_optimizer": _HOST, **weights}}, 1e-5)
+        for name, case, weights in (
+            ("offload", _TOGETHER, {}),
+            ("apart-offload", Case(2, TOP1, SGD, steps=2, expert=2), {}),
+            ("apart-offload-z3", Case(3, TOP2, ADAMW, expert=2), {"offload_param": _HOST}),
         )
     },
 }
@@ -307,9 +299,9 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
                 outputs = model(ids)
             logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
             nats = nats + cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-            routings += reported or [
-                Routing(0.05 * outputs.aux_loss, torch.zeros(()), torch.zeros(()))
-            ]
+            routings += reported
+            if case.moe is MIXTRAL:
+                routings.append(Routing(0.05 * outputs.aux_loss, torch.zeros(()), torch.zeros(())))
         loss = nats / sum(int((targets != -100).sum()) for _, targets in batches)
         added = sum((one.loss for one in routings), torch.zeros(())) / len(batches)
         (loss + added).backward()
@@ -319,6 +311,7 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
         found.append({"train/loss": loss.item(), "train/grad_norm": norm.item()})
         if case.moe is MIXTRAL:  # whose task adds them
             found[-1]["train/loss"] += added.item()
+        if case.moe is MIXTRAL or not routings:
             continue
         for name in ("balance", "dropped"):
             mean = torch.stack([getattr(one, name) for one in routings]).mean().item()
@@ -427,9 +420,13 @@ EIGHT = [Case(1, TOP1, SGD, steps=2, ranks=8, expert=2, tensor=2, pipe=2)]
 
 
 @pytest.fixture(scope="module")
-def on_eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def on_eight(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts-8")
-    train_cases([case.config(folder) for case in EIGHT], num_ranks=8, folder=folder)
+    cases = [case.config(folder) for case in EIGHT]
+    if exhaustive:
+        layout = STAGED | {"parallel": {"expert": 2, "tensor": 2, "pipe": 2}}
+        cases += [saved("same-whole", folder, layout), gone_on("same", folder, layout)]
+    train_cases(cases, num_ranks=8, folder=folder)
     return folder
 
 
@@ -589,6 +586,19 @@ def test_experts_of_four_ranks_go_on_on_two(on_four: Path) -> None:
     assert series(on_four / "moved", "train/loss") == pytest.approx(whole, abs=2e-5)
 
 
-def test_experts_in_stages_go_on_to_the_bit(on_four: Path) -> None:
+def hold_resumed(folder: Path) -> None:
     for name in ("train/loss", "train/grad_norm", "eval/loss"):
         assert series(on_four / "same", name) == after_stop(on_four / "same-whole", name)
+
+
+def test_experts_in_stages_go_on_to_the_bit(on_four: Path) -> None:
+    hold_resumed(on_four)
+
+
+@pytest.mark.exhaustive
+def test_experts_in_divided_stages_go_on_to_the_bit_and_on_two_ranks(on_eight: Path) -> None:
+    hold_resumed(on_eight)
+    moved = gone_on("moved", on_eight, {**STAGED, **EXPERTS_2}, whole="same-whole")
+    train_cases([moved], num_ranks=2, folder=on_eight)
+    whole = after_stop(on_eight / "same-whole", "train/loss")
+    assert series(on_eight / "moved", "train/loss") == pytest.approx(whole, abs=2e-5)

@@ -468,6 +468,14 @@ def expert_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         yield f"own-experts-z{stage}-by-{'-and-'.join(parallel)}", values, tokens
 
 
+def offloaded_expert_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
+    """Experts that ranks share at ZeRO 3, on the host between two uses."""
+    for name, values, tokens in expert_cases():
+        if values["zero"]["stage"] == 3:
+            zero = values["zero"] | {"offload_param": {"device": "cpu"}}
+            yield name.replace("own", "own-offloaded"), values | {"zero": zero}, tokens
+
+
 def packed_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     """A Mixtral of transformers with experts that ranks share."""
     if importlib.util.find_spec("transformers") is None:
@@ -602,6 +610,7 @@ CASES = {
         *packed_cases(),
         *few_bits_cases(),
         *divided_cases(),
+        *offloaded_expert_cases(),
     )
 }
 

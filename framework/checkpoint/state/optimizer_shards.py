@@ -20,7 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from framework.checkpoint.state.schedule_free import AHEAD_KEY
-from framework.checkpoint.state.weight_names import Names, stepped_groups
+from framework.checkpoint.state.weight_names import Names, stepped_groups, swapped_in
 
 FP32: Final = "fp32"
 EMA_KEY: Final = "weight_ema"
@@ -138,27 +138,33 @@ class OptimizerViews:
         self, keys: Sequence[str], *, keys_of: Callable[[str], Sequence[str]] | None = None
     ) -> Iterator[View]:
         """Yield all pieces of this rank: ``fp32``, and `keys` of the optimizer's state, made of
-        zeros if it has none. `keys_of` limits the keys of a parameter, by its name.
+        zeros if it has none. `keys_of` limits the keys of a parameter, by its name. What lies on
+        NVMe is in memory until the next piece is asked for.
         """
-        pieces = list(self._pieces())
+        pieces: dict[torch.Tensor, list[ParameterPiece]] = {}
         keys_by_name: dict[str, Sequence[str]] = {}
         needed: dict[torch.Tensor, list[str]] = {}
-        for piece in pieces:
+        for piece in self._pieces():
             name = self._names[piece.parameter]
             keys_by_name[name] = keys if keys_of is None else keys_of(name)
+            pieces.setdefault(piece.stepped, []).append(piece)
             needed.setdefault(piece.stepped, []).extend(keys_by_name[name])
-        for stepped, _ in self._stepped_tensors():
-            # A tensor without a piece is nothing but padding; it is stepped with all keys.
-            self._add_state(stepped, needed.get(stepped, keys))
-        for piece in pieces:
-            name = self._names[piece.parameter]
-            weights = piece.stepped.data.view(-1).narrow(0, piece.offset, piece.num)
-            yield View(name, FP32, piece.start, weights)
-            for key in keys_by_name[name]:
-                values = self._base.state[piece.stepped][key].view(-1)
-                if key not in _FACTORED:
-                    values = values.narrow(0, piece.offset, piece.num)
-                yield View(name, key, piece.start, values)
+        for number, (stepped, _) in enumerate(self._stepped_tensors()):
+            with swapped_in(self._optimizer, number, writes=True):
+                # A tensor without a piece is nothing but padding; it is stepped with all keys.
+                self._add_state(stepped, needed.get(stepped, keys))
+                for piece in pieces.get(stepped, ()):
+                    name = self._names[piece.parameter]
+                    yield from self._views_of(piece, name, keys_by_name[name])
+
+    def _views_of(self, piece: ParameterPiece, name: str, keys: Sequence[str]) -> Iterator[View]:
+        weights = piece.stepped.data.view(-1).narrow(0, piece.offset, piece.num)
+        yield View(name, FP32, piece.start, weights)
+        for key in keys:
+            values = self._base.state[piece.stepped][key].view(-1)
+            if key not in _FACTORED:
+                values = values.narrow(0, piece.offset, piece.num)
+            yield View(name, key, piece.start, values)
 
     def _add_state(self, stepped: torch.nn.Parameter, keys: Sequence[str]) -> None:
         state = self._base.state[stepped]
@@ -361,18 +367,13 @@ class OptimizerViews:
         return set(chain(*optimizer.fp16_groups))
 
     def _spread_stage3(self) -> None:
-        """Copy the fp32 row of every sub-group into its row of the model's precision, and let the
-        model's partitions be stretches of that.
+        """Copy the fp32 row of every sub-group into its row of the model's precision, or to NVMe,
+        and let the model's partitions be stretches of that.
         """
         optimizer = self._optimizer
-        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-            model_flat = optimizer.fp16_partitioned_groups_flat[number]
-            if flat.numel():
-                model_flat.copy_(flat)
-            partitions = optimizer.fp16_partitioned_groups[number]
-            pieces = optimizer.unflatten(model_flat, partitions)
-            for partition, piece in zip(partitions, pieces, strict=True):
-                partition.data = piece.data
+        for number, _ in enumerate(optimizer.fp32_partitioned_groups_flat):
+            with swapped_in(optimizer, number):
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
 
     def _stepped_tensors(self) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Any]]]:
         """Yield the tensors that the wrapped optimizer steps (flat pieces, or the model's own

@@ -39,11 +39,14 @@ from framework.checkpoint.names import (
     OPTIMIZER_FILE,
     STATE_KEY,
     SWAPPED,
+    SWAPPED_KEY,
+    SwappedGroups,
     layer_file,
     shift_expert,
 )
 from framework.checkpoint.state.stage0_names import COPIES, FLAT, INNER, names_by_shape
 from framework.checkpoint.state.stored import CheckpointFiles, Stored, ValuePath
+from framework.checkpoint.state.swapped import SwappedFiles
 from framework.checkpoint.state.tensor_split import Split
 from framework.models.adapters import is_adapter
 
@@ -73,13 +76,13 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
     """Map a checkpoint with verified checksums. Raises errors of any type if it cannot be read, or
     is laid out in another way.
     """
-    files = CheckpointFiles(checkpoint.path)
     manifest = checkpoint.manifest
-    if (checkpoint.path / SWAPPED).is_dir():
-        raise ValueError(
-            "its state lies in the files of DeepSpeed's NVMe swapper, which only DeepSpeed reads"
-        )
     size = checkpoint.tensor_size
+    files = CheckpointFiles(checkpoint.path)
+    if (checkpoint.path / SWAPPED).is_dir():
+        groups = _swapped_groups(files)
+        swapped = SwappedFiles(checkpoint.path, groups, tensor_size=size)
+        files = CheckpointFiles(checkpoint.path, complete=swapped.complete)
     stored, ties, lacking = _map_of_rank(files, manifest, 0, size)
     if checkpoint.has_adapters:  # frozen weights are left out, and may have further names
         lacking = [name for name in lacking if is_adapter(name)]
@@ -93,6 +96,18 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
             parts = [rank_map[stored_name] for rank_map in rank_maps]
             stored[stored_name] = _join_parts(name, Split(dim, tuple(sections)), parts)
     return ShardMap(files, stored, ties, lacking)
+
+
+def _swapped_groups(files: CheckpointFiles) -> SwappedGroups:
+    """Read which groups were on NVMe. Raises ValueError if the checkpoint does not have it."""
+    content = files[files.named(MODEL_FILE)[0, 0]]
+    groups: SwappedGroups | None = content[STATE_KEY].get(SWAPPED_KEY)
+    if groups is None:
+        raise ValueError(
+            "its state lies in the files of DeepSpeed's NVMe swapper, and the release that wrote it "
+            "did not note what they hold: resume it in the layout that wrote it, and save again"
+        )
+    return groups
 
 
 def _join_parts(name: str, split: Split, parts: Sequence[Stored]) -> Stored:

@@ -113,8 +113,12 @@ class Stored:
 class CheckpointFiles:
     """The files of one checkpoint, each mapped into memory when it is first used."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, complete: Callable[[str, Any], None] | None = None) -> None:
+        """Take a checkpoint's folder; `complete` puts into a file's content, by its name, what
+        other files hold of it.
+        """
         self.folder = folder
+        self._complete = complete
         self._open: dict[str, Any] = {}
         self._checks: dict[str, Callable[[Any], None]] = {}
 
@@ -130,6 +134,8 @@ class CheckpointFiles:
         """Return the content of a file. Raises what `read_file` and the file's check raise."""
         if name not in self._open:
             content = read_file(self.folder / name, mmap=True)
+            if self._complete is not None:
+                self._complete(name, content)
             if name in self._checks:
                 self._checks[name](content)
             self._open[name] = content

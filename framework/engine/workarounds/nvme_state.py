@@ -1,38 +1,107 @@
-"""Restores optimizer state on NVMe: DeepSpeed 0.19.8's `load_checkpoint` copies the swapper's
-files, and nothing else.
+"""Restores state on NVMe: DeepSpeed 0.19.8's `load_checkpoint` copies the files of an optimizer's
+swapper, and nothing else; it fails where weights lie on NVMe and the optimizer elsewhere.
 
 It leaves out the optimizer's moments (a fresh engine does not know of the files with them, and
 begins with zeros), its step, its parameter groups with the learning rate, the loss scale, and every
 group that is too small to be swapped, weights included. All of it is in the checkpoint, and is
 taken from there.
+
+Of weights on NVMe it looks for a flat copy in memory (runtime/zero/stage3.py
+`_rigid_load_state_dict`), and there is None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 
+from framework.checkpoint.names import STATE_KEY, SWAPPED_KEY, SwappedGroups
 from framework.checkpoint.state.checkpoint_engine import read_file
+from framework.checkpoint.state.swapped import is_swapped
 from framework.errors import StorageError
 
 
-def complete_nvme_state(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> None:
-    """Restore what DeepSpeed's load has left out, if the engine's optimizer is on NVMe. Collective.
+@contextmanager
+def loading_nvme_state(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> Iterator[None]:
+    """Let DeepSpeed load ``folder/tag`` within the block, and restore what it leaves out.
+    Collective.
 
     Raises:
         StorageError: the swapper's files of a moment are not there.
     """
-    if not engine.zero_nvme_offload_optimizer():
+    optimizer = engine.optimizer
+    content = read_file(Path(engine._get_ckpt_name(str(folder), tag)), mmap=True)
+    _name_as_saved(optimizer, content[STATE_KEY].get(SWAPPED_KEY, {}))
+    optimizer._rigid_load_state_dict = partial(_load_rank_state, optimizer)
+    try:
+        yield
+    finally:
+        del optimizer._rigid_load_state_dict
+    if engine.zero_nvme_offload_optimizer():
+        _complete_nvme_state(engine, folder, tag)
+
+
+def _name_as_saved(optimizer: Any, groups: SwappedGroups) -> None:
+    """Give swapped groups the names of their files in the checkpoint. DeepSpeed counts the weights
+    of all models of a process in them.
+    """
+    flats = optimizer.fp32_partitioned_groups_flat
+    renamed = {number: name for number, (name, _) in groups.items() if flats[number].ds_id != name}
+    if not renamed:
         return
+    swapper = optimizer.optimizer_swapper
+    infos = {number: swapper.swap_params_info.pop(flats[number].ds_id) for number in renamed}
+    for number, name in renamed.items():
+        flats[number].ds_id = name
+        infos[number].param_id = name
+        infos[number].tensors[0].swap_path = f"{swapper.swap_folder}/{name}.tensor.swp"
+        swapper.swap_params_info[name] = infos[number]
+
+
+def read_weights_once(optimizer: Any) -> None:
+    """Have DeepSpeed read a weight on NVMe once where it asks for it twice at a time: a weight is in
+    the list of the next ones for its forward and for its backward pass (0.19.8,
+    runtime/zero/partitioned_param_coordinator.py `__prefetch_nvme_param_partitions`).
+    """
+    swapper = optimizer.fp16_groups[0][0].nvme_swapper
+    swap_in = swapper.swap_in
+
+    def swap_in_once(weights: Sequence[Any], **options: Any) -> None:
+        swap_in(list(dict.fromkeys(weights)), **options)
+
+    swapper.swap_in = swap_in_once
+
+
+def _load_rank_state(
+    optimizer: Any, state: Mapping[str, Any], load_optimizer_states: bool = True
+) -> None:
+    """Stand in for `_rigid_load_state_dict`."""
+    _load_scale(optimizer, state)
+    if load_optimizer_states:
+        optimizer._set_fp32_optimizer_param_groups()
+        optimizer.optimizer.load_state_dict(state["optimizer_state_dict"])
+        optimizer._clear_fp32_optimizer_param_groups()
+    flats = optimizer.fp32_partitioned_groups_flat
+    for number, saved in enumerate(state["fp32_flat_groups"]):
+        flats[number].data.copy_(saved.data)
+        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+
+
+def _load_scale(optimizer: Any, state: Mapping[str, Any]) -> None:
+    for key in ("loss_scaler", "overflow", "dynamic_loss_scale"):
+        setattr(optimizer, key, state[key])
+
+
+def _complete_nvme_state(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> None:
     optimizer = engine.optimizer
     saved = read_file(Path(engine._get_zero_ckpt_name(str(folder), tag)))["optimizer_state_dict"]
-    optimizer.loss_scaler = saved["loss_scaler"]
-    optimizer.overflow = saved["overflow"]
-    optimizer.dynamic_loss_scale = saved["dynamic_loss_scale"]
+    _load_scale(optimizer, saved)
     inner = saved["optimizer_state_dict"]
     optimizer._set_fp32_optimizer_param_groups()
     flat_tensors: list[torch.Tensor] = []
@@ -81,10 +150,13 @@ def _register_moments(
     Raises:
         StorageError: the swapper's files are not as DeepSpeed 0.19.8 writes them.
     """
-    moments = [
-        key for key, value in state.items() if isinstance(value, torch.Tensor) and value.ndim > 0
-    ]
-    registered = dict(state)
+    registered = _on_device(state, flat.device)
+    moments = []
+    for key, value in registered.items():
+        if is_swapped(value):
+            moments.append(key)
+        elif isinstance(value, torch.Tensor):
+            value.swappable = False
     for key in moments:
         registered[key] = torch.empty(num_elements, dtype=flat.dtype, device=flat.device)
     optimizer.optimizer.state[flat] = registered
