@@ -104,8 +104,8 @@ def _swapped_groups(files: CheckpointFiles) -> SwappedGroups:
     groups: SwappedGroups | None = content[STATE_KEY].get(SWAPPED_KEY)
     if groups is None:
         raise ValueError(
-            "its state lies in the files of DeepSpeed's NVMe swapper, and the release that wrote it "
-            "did not note what they hold: resume it in the layout that wrote it, and save again"
+            "its state lies in the files of DeepSpeed's NVMe swapper, and the release that wrote "
+            "it did not note what they hold: resume it in the layout that wrote it, and save again"
         )
     return groups
 

@@ -63,7 +63,7 @@ def any_on_nvme(optimizer: Any) -> bool:
 
 
 def swapped_groups(optimizer: Any) -> SwappedGroups:
-    """Return the sub-groups of an optimizer with their state on NVMe, which all ranks have alike."""
+    """Return the sub-groups of an optimizer with their state on NVMe, alike on all ranks."""
     groups: dict[int, tuple[str, int]] = {}
     if not getattr(optimizer, "swap_optimizer", False):
         return groups

@@ -65,8 +65,8 @@ def _name_as_saved(optimizer: Any, groups: SwappedGroups) -> None:
 
 
 def read_weights_once(optimizer: Any) -> None:
-    """Have DeepSpeed read a weight on NVMe once where it asks for it twice at a time: a weight is in
-    the list of the next ones for its forward and for its backward pass (0.19.8,
+    """Have DeepSpeed read a weight on NVMe once where it asks for it twice at a time: the list of
+    the next weights has it for the forward and for the backward pass (0.19.8,
     runtime/zero/partitioned_param_coordinator.py `__prefetch_nvme_param_partitions`).
     """
     swapper = optimizer.fp16_groups[0][0].nvme_swapper
