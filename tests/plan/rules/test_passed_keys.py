@@ -143,7 +143,7 @@ EFFECTS: Final[Mapping[str, list[Effect]]] = {
 }
 # Keys with an effect that two CPU processes cannot show, and what it takes.
 NOT_SHOWN_HERE: Final[Mapping[str, str]] = {
-    "aio.*": "NVMe: tests/engine/test_nvme_resume.py trains with it, under --exhaustive",
+    "aio.*": "NVMe: tests/engine/test_nvme.py trains with it, under --exhaustive",
     "compile.*": "DeepCompile: CUDA",
     "checkpoint.parallel_write.pipeline_stage": "stages of several data-parallel ranks",
     "optimizer.params.bias_correction": "DeepSpeed's kernels: CUDA",
