@@ -120,7 +120,8 @@ def _copy_host_tensors(optimizer: Any) -> None:
     while optimizer is not None:
         for state in getattr(optimizer, "state", {}).values():
             for key, value in state.items():
-                if _is_on_host(value):
+                # DeepSpeed's swapper knows the empty ones: their numbers are on NVMe.
+                if _is_on_host(value) and value.numel():
                     state[key] = value.clone()
         optimizer = getattr(optimizer, "optimizer", None)
 
