@@ -60,7 +60,9 @@ def _name_as_saved(optimizer: Any, groups: SwappedGroups) -> None:
     for number, name in renamed.items():
         flats[number].ds_id = name
         infos[number].param_id = name
-        infos[number].tensors[0].swap_path = f"{swapper.swap_folder}/{name}.tensor.swp"
+        weights = infos[number].tensors[0]
+        Path(weights.swap_path).unlink()
+        weights.swap_path = f"{swapper.swap_folder}/{name}.tensor.swp"
         swapper.swap_params_info[name] = infos[number]
 
 
