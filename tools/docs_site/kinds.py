@@ -178,6 +178,7 @@ class Kind:
 
 
 @cache
+@cache
 def find_kinds() -> dict[str, Kind]:
     """Return every kind, by name; of several places the first that has a sentence."""
     found: dict[str, Kind] = {}
