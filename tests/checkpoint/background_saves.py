@@ -66,9 +66,10 @@ def make(tmp_path: Path) -> Iterator[Callable[..., AsyncCheckpointer]]:
         return made[-1]
 
     yield build
-    for checkpointer in made:
+    for checkpointer in made:  # all of them first: one that closes may wait for another
         if checkpointer._writer is not None:
             os.kill(writer(checkpointer), signal.SIGCONT)
+    for checkpointer in made:
         checkpointer.close()
 
 

@@ -293,4 +293,4 @@ class TestFailing:
             assert steps(mounted) == [1, 3]
             assert names(mounted) == ["global_step1", "global_step3", "latest"]
         finally:
-            subprocess.run(["umount", mounted], check=True)
+            subprocess.run(["umount", "-l", mounted], check=True)

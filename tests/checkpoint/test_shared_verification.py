@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -117,7 +118,9 @@ def test_ranks_meet_while_they_read(
     ranks = Ranks(2)
 
     def read_after_three_meetings(path: Path, **options: Any) -> FileRecord:
+        deadline = time.monotonic() + 60
         while ranks.num_meetings < 4:
+            assert time.monotonic() < deadline, "the ranks do not meet"
             options["on_read"](1)
         return hash_file(path, **options)
 

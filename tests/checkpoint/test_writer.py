@@ -128,7 +128,7 @@ class TestRanks:
         ranks.do(lambda one: one.finish())
         assert steps(tmp_path) == [4]
         assert met[0] > 10, "they have come and gone while the disk did not answer"
-        assert max(ranks.waits) < async_checkpointer._BEAT_SECONDS + 4
+        assert max(ranks.waits) < SECONDS
 
     def test_another_ranks_failure_is_every_ranks_and_reported_at_once(
         self, make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -352,7 +352,7 @@ def test_a_killed_run_takes_its_writer_along_and_leaves_whole_checkpoints(
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()
-    parent.wait()
+    parent.wait(60)
     until(lambda: is_dead(pid))
     assert not any("dsf-save" in path.name for path in set(Path("/dev/shm").iterdir()) - shared)
     removed = clear_unfinished(tmp_path)

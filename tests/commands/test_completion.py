@@ -95,7 +95,7 @@ def test_zsh_completes(scripts: Path) -> None:
         os.close(terminal)
 
 
-def read_until(terminal: int, text: str, seconds: float = 30.0) -> None:
+def read_until(terminal: int, text: str, seconds: float = 60.0) -> None:
     """Read what a terminal shows until it shows a text."""
     shown = ""
     end = time.monotonic() + seconds

@@ -355,7 +355,9 @@ def large(tmp_path: Path) -> Path:
 
 def until_it_writes(out: Path, is_over: Callable[[], object]) -> None:
     """Wait until an export has begun to write."""
+    deadline = time.monotonic() + 300
     while not list(out.parent.glob(".out.*")) and not is_over():
+        assert time.monotonic() < deadline, "it does not begin to write"
         time.sleep(0.001)
 
 
@@ -375,9 +377,12 @@ def test_an_export_that_is_asked_to_end_leaves_nothing(large: Path, tmp_path: Pa
     with subprocess.Popen(
         command, env=job_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        until_it_writes(out, lambda: process.poll() is not None)
-        process.send_signal(signal.SIGTERM)
-        printed, stated = process.communicate(timeout=120)
+        try:
+            until_it_writes(out, lambda: process.poll() is not None)
+            process.send_signal(signal.SIGTERM)
+            printed, stated = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 143
     assert printed == b""  # DeepSpeed, when it is imported, would tell which device it found
     assert b"Traceback" not in stated

@@ -101,6 +101,7 @@ def test_serve_prints_where_and_ends_with_ctrl_c(tmp_path: Path) -> None:
             assert rest == "follows the run; Ctrl-C ends it\n"
             with urllib.request.urlopen(address, timeout=30) as answer:
                 assert b"Finished after 100 steps" in answer.read()
-        finally:
             process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 130
+            assert process.wait(timeout=60) == 130
+        finally:
+            process.kill()

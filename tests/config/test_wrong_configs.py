@@ -27,9 +27,9 @@ def lines_of(path: Path, overrides: list[str] | None = None) -> list[str]:
 
 def check(path: Path, content: str | bytes, expected: list[str]) -> None:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    started = time.perf_counter()
+    started = time.process_time()
     assert lines_of(path) == expected
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("name", YAML)

@@ -90,7 +90,7 @@ def failing(
 @pytest.mark.parametrize("name", FAILURES)
 def test_it_is_one_line(failing: dict[str, tuple[Job, Path]], name: str) -> None:
     (_, line, behind, code), (job, folder) = FAILURES[name], failing[name]
-    codes = job.wait(120)
+    codes = job.wait(120, alone_seconds=60)
     assert codes == [76, code], job.stated()
     assert job.stated(1).splitlines() == [line]
     assert "Traceback" not in job.stated(0)
@@ -104,7 +104,7 @@ def test_what_all_ranks_meet_is_one_line(tmp_path: Path, warm: WarmRanks) -> Non
     (tmp_path / "fails.yaml").write_text(CONFIG, encoding="utf-8")
     arguments = ["--config", "fails.yaml", data("unreadable", rank="all"), WORKERS]
     job = warm.start(arguments, num_ranks=2, folder=tmp_path)
-    job.wait(120)
+    job.wait(120, alone_seconds=60)
     assert job.stated(0).splitlines()[-1] == DAMAGED
     # A rank that comes to its sample after rank 0 has ended cannot ask it any more, and tells it
     # too. Torch may complain that the store has gone.

@@ -131,7 +131,8 @@ class TestWhoTells:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(60)
+            assert not thread.is_alive()
         return found
 
     @pytest.mark.slow

@@ -136,7 +136,7 @@ training: {max_steps: 4}
 monitors: {tensorboard: false}
 """)
     job = warm.start(["--config", "fails.yaml"], num_ranks=2, folder=tmp_path)
-    codes = job.wait(120)
+    codes = job.wait(120, alone_seconds=60)
     assert codes[0] == 70, job.stated()
     assert (
         job.stated(0)

@@ -117,7 +117,7 @@ def test_stacks_of_torch_s_warnings_do_not_reach_the_terminal(
     """Each of them is 30 lines of C++; what other code writes there stays."""
     script = ROOT / "tests/jobs/store_gone.py"
     job = warm.start([], num_ranks=2, folder=tmp_path / "said", script=script)
-    codes = job.wait(120)
+    codes = job.wait(120, alone_seconds=60)
     stated = job.stated()
     assert sorted(codes) == [70, 76], stated
     assert stated.count("asked: ") == 3

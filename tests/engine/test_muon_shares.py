@@ -37,7 +37,7 @@ class Threads:
     def __init__(self, num_ranks: int) -> None:
         self.size = num_ranks
         self.own = threading.local()
-        self.barrier = threading.Barrier(num_ranks)
+        self.barrier = threading.Barrier(num_ranks, timeout=60)
         self.board: dict[int, list[torch.Tensor]] = {}
         self.sent: list[int] = []
 

@@ -8,7 +8,6 @@ import gzip
 import importlib
 import json
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
 from framework import RunConfig
+from framework.engine import profile
 from framework.engine.phases import EventPhases, Phases
 from framework.engine.profile import ModuleWatch, operations_of
 from tests.engine.test_phases import Device, step
@@ -286,10 +286,11 @@ def test_the_own_time_of_operations_adds_up_to_the_steps() -> None:
 
 
 class ByName(torch.nn.Module):
-    """Calls a function that DeepSpeed's profiler does not see, twice, and sleeps."""
+    """Calls a function that DeepSpeed's profiler does not see, twice, and takes 10 ms."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Device) -> None:
         super().__init__()
+        self._clock = clock
         self.first, self.act, self.weight = (
             torch.nn.Linear(16, 32),
             torch.nn.ReLU(),
@@ -297,13 +298,17 @@ class ByName(torch.nn.Module):
         )
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.01)
+        self._clock.now += 10
         hidden = self.act(self.first(value))
         return linear(linear(hidden, self.weight), self.weight)
 
 
-def test_modules_are_counted_in_the_first_pass_and_timed_in_the_others() -> None:
-    model, phases = ByName(), Phases()
+def test_modules_are_counted_in_the_first_pass_and_timed_in_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Device()
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: clock.now / 1000)
+    model, phases = ByName(clock), Phases()
     watch = ModuleWatch(model, phases)
     with watch:
         phases.begin()
@@ -321,7 +326,7 @@ def test_modules_are_counted_in_the_first_pass_and_timed_in_the_others() -> None
     assert {name: rows[name]["kept_bytes"] for name in kept} == kept
     assert rows[""]["kept_bytes"] == sum(kept.values()) + 8 * 32 * 4  # what lies between the two
     assert rows[""]["params"] == 16 * 32 + 32 + 32 * 32
-    assert rows[""]["ms"] > 10 > rows["first"]["ms"]
+    assert (rows[""]["ms"], rows["first"]["ms"]) == (pytest.approx(10), 0)
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
 

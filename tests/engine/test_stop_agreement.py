@@ -61,7 +61,7 @@ class Rank:
         self.decision = GO_ON
         self.error: Exception | None = None
         self.by_clock: list[tuple[int, Decision]] = []
-        self.thread = threading.Thread(target=self._train)
+        self.thread = threading.Thread(target=self._train, daemon=True)
 
     def _train(self) -> None:
         try:
@@ -82,7 +82,7 @@ class Rank:
 
 
 def job(
-    *, ranks: int = 3, steps: int = 10_000, step_seconds: float = 0.002, **more: Any
+    *, ranks: int = 3, steps: int = 100_000, step_seconds: float = 0.002, **more: Any
 ) -> list[Rank]:
     store = PrefixStore("job", HashStore())
     return [
@@ -97,19 +97,26 @@ def join(ranks: list[Rank]) -> None:
         assert not rank.thread.is_alive()
 
 
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("asked", [(0,), (2,), (0, 1, 2)])
 @pytest.mark.parametrize("step_seconds", [0.0005, 0.05])
 def test_all_stop_after_the_same_step(asked: tuple[int, ...], step_seconds: float) -> None:
     ranks = job(step_seconds=step_seconds)
     for rank in ranks:
         rank.thread.start()
-    time.sleep(0.3)
+    until(lambda: all(rank.step > 5 for rank in ranks))
     for number in asked:
         ranks[number].request.receive(signal.SIGUSR1)
     join(ranks)
     assert {rank.decision for rank in ranks} == {Decision(Action.STOP, "SIGUSR1")}
     assert len({rank.step for rank in ranks}) == 1
-    assert 0 < ranks[0].step < 10_000
+    assert 0 < ranks[0].step < 100_000
 
 
 def test_a_request_before_the_first_step_stops_there() -> None:
@@ -150,7 +157,7 @@ def test_a_request_ends_a_run_whose_clock_asks_all_the_time() -> None:
     ranks = job(due=lambda: EVALUATE)  # of every rank, at once
     for rank in ranks:
         rank.thread.start()
-    time.sleep(0.3)
+    until(lambda: ranks[0].by_clock)
     ranks[2].request.receive(signal.SIGTERM)
     join(ranks)
     assert len({(rank.step, rank.decision, len(rank.by_clock)) for rank in ranks}) == 1
@@ -212,9 +219,7 @@ def test_one_that_was_asked_and_waits_in_a_collective_ends(
     rank = job(patience=0.3)[0]
     rank.agreement.start()
     rank.request.receive(signal.SIGTERM)
-    deadline = time.monotonic() + LONG
-    while not ended and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: ended)
     rank.agreement.close()
     assert ended == [76]
     assert capfd.readouterr().err.count("[peer-lost]") == 1

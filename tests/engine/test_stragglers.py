@@ -120,7 +120,7 @@ def test_three_ranks_of_which_one_sleeps(tmp_path: Path) -> None:
     common = {
         "data": {"kind": "digits", "image_size": 28},
         "batch": {"micro_size": 2},
-        "training": {"max_steps": 24, "log_every": 4},
+        "training": {"max_steps": 40, "log_every": 4},
         "evaluation": {"at_end": False},
         "checkpoint": {"at_end": False},
     }
@@ -146,7 +146,8 @@ def test_three_ranks_of_which_one_sleeps(tmp_path: Path) -> None:
     found = {}
     for name in cases:
         lines = (tmp_path / name / "events.jsonl").read_text(encoding="utf-8").splitlines()
-        (found[name],) = [event for event in map(json.loads, lines) if event["kind"] == "straggler"]
+        # A rank may sleep for another reason too, on a machine that is busy.
+        *_, found[name] = [e for e in map(json.loads, lines) if e["kind"] == "straggler"]
         assert found[name]["host"] == socket.gethostname()
         assert found[name]["own_ms"] >= 120
         assert found[name]["others_ms"] < found[name]["own_ms"] / 2

@@ -79,9 +79,9 @@ class Network:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for host in self.hosts:
-            host.kill()
-        self._stack.close()
+        with self._stack:  # it ends the switch, also if a host does not end
+            for host in self.hosts:
+                host.kill()
 
     def host(self, name: str, *, publish: bool = True, **furniture: Any) -> Host:
         """Make a host with the next address. `furniture` are arguments of `Host`.

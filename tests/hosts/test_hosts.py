@@ -31,7 +31,7 @@ with socket.create_server(("0.0.0.0", 5000)) as server:
 """
 _ASK = """
 import socket, sys, time
-peer = socket.create_connection(("node-1", 5000), 1)
+peer = socket.create_connection(("node-1", 5000), float(sys.argv[1]))
 began = time.monotonic()
 for _ in range(5):
     peer.sendall(b"?")
@@ -46,7 +46,7 @@ def network() -> Iterator[Network]:
         network.host("node-0")
         network.host("node-1", shm_bytes=1 << 20)
         network.hosts[1].start(["python3", "-c", _SERVE])
-        assert _until(lambda: network.hosts[0].run(["python3", "-c", _ASK]).returncode == 0)
+        assert _until(lambda: network.hosts[0].run(["python3", "-c", _ASK, "1"]).returncode == 0)
         yield network
 
 
@@ -97,22 +97,22 @@ def test_names_come_and_go_while_programs_run(network: Network) -> None:
 def test_a_cable_is_cut_slowed_down_and_healed(network: Network) -> None:
     first, second = network.hosts
 
-    def ask() -> float | None:
-        done = first.run(["python3", "-c", _ASK])
+    def ask(seconds: int) -> float | None:
+        done = first.run(["python3", "-c", _ASK, str(seconds)])
         return float(done.stdout) if done.returncode == 0 else None
 
-    usual = ask()
+    usual = ask(30)
     assert usual is not None
     network.delay(second, 40)
-    slow = ask()
+    slow = ask(30)
     assert slow is not None
     assert slow > 0.08  # there and back
     network.cut(second)
-    assert ask() is None
+    assert ask(1) is None
     network.drop(second, 1.0)
-    assert ask() is None
+    assert ask(1) is None
     network.heal(second)
-    assert ask() is not None
+    assert ask(30) is not None
 
 
 def test_lost_frames_are_sent_again(network: Network) -> None:
@@ -120,7 +120,7 @@ def test_lost_frames_are_sent_again(network: Network) -> None:
     network.drop(second, 0.2)
     send = _ASK.replace("range(5)", "range(30)")
     before = time.monotonic()
-    done = first.run(["python3", "-c", send])
+    done = first.run(["python3", "-c", send, "1"])
     network.heal(second)
     # TCP waits 200 ms and more before it sends anew; that none of 60 frames is lost has a chance of
     # one in a million.

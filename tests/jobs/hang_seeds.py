@@ -22,7 +22,7 @@ from framework.engine import hang_watch
 from framework.engine.hang_watch import Watched, watching
 from framework.engine_protocol import SAVING, STEPS
 
-SECONDS, SAVE_SECONDS, END_SECONDS = 4.0, 5.0, 6.0
+SECONDS, SAVE_SECONDS, END_SECONDS = 4.0, 5.0, 9.0
 
 
 class SlowSample(Dataset[int]):
@@ -95,7 +95,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     folder, rank, step = Path(sys.argv[1]), dist.get_rank(), 0
     gradient, extra, group = torch.ones(300), torch.ones(7), dist.new_group([0, 1])
-    with watching(logs=folder / "logs", end_seconds=END_SECONDS, least_seconds=0.5) as watch:
+    with watching(logs=folder / "logs", end_seconds=END_SECONDS, least_seconds=1.0) as watch:
         ask = Watched(watch, lambda _: "")
         watch.enter(STEPS)
         with watch.during(SAVING):  # so long that a later one of as long is none to speak of

@@ -101,12 +101,12 @@ def slow_evaluation() -> dict[str, float]:
     """
 
     def batches() -> Iterator[Any]:
-        for _ in range(9):
+        for _ in range(13):
             time.sleep(0.5)
             yield torch.rand(4, 1, 28, 28), torch.zeros(4, dtype=torch.long)
 
     with framework.open_engine(
-        digits(0, run={"name": "slow"}, supervision={"hang_seconds": 4})
+        digits(0, run={"name": "slow"}, supervision={"hang_seconds": 6})
     ) as engine:
         stream = engine.batches()
         while engine.steps_taken < 3 and not engine.should_stop():

@@ -30,7 +30,9 @@ def main() -> None:
             time.sleep(0.3)  # saves a checkpoint
             sys.exit(75)
 
-    if action != "deaf":
+    if action.startswith("look="):  # it may look before it is asked to stop, or after that
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif action != "deaf":
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
     watch_parent(os.environ, is_stopping=lambda: False, is_over=lambda: False)

@@ -69,7 +69,6 @@ def test_the_code_of_the_first_failure_comes_back(
     assert gone(
         [rank[name] for rank in ranks.values() for name in ("pid", "worker")],
         folder=alone.folder,
-        timeout=1,
     )
 
 

@@ -185,8 +185,11 @@ import pathlib, sys, time
 class Slow:
     def find_spec(self, name, path=None, target=None):
         if name == "framework.cli":
-            pathlib.Path(__file__).with_name("importing").touch()
-            time.sleep(2)
+            here = pathlib.Path(__file__)
+            here.with_name("importing").touch()
+            until = time.monotonic() + 60
+            while not here.with_name("asked").exists() and time.monotonic() < until:
+                time.sleep(0.05)
 sys.meta_path.insert(0, Slow())
 """
 ALONE = ["unshare", "--pid", "--fork"]
@@ -210,6 +213,7 @@ def test_process_1_obeys_requests_while_it_imports(tmp_path: Path) -> None:
         time.sleep(0.05)
     (child,) = psutil.Process(process.pid).children()
     child.terminate()
+    (tmp_path / "asked").touch()
     assert process.wait(timeout=60) == EXIT_STOPPED
 
 
@@ -334,7 +338,7 @@ def test_what_the_leftovers_start_ends_as_well(tmp_path: Path) -> None:
     if heir.exists():  # else it was ended before it could report the signal
         pid = json.loads(heir.read_text())
         try:
-            assert gone([pid], folder=tmp_path, timeout=1)
+            assert gone([pid], folder=tmp_path)
         finally:
             kill_what_is_left(pid, folder=tmp_path)
 
@@ -346,7 +350,7 @@ def test_a_rank_that_cannot_be_killed_is_named_and_nothing_starts_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for module in (agent, ranks_module):
-        monkeypatch.setattr(module, "KILL_SECONDS", 1.0)
+        monkeypatch.setattr(module, "KILL_SECONDS", 3.0)
     config = config_from_values(
         {"run": {"output_dir": str(tmp_path)}, "supervision": {"max_restarts": 5}}
     )
@@ -367,7 +371,7 @@ def test_a_rank_that_cannot_be_killed_is_named_and_nothing_starts_beside_it(
     assert end.has_left
     assert " rank 0: ended with 70 (training failed)" in end.line
     assert (
-        f" rank 1 (process {pid}, state D in request_wait_answer): not ended 1 s after SIGKILL"
+        f" rank 1 (process {pid}, state D in request_wait_answer): not ended 3 s after SIGKILL"
         in end.line
     )
     assert capsys.readouterr().err == f"launch: {end.line}\n"

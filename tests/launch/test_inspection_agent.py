@@ -56,7 +56,8 @@ ENDLESS = "time.sleep(60)"
 def test_a_host_is_not_waited_for_longer_than_its_limit(
     program: str, num_bytes: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection, "_END_SECONDS", 0.2)
+    end_seconds = 0.2 if ENDLESS in program else 20.0
+    monkeypatch.setattr(inspection, "_END_SECONDS", end_seconds)
     seconds = 0.3 if "0 s" in reason else 20.0
     job = InspectionJob(
         node=0, names=["a"], master_addr="127.0.0.1", master_port=1, token="x" * num_bytes
@@ -68,4 +69,4 @@ def test_a_host_is_not_waited_for_longer_than_its_limit(
             agent.ask(Meet(job=job, marks=[]), seconds=seconds)
     finally:
         agent.close()
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 40

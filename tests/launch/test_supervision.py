@@ -291,9 +291,8 @@ def test_a_killed_rank_and_the_unbroken_run(warm: WarmRanks, tmp_path: Path) -> 
         goodput(read_run(tmp_path / "killed")),
     )
     assert found is not None
-    # Until `train.py` is reached Python itself starts: 30 ms, of a busy machine some tenths of a
-    # second.
-    assert found.total == pytest.approx(events[-1]["time_seconds"] - begun, rel=0.01, abs=0.4)
+    # Until `train.py` is reached Python itself starts: 30 ms, of a busy machine a second or two.
+    assert found.total == pytest.approx(events[-1]["time_seconds"] - begun, rel=0.01, abs=3.0)
     counted = sum(found.parts.values()) - found.parts.get("other", 0.0)
     assert counted == pytest.approx(found.total, rel=0.01, abs=0.15)
     assert found.parts.keys() >= {

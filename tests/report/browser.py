@@ -139,4 +139,4 @@ def browser(folder: Path) -> Iterator[Tab]:
         os.close(from_read)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait(60)

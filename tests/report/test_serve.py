@@ -28,7 +28,7 @@ def served(folder: Path) -> Iterator[int]:
         yield server.server_port
     finally:
         server.shutdown()
-        thread.join()
+        thread.join(60)
         server.server_close()
 
 

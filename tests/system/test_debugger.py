@@ -62,7 +62,7 @@ def test_a_prompt_is_known_by_what_waits_there(wait: Callable[[int], None], expe
     thread.start()
     assert thread.ident is not None
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while is_at_prompt(thread.ident) != expected and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.1)
@@ -70,5 +70,6 @@ def test_a_prompt_is_known_by_what_waits_there(wait: Callable[[int], None], expe
     finally:
         os.write(writer, b"c\n" if wait is in_pdb else b"\n")
         os.close(writer)
-        thread.join(10)
+        thread.join(60)
+    assert not thread.is_alive()
     assert not is_at_prompt(thread.ident)

@@ -19,11 +19,11 @@ from tests.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
-GONE_SECONDS = 15.0
+GONE_SECONDS = 45.0  # less than a rank sleeps
 _RANK = """
 import os, sys, time
 from framework.system.parent_watch import watch_parent
-watch_parent(os.environ, is_stopping=lambda: "stopping" in sys.argv, is_over=lambda: "over" in sys.argv, stopping_seconds=3.0)
+watch_parent(os.environ, is_stopping=lambda: "stopping" in sys.argv, is_over=lambda: "over" in sys.argv, stopping_seconds=float(os.environ.get("STOPPING_SECONDS", "600")))
 print(os.getpid(), flush=True)
 time.sleep(60)
 """  # noqa: E501
@@ -69,13 +69,14 @@ def test_a_rank_with_a_killed_launcher_reports_it_and_ends() -> None:
 def test_a_rank_that_is_stopping_gets_some_seconds_and_one_that_has_saved_does_not_need_them() -> (
     None
 ):
-    launcher, rank = start_rank("stopping", LOCAL_RANK="0")
+    launcher, rank = start_rank("stopping", LOCAL_RANK="0", STOPPING_SECONDS="3")
     saved, other = start_rank("stopping", "over", LOCAL_RANK="0")
-    launcher.kill()
     saved.kill()
     other.wait(GONE_SECONDS)
-    assert rank.is_running()
+    began = time.monotonic()
+    launcher.kill()
     rank.wait(GONE_SECONDS)
+    assert time.monotonic() - began >= 3.0
     launcher.communicate()
     saved.communicate()
 
@@ -96,7 +97,7 @@ def test_the_agent_is_watched_above_a_launcher_that_lives() -> None:
     assert rank.is_running()
     agent.send_signal(signal.SIGKILL)  # and not waited for: a zombie is no agent
     _, stated = launcher.communicate(timeout=GONE_SECONDS)
-    agent.wait()
+    agent.wait(60)
     assert f"rank 0: the agent (process {agent.pid}) is gone" in stated
     assert launcher.returncode == 76
 

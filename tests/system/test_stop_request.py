@@ -138,7 +138,7 @@ def test_elsewhere_than_in_the_main_thread_nothing_is_handled() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join()
+    thread.join(60)
     assert seen == [before]
 
 
@@ -179,14 +179,18 @@ def test_before_the_first_step_a_process_ends_at_once_although_it_waits_in_c() -
 
 
 def test_twice_while_training_ends_with_the_number_of_the_signal() -> None:
-    process = listening("request.training_begins()", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
-    process.send_signal(INT)
-    time.sleep(0.5)
-    process.send_signal(INT)
-    time.sleep(4.0)
+    """A clock of the test: it tells the time of each signal, and prints that it was asked."""
+    clock = "request._clock = lambda: print('asked', flush=True) or next(times)"
+    setting = f"times = iter([0.0, 0.5, 4.5]); {clock}; request.training_begins()"
+    process = listening(setting, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    assert process.stdout is not None
+    for _ in range(2):
+        process.send_signal(INT)
+        assert process.stdout.readline() == "asked\n"
+    time.sleep(0.3)
     assert process.poll() is None
     process.send_signal(INT)
-    _, stated = process.communicate(timeout=30)
+    _, stated = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stated == "rank 1: SIGINT again: ending at once [stopped-at-once]\n"
 
@@ -232,7 +236,7 @@ request = StopRequest()
 def look():
     assert request.asked() == ""
     os.kill(os.getpid(), signal.SIGTERM)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while not request.asked() and time.monotonic() < deadline:
         time.sleep(0.01)
     print(request.asked(), repr(request.signal), flush=True)

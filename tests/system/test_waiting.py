@@ -5,7 +5,9 @@ wait prints nothing.
 from __future__ import annotations
 
 import re
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +36,26 @@ def printed(capfd: pytest.CaptureFixture[str], num_lines: int) -> list[str]:
     return text.splitlines()
 
 
+class Counting(threading.Event):
+    """Counts the waits for it, which begin once both blocks of the test are entered."""
+
+    both_are_open = threading.Event()
+    num_waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert self.both_are_open.wait(60)
+        self.num_waits += 1
+        return super().wait(timeout)
+
+
+def until_threads_end() -> None:
+    """Wait until no thread can print any more for a wait that is over."""
+    for thread in threading.enumerate():
+        if thread.name == "waiting":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
 def test_what_since_when_and_until_when(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,14 +65,22 @@ def test_what_since_when_and_until_when(
     expected = rf"waiting for the others since {moment}, \d+ s \(usually a second\), until {moment}"
     for line in lines:
         assert re.fullmatch(expected, line)
+    until_threads_end()
     capfd.readouterr()
+    monkeypatch.setattr(
+        module, "threading", SimpleNamespace(**vars(threading) | {"Event": Counting})
+    )
     monkeypatch.setattr(module, "_AGAIN_SECONDS", 3600.0)
-    monkeypatch.setattr(module, "_FIRST_SECONDS", 0.5)
-    with waiting("a long one"):
-        monkeypatch.setattr(module, "_FIRST_SECONDS", 0.1)
-        with waiting("the compiler"):
-            lines = printed(capfd, 1)
-            time.sleep(0.6)  # the outer one has nothing to add
+    with waiting("a long one"), waiting("the compiler"):
+        Counting.both_are_open.set()
+        lines = printed(capfd, 1)
+        (outer, _) = module._open
+        assert isinstance(outer, Counting)
+        deadline = time.monotonic() + 60
+        while outer.num_waits < 2:  # it has looked, and has nothing to add
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    until_threads_end()
     assert [line.partition(" since ")[0] for line in lines] == ["waiting for the compiler"]
     monkeypatch.setattr(module, "_FIRST_SECONDS", 30.0)
     with waiting("a moment"):

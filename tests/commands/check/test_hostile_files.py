@@ -167,8 +167,8 @@ def test_a_silent_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
 
     writer = threading.Thread(target=hold_open)
     writer.start()
-    opened.wait(30)
     try:
+        assert opened.wait(30)
         begin = time.monotonic()
         with pytest.raises(ConfigError, match=r"a pipe that did not end within 0\.2 s"):
             load_config(path)

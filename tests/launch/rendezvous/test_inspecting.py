@@ -60,7 +60,7 @@ def test_all_call_each_other_and_see_one_folder(tmp_path: Path) -> None:
 def test_a_node_that_is_missing_hides_nothing_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspecting, "MEET_SECONDS", 1.5)
+    monkeypatch.setattr(inspecting, "MEET_SECONDS", 3.0)
     monkeypatch.setattr(inspecting, "_SEE_SECONDS", 0.1)
     marks = [left(tmp_path / "runs"), str(tmp_path / "not" / ".preflight-x"), ""]
     first, _ = checks_of([0, 2], free_ports(2), marks)
@@ -84,7 +84,7 @@ def test_a_mark_that_comes_late_is_waited_for(
 
 
 def test_a_port_of_the_ranks_that_is_taken_is_one_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspecting, "MEET_SECONDS", 1.5)
+    monkeypatch.setattr(inspecting, "MEET_SECONDS", 3.0)
     port = free_ports(2)
     with socket.create_server(("127.0.0.1", port)):
         first, _ = checks_of([0, 1], port, [])

@@ -194,14 +194,18 @@ def test_a_stranger_cannot_make_a_node_call_others(
     and no text that node 0 chooses is sent.
     """
     called: list[object] = []
+    requests: list[object] = []
     monkeypatch.setattr(member, "call_others", lambda targets, token: called.append(targets) or {})
     monkeypatch.setattr(member, "_DIAL_AGAIN_SECONDS", 0.05)
 
     async def node_0(channel: Channel, caller: Member) -> None:
         caller._session.hello = {**caller._session.hello, "look": {}}
         channel.send("reach", **request_)
+        requests.append(request_)
+        if len(requests) == 2:  # the first one was refused: it calls again, until its deadline
+            caller._session.deadline_seconds = 0.0
 
-    end, _ = end_of(node_0, deadline_seconds=0.5)
+    end, _ = end_of(node_0)
     assert isinstance(end, PeerLostError)
     assert "it does not speak this protocol" in str(end)
     assert called == []

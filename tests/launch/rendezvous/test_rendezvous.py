@@ -36,7 +36,7 @@ def refused(members: Members, *, kinds: tuple[str, ...]) -> list[str]:
     """Return the output of the agents; all ended with 78 in seconds and named every problem."""
     ends = [ended(process) for process in members.processes]
     assert [code for code, _ in ends] == [78] * len(ends), ends
-    assert time.monotonic() - members.started_at < 30
+    assert time.monotonic() - members.started_at < 50  # the deadline is a minute
     for _, stated in ends:
         assert {f"[{kind}]" for kind in kinds} <= {
             line.split()[-1] for line in stated.splitlines()
@@ -164,7 +164,7 @@ def rejections(members: Members) -> Iterator[list[socket.socket]]:
     """Yield connections to node 0, which is up."""
     members.start(0, "exit=0")
     connections: list[socket.socket] = []
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 50
     while len(connections) < 6:
         try:
             connections.append(
@@ -205,7 +205,7 @@ def test_a_slow_stranger_is_cut_off(members: Members, rejections: list[socket.so
     begun = time.monotonic()
     rejections[0].sendall(b"{")
     read_until_closed(rejections[0])
-    assert 5 < time.monotonic() - begun < 20
+    assert 5 < time.monotonic() - begun < 40
 
 
 @pytest.mark.slow

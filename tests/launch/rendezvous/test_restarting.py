@@ -108,7 +108,7 @@ def test_fewer_nodes_train_where_others_do_not_come_back(
             second.send("ended", code=76)
             assert (await lead.decide_restart(LOST)).is_again
             again = asyncio.ensure_future(lead.begin())
-            await asyncio.wait({again}, timeout=1.5)
+            await asyncio.wait({again}, timeout=30.0 if fits else 1.5)
             assert again.done() == fits
             if not fits:  # it is waited for
                 first = await enter(port, 1, nnodes=3)

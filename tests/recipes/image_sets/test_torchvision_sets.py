@@ -83,7 +83,7 @@ def requests(
     yield asked
     server.shutdown()
     server.server_close()
-    thread.join()
+    thread.join(60)
 
 
 def test_reads_real_fashion_mnist(fashion_root: Path) -> None:

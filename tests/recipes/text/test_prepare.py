@@ -361,6 +361,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_is_asked_to_end_leaves_nothing(
     number: signal.Signals, code: int, tmp_path: Path

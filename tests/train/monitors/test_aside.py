@@ -55,7 +55,7 @@ def test_a_server_that_does_not_answer_stalls_neither_steps_nor_the_end() -> Non
         match=r"it was not done 0\.2 s after the last step, and its last points may be lo",
     ):
         aside.close()
-    assert 0.2 <= time.monotonic() - started < 5
+    assert 0.2 <= time.monotonic() - started < 20
     server.answers.set()
 
 
@@ -67,7 +67,7 @@ def test_a_run_that_stops_waits_less(monkeypatch: pytest.MonkeyPatch) -> None:
     aside.hurry()
     with pytest.raises(TimeoutError, match=r"not done 0\.1 s after"):
         aside.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     server.answers.set()
 
 
@@ -83,7 +83,7 @@ def test_one_that_falls_far_behind_is_given_up_and_not_waited_for() -> None:
         write_many()
     started = time.monotonic()
     aside.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     server.answers.set()
 
 

@@ -46,12 +46,14 @@ def test_points_wait_for_the_storage_and_the_run_does_not() -> None:
     slow, other = Stalled(), Stalled()
     other.storage.set()
     monitors, started = [Behind(slow), Behind(other)], time.monotonic()
-    for step in range(100):
-        for monitor in monitors:
-            monitor.write(point(step))
-    assert time.monotonic() - started < 5.0  # 10 s, did each wait its moment
-    assert slow.steps == other.steps == []
-    threading.Timer(0.1, slow.storage.set).start()
+    try:
+        for step in range(100):
+            for monitor in monitors:
+                monitor.write(point(step))
+        assert time.monotonic() - started < 5.0  # 10 s, did each wait its moment
+        assert slow.steps == other.steps == []
+    finally:  # else the writer waits for it, and what comes next for the writer
+        threading.Timer(0.1, slow.storage.set).start()
     for monitor in monitors:
         monitor.close()
     assert slow.steps == other.steps == [*range(100), -1]
