@@ -39,14 +39,13 @@ from framework.checkpoint.names import (
     OPTIMIZER_FILE,
     STATE_KEY,
     SWAPPED,
-    SWAPPED_KEY,
     SwappedGroups,
     layer_file,
     shift_expert,
 )
 from framework.checkpoint.state.stage0_names import COPIES, FLAT, INNER, names_by_shape
 from framework.checkpoint.state.stored import CheckpointFiles, Stored, ValuePath
-from framework.checkpoint.state.swapped import SwappedFiles
+from framework.checkpoint.state.swapped import SwappedFiles, noted_groups
 from framework.checkpoint.state.tensor_split import Split
 from framework.models.adapters import is_adapter
 
@@ -99,9 +98,9 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
 
 
 def _swapped_groups(files: CheckpointFiles) -> SwappedGroups:
-    """Read which groups were on NVMe. Raises ValueError if the checkpoint does not have it."""
+    """Read which groups were on NVMe. Raises ValueError if the checkpoint does not note it."""
     content = files[files.named(MODEL_FILE)[0, 0]]
-    groups: SwappedGroups | None = content[STATE_KEY].get(SWAPPED_KEY)
+    groups = noted_groups(content[STATE_KEY])
     if groups is None:
         raise ValueError(
             "its state lies in the files of DeepSpeed's NVMe swapper, and the release that wrote "

@@ -8,12 +8,30 @@ fp32 weights, ``exp_avg-0_12.tensor.swp`` a state of them (swap_tensor/optimizer
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from framework.checkpoint.names import OPTIMIZER_FILE, SWAPPED, SwappedGroups
+from framework.checkpoint.names import OPTIMIZER_FILE, SWAPPED, SWAPPED_KEY, SwappedGroups
+
+_GROUP_NAME: Final = re.compile(r"[0-9]+_[0-9]+")
+
+
+def noted_groups(state: Mapping[str, Any]) -> SwappedGroups | None:
+    """Return the swapped groups that the own state of a checkpoint notes, or None if it was written
+    by a release that did not note them.
+
+    Raises:
+        ValueError: a name that is none of DeepSpeed's. Names become parts of paths.
+    """
+    groups: SwappedGroups | None = state.get(SWAPPED_KEY)
+    for name, _ in (groups or {}).values():
+        if not _GROUP_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a group that DeepSpeed swaps")
+    return groups
 
 
 class SwappedFiles:
@@ -46,7 +64,7 @@ class SwappedFiles:
             optimizer["fp32_flat_groups"][number] = _mapped(path, num_elements)
             state = states.get(number, {})
             for key, value in state.items():
-                if is_swapped(value):
+                if is_swapped(value) and key.isidentifier():
                     path = folder / f"{key}-{group_name}.tensor.swp"
                     state[key] = _mapped(path, num_elements)
 

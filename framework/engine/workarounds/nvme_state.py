@@ -21,9 +21,9 @@ from typing import Any
 import deepspeed
 import torch
 
-from framework.checkpoint.names import STATE_KEY, SWAPPED_KEY, SwappedGroups
+from framework.checkpoint.names import STATE_KEY, SwappedGroups
 from framework.checkpoint.state.checkpoint_engine import read_file
-from framework.checkpoint.state.swapped import is_swapped
+from framework.checkpoint.state.swapped import is_swapped, noted_groups
 from framework.errors import StorageError
 
 
@@ -37,7 +37,7 @@ def loading_nvme_state(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str
     """
     optimizer = engine.optimizer
     content = read_file(Path(engine._get_ckpt_name(str(folder), tag)), mmap=True)
-    _name_as_saved(optimizer, content[STATE_KEY].get(SWAPPED_KEY, {}))
+    _name_as_saved(optimizer, noted_groups(content[STATE_KEY]) or {})
     optimizer._rigid_load_state_dict = partial(_load_rank_state, optimizer)
     try:
         yield
@@ -158,7 +158,7 @@ def _register_moments(
         if is_swapped(value):
             moments.append(key)
         elif isinstance(value, torch.Tensor):
-            value.swappable = False
+            vars(value)["swappable"] = False
     for key in moments:
         registered[key] = torch.empty(num_elements, dtype=flat.dtype, device=flat.device)
     optimizer.optimizer.state[flat] = registered

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.names import STATE_KEY, SWAPPED
+from framework.checkpoint.names import STATE_KEY, SWAPPED, SWAPPED_KEY
 from framework.checkpoint.state.shard_map import map_checkpoint
-from framework.checkpoint.state.swapped import SwappedFiles
+from framework.checkpoint.state.swapped import SwappedFiles, noted_groups
 from framework.checkpoint.state.weight_names import swapped_groups
 
 
@@ -84,3 +84,10 @@ def test_files_of_a_release_that_noted_nothing_are_not_guessed(tmp_path: Path) -
     manifest = {"step": 4, "layout": {"world_size": 1}, "config": {"zero": {"stage": 3}}}
     with pytest.raises(ValueError, match="did not note what they hold"):
         map_checkpoint(SavedCheckpoint(tmp_path, "global_step4", manifest))
+
+
+@pytest.mark.parametrize("name", ["../../0_4", "/tmp/0_4", "0_4\n", ""])
+def test_a_name_that_leads_to_another_folder_is_refused(name: str) -> None:
+    assert noted_groups({SWAPPED_KEY: {0: ("0_4", 300_000)}}) == {0: ("0_4", 300_000)}
+    with pytest.raises(ValueError, match="is no name of a group"):
+        noted_groups({SWAPPED_KEY: {0: ("0_4", 300_000), 1: (name, 5)}})
