@@ -588,7 +588,7 @@ def test_experts_of_four_ranks_go_on_on_two(on_four: Path) -> None:
 
 def hold_resumed(folder: Path) -> None:
     for name in ("train/loss", "train/grad_norm", "eval/loss"):
-        assert series(on_four / "same", name) == after_stop(on_four / "same-whole", name)
+        assert series(folder / "same", name) == after_stop(folder / "same-whole", name)
 
 
 def test_experts_in_stages_go_on_to_the_bit(on_four: Path) -> None:
