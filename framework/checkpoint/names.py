@@ -16,7 +16,7 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -50,10 +50,6 @@ OPTIMIZER_FILE: Final = re.compile(rf"(?:bf16_)?{_RANK}_{_MODEL_RANK}_optim_stat
 LAYER_FILE: Final = re.compile(r"layer_[0-9]{1,6}-.*model_states\.pt")
 SWAPPED: Final = "offloaded_tensors"
 """Folder of the state that DeepSpeed's swapper kept on NVMe."""
-SWAPPED_KEY: Final = "swapped"
-"""Key of `SwappedGroups` in the run's own state."""
-SwappedGroups = Mapping[int, tuple[str, int]]
-"""Number of a sub-group with such state -> its name, and a rank's elements of it."""
 _LONGEST_TAG: Final = 256
 _RAW_TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 

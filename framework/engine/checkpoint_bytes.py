@@ -12,9 +12,9 @@ import deepspeed
 import torch
 import torch.distributed
 
-from framework.checkpoint.names import EXPERT, STATE_KEY, SWAPPED_KEY
+from framework.checkpoint.names import EXPERT, STATE_KEY
 from framework.checkpoint.state.checkpoint_engine import AtomicCheckpointEngine, keeping_copies
-from framework.checkpoint.state.weight_names import Names, stepped_groups, swapped_groups
+from framework.checkpoint.state.weight_names import Names, stepped_groups
 from framework.engine import random_state
 from framework.engine.distributed import device, gather, rank
 from framework.engine.held_weights import held_elements, lacking_names
@@ -113,15 +113,17 @@ def _client_state(
     for group in stepped_groups(engine.optimizer):
         if all(parameter in names for parameter in group):
             names_of_groups.append([names[parameter] for parameter in group])
-    return {
-        STATE_KEY: {
-            "state": dict(state),
-            "random_states": random_states,
-            "grad_scalers": scalers,
-            "names": names_of_groups,
-            SWAPPED_KEY: swapped_groups(engine.optimizer),
-        }
+    saved = {
+        "state": dict(state),
+        "random_states": random_states,
+        "grad_scalers": scalers,
+        "names": names_of_groups,
     }
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        from framework.checkpoint.state.swapped import SWAPPED_KEY, swapped_groups
+
+        saved[SWAPPED_KEY] = swapped_groups(engine.optimizer)
+    return {STATE_KEY: saved}
 
 
 def _rows_of_ranks(row: torch.Tensor, *, everywhere: bool) -> torch.Tensor | None:

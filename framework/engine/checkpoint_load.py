@@ -20,7 +20,7 @@ from framework.checkpoint.state.checkpoint_engine import read_or_explain
 from framework.checkpoint.state.optimizer_shards import ADAFACTOR_KEYS, OptimizerViews
 from framework.checkpoint.state.reader import StoredState, describe_lacking
 from framework.checkpoint.state.tensor_split import parts_of
-from framework.checkpoint.state.weight_names import Names, any_on_nvme, opened
+from framework.checkpoint.state.weight_names import Names, opened
 from framework.checkpoint.state.weight_parts import whole_shape
 from framework.engine import random_state
 from framework.engine.adam_kernel import keep_kernels, kernels_of
@@ -85,7 +85,9 @@ def _completing_nvme(
     engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str
 ) -> AbstractContextManager[None]:
     """Return a context of a load, which then has put back all state on NVMe."""
-    if not any_on_nvme(engine.optimizer):
+    has_state = getattr(engine.optimizer, "swap_optimizer", False)
+    has_weights = getattr(engine.optimizer, "params_in_nvme_and_cpu", False)
+    if not has_state and not has_weights:
         return nullcontext()
     from framework.engine.workarounds.nvme_state import loading_nvme_state
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from framework.checkpoint.state.optimizer_shards import OptimizerViews, ParameterPiece
-from framework.checkpoint.state.weight_names import swapped_in
+from framework.checkpoint.state.swapped import swapped_in
 from framework.engine.spread_weights import rank_share, set_share
 
 

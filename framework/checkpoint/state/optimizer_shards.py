@@ -20,7 +20,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from framework.checkpoint.state.schedule_free import AHEAD_KEY
-from framework.checkpoint.state.weight_names import Names, stepped_groups, swapped_in
+from framework.checkpoint.state.swapped import swapped_in
+from framework.checkpoint.state.weight_names import Names, stepped_groups
 
 FP32: Final = "fp32"
 EMA_KEY: Final = "weight_ema"

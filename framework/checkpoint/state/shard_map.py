@@ -39,13 +39,12 @@ from framework.checkpoint.names import (
     OPTIMIZER_FILE,
     STATE_KEY,
     SWAPPED,
-    SwappedGroups,
     layer_file,
     shift_expert,
 )
 from framework.checkpoint.state.stage0_names import COPIES, FLAT, INNER, names_by_shape
 from framework.checkpoint.state.stored import CheckpointFiles, Stored, ValuePath
-from framework.checkpoint.state.swapped import SwappedFiles, noted_groups
+from framework.checkpoint.state.swapped import SwappedFiles, SwappedGroups, noted_groups
 from framework.checkpoint.state.tensor_split import Split
 from framework.models.adapters import is_adapter
 

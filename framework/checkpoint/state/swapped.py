@@ -1,4 +1,4 @@
-"""State of DeepSpeed's NVMe swapper in the files of a checkpoint.
+"""State of DeepSpeed's NVMe swapper, in a rank's optimizer and in the files of a checkpoint.
 
 DeepSpeed 0.19.8 saves empty tensors in a rank's optimizer file for each sub-group that is swapped,
 and copies the swapper's files beside it (runtime/engine.py `save_checkpoint`). They hold plain
@@ -9,15 +9,55 @@ fp32 weights, ``exp_avg-0_12.tensor.swp`` a state of them (swap_tensor/optimizer
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from framework.checkpoint.names import OPTIMIZER_FILE, SWAPPED, SWAPPED_KEY, SwappedGroups
+from framework.checkpoint.names import OPTIMIZER_FILE, SWAPPED
 
+SWAPPED_KEY: Final = "swapped"
+"""Key of `SwappedGroups` in the run's own state."""
+SwappedGroups = Mapping[int, tuple[str, int]]
+"""Number of a sub-group with such state -> its name, and a rank's elements of it."""
 _GROUP_NAME: Final = re.compile(r"[0-9]+_[0-9]+")
+
+
+def swapped_groups(optimizer: Any) -> SwappedGroups:
+    """Return the sub-groups of an optimizer with their state on NVMe, alike on all ranks."""
+    groups: dict[int, tuple[str, int]] = {}
+    if not getattr(optimizer, "swap_optimizer", False):
+        return groups
+    for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+        if optimizer._swappable_optimizer_subgroup(number):
+            num_elements = int(optimizer.fp16_partitioned_groups_flat_numel[number])
+            groups[number] = flat.ds_id, num_elements
+    return groups
+
+
+@contextmanager
+def swapped_in(
+    optimizer: Any, number: int, *, writes: bool = False, gradients: bool = False
+) -> Iterator[None]:
+    """Hold the state of a sub-group in memory within the block, if it lies on NVMe. What is written
+    there is kept if `writes` is set: of gradients with `gradients`, otherwise of weights and state.
+    """
+    is_swapped = getattr(optimizer, "swap_optimizer", False)
+    if not is_swapped or not optimizer._swappable_optimizer_subgroup(number):
+        yield
+        return
+    optimizer._optimizer_states_and_gradient_swap_in(number)
+    try:
+        yield
+    finally:
+        if not writes:
+            optimizer._release_swap_buffers(number)
+        elif gradients:
+            optimizer._writeback_swap_state(number, write_opt_state=False, write_gradients=True)
+        else:
+            optimizer._optimizer_states_and_gradient_swap_out(number)
 
 
 def noted_groups(state: Mapping[str, Any]) -> SwappedGroups | None:

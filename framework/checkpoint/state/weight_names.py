@@ -1,5 +1,5 @@
 """Plain names of the weights that a rank holds, the groups in which an optimizer steps them, and
-access to what the optimizer has partitioned, or keeps on NVMe.
+access to what the optimizer has partitioned.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-
-from framework.checkpoint.names import SwappedGroups
 
 Names = Mapping[torch.Tensor, str]
 """Parameters and saved buffers of a rank's modules -> their names in the plain module."""
@@ -54,44 +52,3 @@ def opened(optimizer: Any) -> Iterator[None]:
     yield
     if hasattr(optimizer, "checkpoint_event_epilogue"):
         optimizer.checkpoint_event_epilogue()
-
-
-def any_on_nvme(optimizer: Any) -> bool:
-    """Check whether an optimizer keeps its state, or the weights, on NVMe."""
-    keys = ("swap_optimizer", "params_in_nvme_and_cpu")
-    return any(getattr(optimizer, key, False) for key in keys)
-
-
-def swapped_groups(optimizer: Any) -> SwappedGroups:
-    """Return the sub-groups of an optimizer with their state on NVMe, alike on all ranks."""
-    groups: dict[int, tuple[str, int]] = {}
-    if not getattr(optimizer, "swap_optimizer", False):
-        return groups
-    for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
-        if optimizer._swappable_optimizer_subgroup(number):
-            num_elements = int(optimizer.fp16_partitioned_groups_flat_numel[number])
-            groups[number] = flat.ds_id, num_elements
-    return groups
-
-
-@contextmanager
-def swapped_in(
-    optimizer: Any, number: int, *, writes: bool = False, gradients: bool = False
-) -> Iterator[None]:
-    """Hold the state of a sub-group in memory within the block, if it lies on NVMe. What is written
-    there is kept if `writes` is set: of gradients with `gradients`, otherwise of weights and state.
-    """
-    is_swapped = getattr(optimizer, "swap_optimizer", False)
-    if not is_swapped or not optimizer._swappable_optimizer_subgroup(number):
-        yield
-        return
-    optimizer._optimizer_states_and_gradient_swap_in(number)
-    try:
-        yield
-    finally:
-        if not writes:
-            optimizer._release_swap_buffers(number)
-        elif gradients:
-            optimizer._writeback_swap_state(number, write_opt_state=False, write_gradients=True)
-        else:
-            optimizer._optimizer_states_and_gradient_swap_out(number)

@@ -21,9 +21,9 @@ from typing import Any
 import deepspeed
 import torch
 
-from framework.checkpoint.names import STATE_KEY, SwappedGroups
+from framework.checkpoint.names import STATE_KEY
 from framework.checkpoint.state.checkpoint_engine import read_file
-from framework.checkpoint.state.swapped import is_swapped, noted_groups
+from framework.checkpoint.state.swapped import SwappedGroups, is_swapped, noted_groups
 from framework.errors import StorageError
 
 

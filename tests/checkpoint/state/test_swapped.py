@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.names import STATE_KEY, SWAPPED, SWAPPED_KEY
+from framework.checkpoint.names import STATE_KEY, SWAPPED
 from framework.checkpoint.state.shard_map import map_checkpoint
-from framework.checkpoint.state.swapped import SwappedFiles, noted_groups
-from framework.checkpoint.state.weight_names import swapped_groups
+from framework.checkpoint.state.swapped import (
+    SWAPPED_KEY,
+    SwappedFiles,
+    noted_groups,
+    swapped_groups,
+)
 
 
 def write(path: Path, values: list[float]) -> None:
