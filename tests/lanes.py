@@ -7,9 +7,9 @@ other. One lane takes the fast files. One lane takes the files that wait, and le
 to the others. A lane that has finished its own files takes one of another lane: of the files that
 train the last one, since the first lane begins with the first.
 
-A test that outlives its time limit by a minute sits where pytest-timeout cannot reach it: in native code,
-in the kernel, or in a wait that its own clean-up made. Its lane is killed, and the stacks of the lane's
-threads and its processes are the text of the failure. The other lanes go on.
+A test that outlives its time limit by a minute sits where pytest-timeout cannot reach it: in native
+code, in the kernel, or in a wait that its own clean-up made. Its lane is killed, and the stacks of
+the lane's threads and its processes are the text of the failure. The other lanes go on.
 
 Only a run of the whole suite is split, with or without a choice by marker; `pytest tests/plan`, and
 `pytest tests`, run in one process.
@@ -293,7 +293,7 @@ class _Lanes:
         for channel, lane in list(self._lanes.items()):
             if time.monotonic() - lane.heard_at > seconds:
                 doing = _stacks_and_processes(lane)
-                _kill(lane.pid)
+                _kill(lane)
                 test = lane.test or "the end of its tests"
                 self._report_loss(channel, session, test, f"was silent for {seconds:.0f} s", doing)
 
@@ -346,25 +346,30 @@ def _stacks_and_processes(lane: _Lane) -> str:
     time.sleep(1.0)  # one that sleeps in the kernel never writes
     lane.stacks.seek(0)
     lines = [lane.stacks.read()]
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(lane.pid)
-        for each in (process, *process.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess, OSError):
-                waits_in = Path(f"/proc/{each.pid}/wchan").read_text(encoding="utf-8")
-                words = " ".join(each.cmdline())
-                lines.append(f"{each.pid} {each.status()} in {waits_in}: {words[:300]}")
+    for process in _processes_of(lane):
+        with suppress(psutil.NoSuchProcess, OSError):
+            waits_in = Path(f"/proc/{process.pid}/wchan").read_text(encoding="utf-8")
+            words = " ".join(process.cmdline())
+            lines.append(f"{process.pid} {process.status()} in {waits_in}: {words[:300]}")
     return "\n".join(lines)
 
 
-def _kill(pid: int) -> None:
-    """Kill a process and those that it has started, without waiting: one that sleeps in the kernel
-    may not end.
+def _kill(lane: _Lane) -> None:
+    """Kill a lane and what it has started, without waiting: a process that sleeps in the kernel may
+    not end.
     """
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
+    for process in _processes_of(lane):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _processes_of(lane: _Lane) -> list[psutil.Process]:
+    """Return the process of a lane, if it runs, and those that it has started."""
+    try:
+        process = psutil.Process(lane.pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _path(nodeid: str) -> str:

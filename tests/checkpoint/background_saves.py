@@ -21,6 +21,7 @@ from framework.checkpoint.checkpointer import Retention, SaveOptions
 from framework.errors import StorageError
 from tests.checkpoint.small_checkpoints import CONFIG, LAYOUT
 from tests.fake_engine import SavingEngine
+from tests.until import until
 
 SECONDS = 60.0  # a generous limit for what takes milliseconds
 
@@ -86,13 +87,6 @@ def stop(checkpointer: AsyncCheckpointer) -> int:
 
 def later(work: Callable[[], Any], seconds: float = 0.3) -> None:
     threading.Timer(seconds, work).start()
-
-
-def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.005)
 
 
 def await_warning(capfd: pytest.CaptureFixture[str]) -> str:

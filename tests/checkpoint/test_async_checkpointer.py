@@ -28,11 +28,11 @@ from tests.checkpoint.background_saves import (
     options,
     rank_files,
     stop,
-    until,
     writer,
 )
 from tests.checkpoint.small_checkpoints import names, steps
 from tests.fake_engine import SavingEngine
+from tests.until import until
 
 __all__ = ["make"]  # a fixture
 

@@ -39,11 +39,11 @@ from tests.checkpoint.background_saves import (
     orders_of,
     records,
     stop,
-    until,
     writer,
 )
 from tests.checkpoint.small_checkpoints import names, steps
 from tests.places import ROOT
+from tests.until import until
 
 __all__ = ["make"]  # a fixture
 

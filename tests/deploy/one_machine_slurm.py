@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from tests.ports import free_ports
+from tests.until import until
 
 _PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "srun")
 # Names that are addresses: nothing here resolves names of nodes, as a cluster's DNS does.
@@ -96,11 +97,11 @@ class OneMachineSlurm:
             f"--socket={munge_socket}",
             *(f"--{name}-file={self.folder / name}" for name in ("log", "pid", "seed")),
         )
-        _until(munge_socket.exists, "munged opens no socket")
+        until(munge_socket.exists, "munged opens no socket")
         self._start("slurmctld", "-D")
         for node in _NODES:
             self._start("slurmd", "-D", "-N", node)
-        _until(
+        until(
             lambda: self.call("sinfo", "--noheader", "--format=%T %D").split() == ["idle", "2"],
             "the nodes do not come up",
         )
@@ -142,11 +143,3 @@ class OneMachineSlurm:
             self._daemons.append(
                 subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
             )
-
-
-def _until(condition: object, complaint: str) -> None:
-    assert callable(condition)
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, complaint
-        time.sleep(0.1)

@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from framework.system import file_writer
 from framework.system import log as rank_log
 from tests.blocked import StalledFile
 from tests.launched import ROOT
+from tests.until import until
 from tests.warm_ranks import session_ranks
 
 
@@ -49,13 +50,6 @@ def lines(text: str) -> list[str]:
         re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line) for line in text.splitlines()
     )
     return [line.split(" ", 2)[2] for line in text.splitlines()]
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, f"not within a minute: {what}"
-        time.sleep(0.01)
 
 
 def test_lines_are_in_the_file_when_logging_returns(
@@ -142,9 +136,9 @@ def test_a_full_queue_waits_for_the_storage(
     rank = threading.Thread(target=log, daemon=True)
     with StalledFile(handler.stream) as stalled:
         rank_log.note("step 0")
-        wait_until(lambda: file_writer._WRITER._writes.empty(), "the first line is being written")
+        until(lambda: file_writer._WRITER._writes.empty(), "the first line is being written")
         rank.start()
-        wait_until(lambda: len(logged) >= 10, "ten lines are queued")
+        until(lambda: len(logged) >= 10, "ten lines are queued")
         rank.join(0.2)
         assert rank.is_alive()
         assert len(logged) == 10

@@ -20,6 +20,7 @@ from framework.engine import stop_agreement
 from framework.engine.stop_agreement import StopAgreement
 from framework.errors import PeerLostError
 from framework.system.stopping import GO_ON, TIME_IS_UP, Action, Decision, StopRequest
+from tests.until import until
 
 pytestmark = pytest.mark.timing
 
@@ -97,20 +98,13 @@ def join(ranks: list[Rank]) -> None:
         assert not rank.thread.is_alive()
 
 
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LONG
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("asked", [(0,), (2,), (0, 1, 2)])
 @pytest.mark.parametrize("step_seconds", [0.0005, 0.05])
 def test_all_stop_after_the_same_step(asked: tuple[int, ...], step_seconds: float) -> None:
     ranks = job(step_seconds=step_seconds)
     for rank in ranks:
         rank.thread.start()
-    until(lambda: all(rank.step > 5 for rank in ranks))
+    until(lambda: all(rank.step > 5 for rank in ranks), seconds=LONG)
     for number in asked:
         ranks[number].request.receive(signal.SIGUSR1)
     join(ranks)
@@ -157,7 +151,7 @@ def test_a_request_ends_a_run_whose_clock_asks_all_the_time() -> None:
     ranks = job(due=lambda: EVALUATE)  # of every rank, at once
     for rank in ranks:
         rank.thread.start()
-    until(lambda: ranks[0].by_clock)
+    until(lambda: ranks[0].by_clock, seconds=LONG)
     ranks[2].request.receive(signal.SIGTERM)
     join(ranks)
     assert len({(rank.step, rank.decision, len(rank.by_clock)) for rank in ranks}) == 1
@@ -219,7 +213,7 @@ def test_one_that_was_asked_and_waits_in_a_collective_ends(
     rank = job(patience=0.3)[0]
     rank.agreement.start()
     rank.request.receive(signal.SIGTERM)
-    until(lambda: ended)
+    until(lambda: ended, seconds=LONG)
     rank.agreement.close()
     assert ended == [76]
     assert capfd.readouterr().err.count("[peer-lost]") == 1

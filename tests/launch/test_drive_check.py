@@ -6,8 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import yaml
 from framework.config.load import config_from_values
 from framework.launch import drive_check
 from framework.launch.drive_check import drive_check as check
+from tests.until import until
 
 AIO = {
     "block_size": 8388608,
@@ -98,13 +97,6 @@ def has_ended(number: int) -> bool:
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(number).status() == psutil.STATUS_ZOMBIE
     return True
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_ctrl_c_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

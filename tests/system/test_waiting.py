@@ -16,6 +16,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from framework.engine.extensions import announcing_compilers
 from framework.system import waiting as module
 from framework.system.waiting import waiting
+from tests.until import until
 
 
 @pytest.fixture(autouse=True)
@@ -76,10 +77,7 @@ def test_what_since_when_and_until_when(
         lines = printed(capfd, 1)
         (outer, _) = module._open
         assert isinstance(outer, Counting)
-        deadline = time.monotonic() + 60
-        while outer.num_waits < 2:  # it has looked, and has nothing to add
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: outer.num_waits >= 2)  # it has looked, and has nothing to add
     until_threads_end()
     assert [line.partition(" since ")[0] for line in lines] == ["waiting for the compiler"]
     monkeypatch.setattr(module, "_FIRST_SECONDS", 30.0)

@@ -5,8 +5,6 @@ reported.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,16 +20,10 @@ from framework.launch.rendezvous.connectivity import (
 )
 from framework.launch.rendezvous.messages import Reach, read_message
 from tests.ports import free_ports
+from tests.until import until
 
 ROUND = "a" * 32
 UNKNOWN = "no-such-host.invalid"
-
-
-def until(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
