@@ -20,6 +20,7 @@ from framework.train.monitors.base import Monitor, Point
 from framework.train.trainer import Outcome, Trainer
 from tests.fake_engine import BATCHES, RecordedStep, RecordingEngine
 from tests.train.trainer_of import trainer_of
+from tests.until import until
 
 EVAL_DATA = {"": BATCHES}
 EVALUATE = Decision(Action.EVALUATE)
@@ -618,11 +619,11 @@ def test_a_slow_first_batch_is_waited_for_by_its_name(monkeypatch: pytest.Monkey
     events: list[dict[str, Any]] = []
 
     def wait_for_line(number: int) -> None:
-        """Wait until so many lines are announced, however late a busy machine does it."""
-        deadline = time.monotonic() + 60
-        while len(announced) < number:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        """Wait until so many lines are announced, however late a busy machine does it, and as long
+        again: the announcer's clock may have begun before the one that the event reads.
+        """
+        until(lambda: len(announced) >= number)
+        time.sleep(0.05)
 
     class SlowNumbers(Numbers):
         def stream(self, start_step: int) -> Iterator[int]:
