@@ -49,8 +49,12 @@ _COLLECTIVES: Final = (
     "send",
     "recv",
 )
-# What differs from call to call: times, rates, addresses, numbers of processes.
-_DIGITS: Final = re.compile(r"0x[0-9a-f]+|[-+]?\d[\d.,:e+-]*")
+# What differs from call to call: times, rates, addresses, numbers of processes. Numbers in what
+# the profiler says of its settings do not.
+_DIGITS: Final = re.compile(
+    r"(?<!depth )(?<!at step )(?<!Top )(?<!per GPU = )(?:0x[0-9a-f]+|[-+]?\d[\d.,:e+-]*)"
+)
+_TIME_UNIT: Final = re.compile(r"# (?:[um]?s|(?:[KMGT] ?)?FLOPS)\b")
 # Lines of the framework, and of the list of all settings that DeepSpeed writes, and one
 # that it writes when garbage is collected.
 _NOT_OF_A_KEY: Final = re.compile(
@@ -219,8 +223,16 @@ def _counts(counts: Counter[str]) -> str:
 
 
 def _lines_of_keys(texts: list[str]) -> set[str]:
-    lines = {_DIGITS.sub("#", text) for text in texts}
-    return {line for line in lines if line.strip() and not _NOT_OF_A_KEY.match(line)}
+    lines = {_without_times(text) for text in texts}
+    return {line for line in lines if line and not _NOT_OF_A_KEY.match(line)}
+
+
+def _without_times(text: str) -> str:
+    """Return a line without what differs from call to call: a time's unit, and the blanks that fill
+    a column, depend on how long it was.
+    """
+    line = _TIME_UNIT.sub("# of time", _DIGITS.sub("#", text))
+    return re.sub(r"(?<=\S)\s+", " ", line).rstrip()
 
 
 def _files(folder: Path, name: str) -> set[str]:
