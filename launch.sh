@@ -41,7 +41,7 @@ own_folder() {
 ROOT=$(own_folder)
 readonly ROOT
 readonly VENV=$ROOT/.venv TOOLS=$ROOT/.venv-tools
-PY=''
+PY='' COMMAND=''
 
 # ---------------------------------------------------------------------------------------------- which environment
 
@@ -136,14 +136,17 @@ install_packages() {
     # Not with the environment's own Python: where uv has made it there is no pip to get uv with.
     uv=$(find_uv "$(PATH=${PATH//"$VENV/bin:"/} find_python 2>/dev/null || printf '%s\n' "$PY")")
     if [[ -n $uv ]]; then
-        # As pip does: without bytecode every process of a run would compile torch's 1,200 modules anew where it may not write.
-        # shellcheck disable=SC2046  # one word or none
-        tried 'uv' "$uv" pip install --compile-bytecode --python "$PY" $(torch_backend "$uv") "$@" && return
+        # shellcheck disable=SC2046  # one word or none, twice
+        tried 'uv' "$uv" pip install $(bytecode) --python "$PY" $(torch_backend "$uv") "$@" && return
         say 'environment: trying pip instead (with a certificate of your own for uv: UV_SYSTEM_CERTS=1)'
     fi
     "$PY" -m pip --version >/dev/null 2>&1 || "$PY" -m ensurepip >/dev/null 2>&1 || true
     logged 'pip' "$PY" -m pip install "$@"
 }
+
+# As pip does: without bytecode every process of a run would compile torch's 1,200 modules anew where it may not write. Tests
+# may write, and of the 24,000 modules that are installed for them most are never imported.
+bytecode() { [[ $COMMAND == test ]] || printf '%s\n' --compile-bytecode; }
 
 # The build of torch that fits this machine, if uv reaches the index that has it: a quick look, before anything is fetched.
 torch_backend() {
@@ -291,6 +294,7 @@ train_quickstart() {
 
 main() {
     local command=${1:-}
+    COMMAND=$command
     [[ $# -eq 0 ]] || shift
     case $command in
         '') train_quickstart ;;

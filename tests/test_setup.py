@@ -336,7 +336,9 @@ def test_nothing_is_compiled_ahead_where_there_is_a_gpu(machine: Machine) -> Non
 @pytest.mark.slow
 def test_the_tests_bring_their_own_tools(machine: Machine) -> None:
     machine.run("test")
-    assert f"-e {machine.checkout}[train,dev]\n" in machine.calls()
+    calls = machine.calls()
+    assert f"-e {machine.checkout}[train,dev]\n" in calls
+    assert "--compile-bytecode" not in calls
     assert machine.run("setup").stderr.startswith("environment: .venv, ready")
 
 
