@@ -154,8 +154,7 @@ def export(
     described = dict[str, Any]()
     if hf:
         tensors, stored, names, described = _for_the_hub(merged, tensors, stored, trust=trust)
-        ties = {name: first for name, first in ties.items() if name in names}
-    ties = {names.get(name, name): names.get(first, first) for name, first in ties.items()}
+        ties = _renamed_ties(ties, names)
     file_entries = entries(stored, dtype=_DTYPES[dtype], names=names)
     num_bytes = sum(entry.num_bytes for entry in file_entries)
     with _complete_folder(out) as folder, _showing_progress(folder, num_bytes):
@@ -170,6 +169,15 @@ def export(
         metadata = _metadata(merged.checkpoint, dtype=dtype, weights=weights, ties=ties)
         shards = split(file_entries, shard_bytes=shard_bytes)
         return written | write_safetensors(folder, tensors, shards, metadata=metadata)
+
+
+def _renamed_ties(ties: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the ties of weights that have names in Hugging Face's model, under those."""
+    renamed = {}
+    for name, first in ties.items():
+        if name in names:
+            renamed[names[name]] = names.get(first, first)
+    return renamed
 
 
 def _write_program(

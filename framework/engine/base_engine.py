@@ -17,6 +17,7 @@ from framework.checkpoint.state.checkpoint_engine import use_atomic_files
 from framework.checkpoint.state.weight_names import Names
 from framework.checkpoint.state.weight_parts import expert_part_of, splits_of, whole_shape
 from framework.config.optimizer import ScheduleFree
+from framework.config.training import Training
 from framework.engine.checkpoint_bytes import save_bytes
 from framework.engine.collective_timeout import collective_timeout
 from framework.engine.distributed import device, gather
@@ -98,66 +99,88 @@ class BaseEngine:
         )
         # First, so that all that is put between the engine and its optimizer below sees the
         # groups that are stepped.
-        self._freezing: StepwiseFreezing | None = None
-        if training.freeze:
-            from framework.engine.freezing import StepwiseFreezing
-
-            self._freezing = StepwiseFreezing(engine, training.freeze, names())
+        self._freezing = self._make_freezing(training)
         # whether all gradients of a step are there, and were not taken yet
         self.has_gradients: Callable[[], bool] = lambda: False
         self._leaves_out_frozen = training.lora is not None
-        self._zenflow: ZenFlowSteps | None = None
-        if plan.config.zero.zenflow is not None:
-            from framework.engine.zenflow import ZenFlowSteps
-
-            self._zenflow = ZenFlowSteps(engine, names())
+        self._zenflow = self._make_zenflow(plan)
         # DeepCompile sums gradients within its graph, into buffers of its own.
-        sums_in_graph = uses_deepcompile(plan.config)
-        self._sums_in_graph = sums_in_graph
+        self._sums_in_graph = uses_deepcompile(plan.config)
         self._flat_step: FlatStep | None = None
-        if not sums_in_graph:
+        if not self._sums_in_graph:
             self._flat_step = _shorten_step(engine, coalesces=coalesces(plan.config, plan.layout))
         self.written: WrittenWeights | PlainWeights = PlainWeights(engine.module)
         if half is not None or plan.config.zero.stage > 0:
             from framework.engine.written_weights import WrittenWeights
 
             self.written = WrittenWeights(engine, names, log_every=training.log_every)
-        self._average: WeightAverage | AveragedWeights | None = None
-        if training.ema is not None:
-            from framework.engine.ema import WeightAverage
-
-            self._average = WeightAverage(engine, plan.config, before=self.written.carry)
-        elif isinstance(plan.config.optimizer, ScheduleFree):
-            from framework.engine.schedule_free import AveragedWeights
-
-            beta = plan.config.optimizer.betas[0]
-            self._average = AveragedWeights(engine, beta=beta, before=self.written.carry)
+        self._average = self._make_average(plan)
         self._files = use_atomic_files(engine)
         self.kept_norm = keep_norm(engine)
         self.phases = phases_of(engine)
         self.stragglers = stragglers_of(plan, torch.distributed.get_world_size())
-        self.bad_steps: StepWatch | None = None
-        if training.bad_steps is not None:
-            from framework.engine.bad_steps import StepWatch
-
-            self.bad_steps = StepWatch(
-                engine, training.bad_steps, self.kept_norm, most_steps=training.log_every
-            )
+        self.bad_steps = self._make_bad_steps(training)
         self.trained_weights = TrainedWeights(engine, names())
-        self._end_pass: Callable[[], None] | None = None
-        # flat sums, and sums at stage 0, are in the order of the weights
-        sums_by_zero = engine.zero_optimization_stage() > 0 and not sums_in_graph
-        if sums_by_zero and self._flat_sums is None:
-            from framework.engine.workarounds.gradient_order import keep_gradient_order
-
-            self._end_pass = keep_gradient_order(
-                engine, refuse_changes=self.trained_weights.refuse_changed_flags
-            )
+        self._end_pass = self._keep_gradient_order()
         if getattr(engine.optimizer, "params_in_nvme_and_cpu", False):
             from framework.engine.workarounds.nvme_state import read_weights_once
 
             read_weights_once(engine.optimizer)
         self._garbage = Garbage(engine, log_every=training.log_every)
+
+    # What the config may ask for beside the step; None where it does not.
+
+    def _make_freezing(self, training: Training) -> StepwiseFreezing | None:
+        """Return what freezes weights in some steps."""
+        if not training.freeze:
+            return None
+        from framework.engine.freezing import StepwiseFreezing
+
+        return StepwiseFreezing(self.engine, training.freeze, self._names())
+
+    def _make_zenflow(self, plan: Plan) -> ZenFlowSteps | None:
+        if plan.config.zero.zenflow is None:
+            return None
+        from framework.engine.zenflow import ZenFlowSteps
+
+        return ZenFlowSteps(self.engine, self._names())
+
+    def _make_average(self, plan: Plan) -> WeightAverage | AveragedWeights | None:
+        """Return the average of the weights that evaluations may take."""
+        if plan.config.training.ema is not None:
+            from framework.engine.ema import WeightAverage
+
+            return WeightAverage(self.engine, plan.config, before=self.written.carry)
+        if isinstance(plan.config.optimizer, ScheduleFree):
+            from framework.engine.schedule_free import AveragedWeights
+
+            beta = plan.config.optimizer.betas[0]
+            return AveragedWeights(self.engine, beta=beta, before=self.written.carry)
+        return None
+
+    def _make_bad_steps(self, training: Training) -> StepWatch | None:
+        """Return what looks for bad steps."""
+        if training.bad_steps is None:
+            return None
+        from framework.engine.bad_steps import StepWatch
+
+        return StepWatch(
+            self.engine, training.bad_steps, self.kept_norm, most_steps=training.log_every
+        )
+
+    def _keep_gradient_order(self) -> Callable[[], None] | None:
+        """Have ZeRO sum gradients in the same order on all ranks, and return what ends a pass at
+        stage 3. Flat sums, sums at stage 0 and those of DeepCompile are in the order of the
+        weights.
+        """
+        sums_by_zero = self.engine.zero_optimization_stage() > 0 and not self._sums_in_graph
+        if not sums_by_zero or self._flat_sums is not None:
+            return None
+        from framework.engine.workarounds.gradient_order import keep_gradient_order
+
+        return keep_gradient_order(
+            self.engine, refuse_changes=self.trained_weights.refuse_changed_flags
+        )
 
     @property
     def has_norm_for_each_group(self) -> bool:

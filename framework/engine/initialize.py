@@ -60,28 +60,10 @@ def initialize(
     _refuse_renorms(plan, model)
     forget_autocast()
     deepspeed.utils.groups.mpu = None  # DeepSpeed keeps that of an earlier engine of the process
-    named = {names[parameter]: parameter for parameter in model.parameters()}
     _refuse_nothing_to_train(model)
-    binding: AbstractContextManager[None] = nullcontext()
-    if plan.config.zero.zenflow is not None:
-        from framework.engine.zenflow import binding_columns, refuse_shapes
-
-        refuse_shapes(model)
-        binding = binding_columns()
-    section = plan.config.optimizer
-    freeze = plan.config.training.freeze
+    binding = _binding_columns(plan, model)
+    parameters = _parameters_to_step(plan, model, names, layers)
     make_optimizer = make_optimizer or _own_optimizer(plan)
-    parameters: list[Any] = [weight for weight in named.values() if weight.requires_grad]
-    if has_groups(section) or freeze:
-        from framework.engine.parameter_groups import parameter_groups
-
-        parameters = parameter_groups(named, section, layers=layers, freeze=freeze)
-    declaring: AbstractContextManager[None] = nullcontext()
-    if plan.layout.expert_size > 1 and plan.config.zero.stage < 3:
-        from framework.engine.expert_parallel import declaring_experts, with_expert_groups
-
-        parameters = with_expert_groups(model, parameters)
-        declaring = declaring_experts(model)
     if make_optimizer is not None:
         from framework.engine.optimizer_weights import make_over_all
 
@@ -89,19 +71,14 @@ def initialize(
             make_over_all,
             make_optimizer,
             names=names,
-            section=section,
+            section=plan.config.optimizer,
             is_stage=layers is not None,
         )
-    choosing: AbstractContextManager[None] = nullcontext()
-    if plan.config.precision.dtype == "bf16":
-        from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
-
-        choosing = taking_zero_optimizer()
     with (
         refusing_scalars(),
         _sending_scalars(),
-        declaring,
-        choosing,
+        _declaring_experts(plan, model),
+        _taking_zero_optimizer(plan),
         binding,
         _taking_no_empty_step(plan),
         _keeping_adagrad(plan),
@@ -115,7 +92,35 @@ def initialize(
             config=_with_group_rates(ds_config, parameters),
             mpu=groups,
         )
-    if isinstance(section, Muon | Adafactor):
+    _complete_optimizer(plan, engine)
+    leave_out_measurements(engine)
+    share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
+    return engine
+
+
+def _parameters_to_step(
+    plan: Plan, model: torch.nn.Module, names: Names, layers: Sequence[str] | None
+) -> list[Any]:
+    """Return the weights to train, or the optimizer's groups of them where the config has any."""
+    section = plan.config.optimizer
+    freeze = plan.config.training.freeze
+    if has_groups(section) or freeze:
+        from framework.engine.parameter_groups import parameter_groups
+
+        named = {names[parameter]: parameter for parameter in model.parameters()}
+        parameters = parameter_groups(named, section, layers=layers, freeze=freeze)
+    else:
+        parameters = [weight for weight in model.parameters() if weight.requires_grad]
+    if _divides_experts_below_stage_3(plan):
+        from framework.engine.expert_parallel import with_expert_groups
+
+        parameters = with_expert_groups(model, parameters)
+    return parameters
+
+
+def _complete_optimizer(plan: Plan, engine: deepspeed.DeepSpeedEngine) -> None:
+    """Have the optimizer that DeepSpeed has built know how the weights are divided."""
+    if isinstance(plan.config.optimizer, Muon | Adafactor):
         _take_shares(engine)
     if plan.layout.expert_size > 1 and plan.config.zero.stage == 3:
         from framework.engine.expert_parallel import count_all_parts
@@ -125,9 +130,43 @@ def initialize(
         from framework.engine.twin_flow import join_parts
 
         join_parts(engine)
-    leave_out_measurements(engine)
-    share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
-    return engine
+
+
+def _divides_experts_below_stage_3(plan: Plan) -> bool:
+    return plan.layout.expert_size > 1 and plan.config.zero.stage < 3
+
+
+# Contexts of the call of `deepspeed.initialize`.
+
+
+def _declaring_experts(plan: Plan, model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Return the context in which engines see experts that are divided below stage 3."""
+    if not _divides_experts_below_stage_3(plan):
+        return nullcontext()
+    from framework.engine.expert_parallel import declaring_experts
+
+    return declaring_experts(model)
+
+
+def _taking_zero_optimizer(plan: Plan) -> AbstractContextManager[None]:
+    """Return the context in which engines in bf16 have ZeRO's own optimizer."""
+    if plan.config.precision.dtype != "bf16":
+        return nullcontext()
+    from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
+
+    return taking_zero_optimizer()
+
+
+def _binding_columns(plan: Plan, model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Return the context in which ZenFlow binds weights column by column; refuse other shapes than
+    it steps.
+    """
+    if plan.config.zero.zenflow is None:
+        return nullcontext()
+    from framework.engine.zenflow import binding_columns, refuse_shapes
+
+    refuse_shapes(model)
+    return binding_columns()
 
 
 def _keeping_adagrad(plan: Plan) -> AbstractContextManager[None]:

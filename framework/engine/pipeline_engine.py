@@ -251,10 +251,7 @@ def build_pipeline(
         names=module.plain_names(),
         layers=[layer.name for layer in layers],
     )
-    # Each tensor rank sends its own whole copy of an activation. DeepSpeed would send parts of it,
-    # and join them by the shape of the first micro-batch.
-    engine.is_pipe_partitioned = False
-    engine.is_grad_partitioned = False
+    _send_whole_tensors(engine)
     if engine.is_last_stage():  # where the loss is
         scale_fp16_loss(engine)
         loss.of_step = StepLoss(
@@ -262,18 +259,26 @@ def build_pipeline(
             micro_batches=engine.gradient_accumulation_steps(),
             group=engine.grid.get_data_parallel_group(),
         )
-    # DeepSpeed hands out one buffer for several purposes by its number of elements alone: where a
-    # middle stage receives other types than it sends (integers before floats, or bf16 and fp32
-    # under autocast), numbers would be misread.
-    engine._allocate_or_extend_buffers = lambda number, shape, dtype: torch.empty(
-        tuple(shape), dtype=dtype, device=engine.device
-    )
     pipeline = PipelineEngine(engine, plan, task, loss=loss)
     num_norms = 0  # a stage whose groups have one norm together
     if pipeline.has_norm_for_each_group:
         num_norms = len(engine.optimizer.bit16_groups)
     _refuse_other_groups(num_norms, plan)  # on every stage: some may have one norm and others not
     return pipeline
+
+
+def _send_whole_tensors(engine: deepspeed.PipelineEngine) -> None:
+    """Have stages send each other whole tensors, each received in memory of its own."""
+    # Each tensor rank sends its own whole copy of an activation. DeepSpeed would send parts of it,
+    # and join them by the shape of the first micro-batch.
+    engine.is_pipe_partitioned = False
+    engine.is_grad_partitioned = False
+    # DeepSpeed hands out one buffer for several purposes by its number of elements alone: where a
+    # middle stage receives other types than it sends (integers before floats, or bf16 and fp32
+    # under autocast), numbers would be misread.
+    engine._allocate_or_extend_buffers = lambda number, shape, dtype: torch.empty(
+        tuple(shape), dtype=dtype, device=engine.device
+    )
 
 
 def _attach_losses(engine: deepspeed.PipelineEngine) -> tuple[int, int]:

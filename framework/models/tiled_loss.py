@@ -191,76 +191,57 @@ class _SumOfTiles(torch.autograd.Function):
             positions: of a tile.
             has_guesses: whether guesses are computed; otherwise they are empty.
         """
-        needs = ctx.needs_input_grad[:3]
         num_tokens = len(weight)
-        bias_dtype = None if bias is None else bias.dtype
-        # Rows of zeros up to a multiple of HALF_ROWS; their logits are -inf.
-        padding = -num_tokens % HALF_ROWS if rows.dtype.itemsize == 2 else 0
-        if padding:
-            weight = pad(weight, (0, 0, 0, padding))
-            if bias is not None:
-                bias = pad(bias, (0, padding))
+        dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
+        if rows.dtype.itemsize == 2:
+            weight, bias = _fill_rows(weight, bias)
+        needs = ctx.needs_input_grad[:3]
+        needs_gradients = any(needs)
         gradients = _empty_gradients(rows, weight, needs)
         rows_gradient, weight_gradient, bias_gradient = gradients
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         guesses = targets.new_empty(len(targets) if has_guesses else 0)
-        kernels: TileKernels | None = None
-        if not has_guesses:
-            kernels = _kernels_for(rows, vocabulary)
+        kernels = None if has_guesses else _kernels_for(rows, vocabulary)
+        is_fused = kernels is None and _is_fused(rows, bias, vocabulary)
         add = partial(_add_gradients, gradients, weight, kernels)
+        logits_gradient: Tensor | None
         for start in range(0, len(rows), positions):
             tile = slice(start, start + positions)
             tile_rows = rows[tile]
-            has_target = targets[tile] >= 0
+            tile_targets = targets[tile]
+            has_target = tile_targets >= 0
             logits = tile_rows @ weight.T
-            if kernels is not None:
-                logits_gradient, nats = kernels.gradient(
-                    logits, bias, targets[tile].clamp(min=0), has_target, num_tokens
-                )
-                del logits
-                total = total + nats.sum()
-                add(tile, logits_gradient, tile_rows)
-                del logits_gradient
-                continue
-            if bias is not None:
-                logits = logits.float().add_(bias)
-            if padding:
-                logits[:, num_tokens:] = -torch.inf
+            if kernels is None:
+                logits = _complete_logits(logits, bias, num_tokens)
             if has_guesses:
                 guesses[tile] = vocabulary.guesses(logits)
-            local, outside = vocabulary.own(targets[tile])
-            is_half = logits.dtype == rows.dtype and rows.dtype.itemsize == 2
-            # On GPUs only: on processors torch would first make a copy of the logits in fp32.
-            is_fused = is_half and vocabulary.part is None and rows.is_cuda
-            exponentials: Tensor | None = None
-            if is_fused:
+            if kernels is not None:
+                logits_gradient, nats = kernels.gradient(
+                    logits, bias, tile_targets.clamp(min=0), has_target, num_tokens
+                )
+            elif is_fused:
+                local, _ = vocabulary.own(tile_targets)
                 logits_gradient, nats = _half_precision_gradient(logits, local)
                 tile_rows = tile_rows * has_target.unsqueeze(-1)
             else:
-                exponentials, sums, nats = vocabulary.exponentials(logits, local, outside)
+                logits_gradient, nats = _gradient_as_written(
+                    logits, tile_targets, vocabulary, dtype=rows.dtype, is_wanted=needs_gradients
+                )
+            del logits
             # Not in place: compiled by torch 2.11, an output that was written in place has no
             # gradient.
             total = total + nats.masked_fill(~has_target, 0.0).sum()
-            if not any(needs):
-                continue
-            if exponentials is not None:
-                if logits.dtype == rows.dtype:
-                    logits_gradient = logits
-                else:
-                    logits_gradient = torch.empty_like(logits, dtype=rows.dtype)
-                is_local = has_target & ~outside
-                _write_gradient(logits_gradient, exponentials, has_target / sums, local, is_local)
-            add(tile, logits_gradient, tile_rows)
+            if logits_gradient is not None:
+                add(tile, logits_gradient, tile_rows)
             if is_fused and rows_gradient is not None:
                 rows_gradient[tile] *= has_target.unsqueeze(-1)
-            # Free them before the next tile's logits are computed.
-            del logits_gradient, exponentials, logits
+            del logits_gradient  # before the next tile's logits are computed
         if weight_gradient is not None:
             weight_gradient = weight_gradient[:num_tokens]
         if bias_gradient is not None:
             bias_gradient = bias_gradient[:num_tokens]
         ctx.gradients = (rows_gradient, weight_gradient, bias_gradient)
-        ctx.dtypes = (rows.dtype, weight.dtype, bias_dtype)
+        ctx.dtypes = dtypes
         ctx.mark_non_differentiable(guesses)
         ctx.set_materialize_grads(False)
         return guesses, total
@@ -286,6 +267,65 @@ class _SumOfTiles(torch.autograd.Function):
 
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _fill_rows(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias with rows of zeros up to a multiple of HALF_ROWS."""
+    padding = -len(weight) % HALF_ROWS
+    if not padding:
+        return weight, bias
+    if bias is not None:
+        bias = pad(bias, (0, padding))
+    return pad(weight, (0, 0, 0, padding)), bias
+
+
+def _complete_logits(logits: Tensor, bias: Tensor | None, num_tokens: int) -> Tensor:
+    """Return logits (positions, tokens) with the bias added, in fp32 then, and -inf for rows that
+    fill up the weight.
+    """
+    if bias is not None:
+        logits = logits.float().add_(bias)
+    if num_tokens < logits.shape[1]:
+        logits[:, num_tokens:] = -torch.inf
+    return logits
+
+
+def _is_fused(rows: Tensor, bias: Tensor | None, vocabulary: VocabularyPart) -> bool:
+    """Check whether `_half_precision_gradient` computes the tiles: on GPUs only, as on processors
+    torch would first make a copy of the logits in fp32.
+    """
+    has_half_logits = rows.dtype.itemsize == 2 and bias is None
+    return has_half_logits and vocabulary.part is None and rows.is_cuda
+
+
+def _gradient_as_written(
+    logits: Tensor,
+    targets: Tensor,
+    vocabulary: VocabularyPart,
+    *,
+    dtype: torch.dtype,
+    is_wanted: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """Compute the gradient of a tile's logits in `dtype`, None unless `is_wanted`, and the
+    cross-entropy.
+
+    Args:
+        logits: (positions, tokens); their memory may take the gradient.
+        targets: (positions,) int64, negative where a position has no target.
+        vocabulary: the part that the logits are of.
+        dtype: of the gradient.
+        is_wanted: whether a gradient is computed.
+    """
+    local, outside = vocabulary.own(targets)
+    exponentials, sums, nats = vocabulary.exponentials(logits, local, outside)
+    if not is_wanted:
+        return None, nats
+    gradient = logits
+    if logits.dtype != dtype:
+        gradient = torch.empty_like(logits, dtype=dtype)
+    has_target = targets >= 0
+    _write_gradient(gradient, exponentials, has_target / sums, local, has_target & ~outside)
+    return gradient, nats
 
 
 def _empty_gradients(rows: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> _Gradients:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -179,10 +179,8 @@ def prepare(
         from framework.setup.handed_over import describe_objects
 
         config = describe_objects(config, objects)
-    if lookup is None and (config.auto or _reads_checkpoint(config)):
-        from framework.checkpoint.resume_point import ResumeLookup
-
-        lookup = ResumeLookup(config)
+    if lookup is None:
+        lookup = _lookup_of(config)
     # Errors of the config alone are raised before anything is imported.
     if plan is None:
         plan = _plan_here(config, device, lookup, source)
@@ -197,9 +195,7 @@ def prepare(
         resumed = _find_resumed(config, lookup)
         with waiting("the data: it is read, downloaded or made ready (data)"):
             parts = gather_parts(config, objects)
-        check_kept = getattr(parts.splits.train, "check_kept", None)
-        if check_kept is not None:  # its sampler makes the micro-batches
-            _check_kept(check_kept, plan)
+        _check_kept(parts, plan)
     plan = plan.with_data(parts.splits.num_train, source)
     texts_per_row = getattr(parts.splits.train, "texts_per_row", 1.0)
     plan = replace(plan, texts_per_row=texts_per_row)
@@ -207,35 +203,29 @@ def prepare(
     findings += [source.locate(problem) for problem in _shared_lanes(plan, parts)]
     ds_config = render(plan)
     findings += _problems_of_passed_keys(plan, ds_config, source)
+    weights = None
+    adapter = None
     with _placing(source):
         cut = _cut_into_stages(plan, parts)
         # A checkpoint of adapters does not hold the weights that they were trained on.
-        needs_weights = resumed is None or config.training.lora is not None
-        weights = None
-        if needs_weights and config.checkpoint.init_weights is not None:
-            from framework.checkpoint.huggingface import published_problems
-
-            findings += accepted(published_problems(config), source)
-            weights = _first_weights(config.checkpoint.init_weights, config, cut)
-        adapter = None
-        folder = config.training.first_adapter
-        if resumed is None and folder is not None:
-            from framework.checkpoint.adapter_files import WEIGHTS, adapter_problems
-            from framework.checkpoint.state.weight_files import read_exported
-            from framework.plan.work import trained_shapes
-
-            problems = adapter_problems(config.training.lora, partial(trained_shapes, config))
-            findings += accepted(problems, source)
-            adapter = read_exported(Path(folder) / WEIGHTS)
+        if resumed is None or config.training.lora is not None:
+            findings += _problems_of_published_weights(config, source)
+            weights = _first_weights(config, cut)
+        if resumed is None:
+            findings += _problems_of_first_adapter(config, source)
+            adapter = _first_adapter(config)
     named = None
-    if config.checkpoint.resume not in ("auto", "never"):
+    if _names_checkpoint(config):
         named = resumed
     plan = replace(plan, findings=tuple(findings))
     return Prepared(plan, ds_config, parts, cut, named, weights, adapter)
 
 
-def _check_kept(check_kept: Callable[..., None], plan: Plan) -> None:
+def _check_kept(parts: Parts, plan: Plan) -> None:
     """Refuse a run in which micro-batches are others than the sampler of its data makes."""
+    check_kept = getattr(parts.splits.train, "check_kept", None)
+    if check_kept is None:  # no sampler makes them
+        return
     micro_size: Any = plan.layout.micro_size
     if plan.config.batch.micro_size == MEASURED:
         micro_size = MEASURED
@@ -313,11 +303,25 @@ def _shared_lanes(plan: Plan, parts: Parts) -> Iterator[Problem]:
         yield Problem("stream-lanes-shared", reason, fix, "data.lanes", lanes, severity="warning")
 
 
+def _lookup_of(config: RunConfig) -> ResumeLookup | None:
+    """Return a lookup of the checkpoint to resume, if the plan or the first weights need it."""
+    if not config.auto and not _reads_checkpoint(config):
+        return None
+    from framework.checkpoint.resume_point import ResumeLookup
+
+    return ResumeLookup(config)
+
+
+def _names_checkpoint(config: RunConfig) -> bool:
+    """Check whether `checkpoint.resume` is a path."""
+    return config.checkpoint.resume not in ("auto", "never")
+
+
 def _reads_checkpoint(config: RunConfig) -> bool:
     """Check whether `checkpoint.resume` is a path, or first weights depend on the checkpoint that
     the run resumes.
     """
-    if config.checkpoint.resume not in ("auto", "never"):
+    if _names_checkpoint(config):
         return True
     return bool(config.checkpoint.init_weights or config.training.first_adapter)
 
@@ -339,10 +343,44 @@ def _find_resumed(config: RunConfig, lookup: ResumeLookup | None) -> SavedCheckp
         raise
 
 
-def _first_weights(
-    path: str, config: RunConfig, cut: CutModel | None
-) -> LazyWeights | SavedCheckpoint:
-    """Return the weights, or the checkpoint, at `path`, the config's `checkpoint.init_weights`."""
+def _problems_of_published_weights(config: RunConfig, source: Source) -> tuple[Problem, ...]:
+    """Return warnings about a folder of Hugging Face's in `checkpoint.init_weights`. Raises
+    ConfigError for errors.
+    """
+    if config.checkpoint.init_weights is None:
+        return ()
+    from framework.checkpoint.huggingface import published_problems
+
+    return accepted(published_problems(config), source)
+
+
+def _problems_of_first_adapter(config: RunConfig, source: Source) -> tuple[Problem, ...]:
+    """Return warnings about `training.lora.init_adapter`. Raises ConfigError for errors."""
+    if config.training.first_adapter is None:
+        return ()
+    from framework.checkpoint.adapter_files import adapter_problems
+    from framework.plan.work import trained_shapes
+
+    problems = adapter_problems(config.training.lora, partial(trained_shapes, config))
+    return accepted(problems, source)
+
+
+def _first_adapter(config: RunConfig) -> LazyWeights | None:
+    """Return the adapters that training starts from, under the names in peft's files."""
+    folder = config.training.first_adapter
+    if folder is None:
+        return None
+    from framework.checkpoint.adapter_files import WEIGHTS
+    from framework.checkpoint.state.weight_files import read_exported
+
+    return read_exported(Path(folder) / WEIGHTS)
+
+
+def _first_weights(config: RunConfig, cut: CutModel | None) -> LazyWeights | SavedCheckpoint | None:
+    """Return the weights, or the checkpoint, that `checkpoint.init_weights` names."""
+    path = config.checkpoint.init_weights
+    if path is None:
+        return None
     from framework.engine.weights import find_weights, refuse_other_layers
 
     unverified = config.checkpoint.allow_unverified

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner import validate
+from benchmarks.planner import cases, fit, memory_cases, validate
 from benchmarks.planner.published import read_points
 from framework.plan.fitted_rates import RATES
 from tests.places import ROOT
@@ -25,8 +25,8 @@ def test_throughput_is_as_written() -> None:
 @pytest.mark.slow
 def test_constants_are_those_that_all_other_sources_give() -> None:
     name = "nvidia-resnet"
-    others = [case for case in validate.cases() if case.point["source"]["name"] != name]
-    found = validate.fit(others)
+    others = [case for case in cases.cases() if case.point["source"]["name"] != name]
+    found = fit.fit(others)
     for field, value in WRITTEN["constants_without"][name].items():
         assert getattr(found, field) == pytest.approx(value, rel=1e-3), field
 
@@ -59,7 +59,7 @@ def test_more_devices_are_faster_at_stage_3_as_published() -> None:
     """Of 175 and of 530 billion weights, in the order of the devices."""
     for name in ("gpt-175b", "gpt-530b"):
         times = []
-        for case in validate.cases():
+        for case in cases.cases():
             is_zero3 = case.point["source"]["name"] == "narayanan-zero3"
             if is_zero3 and case.point["model"]["name"] == name:
                 times.append((case.point["num_gpus"], case.time().total))
@@ -86,29 +86,29 @@ def test_who_takes_part_does_not_depend_on_what_was_measured() -> None:
     """Only whether a figure is there counts, not which."""
     for point in read_points():
         other: dict[str, Any] = {key: 2 * point[key] for key in MEASURED if point[key] is not None}
-        assert validate.left_out(point | other) == validate.left_out(point)
-        assert validate.memory_left_out(point | other) == validate.memory_left_out(point)
+        assert cases.left_out(point | other) == cases.left_out(point)
+        assert memory_cases.memory_left_out(point | other) == memory_cases.memory_left_out(point)
 
 
 def test_recomputation_that_the_source_leaves_open_follows_from_its_flops() -> None:
     open_ones = [
         point
         for point in read_points()
-        if point["recompute"] == "unknown" and not validate.left_out(point)
+        if point["recompute"] == "unknown" and not cases.left_out(point)
     ]
     found = {
-        validate.recompute_of(point)
+        cases.recompute_of(point)
         for point in open_ones
         if point["source"]["name"] == "bigscience-tr11"
     }
     assert found == {"full"}
-    assert {validate.recompute_of(point) for point in open_ones} == {"full", "none"}
+    assert {cases.recompute_of(point) for point in open_ones} == {"full", "none"}
 
 
 @pytest.mark.slow
 def test_the_constants_are_the_fitted_ones() -> None:
-    found = validate.fit(validate.cases())
-    for name in validate._FITTED:
+    found = fit.fit(cases.cases())
+    for name in fit.FITTED:
         assert getattr(RATES, name) == pytest.approx(getattr(found, name), rel=0.01), name
 
 

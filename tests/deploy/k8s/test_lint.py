@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from framework.cli import main
-from framework.deploy.k8s.lint import CODE, TABLE, broken, lint
+from framework.deploy.k8s.lint import lint
+from framework.deploy.k8s.manifest_rules import CODE, TABLE, broken
 from framework.deploy.k8s.read_manifests import Manifest, find_workloads, parse_manifests
 from framework.errors import EXIT_PROBLEMS, ConfigError
 from tests.deploy.k8s.cases import CASES, GOLDEN
