@@ -59,15 +59,12 @@ def adapter_problems(
     if problem is not None:
         return [problem]
     described = read_object(folder / DESCRIPTION)
-    header = read_object(folder / WEIGHTS, is_header=True)
-    if described is None or header is None:
-        file = folder / (DESCRIPTION if described is None else WEIGHTS)
-        return [_damaged(file, folder)]
-    problems = list(_other_options(described, lora, folder))
-    try:
-        shapes = shapes_in(header)
-    except TypeError:
+    if described is None:
+        return [_damaged(folder / DESCRIPTION, folder)]
+    shapes = _shapes_of_file(folder / WEIGHTS)
+    if shapes is None:
         return [_damaged(folder / WEIGHTS, folder)]
+    problems = list(_other_options(described, lora, folder))
     if not problems:
         problems += _other_modules(shapes, lora, folder)
     if not problems:
@@ -75,6 +72,17 @@ def adapter_problems(
         if expected:
             problems += other_shapes(expected, shapes, lora)
     return problems
+
+
+def _shapes_of_file(file: Path) -> dict[str, tuple[int, ...]] | None:
+    """Return name -> shape of the tensors of a safetensors file; None for a damaged one."""
+    header = read_object(file, is_header=True)
+    if header is None:
+        return None
+    try:
+        return shapes_in(header)
+    except TypeError:
+        return None
 
 
 def _absent(folder: Path) -> Problem | None:
@@ -109,13 +117,7 @@ def _other_options(described: Mapping[str, Any], lora: LoRA, folder: Path) -> It
     if kind != "LORA":
         yield _differs(f"its peft_type is {show_value(kind)}", "name adapters of LoRA", folder)
         return
-    for name in _EQUAL:
-        here = getattr(lora, name)
-        there = described.get(name, type(lora).model_fields[name].default)
-        if there != here:
-            reason = f"the adapters in {folder} have {name}: {there}"
-            key = f"training.lora.{name}"
-            yield _differs(reason, f"set {key}: {json.dumps(there)}", folder, key=key, value=here)
+    yield from _other_values(described, lora, folder)
     drawn = described.get("init_lora_weights")
     if isinstance(drawn, str) and drawn.lower().startswith(_CHANGES_BASE):
         reason = f"they were begun by {drawn}, which changes the weights below adapters, too"
@@ -126,6 +128,17 @@ def _other_options(described: Mapping[str, Any], lora: LoRA, folder: Path) -> It
         if value and (name, value) != ("bias", "none"):
             reason = f"they have {name}: {show_value(value)}, which training.lora has not"
             yield _differs(reason, "train them with peft", folder)
+
+
+def _other_values(described: Mapping[str, Any], lora: LoRA, folder: Path) -> Iterator[Problem]:
+    """Find options that decide what adapters compute, and have another value than the run's."""
+    for name in _EQUAL:
+        here = getattr(lora, name)
+        there = described.get(name, type(lora).model_fields[name].default)
+        if there != here:
+            reason = f"the adapters in {folder} have {name}: {there}"
+            key = f"training.lora.{name}"
+            yield _differs(reason, f"set {key}: {json.dumps(there)}", folder, key=key, value=here)
 
 
 def shapes_in(header: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -201,24 +214,34 @@ def other_shapes(
     and the model has not. Buffers of modules that are trained whole may be there.
     """
     fix = "name adapters of this model, or target_modules as they had"
-    reason = ""
+    reason = _lacking_or_other(expected, held) or _foreign_weight(expected, held, lora)
+    if reason:
+        yield Problem("adapter-differs", reason, fix, KEY, lora.init_adapter)
+
+
+def _lacking_or_other(
+    expected: Mapping[str, Sequence[int]], held: Mapping[str, Sequence[int]]
+) -> str:
+    """Describe the first weight that a folder lacks, or has in another shape; empty if none is."""
     for name, shape in expected.items():
         plain = name.removeprefix(PEFT_PREFIX)
         if name not in held:
-            reason = f"it lacks {plain}, which the model has with these target_modules"
-        elif tuple(held[name]) != tuple(shape):
-            reason = (
+            return f"it lacks {plain}, which the model has with these target_modules"
+        if tuple(held[name]) != tuple(shape):
+            return (
                 f"its {plain} has shape {tuple(held[name])}, and {tuple(shape)} in this model: "
                 "they belong to another base"
             )
-        if reason:
-            break
+    return ""
+
+
+def _foreign_weight(expected: Collection[str], held: Collection[str], lora: LoRA) -> str:
+    """Describe the first weight of a folder that the model has not; empty if it has all."""
     for name in held:
         plain = name.removeprefix(PEFT_PREFIX)
-        if not reason and name not in expected and not is_inside_saved(plain, lora):
-            reason = f"it has {plain}, which this model has not: they belong to another base"
-    if reason:
-        yield Problem("adapter-differs", reason, fix, KEY, lora.init_adapter)
+        if name not in expected and not is_inside_saved(plain, lora):
+            return f"it has {plain}, which this model has not: they belong to another base"
+    return ""
 
 
 def noted_base(folder: str) -> dict[str, str]:

@@ -391,11 +391,8 @@ class Retention:
             if best is None:
                 return []
             kept_steps.add(best.step)
-        superfluous = []
-        for checkpoint in past:
-            if checkpoint.step not in kept_steps and not self._is_regular(checkpoint.step):
-                superfluous.append(checkpoint)
-        return superfluous
+        kept_steps |= {checkpoint.step for checkpoint in past if self._is_regular(checkpoint.step)}
+        return [checkpoint for checkpoint in past if checkpoint.step not in kept_steps]
 
     def _is_regular(self, step: int) -> bool:
         return self.every_steps is not None and step % self.every_steps == 0
@@ -420,11 +417,9 @@ class Retention:
         )
 
 
-def clear_unfinished(folder: Path) -> list[str]:
-    """Remove the leftovers of interrupted saves and deletions, and correct `latest`; returns the
-    names that were removed.
-
-    A checkpoint that was about to be replaced by one of the same step gets its name back.
+def _clear_leaving(folder: Path) -> list[str]:
+    """Remove checkpoints that were about to be deleted, and give back its name to one that was
+    about to be replaced; return the names that were removed.
     """
     removed = []
     for path in sorted(folder.glob(f"{LEAVING}*")):
@@ -435,6 +430,16 @@ def clear_unfinished(folder: Path) -> list[str]:
         else:
             remove_folder(path)
             removed.append(path.name)
+    return removed
+
+
+def clear_unfinished(folder: Path) -> list[str]:
+    """Remove the leftovers of interrupted saves and deletions, and correct `latest`; returns the
+    names that were removed.
+
+    A checkpoint that was about to be replaced by one of the same step gets its name back.
+    """
+    removed = _clear_leaving(folder)
     refuse_link(folder / SAVING)
     if (folder / SAVING).exists():
         removed += sorted(f"{SAVING}/{path.name}" for path in (folder / SAVING).iterdir())

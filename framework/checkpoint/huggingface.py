@@ -184,14 +184,7 @@ class Form:
                     continue
                 reported[key] = own
                 place = f"{file} has {key.partition('|')[0]}: {show_value(theirs)}"
-                if ours == "vocab_size" and own > theirs:
-                    reason = f"{place}; the other {own - theirs} tokens begin as the mean of those"
-                    yield Problem(
-                        "weights-padded", reason, "", "model.vocab_size", own, severity="note"
-                    )
-                else:
-                    fix = f"set model.{ours}: {show_value(theirs)}"
-                    yield Problem("weights-differ", place, fix, f"model.{ours}", own)
+                yield _other_value(ours, own, theirs, place)
 
     def _theirs(self, described: Mapping[str, Any], key: str) -> Any:
         """Return the number at a key of config.json, or its default if there is no number."""
@@ -209,19 +202,13 @@ class Form:
         may be drawn instead. `path` is the value of `checkpoint.init_weights`.
         """
         name_of = self.names_in(names)
-        missing: list[str] = []
+        absent = {key: joined for key, joined in self.weights.items() if key not in name_of}
+        missing = [key for key, joined in absent.items() if not joined.may_lack]
         drawn: list[str] = []
-        for theirs, joined in self.weights.items():
-            if theirs in name_of:
-                continue
+        for joined in absent.values():
             if joined.may_lack:
                 drawn += joined.ours
-            else:
-                missing.append(theirs)
-        extra = []
-        for plain, name in name_of.items():
-            if plain not in self.weights and name not in self.table["ties"]:
-                extra.append(name)
+        extra = self._unknown(name_of)
         fix = "name weights of it"
         if missing:
             reason = f"it lacks {_shortened(missing)}"
@@ -232,6 +219,25 @@ class Form:
         if drawn:
             reason = f"it lacks {', '.join(drawn)}, which are drawn from run.seed"
             yield Problem("weights-partial", reason, "", _KEY, path, severity="warning")
+
+    def _unknown(self, name_of: Mapping[str, str]) -> list[str]:
+        """List the names of tensors that the model lacks, given plain name -> name."""
+        unknown = []
+        for plain, name in name_of.items():
+            if plain not in self.weights and name not in self.table["ties"]:
+                unknown.append(name)
+        return unknown
+
+
+def _other_value(name: str, own: Any, theirs: Any, place: str) -> Problem:
+    """Return the problem of a field of our model with another value than there, at a place; a note
+    for a larger vocabulary.
+    """
+    key = f"model.{name}"
+    if name == "vocab_size" and own > theirs:
+        reason = f"{place}; the other {own - theirs} tokens begin as the mean of those"
+        return Problem("weights-padded", reason, "", key, own, severity="note")
+    return Problem("weights-differ", place, f"set {key}: {show_value(theirs)}", key, own)
 
 
 def _shortened(names: list[str]) -> str:
@@ -284,12 +290,8 @@ def published_problems(config: RunConfig) -> list[Problem]:
         return []
     table = _table(model.transformers_table).get(type_, {})
     if table.get("kind") != model.kind:
-        if table:
-            fix = f"set model.kind: {table['kind']}"
-        else:
-            fix = _AS_IT_IS
         reason = f"{file} is of a {show_value(type_)}, which no model.kind {model.kind} is"
-        return [Problem("weights-differ", reason, fix, _KEY, path)]
+        return [Problem("weights-differ", reason, _fix_of_kind(table), _KEY, path)]
     form = _form(type_, table, model)
     problems = list(form.misfits(described, file))
     names = _tensors_in(weights_file)
@@ -298,6 +300,13 @@ def published_problems(config: RunConfig) -> list[Problem]:
     if names and "embed.weight" not in names and not has_errors:
         problems += form.misnamed(names, path)
     return problems
+
+
+def _fix_of_kind(table: Mapping[str, Any]) -> str:
+    """Return the fix for weights of another kind, which `table` describes; empty: of no kind."""
+    if table:
+        return f"set model.kind: {table['kind']}"
+    return _AS_IT_IS
 
 
 def _tensors_in(file: Path) -> set[str]:

@@ -281,12 +281,12 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
     before = _flat(_with_defaults(saved))
     now = _flat(config)
     has_args = "args" in (saved.get("optimizer") or {})  # an older release did not note them
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) == now.get(key) or rule_of(key) != "refused":
+    for key in _differing(before, now):
+        if rule_of(key) != "refused" or _is_allowed(key, config):
             continue
         if key.startswith(_OBJECT_ARGS) and not has_args:
             continue
-        if _means_the_same(key, before, now) or _is_allowed(key, config):
+        if _means_the_same(key, before, now):
             continue
         if key in before:
             how = f"with {show_value(before[key])}"
@@ -340,6 +340,12 @@ def check_reachable(checkpoint: SavedCheckpoint, *, total_steps: int) -> None:
         )
 
 
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the keys with another value now than before, sorted."""
+    keys = sorted(before.keys() | now.keys())
+    return [key for key in keys if before.get(key) != now.get(key)]
+
+
 def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> list[str]:
     """Describe the changes since the save that hold from now on, as ``key: before -> now``; and
     the change of the moving average. `config` is that of this run, resolved, and has passed
@@ -351,8 +357,8 @@ def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) 
     before = _flat(saved)
     now = _flat(config)
     changes = []
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) == now.get(key) or key.startswith(_EMA):
+    for key in _differing(before, now):
+        if key.startswith(_EMA):
             continue
         is_applied = rule_of(key) == "applied" or _is_allowed(key, config)
         if is_applied or _is_kernel_of_torch(key, before, now):
@@ -512,17 +518,24 @@ def _arrangement_of_zero(zero: Mapping[str, Any]) -> dict[str, Any]:
     if stage == 3:
         keys["sub_group_size"] = zero.get("sub_group_size")
     for section in _OFFLOADS:
-        offload = zero.get(section) or {}
-        keys[f"{section}.device"] = offload.get("device", "none")
-        keys[f"{section}.ratio"] = offload.get("ratio")
-        zenflow = offload.get("zenflow") or {}
-        if section == "offload_optimizer":
-            keys[f"{section}.zenflow"] = bool(zenflow)
-        for key, value in zenflow.items():
-            if key != "select_every":
-                keys[f"{section}.zenflow.{key}"] = value
-        if offload.get("device") == "nvme":
-            for key, value in _flat(offload).items():
-                if key not in _NOT_IN_NVME_FILES:
-                    keys[f"{section}.{key}"] = value
+        keys |= _arrangement_of_offload(section, zero.get(section) or {})
+    return keys
+
+
+def _arrangement_of_offload(section: str, offload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of an offload that decide how it cuts and places."""
+    keys: dict[str, Any] = {
+        f"{section}.device": offload.get("device", "none"),
+        f"{section}.ratio": offload.get("ratio"),
+    }
+    zenflow = offload.get("zenflow") or {}
+    if section == "offload_optimizer":
+        keys[f"{section}.zenflow"] = bool(zenflow)
+    for key, value in zenflow.items():
+        if key != "select_every":
+            keys[f"{section}.zenflow.{key}"] = value
+    if offload.get("device") == "nvme":
+        for key, value in _flat(offload).items():
+            if key not in _NOT_IN_NVME_FILES:
+                keys[f"{section}.{key}"] = value
     return keys

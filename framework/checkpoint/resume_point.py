@@ -190,18 +190,24 @@ def at_step(path: str, step: str | None, *, key: str) -> str:
         raise ConfigError.of("checkpoint-not-found", reason, fix, key, path)
     if step == BEST:
         return str(Path(path, BEST))
-    steps = []
     with explaining_storage_errors(key, path):
-        for holder in holders(Path(path)):
-            for found, folder in named_folders(holder):
-                if found == int(step):
-                    return str(folder)
-                steps.append(f"{found}")
-    if not steps:
+        folder_of = _folders_by_step(Path(path))
+    if not folder_of:
         return path  # its absence is explained there
+    if int(step) in folder_of:
+        return str(folder_of[int(step)])
     reason = f"there is no checkpoint of step {step}"
-    fix = f"there are {', '.join(steps)}, and {BEST}"
+    fix = f"there are {', '.join(map(str, folder_of))}, and {BEST}"
     raise ConfigError.of("checkpoint-not-found", reason, fix, key, path)
+
+
+def _folders_by_step(run_folder: Path) -> dict[int, Path]:
+    """Map the steps of the checkpoints in a run folder to their folders, the first of each step."""
+    folder_of: dict[int, Path] = {}
+    for holder in holders(run_folder):
+        for step, folder in named_folders(holder):
+            folder_of.setdefault(step, folder)
+    return folder_of
 
 
 def named_best(path: str, *, key: str) -> str:

@@ -173,11 +173,15 @@ def _samples_in(file: Path, config: RunConfig, *, lines: bool) -> dict[str, Any]
         raise _RefusedError("this run does not read texts", _NO_LINES)
     if isinstance(data, HuggingFace):
         return dict(_rows_by_datasets(file, data, config))
-    if isinstance(data, ImageFolder):
-        if file.suffix == ".csv":
-            raise _RefusedError("a row of numbers is no image", "name images, or arrays in an .npz")
-        if file.suffix != ".npz":
-            return {str(file): file}
+    if isinstance(data, ImageFolder) and file.suffix == ".csv":
+        raise _RefusedError("a row of numbers is no image", "name images, or arrays in an .npz")
+    if isinstance(data, ImageFolder) and file.suffix != ".npz":
+        return {str(file): file}
+    return _rows_of_table(file)
+
+
+def _rows_of_table(file: Path) -> dict[str, Any]:
+    """Return name -> row of a file with a table of numbers."""
     if file.suffix not in _TABLES:
         raise ValueError(
             "it is no table of numbers, and how an image is read only data.kind: image_folder says"
@@ -324,7 +328,11 @@ def batch_of(samples: Sequence[Any], config: RunConfig, task: Task) -> Any:
     label = _labels(config)
     if label is not None and isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != label}
-    has_targets = first.has_targets
+    return _without_targets(batch, task, has_targets=first.has_targets)
+
+
+def _without_targets(batch: Any, task: Task, *, has_targets: bool | None) -> Any:
+    """Return the inputs of a batch; None: its form shows whether it has targets."""
     if has_targets is None:
         has_targets = targets_in(batch)
     if has_targets:

@@ -44,11 +44,17 @@ def main(words: Sequence[str]) -> int:
         return EXIT_PROBLEMS
     for note in notes:
         print("\n".join(textwrap.wrap(note, _width())))
+    _print_found(found)
+    return EXIT_OK
+
+
+def _print_found(found: Sequence[str]) -> None:
+    """Print keys: a line for each of many, few in full."""
     if len(found) > _MOST_IN_FULL:
         print("\n".join(_short(key, width=_width()) for key in found))
     else:
+        keys = key_forms()
         print("\n\n".join(_in_full(key, keys[key], width=_width()) for key in found))
-    return EXIT_OK
 
 
 def _add_arguments(parser: CommandParser) -> None:
@@ -74,7 +80,7 @@ def find_keys(word: str) -> list[str]:
     plain = _as_key(word)
     exact = [key for key in keys if plain in (key, key.rpartition(".")[2])]
     if exact and "." in plain:
-        return [key for key in keys if key == plain or key.startswith(f"{plain}.")]
+        return [key for key in keys if f"{key}.".startswith(f"{plain}.")]
     of_other_tools = _keys_of_other_tools(plain, list(keys))
     if exact or of_other_tools:
         return list(dict.fromkeys([*exact, *of_other_tools]))

@@ -128,14 +128,18 @@ def table_lines(
     for number, row in enumerate(rows, start=1):
         row[_NUMBER] = str(number)
         row[_FITS] = "no" if row[_MARK] == "*" and not fits else "yes"
+    cells = [_column(title, rows) for title in _titles(rows)]
+    for block in blocks(cells, len(_KEYS), columns):
+        yield from block
+
+
+def _titles(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the titles of the columns that are shown, in order."""
     # the longest row has every column: a row without a time lacks some
     longest = max(rows, key=len)
     titles: list[str] = [title for title in _FIRST if title in longest]
     titles += [title for title in longest if title not in titles]
-    shown = [title for title in titles if title in _KEYS or _is_shown(title, rows)]
-    cells = [_column(title, rows) for title in shown]
-    for block in blocks(cells, len(_KEYS), columns):
-        yield from block
+    return [title for title in titles if title in _KEYS or _is_shown(title, rows)]
 
 
 def _with_planned(candidates: Sequence[Candidate], planned: Candidate | None) -> list[Candidate]:

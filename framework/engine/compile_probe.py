@@ -171,29 +171,36 @@ class CompileProbe:
             self.compiled = None
         self._open.close()
 
-    def _try(self, candidate: CompiledModules, loss_of: LossOf) -> ConfigError | None:
-        """Return what speaks against the compiled modules. Collective until all ranks know what
-        speaks against them before they are run.
+    def _run_as_written(
+        self, candidate: CompiledModules, loss_of: LossOf
+    ) -> tuple[Pass | None, str]:
+        """Run the pass as written; return it, None if it failed, and what speaks against compiling
+        the candidate, empty if nothing does.
         """
-        plain: Pass | None = None
-        kind = "compile-failed"
-        reason = ""
-        operations = 0
         try:
             with counted_operations(candidate.modules, self._is_auto) as count:
                 plain = self._run(loss_of)
-            operations = count() // len(candidate.modules)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the first step meets it, and explains it
             if self._meets:
                 raise
-            reason = f"the first micro-batch fails as written: {in_one_line(error)}"
-        if self._is_auto and plain is not None and operations < SMALL_BLOCK:
-            reason = (
-                f"a block takes {operations / 1e9:,.3g} GFLOP of a micro-batch, and a GPU waits "
-                f"for its host below {SMALL_BLOCK / 1e9:,.2g}"
-            )
+            return None, f"the first micro-batch fails as written: {in_one_line(error)}"
+        operations = count() // len(candidate.modules)
+        if not self._is_auto or operations >= SMALL_BLOCK:
+            return plain, ""
+        reason = (
+            f"a block takes {operations / 1e9:,.3g} GFLOP of a micro-batch, and a GPU waits "
+            f"for its host below {SMALL_BLOCK / 1e9:,.2g}"
+        )
+        return plain, reason
+
+    def _try(self, candidate: CompiledModules, loss_of: LossOf) -> ConfigError | None:
+        """Return what speaks against the compiled modules. Collective until all ranks know what
+        speaks against them before they are run.
+        """
+        kind = "compile-failed"
+        plain, reason = self._run_as_written(candidate, loss_of)
         if not reason and candidate.section.backend == "inductor":
             problem = missing_compiler(self._plan.cluster.device, os.environ)
             if problem is not None:
@@ -310,11 +317,8 @@ def difference_of(plain: Pass, compiled: Pass, bound: float) -> str:
     """Describe the first difference between two passes that is none of rounding; empty if there is
     none. `bound` is the relative one of the whole gradient.
     """
-    if isfinite(plain.loss) or isfinite(compiled.loss):
-        size = max(abs(plain.loss), abs(compiled.loss))
-        # Not `>`: a NaN is a difference, too.
-        if not abs(plain.loss - compiled.loss) <= bound * _OF_LOSS * size:
-            return f"the loss is {compiled.loss:.6g} compiled, and {plain.loss:.6g} as written"
+    if _losses_differ(plain.loss, compiled.loss, bound):
+        return f"the loss is {compiled.loss:.6g} compiled, and {plain.loss:.6g} as written"
     size, mean = _size_and_mean(plain.gradients)
     total = 0.0
     for name in sorted(plain.gradients.keys() | compiled.gradients.keys()):
@@ -336,6 +340,15 @@ def difference_of(plain: Pass, compiled: Pass, bound: float) -> str:
     if not sqrt(total) <= bound * size and isfinite(size):
         return f"the gradients differ by {sqrt(total) / max(size, 1e-30):.2g} of their norm"
     return ""
+
+
+def _losses_differ(plain: float, compiled: float, bound: float) -> bool:
+    """Check whether two losses, one of them finite, differ by more than rounding."""
+    if not isfinite(plain) and not isfinite(compiled):
+        return False
+    size = max(abs(plain), abs(compiled))
+    # Not `>`: a NaN is a difference, too.
+    return not abs(plain - compiled) <= bound * _OF_LOSS * size
 
 
 def _size_and_mean(gradients: Mapping[str, Sketch]) -> tuple[float, float]:

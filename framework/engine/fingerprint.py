@@ -60,17 +60,7 @@ def fingerprint(
         with gathered(list(frozen.values())):
             for name, parameter in frozen.items():
                 full_name = plain_name(f"{module_name}.{name}" if module_name else name)
-                shape = tuple(parameter.shape)
-                own = _part_in(part, parameter)
-                if _WHOLE in vars(parameter):
-                    shape, checksum = vars(parameter)[_WHOLE]
-                elif own is None:
-                    checksum = int(_checksum(parameter.detach()))
-                else:
-                    shape = tuple(own.split.whole_shape(shape))
-                    checksum = _checksum_of_parts(
-                        parameter.detach(), own, _groups_of(part, parameter)
-                    )
+                shape, checksum = _shape_and_checksum(part, parameter)
                 line = f"{base_name(full_name)} {shape} {parameter.dtype} {checksum}"
                 if id(parameter) in seen:
                     further.append(line)
@@ -82,6 +72,21 @@ def fingerprint(
     if is_stage or has_other_experts:
         lines = list(set(chain.from_iterable(gather(lines))))
     return _digest(lines), _digest([*lines, *further])
+
+
+def _shape_and_checksum(
+    part: TensorPart | None, parameter: nn.Parameter
+) -> tuple[tuple[int, ...], int]:
+    """Return shape and checksum of a whole weight; collective where a tensor group divides it."""
+    if _WHOLE in vars(parameter):
+        shape, checksum = vars(parameter)[_WHOLE]
+        return shape, checksum
+    shape = tuple(parameter.shape)
+    own = _part_in(part, parameter)
+    if own is None:
+        return shape, int(_checksum(parameter.detach()))
+    shape = tuple(own.split.whole_shape(shape))
+    return shape, _checksum_of_parts(parameter.detach(), own, _groups_of(part, parameter))
 
 
 def _part_in(part: TensorPart | None, weight: torch.Tensor) -> RankPart | None:

@@ -300,18 +300,11 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
             "samples ((a, b), target) hand it one list: write samples (a, b, target), and "
             "forward(a, b) gets both"
         )
-    if isinstance(inputs, Mapping):
-        parts: Iterable[Any] = inputs.values()
-    elif isinstance(inputs, (list, tuple)):
-        parts = inputs
-    else:
-        parts = (inputs,)
-    tensors = [part for part in parts if isinstance(part, Tensor)]
+    tensors = _tensors_of(inputs)
     integers = [tensor for tensor in tensors if _is_integer(tensor) and tensor.numel()]
     if isinstance(error, IndexError) and integers:
         return _hint_of_rows(integers)
-    # the error of a graph of torch.compile
-    if type(error).__name__ == "TorchRuntimeError" and "size=(0,)" in str(error):
+    if _lacks_gathered_weight(error):
         return (
             "ZeRO stage 3 and training.compile: the model reads a weight of another module that "
             "its first forward pass has not read, and no graph gathers it: set zero.stage: 2, or "
@@ -320,6 +313,22 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
     if isinstance(error, (RuntimeError, ValueError)) and "type" in str(error).lower():
         return _hint_of_types(str(error), tensors)
     return ""
+
+
+def _tensors_of(inputs: Any) -> list[Tensor]:
+    """Return the tensors that a model gets, those in lists and mappings inside left out."""
+    if isinstance(inputs, Mapping):
+        parts: Iterable[Any] = inputs.values()
+    elif isinstance(inputs, (list, tuple)):
+        parts = inputs
+    else:
+        parts = (inputs,)
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def _lacks_gathered_weight(error: BaseException) -> bool:
+    """Check whether an error is that of a graph of torch.compile with a weight that is not there."""
+    return type(error).__name__ == "TorchRuntimeError" and "size=(0,)" in str(error)
 
 
 def _hint_of_rows(integers: Sequence[Tensor]) -> str:
@@ -365,17 +374,18 @@ def _hint_of_classes(outputs: Any, targets: Any) -> str:
     if targets.ndim == outputs.ndim and targets.ndim > 1 and targets.shape[1] == 1:
         return "class numbers have the shape (batch,): target.squeeze(-1) in the dataset"
     if targets.ndim < outputs.ndim and targets.dtype != torch.int64:
-        hint = "class numbers are int64: int(target) or target.long() in the dataset"
-        if targets.is_floating_point():
-            hint += "; to predict values, task: {target: 'torch.nn:MSELoss'}"
-        return hint
-    hint = _hint_of_labels(outputs, targets)
-    if hint:
-        return hint
-    return (
+        return _hint_of_label_type(targets)
+    return _hint_of_labels(outputs, targets) or (
         "the model returns one row of logits per sample, (batch, num_classes), and targets are "
         "class numbers, (batch,)"
     )
+
+
+def _hint_of_label_type(targets: Tensor) -> str:
+    hint = "class numbers are int64: int(target) or target.long() in the dataset"
+    if targets.is_floating_point():
+        hint += "; to predict values, task: {target: 'torch.nn:MSELoss'}"
+    return hint
 
 
 def _hint_of_labels(outputs: Tensor, targets: Tensor) -> str:

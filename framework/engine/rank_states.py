@@ -145,14 +145,21 @@ def sentence(states: Mapping[int, State], *, world_size: int) -> str:
         )
     if outside:
         return f"{begin}{_describe_outside(outside, waiting)}{_describe_waiting(waiting, states)}"
+    return begin + _describe_all_waiting(waiting, states)
+
+
+def _describe_all_waiting(
+    waiting: Mapping[int, Mapping[str, Any]], states: Mapping[int, State]
+) -> str:
+    """Describe the calls of ranks that all wait in a collective."""
     calls = {rank: _describe_call(call) for rank, call in waiting.items()}
     if len(set(calls.values())) == 1:
         place = states[min(states)]["place"]
-        return f"{begin}all ranks are in {next(iter(calls.values()))} at {place}"
+        return f"all ranks are in {next(iter(calls.values()))} at {place}"
     parts = []
     for rank, shown_call in calls.items():
         parts.append(f"rank {rank} waits in {shown_call} at {states[rank]['place']}")
-    return begin + "; ".join(parts)
+    return "; ".join(parts)
 
 
 def _describe_outside(

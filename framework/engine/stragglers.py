@@ -110,16 +110,20 @@ def find(parts: Parts, *, sees_forward: bool) -> Straggler | None:
         part = "data"
         values = data
     else:
-        names = [
-            name
-            for name in ("forward", "backward")
-            if _excess(rank, times[name]) > _SHARE_OF_BACKWARD * late
-        ]
-        names = names or ["forward"]
+        names = _slow_passes(times, rank, late)
         part = "+".join(names)
         values = _totals(times, names)
     others = values[rank] - _excess(rank, values)
     return Straggler(rank, part, values[rank], others, data[rank], step)
+
+
+def _slow_passes(times: Mapping[str, list[float]], rank: int, late: float) -> list[str]:
+    """Return the passes that make a rank late by so many milliseconds, forward if neither does."""
+    names = []
+    for name in ("forward", "backward"):
+        if _excess(rank, times[name]) > _SHARE_OF_BACKWARD * late:
+            names.append(name)
+    return names or ["forward"]
 
 
 def _totals(times: Mapping[str, list[float]], names: Sequence[str]) -> list[float]:

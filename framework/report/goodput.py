@@ -329,14 +329,19 @@ def _not_timed(attempt: _Attempt, loop_begin: float, kept: float, times: _Times)
             end = max(end, _stamp(event))
     if last_step == step:
         return 0.0
-    beside = 0.0
-    for event in _progress(attempt, since, end):
-        if event["kind"] in _BESIDE:
-            beside += _seconds(event)
-    seconds = max(0.0, end - since - beside)
+    seconds = max(0.0, end - since - _seconds_beside(attempt, since, end))
     if not times.is_timed:
         return seconds
     return min(seconds, 2 * times.usual * (last_step - step))
+
+
+def _seconds_beside(attempt: _Attempt, since: float, until: float) -> float:
+    """Return the seconds of what a start did beside its steps."""
+    beside = 0.0
+    for event in _progress(attempt, since, until):
+        if event["kind"] in _BESIDE:
+            beside += _seconds(event)
+    return beside
 
 
 def _progress(attempt: _Attempt, since: float, until: float) -> Iterator[dict[str, Any]]:

@@ -329,17 +329,23 @@ def hover_strips(
                 at = "" if step == end else f" at {across[1](step)}"
                 values.append(f"{line.label}: {number(line.series.values[after - 1])}{at}")
                 positions[index] = after
-        left = frame.left
-        if place:
-            left = frame.x((ends[place - 1] + end) / 2)
-        right = frame.right
-        if place + 1 < len(ends):
-            right = frame.x((end + ends[place + 1]) / 2)
+        left, right = _sides(ends, place, frame)
         about = "\n".join([f"{across[0]} {across[1](end)}", *values])
         yield (
             f'<rect class="h" x="{left:.1f}" y="{frame.top:.0f}" width="{right - left:.1f}" '
             f'height="{frame.bottom - frame.top:.0f}"><title>{_tooltip(about)}</title></rect>'
         )
+
+
+def _sides(ends: Sequence[float], place: int, frame: Frame) -> tuple[float, float]:
+    """Return left and right of the strip at this place: half way to its neighbours."""
+    left = frame.left
+    if place:
+        left = frame.x((ends[place - 1] + ends[place]) / 2)
+    right = frame.right
+    if place + 1 < len(ends):
+        right = frame.x((ends[place] + ends[place + 1]) / 2)
+    return left, right
 
 
 def _tooltip(words: str) -> str:

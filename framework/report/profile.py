@@ -74,6 +74,18 @@ def tables_of(ranks: Sequence[Mapping[str, Any]]) -> list[Table]:
         return [("Damaged", ["file"], [["profile/tables*.json"]])]
 
 
+def _module_tables(ranks: Sequence[Mapping[str, Any]], measured: Any) -> Iterator[Table]:
+    """Yield the modules of each stage, as its first rank has measured them."""
+    columns = ["module", "kind", "time", "FLOPs", "parameters", "kept for backward"]
+    stages = []
+    for rank in ranks:
+        rows = _module_rows(rank)
+        if rows and rank["stage"] not in stages:
+            where = f"rank {rank['rank']}, stage {rank['stage']}, step {measured}"
+            yield f"Modules, per forward pass ({where})", columns, rows
+        stages.append(rank["stage"])
+
+
 def _tables(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     """Yield the tables that have rows: operations, communication and timers of rank 0, and modules
     of each stage.
@@ -94,14 +106,7 @@ def _tables(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
         )
         if rows:
             yield f"{title}, rank 0", ["kind", "count", "bytes", "time", "bandwidth"], rows
-    stages = []
-    for rank in ranks:
-        rows = _module_rows(rank)
-        if rows and rank["stage"] not in stages:
-            where = f"rank {rank['rank']}, stage {rank['stage']}, step {measured}"
-            columns = ["module", "kind", "time", "FLOPs", "parameters", "kept for backward"]
-            yield f"Modules, per forward pass ({where})", columns, rows
-        stages.append(rank["stage"])
+    yield from _module_tables(ranks, measured)
     timers = first.get("timers")
     if timers:
         rows = [[name, _ms(value)] for name, value in timers.items()]

@@ -86,15 +86,24 @@ def marks_of(run: RunRecords) -> list[Mark]:
     marks = [Mark("save", step) for step in sorted(set(saved))]
     marks += [Mark("restart", event.get("step", 0)) for event in run.happened("resume")]
     marks += [Mark("back", event.get("step", 0)) for event in run.happened("roll_back")]
+    marks += [Mark("skip", step) for step in _skipped_steps(run)]
+    return marks
+
+
+def _skipped_steps(run: RunRecords) -> list[int]:
+    """List the logged steps up to which the count of skipped ones has grown; without that metric,
+    those of events.
+    """
     skipped = run.metrics.get("train/skipped_steps", Series()).finite
+    if not skipped:
+        return _steps_of(run, "skip")
+    steps = []
     before = 0.0
     for step, value in skipped:
         if value > before:
-            marks.append(Mark("skip", step))
+            steps.append(step)
         before = value
-    if not skipped:
-        marks += [Mark("skip", step) for step in _steps_of(run, "skip")]
-    return marks
+    return steps
 
 
 def _steps_of(run: RunRecords, kind: str) -> list[int]:
@@ -250,11 +259,7 @@ def _parts_over_time(run: RunRecords) -> list[tuple[str, Series]]:
             times = dict(zip(series.steps, series.values, strict=True))
             parts[phase] = [times.get(step, 0.0) for step in step_times.steps]
     for index, step_time in enumerate(step_times.values):
-        timed = 0.0
-        for values in parts.values():
-            if isfinite(values[index]):
-                timed += values[index]
-        rest[index] = step_time - timed
+        rest[index] = step_time - _finite_sum([values[index] for values in parts.values()])
     if _finite_sum(rest) > 0.02 * _finite_sum(step_times.values):
         parts["not timed"] = rest
     return [
@@ -294,11 +299,6 @@ def _memory(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
         if name.endswith("_bytes"):
             unit, divisor = byte_unit(_largest(runs, name))
             factor = 1.0 / divisor
-        reference = None
-        if len(runs) == 1 and name == "memory/device_peak_bytes":
-            peak = plan_peak(runs[0])
-            if peak is not None:
-                reference = ("plan", peak * factor)
         where = name.removeprefix("memory/").removesuffix("_bytes").replace("_", " ")
         yield line_chart(
             f"memory-{index}",
@@ -306,8 +306,18 @@ def _memory(runs: Sequence[RunRecords]) -> Iterator[Chart | None]:
             unit,
             _lines(runs, name, factor=factor),
             from_zero=True,
-            reference=reference,
+            reference=_planned_peak(runs, name, factor),
         )
+
+
+def _planned_peak(runs: Sequence[RunRecords], name: str, factor: float) -> tuple[str, float] | None:
+    """Return the peak that the plan of a single run gives, in the unit of the chart of `name`."""
+    if len(runs) > 1 or name != "memory/device_peak_bytes":
+        return None
+    peak = plan_peak(runs[0])
+    if peak is None:
+        return None
+    return "plan", peak * factor
 
 
 def _memory_bars(run: RunRecords) -> Iterator[tuple[str, list[tuple[str, float]]]]:

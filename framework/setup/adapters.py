@@ -5,7 +5,7 @@ merged.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +81,20 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
     }
     text = json.dumps(description, indent=2) + "\n"
     replace_text(folder / DESCRIPTION, text)
-    path = folder / WEIGHTS
+    metadata = _metadata(base, section, checkpoint.manifest["config"]["precision"]["dtype"])
+    num_bytes = write_one(folder / WEIGHTS, weights, adapter_entries, metadata=metadata)
+    return {WEIGHTS: num_bytes, DESCRIPTION: len(text.encode())}
+
+
+def _metadata(base: Mapping[str, Any], section: LoRA, dtype: str) -> dict[str, str]:
+    """Return what the file of adapters has about the base that they were trained on."""
     metadata = {"format": "pt"}
     if base:
         metadata["base"] = base["sha256"]
         if section.quantization is not None:
             metadata["base_quantization"] = section.quantization
-        metadata["base_dtype"] = checkpoint.manifest["config"]["precision"]["dtype"]
-    num_bytes = write_one(path, weights, adapter_entries, metadata=metadata)
-    return {WEIGHTS: num_bytes, DESCRIPTION: len(text.encode())}
+        metadata["base_dtype"] = dtype
+    return metadata
 
 
 def _report_untrained(weights: MergedWeights) -> None:
@@ -114,6 +119,28 @@ def _report_untrained(weights: MergedWeights) -> None:
     warn(f"{places} (step {checkpoint.step}) [adapter-untrained]")
 
 
+def _weights_of_base(source: str, config: RunConfig) -> Any:
+    """Return the weights at `source`, on which adapters were trained."""
+    try:
+        weights = find_weights(
+            source, allow_unverified=config.checkpoint.allow_unverified, model=config.model
+        )
+    except ConfigError as error:
+        reason = f"{error.problems[0].reason}, and the adapters were trained on the weights there"
+        raise ConfigError.of(
+            "weights-not-found", reason, "give --base PATH: where they are", "--base", source
+        ) from error
+    if isinstance(weights, SavedCheckpoint):
+        return checkpoint_weights(weights)
+    return weights
+
+
+def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
 def merged_model(
     weights: MergedWeights,
     config: RunConfig,
@@ -136,26 +163,11 @@ def merged_model(
     seed_everything(config.run.seed)
     model = as_fp32(build())
     if source is not None:
-        try:
-            base_weights = find_weights(
-                source, allow_unverified=config.checkpoint.allow_unverified, model=config.model
-            )
-        except ConfigError as error:
-            reason = (
-                f"{error.problems[0].reason}, and the adapters were trained on the weights there"
-            )
-            raise ConfigError.of(
-                "weights-not-found", reason, "give --base PATH: where they are", "--base", source
-            ) from error
-        if isinstance(base_weights, SavedCheckpoint):
-            base_weights = checkpoint_weights(base_weights)
-        put_weights(model, base_weights, source=source)
+        put_weights(model, _weights_of_base(source, config), source=source)
     model = add_adapters(model, lora, seed=config.run.seed)
     half = HALF.get(config.precision.dtype)
     if half is not None:
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(half)
+        _round_weights(model, half)
     dtype = half or torch.float32
     if lora.quantization is not None:
         done = quantize_adapted(model, lora.quantization, dtype=dtype)

@@ -41,6 +41,7 @@ from framework.train.monitors.base import Behind, Monitor, make_or_warn
 from framework.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from framework.checkpoint.state.weight_files import LazyWeights
     from framework.data.streams import StreamEvalLoader
     from framework.engine.pipeline_engine import PipelineEngine
     from framework.engine.profile import Profiler
@@ -92,6 +93,17 @@ def _packs_rows_of_others(plan: Plan) -> bool:
     return getattr(plan.config.data, "packing", False) and not reads_packed_rows
 
 
+def _put_first_weights(
+    model: torch.nn.Module, weights: LazyWeights, source: str, groups: RankGroups | None
+) -> None:
+    """Put the weights of a fresh start, read from `source`, into a model."""
+    from framework.engine.weights import put_weights
+
+    tensor_group = None if groups is None else groups.tensor
+    put_weights(model, weights, source=source, tensor_group=tensor_group)
+    weights.let_go()
+
+
 def _whole_model(
     prepared: Prepared, groups: RankGroups | None, *, varying_shapes: bool
 ) -> torch.nn.Module:
@@ -107,12 +119,7 @@ def _whole_model(
     model = prepare_model(model, config.training, replicas=replicas)
     refuse_sparse_gradients(model, config)
     if weights is not None:
-        source = str(config.checkpoint.init_weights)
-        tensor_group = None if groups is None else groups.tensor
-        from framework.engine.weights import put_weights
-
-        put_weights(model, weights, source=source, tensor_group=tensor_group)
-        weights.let_go()
+        _put_first_weights(model, weights, str(config.checkpoint.init_weights), groups)
     if config.training.lora is not None:
         from framework.setup.assemble_adapters import with_adapters
 

@@ -78,11 +78,7 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
 
         task.added_metrics = added_metrics(config, objects.metrics)
     _check_labels_and_tokens(config, splits)
-    if any(watched_metrics(config)):
-        from framework.setup.watched_metrics import refuse_unmeasured
-
-        added = task.added_metrics or ()
-        refuse_unmeasured(config, splits, added=added, is_open=collects(task))
+    _refuse_unmeasured(config, splits, task)
     make_optimizer: MakeOptimizer | None = None
     make_schedule: MakeSchedule | None = None
     if _makes_optimizer_or_schedule(config, objects):
@@ -99,6 +95,16 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
 
         callbacks = checked_callbacks(config, objects)
     return Parts(build_model, splits, task, make_optimizer, callbacks, make_schedule)
+
+
+def _refuse_unmeasured(config: RunConfig, splits: Splits, task: Task) -> None:
+    """Refuse metrics that the run follows and no evaluation set gives."""
+    if not any(watched_metrics(config)):
+        return
+    from framework.setup.watched_metrics import refuse_unmeasured
+
+    added = task.added_metrics or ()
+    refuse_unmeasured(config, splits, added=added, is_open=collects(task))
 
 
 def _makes_optimizer_or_schedule(config: RunConfig, objects: Objects) -> bool:

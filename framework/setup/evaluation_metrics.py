@@ -36,19 +36,24 @@ def added_metrics(config: RunConfig, handed_over: Any) -> dict[str, Any]:
         metrics[name] = call_factory(section.factory(), key=key)
         if not isinstance(metrics[name], Metric | MetricCollection):
             raise _not_a_metric(metrics[name], f"{key}.target", section.target)
-    if handed_over is None:
-        return metrics
     if isinstance(handed_over, MetricCollection):
         given: Mapping[str, Any] = {"": handed_over}
-    elif isinstance(handed_over, Mapping):
-        given = handed_over
     else:
-        given = {type(handed_over).__name__: handed_over}
+        given = _by_name(handed_over)
     for name, metric in given.items():
         if not isinstance(metric, Metric | MetricCollection):
             raise _not_a_metric(metric, "metrics", name)
         metrics[name] = metric
     return metrics
+
+
+def _by_name(handed_over: Any) -> Mapping[str, Any]:
+    """Return metrics that were handed over by name: a mapping, or one under its class's name."""
+    if handed_over is None:
+        return {}
+    if isinstance(handed_over, Mapping):
+        return handed_over
+    return {type(handed_over).__name__: handed_over}
 
 
 def _not_a_metric(value: Any, key: str, shown: str) -> ConfigError:

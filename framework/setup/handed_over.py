@@ -106,11 +106,15 @@ def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
     described = config.model_copy(update=changes)
     if objects.metrics is None:
         return described
-    names_of = getattr(objects.metrics, "keys", None)  # of a mapping, or a MetricCollection
-    names = [type(objects.metrics).__name__]
-    if callable(names_of):
-        names = [str(name) for name in names_of()]
-    return described.with_given_metrics(names)
+    return described.with_given_metrics(_names_of(objects.metrics))
+
+
+def _names_of(metrics: Any) -> list[str]:
+    """Return the names of metrics that were handed over: their keys, or the class of one."""
+    keys = getattr(metrics, "keys", None)  # of a mapping, or a MetricCollection
+    if not callable(keys):
+        return [type(metrics).__name__]
+    return [str(name) for name in keys()]
 
 
 def _changes_of_data(config: RunConfig, splits: Splits, section: dict[str, Any]) -> dict[str, Any]:

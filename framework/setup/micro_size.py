@@ -82,15 +82,7 @@ class Search:
         Sizes are doubled, also to some that are none to choose from, so that each is close to
         sizes with known peaks; then those between the last two are halved.
         """
-        fitting = 0
-        too_large = self.sizes[-1] + 1
-        size = 1
-        while fitting < size < too_large:
-            if self._fits(size):
-                fitting = size
-                size = min(2 * size, self.sizes[-1])
-            else:
-                too_large = size
+        fitting, too_large = self._bounds()
         between = [size for size in self.sizes if fitting < size < too_large]
         while between:
             middle = len(between) // 2
@@ -100,6 +92,19 @@ class Search:
             else:
                 between = between[:middle]
         return max((size for size in self.sizes if size <= fitting), default=None)
+
+    def _bounds(self) -> tuple[int, int]:
+        """Double sizes; return the last that fits, 0 if none does, and the first that does not."""
+        fitting = 0
+        too_large = self.sizes[-1] + 1
+        size = 1
+        while fitting < size < too_large:
+            if self._fits(size):
+                fitting = size
+                size = min(2 * size, self.sizes[-1])
+            else:
+                too_large = size
+        return fitting, too_large
 
     def _fits(self, size: int) -> bool:
         expected = self.expected(size)

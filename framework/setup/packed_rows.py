@@ -146,14 +146,27 @@ def _why_mixed(
         if not is_replaced:
             raise
         return f"attention within texts fails ({in_one_line(error)})"
+    return _why_logits_differ(
+        after_first, after_other, alone, tolerance=_ROUNDING_OF_KERNELS if is_half else _ROUNDING
+    )
+
+
+def _why_logits_differ(
+    after_first: Tensor, after_other: Tensor, alone: Tensor, *, tolerance: float
+) -> str:
+    """Return why the logits of a text show that texts are not kept apart; empty if they do not.
+
+    Args:
+        after_first: its logits after one text.
+        after_other: those after another text.
+        alone: those of the text alone, or `after_first`.
+        tolerance: largest difference to those alone, of the largest logit.
+    """
     largest = after_first.abs().max()
     if (after_first - after_other).abs().max() > _ROUNDING * largest:
         return "in this model a conversation sees those before it in a row in spite of its places"
-    tolerance = _ROUNDING
-    if is_half:
-        tolerance = _ROUNDING_OF_KERNELS
     # Not `>`: a NaN is a difference, too.
-    if is_replaced and not (after_first - alone).abs().max() <= tolerance * largest:
+    if alone is not after_first and not (after_first - alone).abs().max() <= tolerance * largest:
         return "attention within texts computes something else than the model does on a text alone"
     return ""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -108,15 +108,7 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
         ) from error
     _refuse_own_forward(parts.task)
     inputs = around.order(given)
-    if not _is_tensors(inputs):
-        reason = (
-            f"the task hands a {type(inputs).__name__} to the model, and a pipeline's first stage "
-            "takes a tensor or a tuple of tensors"
-        )
-        fix = "let split(batch) return such inputs, or set parallel.pipe: 1"
-        raise ConfigError.of(
-            "inputs-unsendable", reason, fix, "parallel.pipe", config.parallel.pipe
-        )
+    _refuse_other_inputs(inputs, config.parallel.pipe)
     surveyed, frozen = _survey_layers(config, layers, inputs, leave=around.leave)
     # the layers of our own models are tested
     if lists_layers(model) and config.model.is_own_code:
@@ -164,6 +156,28 @@ def _with_adapters(
     return tuple(replace(each, params=shapes[each.layer.name]) for each in surveyed)
 
 
+def _layers_of_transformers(
+    model: Any, given: Any, plan: Plan, task: Task
+) -> tuple[tuple[Layer, ...], AroundLayers]:
+    """Return the layers of a model of transformers, and what it does around them."""
+    from framework.models.transformers_layers import TransformersLayers
+
+    if getattr(plan.config.data, "packing", False):
+        from framework.setup.packed_rows import keep_texts_apart_in_layers
+
+        keep_texts_apart_in_layers(model, task, plan)
+    if plan.config.parallel.sequence > 1:
+        from framework.models.sequence import share_attention
+
+        share_attention(model)
+    taken = TransformersLayers(model, given)
+    taken.refuse_other_logits(taken.in_order(given))
+    around = taken.around()
+    if not isinstance(task, ModelLoss):
+        around = replace(around, judge=None)
+    return tuple(taken.layers()), around
+
+
 def _taken_apart(
     model: Any, given: Any, plan: Plan, task: Task
 ) -> tuple[tuple[Layer, ...], AroundLayers]:
@@ -176,22 +190,7 @@ def _taken_apart(
     has_own_loss = isinstance(task, ModelLoss)
     is_packed = getattr(plan.config.data, "packing", False)
     if hasattr(model, "set_attn_implementation") and not lists_layers(model):  # of transformers
-        from framework.models.transformers_layers import TransformersLayers
-
-        if is_packed:
-            from framework.setup.packed_rows import keep_texts_apart_in_layers
-
-            keep_texts_apart_in_layers(model, task, plan)
-        if plan.config.parallel.sequence > 1:
-            from framework.models.sequence import share_attention
-
-            share_attention(model)
-        taken = TransformersLayers(model, given)
-        taken.refuse_other_logits(taken.in_order(given))
-        around = taken.around()
-        if not has_own_loss:
-            around = replace(around, judge=None)
-        return tuple(taken.layers()), around
+        return _layers_of_transformers(model, given, plan, task)
     layers = tuple(as_layers(model))
     stages = plan.config.parallel.pipe
     if plan.config.parallel.sequence > 1 and plan.config.model.is_own_code:
@@ -429,14 +428,8 @@ def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> N
     for stage, (start, stop) in enumerate(pairwise(table.bounds)):
         for surveyed_layer in surveyed[start:stop]:
             layer = surveyed_layer.layer
-            if not layer.is_built or layer.tied:
-                continue
-            weights = dict(layer.build().named_parameters())
-            names = [name for name in surveyed_layer.params if name in weights]
-            if surveyed_layer.params and not names:  # each stage would have adapters of its own
-                names = list(weights)
-            for name in names:
-                other_stage, other = holders.setdefault(id(weights[name]), (stage, layer.name))
+            for name, weight in _untied_weights(surveyed_layer):
+                other_stage, other = holders.setdefault(id(weight), (stage, layer.name))
                 if other_stage != stage:
                     reason = (
                         f"it is a weight of {other} on stage {other_stage} as well as of "
@@ -449,6 +442,33 @@ def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> N
                     raise ConfigError.of(
                         "weight-on-two-stages", reason, fix, "model", f"{layer.name}.{name}"
                     )
+
+
+def _refuse_other_inputs(inputs: Any, stages: int) -> None:
+    """Refuse inputs that a first stage does not take."""
+    if _is_tensors(inputs):
+        return
+    reason = (
+        f"the task hands a {type(inputs).__name__} to the model, and a pipeline's first stage "
+        "takes a tensor or a tuple of tensors"
+    )
+    fix = "let split(batch) return such inputs, or set parallel.pipe: 1"
+    raise ConfigError.of("inputs-unsendable", reason, fix, "parallel.pipe", stages)
+
+
+def _untied_weights(surveyed_layer: Surveyed) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the weights to train of a built layer that is not tied, by name; all of them if its
+    adapters are trained, which each stage would have for itself.
+    """
+    layer = surveyed_layer.layer
+    if not layer.is_built or layer.tied:
+        return
+    weights = dict(layer.build().named_parameters())
+    names = [name for name in surveyed_layer.params if name in weights]
+    if surveyed_layer.params and not names:
+        names = list(weights)
+    for name in names:
+        yield name, weights[name]
 
 
 def first_batch(plan: Plan, parts: Parts) -> tuple[Any, Any]:

@@ -38,17 +38,32 @@ def checked_callbacks(config: RunConfig, objects: Objects) -> tuple[Any, ...]:
     for number, callback in enumerate(objects.callbacks):
         named.append((f"callbacks.{number}", type_name(callback), callback))
     for key, name, callback in named:
-        if inspect.isclass(callback):
-            raise ConfigError.of(
-                "callback-without-events", "it is a class", "hand over an object of it", key, name
-            )
-        if not any(callable(getattr(callback, event, None)) for event in EVENTS):
-            fix = f"give it one of {', '.join(EVENTS)}"
-            raise ConfigError.of(
-                "callback-without-events", "it has no method of an event", fix, key, name
-            )
+        _refuse_without_events(callback, key, name)
         check_events(callback, key, name)
     return tuple(callback for _, _, callback in named)
+
+
+def _refuse_without_events(callback: Any, key: str, name: str) -> None:
+    if inspect.isclass(callback):
+        raise ConfigError.of(
+            "callback-without-events", "it is a class", "hand over an object of it", key, name
+        )
+    if not any(callable(getattr(callback, event, None)) for event in EVENTS):
+        fix = f"give it one of {', '.join(EVENTS)}"
+        raise ConfigError.of(
+            "callback-without-events", "it has no method of an event", fix, key, name
+        )
+
+
+def _why_not_called(method: Any, event: str) -> str:
+    """Return why the method of an event cannot be called, or empty text."""
+    if not callable(method):
+        return ""
+    if inspect.iscoroutinefunction(method):
+        return f"{event} is a coroutine, and nothing awaits it"
+    if not takes(method, {}, positional=1):
+        return f"{event} cannot be called with one argument, the state"
+    return ""
 
 
 def check_events(callback: Any, key: str, name: str) -> None:
@@ -62,14 +77,7 @@ def check_events(callback: Any, key: str, name: str) -> None:
         ConfigError: kind ``callback-event``.
     """
     for event in EVENTS:
-        method = getattr(callback, event, None)
-        if not callable(method):
-            continue
-        reason = ""
-        if inspect.iscoroutinefunction(method):
-            reason = f"{event} is a coroutine, and nothing awaits it"
-        elif not takes(method, {}, positional=1):
-            reason = f"{event} cannot be called with one argument, the state"
+        reason = _why_not_called(getattr(callback, event, None), event)
         if reason:
             raise ConfigError.of(
                 "callback-event", reason, f"write def {event}(self, state)", key, name

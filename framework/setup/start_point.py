@@ -84,6 +84,15 @@ def on_rank0(work: Callable[[], Any]) -> Any:
         )
 
 
+def _damage_on_hosts(checkpoint: SavedCheckpoint) -> list[str]:
+    """List what is wrong with a checkpoint's files; ranks of a host verify them in shares, if
+    there are checksums. Collective.
+    """
+    if checkpoint.verified:
+        return _verification().verify(checkpoint, on_every_host=True)
+    return checkpoint.damage()
+
+
 def agreed_weights(
     prepared: Prepared, start: SavedCheckpoint | None, *, average: bool = False
 ) -> Prepared:
@@ -115,10 +124,7 @@ def agreed_weights(
         return prepared
     from framework.engine.weights import checkpoint_weights, refuse_other_layers
 
-    if checkpoint.verified:
-        damage = _verification().verify(checkpoint, on_every_host=True)
-    else:
-        damage = checkpoint.damage()
+    damage = _damage_on_hosts(checkpoint)
     error = None
     try:
         weights = checkpoint_weights(checkpoint, average=average, damage=damage)

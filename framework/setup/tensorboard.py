@@ -45,19 +45,7 @@ def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
 
     Waits for the device. Sends 700 counts for each weight between ranks.
     """
-    is_spread = plan.config.zero.stage == 3
-    layout = plan.layout
-    place = rank() % (layout.world_size // layout.pipe_size)
-    histograms: dict[_PartOfName, Histogram] = {}
-    if is_spread or layout.data_parallel_rank(rank()) < layout.expert_size:
-        for name, weight in module.named_parameters():
-            if split_of(weight) is None and layout.tensor_rank(rank()):
-                continue  # the first rank of a tensor group has it as well
-            if is_spread:
-                histograms[name, place] = _count(_rank_share(weight))
-            else:
-                histograms[name, _part_of(weight, layout)] = _count(weight.detach())
-    histograms_of_ranks = gather(histograms)
+    histograms_of_ranks = gather(_histograms_of_rank(module, plan))
     if rank() != 0:
         return []
     return [
@@ -65,6 +53,24 @@ def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
         for name, histogram in _merged(histograms_of_ranks).items()
         if histogram.num
     ]
+
+
+def _histograms_of_rank(module: torch.nn.Module, plan: Plan) -> dict[_PartOfName, Histogram]:
+    """Return histograms of the weights, or of the shares at stage 3, that this rank counts."""
+    is_spread = plan.config.zero.stage == 3
+    layout = plan.layout
+    place = rank() % (layout.world_size // layout.pipe_size)
+    histograms: dict[_PartOfName, Histogram] = {}
+    if not is_spread and layout.data_parallel_rank(rank()) >= layout.expert_size:
+        return histograms  # another rank has the same weights
+    for name, weight in module.named_parameters():
+        if split_of(weight) is None and layout.tensor_rank(rank()):
+            continue  # the first rank of a tensor group has it as well
+        if is_spread:
+            histograms[name, place] = _count(_rank_share(weight))
+        else:
+            histograms[name, _part_of(weight, layout)] = _count(weight.detach())
+    return histograms
 
 
 def _part_of(weight: Tensor, layout: Layout) -> int:

@@ -5,7 +5,7 @@ plain module.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -178,28 +178,44 @@ def saved_config(
         ) from None
     is_trusted = _is_trusted(checkpoint, trust)
     for name in sections:
-        section: Any = config
-        for part in name.split(".", 2):  # names of metrics may have dots
-            section = section[part] if isinstance(section, Mapping) else getattr(section, part)
+        section = _section_at(config, name)
         if isinstance(section, Object):
             reason = f"{section.object} was handed over from Python, and cannot be asked here"
             fix = f"name it in the config ({name}.target), or {otherwise}"
             raise refused(missing_kind, reason, fix)
         target = next(targets_in(section), None)
-        if target is None or is_trusted:
-            continue
-        why = why_not_trusted(checkpoint)
-        if why:
-            reason = (
-                f"the manifest names code of its own, {name}.target = {target}, which would be "
-                f"run, and {why}"
-            )
-            fix = (
-                f"if you trust the author of the folder, give --trust {checkpoint.path} (in "
-                "Python trust=True), or list it once: dsf trust FOLDER"
-            )
-            raise refused("target-not-trusted", reason, f"{fix}; or {otherwise}")
+        if target is not None and not is_trusted:
+            _refuse_untrusted(checkpoint, f"{name}.target = {target}", refused, otherwise)
     return config
+
+
+def _section_at(config: RunConfig, name: str) -> Any:
+    """Return the section of a dotted name; names of metrics may have dots themselves."""
+    section: Any = config
+    for part in name.split(".", 2):
+        if isinstance(section, Mapping):
+            section = section[part]
+        else:
+            section = getattr(section, part)
+    return section
+
+
+def _refuse_untrusted(
+    checkpoint: SavedCheckpoint,
+    shown: str,
+    refused: Callable[[str, str, str], ConfigError],
+    otherwise: str,
+) -> None:
+    """Refuse a target, as `shown`, in the manifest of a folder that the user has not listed."""
+    why = why_not_trusted(checkpoint)
+    if not why:
+        return
+    reason = f"the manifest names code of its own, {shown}, which would be run, and {why}"
+    fix = (
+        f"if you trust the author of the folder, give --trust {checkpoint.path} (in "
+        "Python trust=True), or list it once: dsf trust FOLDER"
+    )
+    raise refused("target-not-trusted", reason, f"{fix}; or {otherwise}")
 
 
 def _is_trusted(checkpoint: SavedCheckpoint, trust: str | None) -> bool:

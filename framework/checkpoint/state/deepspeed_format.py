@@ -96,6 +96,18 @@ def _refuse_other_kinds(folder: Path, names: RawNames) -> None:
         )
 
 
+def _stage_in(folder: Path, optimizer_file: str, names: RawNames) -> int:
+    """Read the ZeRO stage in an optimizer's file. Raises StorageError if the names of the files are
+    those of another stage.
+    """
+    stage = int(_read(folder / optimizer_file)["optimizer_state_dict"]["zero_stage"])
+    if stage not in names.stages:
+        raise _refusal(
+            folder, f"its files are named as at stage {names.stages[0]} and say stage {stage}"
+        )
+    return stage
+
+
 def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
     """Make up a manifest from the first rank's files. Raises StorageError if files and names do not
     agree, and any other error for files of another release.
@@ -125,11 +137,7 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
     ds_config = first["ds_config"]
     stage = 0
     if names.stages != (0,):
-        stage = int(_read(folder / optimizer_files[0])["optimizer_state_dict"]["zero_stage"])
-        if stage not in names.stages:
-            raise _refusal(
-                folder, f"its files are named as at stage {names.stages[0]} and say stage {stage}"
-            )
+        stage = _stage_in(folder, optimizer_files[0], names)
     return {
         "step": step,
         "samples": samples,

@@ -57,12 +57,9 @@ def describe_pipeline(files: CheckpointFiles, *, stages: int) -> dict[str, Any]:
     count = max(by_number, default=-1) + 1
     tied_keys: dict[str, str] = {}
     repeated: list[str] = []
+    unstepped = {number: file for number, file in by_number.items() if number not in stepped}
     for key, weights in _weights_of_ties(shapes).items():
-        layers = [
-            number
-            for number, file in by_number.items()
-            if number not in stepped and _has_shapes(files[file], weights)
-        ]
+        layers = [number for number, file in unstepped.items() if _has_shapes(files[file], weights)]
         layers = _alike(files, by_number, layers, key)
         tied_keys[key] = str(layers[0])
         repeated += map(str, layers[1:])

@@ -337,11 +337,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
             _refuse_without_average(checkpoint)
         if damage is None:
             damage = checkpoint.damage()
-        if damage:
-            reason = f"it is damaged: {damage[0]}"
-            if len(damage) > 1:
-                reason += f", and {len(damage) - 1} more"
-            raise self._not_read(reason)
+        self._refuse_damage(damage)
         try:
             shard_map = map_checkpoint(checkpoint)
         except Exception as error:  # a file of another layout may raise any type
@@ -406,6 +402,14 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.stored)
+
+    def _refuse_damage(self, damage: Sequence[str]) -> None:
+        if not damage:
+            return
+        reason = f"it is damaged: {damage[0]}"
+        if len(damage) > 1:
+            reason += f", and {len(damage) - 1} more"
+        raise self._not_read(reason)
 
     def _not_read(self, reason: str) -> StorageError:
         return StorageError(

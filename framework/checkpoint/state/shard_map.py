@@ -89,11 +89,20 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
         rank_maps = [stored]
         for rank in range(1, size):
             rank_maps.append(_map_of_rank(files, manifest, rank, size)[0])
-        for name, (dim, sections) in splits.items():
-            stored_name = ties.get(name, name)
-            parts = [rank_map[stored_name] for rank_map in rank_maps]
-            stored[stored_name] = _join_parts(name, Split(dim, tuple(sections)), parts)
+        stored |= _joined_weights(splits, ties, rank_maps)
     return ShardMap(files, stored, ties, lacking)
+
+
+def _joined_weights(
+    splits: Mapping[str, Any], ties: Mapping[str, str], rank_maps: Sequence[Mapping[str, Stored]]
+) -> dict[str, Stored]:
+    """Return the weights that tensor ranks divide, each of its parts on all ranks."""
+    joined = {}
+    for name, (dim, sections) in splits.items():
+        stored_name = ties.get(name, name)
+        parts = [rank_map[stored_name] for rank_map in rank_maps]
+        joined[stored_name] = _join_parts(name, Split(dim, tuple(sections)), parts)
+    return joined
 
 
 def _swapped_groups(files: CheckpointFiles) -> SwappedGroups:
@@ -271,12 +280,7 @@ def _stage0_weights_in(
     """
     content = files[file]
     optimizer = content["optimizer"] or {}
-    if STATE_KEY in content:
-        names = content[STATE_KEY]["names"]
-    elif content["module"] is None:  # a stage of a pipeline that DeepSpeed wrote by itself
-        names = []
-    else:
-        names = names_by_shape(content)
+    names = _names_of_groups(content)
     state_keys: tuple[str, ...] = ("optimizer", "state")
     if INNER in optimizer:
         state_keys = ("optimizer", INNER, "state")
@@ -299,6 +303,16 @@ def _stage0_weights_in(
             yield name, weight
             number += 1
             start += weight.shape.numel()
+
+
+def _names_of_groups(content: Any) -> Sequence[Sequence[str]]:
+    """Return the names of the weights of each group of a file's optimizer."""
+    if STATE_KEY in content:
+        names: Sequence[Sequence[str]] = content[STATE_KEY]["names"]
+        return names
+    if content["module"] is None:  # a stage of a pipeline that DeepSpeed wrote by itself
+        return []
+    return names_by_shape(content)
 
 
 def _with_copy(
