@@ -91,25 +91,29 @@ def bind_ranks(
     if not hasattr(os, "sched_setaffinity"):
         return Binding(line="ranks are not bound: this system has no affinity")
     host = read_cores(system=system, usable=usable)
-    reason = ""
-    if choice == "auto":
+    reason = _reason_of_few_cores(host, num_ranks)
+    if not reason and choice == "auto":
         reason = _reason_against(host, devices, num_ranks)
-    num_cores = sum(map(len, host.nodes.values()))
-    if num_cores < num_ranks:
-        reason = f"{num_cores} cores for {num_ranks} ranks"
     if reason:
         return Binding(line=f"ranks are not bound: {reason}")
-    unknown: Sequence[int | None] = tuple(repeat(None, num_ranks))
-    near = unknown
+    near: Sequence[int | None] = tuple(repeat(None, num_ranks))  # not known
     if devices.kind != "cpu" and len(host.nodes) > 1:
-        near = device_nodes(devices, num_ranks, system=system)
-        reason = _reason_against_nodes(host, near)
+        nodes = device_nodes(devices, num_ranks, system=system)
+        reason = _reason_against_nodes(host, nodes)
         if reason and choice == "auto":
             return Binding(line=f"ranks are not bound: {reason}")
-        if reason:
-            near = unknown
+        if not reason:
+            near = nodes
     processors = divide(host, near)
     return Binding(processors, _described(host, processors))
+
+
+def _reason_of_few_cores(host: HostCores, num_ranks: int) -> str:
+    """Return why ranks cannot be bound to cores of their own; empty: they can."""
+    num_cores = sum(map(len, host.nodes.values()))
+    if num_cores < num_ranks:
+        return f"{num_cores} cores for {num_ranks} ranks"
+    return ""
 
 
 def _reason_against(host: HostCores, devices: LocalDevices, num_ranks: int) -> str:
@@ -295,17 +299,20 @@ def _processors(nodes: Iterable[Sequence[tuple[int, ...]]]) -> frozenset[int]:
 def _ranges(numbers: set[int] | frozenset[int]) -> str:
     """Write numbers as the kernel does: ``0-3,8``."""
     parts = []
-    ordered = sorted(numbers)
-    start = 0
-    for place, number in enumerate(ordered):
-        is_last = place + 1 == len(ordered) or ordered[place + 1] != number + 1
-        if is_last and place == start:
-            parts.append(str(number))
-        elif is_last:
-            parts.append(f"{ordered[start]}-{number}")
-        if is_last:
-            start = place + 1
+    for first in sorted(numbers):
+        if first - 1 in numbers:
+            continue
+        last = first
+        while last + 1 in numbers:
+            last += 1
+        parts.append(_range(first, last))
     return ",".join(parts)
+
+
+def _range(first: int, last: int) -> str:
+    if first == last:
+        return str(first)
+    return f"{first}-{last}"
 
 
 def _read_list(path: Path) -> frozenset[int] | None:

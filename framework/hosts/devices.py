@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple, get_args
@@ -218,16 +217,7 @@ def count_amd_gpus(environment: Mapping[str, str]) -> int:
     """
     if not (_DEV / "kfd").exists():
         return 0
-    count = 0
-    for file in _KFD_NODES.glob("*/properties"):
-        with suppress(OSError):  # for a device that the container was not given
-            properties = dict(
-                re.findall(r"^(simd_count|drm_render_minor) (\d+)$", file.read_text(), re.MULTILINE)
-            )
-            device = _DEV / f"dri/renderD{properties.get('drm_render_minor', 0)}"
-            is_gpu = properties.get("simd_count", "0") != "0"
-            if is_gpu and os.access(device, os.R_OK | os.W_OK):
-                count += 1
+    count = sum(map(_is_usable_amd_gpu, _KFD_NODES.glob("*/properties")))
     for name in _VISIBLE_ON_AMD:  # CUDA_VISIBLE_DEVICES counts what these leave from 0
         words = environment.get(name, "").split(",")
         if words == ["-1"]:
@@ -235,6 +225,18 @@ def count_amd_gpus(environment: Mapping[str, str]) -> int:
         elif words != [""]:
             count = min(count, len(words))
     return count
+
+
+def _is_usable_amd_gpu(file: Path) -> bool:
+    """Check whether a file of properties is a GPU's, with a device that this process may open."""
+    try:
+        text = file.read_text()
+    except OSError:  # of a device that the container was not given
+        return False
+    properties = dict(re.findall(r"^(simd_count|drm_render_minor) (\d+)$", text, re.MULTILINE))
+    device = _DEV / f"dri/renderD{properties.get('drm_render_minor', 0)}"
+    is_gpu = properties.get("simd_count", "0") != "0"
+    return is_gpu and os.access(device, os.R_OK | os.W_OK)
 
 
 def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Problem | None:
@@ -248,7 +250,11 @@ def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Proble
         reason = f"nvidia-smi fails, so that no GPU is used here: {smi_error}"
         fix = "repair the driver, or DS_ACCELERATOR=cpu if that is meant"
         return Problem("gpus-unused", reason, fix, severity="warning")
-    count = count_amd_gpus(environment)
+    return _unused_amd_gpus(count_amd_gpus(environment))
+
+
+def _unused_amd_gpus(count: int) -> Problem | None:
+    """Return a warning of this many GPUs of AMD's, if this torch is not built for them."""
     if not count or torch_text("hip"):
         return None
     if count == 1:

@@ -14,7 +14,7 @@ import re
 import socket
 import stat
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,12 +128,13 @@ def odd_ones(counts: Mapping[str, int]) -> str:
 
     Of many hosts there is one with the most common count, and all that have another.
     """
-    names = list(counts)
-    if len(names) > _REPORTED + 1:
+    shown = dict(counts)
+    if len(counts) > _REPORTED + 1:
         usual = most_common(counts.values())
-        usual_names = [name for name in names if counts[name] == usual]
-        names = usual_names[:1] + [name for name in names if counts[name] != usual]
-    return first_few([f"{name} {counts[name]}" for name in names])
+        odd = {name: count for name, count in counts.items() if count != usual}
+        usual_name = list(counts)[list(counts.values()).index(usual)]
+        shown = {usual_name: usual, **odd}
+    return first_few([f"{name} {count}" for name, count in shown.items()])
 
 
 @dataclass(frozen=True)
@@ -201,25 +202,30 @@ class _Reader:
 
     def _add_host(self, name: str, slots: int, line: int) -> None:
         """Add a host, and its problems; a wrong one is added, too: later lines may repeat it."""
-        user, at, host = name.rpartition("@")
-        if not is_host(host) or (at and not _USER.fullmatch(user)):
-            if ":" in host:
-                reason = "it is not an IPv6 address"
-            else:
-                reason = "no host can have this name"
-            fix = "letters, digits, - _ . and user@, or an address such as 10.0.0.2 or [fd00::2]"
-            self._add_problem("hostfile-bad-name", reason, fix, line, key="host", value=name)
-        first = self._names.setdefault(one_spelling(host), name)
+        self._check_name(name, line)
+        first = self._names.setdefault(one_spelling(name.rpartition("@")[2]), name)
+        reason = ""
         if name in self._lines:
             reason = f"the host is already in line {self._lines[name]}"
-            fix = "keep one line with all its slots"
-            self._add_problem("hostfile-duplicate-host", reason, fix, line, key="host", value=name)
         elif first != name:
             reason = f"it is the host of line {self._lines[first]}, which is {first} there"
+        if reason:
             fix = "keep one line with all its slots"
             self._add_problem("hostfile-duplicate-host", reason, fix, line, key="host", value=name)
         self._lines.setdefault(name, line)
         self.hosts.append(Host(name, slots))
+
+    def _check_name(self, name: str, line: int) -> None:
+        """Add a problem for a name that no host can have."""
+        user, at, host = name.rpartition("@")
+        if is_host(host) and (not at or _USER.fullmatch(user)):
+            return
+        if ":" in host:
+            reason = "it is not an IPv6 address"
+        else:
+            reason = "no host can have this name"
+        fix = "letters, digits, - _ . and user@, or an address such as 10.0.0.2 or [fd00::2]"
+        self._add_problem("hostfile-bad-name", reason, fix, line, key="host", value=name)
 
     def compare_names(self) -> None:
         """Note names that may mean one host, or mean another one on each host."""
@@ -235,13 +241,15 @@ class _Reader:
             )
             line = lines[name]
             self._add_problem("hostfile-duplicate-host", reason, fix, line, key="host", value=name)
-        if len(self.hosts) < 2:  # alone in a file a loopback name is this machine
-            return
+        if len(self.hosts) > 1:  # alone in a file a loopback name is this machine
+            self._note_loopback_names()
+
+    def _note_loopback_names(self) -> None:
         for host in self.hosts:
             if is_loopback_name(host.name.rpartition("@")[2]):
                 reason = "every host takes this name for itself"
                 fix = "write the name that the others know it by"
-                line = lines[host.name]
+                line = self._lines[host.name]
                 self._add_problem(
                     "hostfile-loopback", reason, fix, line, key="host", value=host.name
                 )
@@ -266,16 +274,8 @@ def cluster_of(hosts: Sequence[Host], *, path: str | Path = "") -> Cluster:
     return Cluster(num_hosts=len(hosts), devices_per_host=counts[0])
 
 
-def _read_text(path: Path, *, name: str) -> str:
-    """Return the text of a hostfile; `name`: its path as the user wrote it.
-
-    Raises:
-        ConfigError: it is missing, no regular file, too large, unreadable, or not text.
-    """
-
-    def refusal(kind: str, reason: str, fix: str) -> ConfigError:
-        return ConfigError.of(f"hostfile-{kind}", reason, fix, file=name)
-
+def _read_bytes(path: Path, refusal: Callable[[str, str, str], ConfigError]) -> bytes:
+    """Return what a hostfile holds; raise a `refusal` (kind, reason, fix) where it is none."""
     try:
         status = path.stat()
         # Opening a pipe would wait for its writer, and DeepSpeed takes one for a missing file.
@@ -289,13 +289,26 @@ def _read_text(path: Path, *, name: str) -> str:
                 f"it has {status.st_size} bytes, no hostfile is so large",
                 "name the right file",
             )
-        content = path.read_bytes()
+        return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         fix = "DeepSpeed would train on this machine alone; check the path"
         raise refusal("not-found", "there is no such file", fix) from None
     except (OSError, ValueError) as error:
         reason = f"it cannot be read: {getattr(error, 'strerror', None) or error}"
         raise refusal("unreadable", reason, "check the path") from None
+
+
+def _read_text(path: Path, *, name: str) -> str:
+    """Return the text of a hostfile; `name`: its path as the user wrote it.
+
+    Raises:
+        ConfigError: it is missing, no regular file, too large, unreadable, or not text.
+    """
+
+    def refusal(kind: str, reason: str, fix: str) -> ConfigError:
+        return ConfigError.of(f"hostfile-{kind}", reason, fix, file=name)
+
+    content = _read_bytes(path, refusal)
     if content.startswith(_BYTE_ORDER_MARKS):
         reason = "it begins with a byte-order mark, which would become part of the first name"
         raise refusal("bom", reason, "save it as UTF-8 without a byte-order mark")
@@ -354,17 +367,22 @@ def choose_hosts(
     if num_gpus:
         problems += _too_few_slots(left, num_gpus, num_gpus_flag)
         left = [ChosenHost(item.host, item.devices[:num_gpus]) for item in left]
-    counts = {len(item.devices) for item in left}
-    if not problems and len(counts) != 1:
-        listed = odd_ones({item.host.name: len(item.devices) for item in left})
-        reason = _MIXED if left else "no device is left"
-        fix = "choose the same number on every host, with --include or --num_gpus"
-        problems.append(
-            Problem("hostfile-mixed-slots", reason, fix, key="slots", value=listed, file=path)
-        )
+    if not problems:
+        problems += _different_counts(left, path)
     if problems:
         raise ConfigError(problems)
     return tuple(left)
+
+
+def _different_counts(chosen: Sequence[ChosenHost], path: str) -> Iterator[Problem]:
+    """Yield a problem if hosts have different numbers of devices, or none has any."""
+    counts = {item.host.name: len(item.devices) for item in chosen}
+    if len(set(counts.values())) != 1:
+        reason = _MIXED if chosen else "no device is left"
+        fix = "choose the same number on every host, with --include or --num_gpus"
+        yield Problem(
+            "hostfile-mixed-slots", reason, fix, key="slots", value=odd_ones(counts), file=path
+        )
 
 
 def _filtered(

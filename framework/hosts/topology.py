@@ -9,7 +9,7 @@ source has the value, and contradicts none.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -90,17 +90,8 @@ def resolve_topology(
         UsageError: the process is one of many that a launcher such as torchrun has already started.
         ConfigError: values are missing, contradict each other or mean nothing; all of them.
     """
-    if "LOCAL_RANK" in environment:
-        raise UsageError(
-            "launch node: LOCAL_RANK is set, so a launcher has already started one process per "
-            "device (torchrun, srun); let it start train.py: python train.py --config CONFIG "
-            "[per-process-environment]"
-        )
-    names_of_flags = _FLAGS | dict(spelled or {})
-    settings: list[Setting] = []
-    for name, value in flags.items():
-        if value is not None:
-            settings.append(Setting(name, bare(str(value)), names_of_flags[name]))
+    _refuse_process_of_a_launcher(environment)
+    settings = _from_flags(flags, _FLAGS | dict(spelled or {}))
     decided = {item.name for item in settings}
     offered = [*_from_hosts(hosts), *read_settings(environment)]
     explicit = [item for item in offered if item.name not in decided and not item.is_guess]
@@ -110,14 +101,40 @@ def resolve_topology(
     settings += sorted(offered, key=lambda item: item.is_guess)
     if default_slots:
         settings.append(default_slots)
-    chosen: dict[str, Setting] = {}
-    for item in settings:
-        chosen.setdefault(item.name, item)
+    chosen = _first_of_each(settings)
     for item in chosen.values():
         problems += _value_problems(item)
     if problems:
         raise ConfigError(problems)
     return _complete(chosen)
+
+
+def _refuse_process_of_a_launcher(environment: Mapping[str, str]) -> None:
+    if "LOCAL_RANK" in environment:
+        raise UsageError(
+            "launch node: LOCAL_RANK is set, so a launcher has already started one process per "
+            "device (torchrun, srun); let it start train.py: python train.py --config CONFIG "
+            "[per-process-environment]"
+        )
+
+
+def _from_flags(
+    flags: Mapping[str, str | int | None], names_of_flags: Mapping[str, str]
+) -> list[Setting]:
+    """Return the settings of flags that are given."""
+    settings = []
+    for name, value in flags.items():
+        if value is not None:
+            settings.append(Setting(name, bare(str(value)), names_of_flags[name]))
+    return settings
+
+
+def _first_of_each(settings: Iterable[Setting]) -> dict[str, Setting]:
+    """Return the first setting of each name."""
+    chosen: dict[str, Setting] = {}
+    for item in settings:
+        chosen.setdefault(item.name, item)
+    return chosen
 
 
 def slots_here(devices: LocalDevices) -> Setting | None:
@@ -159,6 +176,23 @@ def _complete(chosen: dict[str, Setting]) -> HostTopology:
         defaults |= {"node_rank": "0", "master_addr": "127.0.0.1"}
     for name, value in defaults.items():
         chosen.setdefault(name, Setting(name, value, "default"))
+    _refuse_missing(chosen)
+    numbers = {name: int(chosen[name].value) for name in _LARGEST}
+    _refuse_large_rank(chosen["node_rank"], chosen["nnodes"])
+    sources = {name: item.source for name, item in chosen.items()}
+    return HostTopology(**numbers, master_addr=chosen["master_addr"].value, sources=sources)
+
+
+def _refuse_large_rank(rank: Setting, nodes: Setting) -> None:
+    if int(rank.value) >= int(nodes.value):
+        reason = f"{nodes.value} nodes ({nodes.source}) have ranks 0 to {int(nodes.value) - 1}"
+        raise ConfigError(
+            _problem("node-rank", rank, reason, "number the nodes from 0", value=int(rank.value))
+        )
+
+
+def _refuse_missing(chosen: Mapping[str, Setting]) -> None:
+    """Refuse a job of which a number or the address is not known."""
     problems = []
     for name, flag in _FLAGS.items():
         if name not in chosen:
@@ -167,32 +201,30 @@ def _complete(chosen: dict[str, Setting]) -> HostTopology:
             problems.append(Problem("topology-unknown", reason, fix, flag))
     if problems:
         raise ConfigError(problems)
-    numbers = {name: int(chosen[name].value) for name in _LARGEST}
-    if numbers["node_rank"] >= numbers["nnodes"]:
-        rank = chosen["node_rank"]
-        nodes = chosen["nnodes"]
-        reason = f"{nodes.value} nodes ({nodes.source}) have ranks 0 to {numbers['nnodes'] - 1}"
-        raise ConfigError(
-            _problem("node-rank", rank, reason, "number the nodes from 0", value=int(rank.value))
-        )
-    sources = {name: item.source for name, item in chosen.items()}
-    return HostTopology(**numbers, master_addr=chosen["master_addr"].value, sources=sources)
 
 
 def _value_problems(item: Setting) -> Iterator[Problem]:
     """Yield the problem of a value that no job can have."""
     if item.name == "master_addr":
-        if not is_host(item.value):
-            fix = (
-                "write a name, or an address such as 10.0.0.2 or fd00::2; the port has a flag of "
-                "its own"
-            )
-            yield _problem(_VALUE, item, "no host has this name or address", fix)
-        return
-    if item.name == "nnodes" and ":" in item.value:
+        yield from _address_problems(item)
+    elif item.name == "nnodes" and ":" in item.value:
         reason = "a range of nodes is elastic training, which DeepSpeed 0.19.8 does not have"
         yield _problem(_VALUE, item, reason, "write one number")
-        return
+    else:
+        yield from _number_problems(item)
+
+
+def _address_problems(item: Setting) -> Iterator[Problem]:
+    if not is_host(item.value):
+        fix = (
+            "write a name, or an address such as 10.0.0.2 or fd00::2; the port has a flag of "
+            "its own"
+        )
+        yield _problem(_VALUE, item, "no host has this name or address", fix)
+
+
+def _number_problems(item: Setting) -> Iterator[Problem]:
+    """Yield the problem of a number that is none, too small or too large."""
     least = 1 if item.name in ("nnodes", "slots", "master_port") else 0
     most = _LARGEST[item.name]
     # `int` refuses a number of thousands of digits
@@ -271,19 +303,22 @@ def _slurm(environment: Mapping[str, str]) -> Iterator[Setting]:
     """
     if not {"SLURM_STEP_ID", "SLURM_NODEID"} <= environment.keys():
         return
-    for variable in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
-        if variable in environment:
-            yield Setting("nnodes", environment[variable], variable)
-            break
+    variable = _first_in(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    if variable:
+        yield Setting("nnodes", environment[variable], variable)
     yield Setting("node_rank", environment["SLURM_NODEID"], "SLURM_NODEID")
-    for variable in ("SLURM_STEP_NODELIST", "SLURM_NODELIST"):
-        if variable in environment:
-            host = first_of_nodelist(environment[variable])
-            yield Setting("master_addr", host, variable, is_guess=True)
-            break
+    variable = _first_in(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST")
+    if variable:
+        host = first_of_nodelist(environment[variable])
+        yield Setting("master_addr", host, variable, is_guess=True)
     for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         count = environment.get(variable, "").rpartition(":")[2]
         yield Setting("slots", count, variable, is_guess=True)
+
+
+def _first_in(environment: Mapping[str, str], *variables: str) -> str:
+    """Return the first of the variables that is set; empty if none is."""
+    return next((variable for variable in variables if variable in environment), "")
 
 
 def _slurm_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
@@ -305,7 +340,7 @@ def _volcano(environment: Mapping[str, str]) -> Iterator[Setting]:
     if len(lists) != 1:
         return
     list_variable = lists[0]
-    hosts = [host for host in re.split(r"[,\s]+", environment[list_variable]) if host]
+    hosts = re.findall(r"[^,\s]+", environment[list_variable])
     count_variable = list_variable.replace("_HOSTS", "_NUM")
     number = environment.get(count_variable)
     if number:

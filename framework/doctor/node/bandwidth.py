@@ -45,11 +45,7 @@ def _check_pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
 
     `rows`: each with hosts ``a`` and ``b``, and ``bytes_per_second`` each way.
     """
-    best: dict[str, float] = {}
-    for row in rows:
-        for name in (row["a"], row["b"]):
-            best[name] = max(best.get(name, 0.0), row["bytes_per_second"])
-    slow_hosts = _slow_hosts(best)
+    slow_hosts = _slow_hosts(_best_speeds(rows))
     typical = median(row["bytes_per_second"] for row in rows)
     outcome = f"{len(rows)} measured, {_speed(typical)} each way"
     if len(rows) > 1:
@@ -62,6 +58,15 @@ def _check_pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
         if is_slow and slow_hosts.keys().isdisjoint((row["a"], row["b"])):
             problems.append(_slow_link(row, typical))
     return Check("pairs", outcome, problems, {"pairs": list(map(dict, rows))})
+
+
+def _best_speeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the speed of each host's best link."""
+    best: dict[str, float] = {}
+    for row in rows:
+        for name in (row["a"], row["b"]):
+            best[name] = max(best.get(name, 0.0), row["bytes_per_second"])
+    return best
 
 
 def _slow_hosts(best: Mapping[str, float]) -> dict[str, Problem]:

@@ -141,12 +141,16 @@ class Report:
             if checks:
                 lines.append(title)
                 lines += map(Check.as_row, checks)
-        problems = sorted(self.problems, key=lambda problem: _WORST_FIRST.index(problem.severity))
-        if problems:
-            lines.append("")
-            lines += [f"{problem.severity}: {problem}" for problem in problems]
+        lines += self._problem_lines()
         lines += ["", self._verdict()]
         return "\n".join(lines)
+
+    def _problem_lines(self) -> list[str]:
+        """List the problems, the worst first, below an empty line; nothing if there are none."""
+        problems = sorted(self.problems, key=lambda problem: _WORST_FIRST.index(problem.severity))
+        if not problems:
+            return []
+        return ["", *(f"{problem.severity}: {problem}" for problem in problems)]
 
     def _verdict(self) -> str:
         verdict = "fit to train" if self.is_fine else "not fit to train"

@@ -55,6 +55,13 @@ def check_devices(requirements: Requirements, environment: Mapping[str, str]) ->
     if not devices.count:
         outcome = f"{counted(ranks, 'rank')} on {devices.kind} devices, which are not counted"
         return Check("devices", outcome, (), facts)
+    return _check_counted(devices, ranks, environment, facts)
+
+
+def _check_counted(
+    devices: LocalDevices, ranks: int, environment: Mapping[str, str], facts: dict[str, Any]
+) -> Check:
+    """Compare the number of devices with that of ranks, and check the state of GPUs."""
     problems = []
     if devices.count < ranks:
         problems.append(_too_few(devices.count, ranks, devices.kind))

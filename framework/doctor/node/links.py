@@ -140,18 +140,24 @@ def call(host: str, port: int, *, token: str, seconds: float = _CALL_SECONDS) ->
     All addresses of the host are tried. If none answers, the result is that of the first one.
     """
     try:
-        entries = socket.getaddrinfo(host, port, socket.AF_UNSPEC, socket.SOCK_STREAM)
+        addresses = _addresses(host, port)
     except OSError as error:
         return CallResult("", f"its name is not known: {error.strerror or error}")
     except ValueError as error:
         return CallResult("", f"it cannot be a name: {error}")
     reached: list[CallResult] = []
-    for address in dict.fromkeys(str(entry[4][0]) for entry in entries):  # as ranks do
+    for address in addresses:
         reason = _reason_of_failure(address, port, token=token, seconds=seconds)
         if not reason:
             return CallResult(address)
         reached.append(CallResult(address, reason))
     return reached[0]
+
+
+def _addresses(host: str, port: int) -> list[str]:
+    """Return the addresses of a host, each once, in the order in which ranks take them."""
+    entries = socket.getaddrinfo(host, port, socket.AF_UNSPEC, socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def _reason_of_failure(address: str, port: int, *, token: str, seconds: float) -> str:

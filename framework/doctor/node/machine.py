@@ -97,6 +97,17 @@ def examine(
     return Node(name or socket.gethostname(), checks, time.perf_counter() - started)
 
 
+def _user_of_shared_memory(requirements: Requirements) -> str:
+    """Describe what passes data through /dev/shm; empty if nothing does. The memory that DeepSpeed's
+    own op maps for ranks on processors is not touched by training.
+    """
+    if requirements.num_workers:
+        return f"{requirements.num_workers} data workers of each rank pass batches through it"
+    if requirements.cluster.device == "cuda" and requirements.cluster.devices_per_host > 1:
+        return "NCCL passes data between GPUs of a host through it"
+    return ""
+
+
 def check_shared_memory(requirements: Requirements, folder: Path = SHARED_MEMORY) -> Check:
     """Check /dev/shm, through which ranks of one host and data workers pass data."""
     try:
@@ -109,12 +120,7 @@ def check_shared_memory(requirements: Requirements, folder: Path = SHARED_MEMORY
     free = status.f_bavail * status.f_frsize
     outcome = f"{size_text(free)} free of {size_text(total)}"
     problems = []
-    # The memory that DeepSpeed's own op maps for ranks on processors is not touched by training.
-    wanted_by = ""
-    if requirements.num_workers:
-        wanted_by = f"{requirements.num_workers} data workers of each rank pass batches through it"
-    elif requirements.cluster.device == "cuda" and requirements.cluster.devices_per_host > 1:
-        wanted_by = "NCCL passes data between GPUs of a host through it"
+    wanted_by = _user_of_shared_memory(requirements)
     if wanted_by and free < _COMFORTABLE_BYTES:
         if total == _CONTAINER_DEFAULT_BYTES:
             default = ", a container's default,"

@@ -78,12 +78,6 @@ def requirements_of(plan: Plan) -> Requirements:
     offloads = (config.zero.offload_optimizer, config.zero.offload_param)
     kept = _kept(plan)
     checkpoint = config.checkpoint
-    modules: set[str] = set()
-    for name in type(config).model_fields:
-        section = getattr(config, name)
-        factory = section.own_factory() if isinstance(section, Section) else None
-        if factory is not None:
-            modules.add(factory.path.partition(":")[0])
     return Requirements(
         cluster=cluster,
         ops=needed_ops(rendered, device=cluster.device),
@@ -95,11 +89,22 @@ def requirements_of(plan: Plan) -> Requirements:
         saves=checkpoint.at_end or checkpoint.is_often,
         nvme_folders=tuple(Path(each.nvme_path) for each in offloads if each.device == "nvme"),
         inputs=tuple(_inputs(config)),
-        targets=tuple(sorted(modules)),
+        targets=tuple(sorted(_target_modules(config))),
         host_bytes=_bytes_on_host(plan),
         compiles=getattr(config.training.compile, "backend", "") in BY_INDUCTOR,
         config_hash=config_hash(config),
     )
+
+
+def _target_modules(config: RunConfig) -> set[str]:
+    """Return the modules of the user's own targets in the config's sections."""
+    modules: set[str] = set()
+    for name in type(config).model_fields:
+        section = getattr(config, name)
+        factory = section.own_factory() if isinstance(section, Section) else None
+        if factory is not None:
+            modules.add(factory.path.partition(":")[0])
+    return modules
 
 
 def _bytes_on_host(plan: Plan) -> int:

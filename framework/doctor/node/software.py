@@ -264,8 +264,7 @@ def _op_problems(
     loaded = [op for op in requirements.ops if not _is_built_in(op)]
     uncompiled = [op for op in loaded if op.name not in ready]
     yield from _about_ninja(loaded, environment)
-    if uncompiled:
-        yield from _about_compiler(uncompiled, environment)
+    yield from _about_compiler(uncompiled, environment)
     yield from _about_nvcc([op for op in loaded if op.needs_nvcc], environment)
     yield from _about_cache(folder, uncompiled)
     for op in loaded:
@@ -281,6 +280,8 @@ def _about_ninja(ops: list[Op], environment: Mapping[str, str]) -> Iterator[Prob
 
 def _about_compiler(ops: list[Op], environment: Mapping[str, str]) -> Iterator[Problem]:
     """Yield what is missing to compile these ops: a compiler, a library, Python's headers."""
+    if not ops:
+        return
     compiler = environment.get("CXX", "").strip() or "c++"
     if shutil.which(compiler.split()[0], path=environment.get("PATH")) is None:
         fix = "install g++ (Debian, Ubuntu: apt install g++), or build DeepSpeed's ops beforehand"
@@ -385,6 +386,15 @@ def _about_cache(folder: Path, uncompiled: list[Op]) -> Iterator[Problem]:
         yield warning("cache-remote", reason, fix, key=key, value=value)
 
 
+def _waits_for_files() -> bool:
+    """Check whether torch waits as long as the file of a lock exists: 2.15 takes locks by flock."""
+    torch = package_folder("torch")
+    if not torch or not (torch / "utils/_filelock.py").is_file():
+        return True
+    text = (torch / "utils/cpp_extension.py").read_text(encoding="utf-8", errors="replace")
+    return "FileBaton" in text
+
+
 def _about_lock(lock: Path) -> Iterator[Problem]:
     """Warn of a lock that no process will release.
 
@@ -394,12 +404,7 @@ def _about_lock(lock: Path) -> Iterator[Problem]:
         age = time.time() - lock.stat().st_mtime
     except OSError:
         return
-    torch = package_folder("torch")
-    if torch and (torch / "utils/_filelock.py").is_file():  # 2.15 takes locks by flock
-        text = (torch / "utils/cpp_extension.py").read_text(encoding="utf-8", errors="replace")
-        if "FileBaton" not in text and not _is_held(lock):
-            return
-    if age >= _OLD_LOCK_SECONDS:
+    if age >= _OLD_LOCK_SECONDS and (_waits_for_files() or _is_held(lock)):
         reason = (
             "ranks wait for it before they load the op, for ever if the process that took it is "
             "gone"

@@ -261,6 +261,20 @@ def python_release(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+def _wrong_clock(name: str, seconds: float) -> Problem:
+    """Return the problem of a node with a clock that is ahead by `seconds`, or behind."""
+    severity: Severity = "error" if abs(seconds) >= _CLOCK_REFUSE_SECONDS else "warning"
+    direction = "ahead of" if seconds > 0 else "behind"
+    return Problem(
+        "clock-differs",
+        f"it is {abs(seconds):.0f} s {direction} the other nodes",
+        "start chrony or ntpd there",
+        file=f"node {name}",
+        key="clock",
+        severity=severity,
+    )
+
+
 def compare_clocks(offsets: Mapping[str, float]) -> Check:
     """Compare clocks with the median one, and two clocks with node 0's.
 
@@ -273,16 +287,9 @@ def compare_clocks(offsets: Mapping[str, float]) -> Check:
         middle = next(iter(offsets.values()))
     apart = {name: offset - middle for name, offset in offsets.items()}
     problems = []
-    fix = "start chrony or ntpd there"
     for name, seconds in apart.items():
         if abs(seconds) >= _CLOCK_WARN_SECONDS:
-            severity: Severity = "error" if abs(seconds) >= _CLOCK_REFUSE_SECONDS else "warning"
-            direction = "ahead of" if seconds > 0 else "behind"
-            reason = f"it is {abs(seconds):.0f} s {direction} the other nodes"
-            file = f"node {name}"
-            problems.append(
-                Problem("clock-differs", reason, fix, file=file, key="clock", severity=severity)
-            )
+            problems.append(_wrong_clock(name, seconds))
     return Check("clocks", f"{max(apart.values()) - min(apart.values()):.1f} s apart", problems)
 
 

@@ -101,18 +101,20 @@ def check_home(requirements: Requirements, environment: Mapping[str, str]) -> Ch
     if requirements.cluster.device == "cuda":  # nothing compiles for Triton on processors
         folders["TRITON_CACHE_DIR"] = environment.get("TRITON_CACHE_DIR") or f"{home}/.triton"
     for name, folder in folders.items():
-        if not folder:
-            continue
-        fix = f"set {name} to a folder of this host that you can write to"
-        place, failures = _write_test_file(
-            Path(folder), "cache", fix, severity="warning", num_bytes=1
-        )
-        problems += failures
-        if not failures and name == "TRITON_CACHE_DIR" and is_remote(place):
-            reason = f"it lies on {file_system(place)}, where ranks wait for each other's files"
-            fix = f"set {name} to a folder on a disk of this host"
-            problems.append(warning("cache-remote", reason, fix, key=name, value=str(Path(folder))))
+        if folder:
+            problems += _cache_problems(name, Path(folder))
     return Check("home and caches", home, problems)
+
+
+def _cache_problems(name: str, folder: Path) -> list[Problem]:
+    """Return why the folder that a variable names is none for a cache."""
+    fix = f"set {name} to a folder of this host that you can write to"
+    place, failures = _write_test_file(folder, "cache", fix, severity="warning", num_bytes=1)
+    if failures or name != "TRITON_CACHE_DIR" or not is_remote(place):
+        return list(failures)
+    reason = f"it lies on {file_system(place)}, where ranks wait for each other's files"
+    fix = f"set {name} to a folder on a disk of this host"
+    return [warning("cache-remote", reason, fix, key=name, value=str(folder))]
 
 
 def check_offload(requirements: Requirements) -> Check:
