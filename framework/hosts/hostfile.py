@@ -95,9 +95,13 @@ def _names_with_domain(names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     `names`: names as they are written, by their common spelling.
     """
     for host, name in names.items():
-        label, dot, _ = host.partition(".")
-        if dot and ":" not in host and not host.replace(".", "").isdigit() and label in names:
+        label = host.partition(".")[0]
+        if label != host and label in names and not _is_address(host):
             yield names[label], name
+
+
+def _is_address(host: str) -> bool:
+    return ":" in host or host.replace(".", "").isdigit()
 
 
 def is_loopback_name(name: str) -> bool:

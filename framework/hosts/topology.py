@@ -248,17 +248,19 @@ def _contradictions(settings: Sequence[Setting]) -> Iterator[Problem]:
 
 def _problem(kind: str, item: Setting, reason: str, fix: str, *, value: object = None) -> Problem:
     """Return a problem of a value, at the place that its source names."""
-    source = item.source
-    in_file = "/" in source or source == "hostfile"
-    if source.startswith("--"):
-        file = "command line"
-    elif in_file:
-        file = ""
-    else:
-        file = "environment"
     if value is None:
         value = item.value
-    return Problem(kind, reason, fix, key=source, value=value, file=file)
+    file = _file_of(item.source)
+    return Problem(kind, reason, fix, key=item.source, value=value, file=file)
+
+
+def _file_of(source: str) -> str:
+    """Return where a message says that a source is; empty for a file, which is the source."""
+    if source.startswith("--"):
+        return "command line"
+    if "/" in source or source == "hostfile":
+        return ""
+    return "environment"
 
 
 # Sources of values, in the order of `_READERS`.
@@ -342,9 +344,8 @@ def _volcano(environment: Mapping[str, str]) -> Iterator[Setting]:
     list_variable = lists[0]
     hosts = re.findall(r"[^,\s]+", environment[list_variable])
     count_variable = list_variable.replace("_HOSTS", "_NUM")
-    number = environment.get(count_variable)
-    if number:
-        yield Setting("nnodes", number, count_variable)
+    if environment.get(count_variable):
+        yield Setting("nnodes", environment[count_variable], count_variable)
     else:
         yield Setting("nnodes", str(len(hosts)), list_variable)
     yield Setting("node_rank", environment.get("VC_TASK_INDEX", ""), "VC_TASK_INDEX")

@@ -63,13 +63,8 @@ def _take_deepspeed(arguments: ForeignArguments, section: WatchedSection) -> Non
     stage = _zero_stage(section)
     if stage is not None:
         arguments.put("zero.stage", stage, "deepspeed_config.zero_stage")
-    for name, key in (
-        ("gradient_accumulation_steps", "batch.accumulation_steps"),
-        ("gradient_clipping", "training.clip_grad_norm"),
-    ):
-        value = section.get(name)
-        if value not in (None, "auto"):
-            arguments.put(key, value, f"deepspeed_config.{name}")
+    _take_value(arguments, section, "gradient_accumulation_steps", "batch.accumulation_steps")
+    _take_value(arguments, section, "gradient_clipping", "training.clip_grad_norm")
     _take_offloads(arguments, section)
     saves_16bit = section.get("zero3_save_16bit_model")
     if saves_16bit is not None and stage == 3:
@@ -81,6 +76,13 @@ def _take_deepspeed(arguments: ForeignArguments, section: WatchedSection) -> Non
     if hostfile:
         reason = f"at the start: dsf train FILE -H {hostfile}"
         arguments.omit("deepspeed_config.deepspeed_hostfile", None, reason)
+
+
+def _take_value(arguments: ForeignArguments, section: WatchedSection, name: str, key: str) -> None:
+    """Put a value of `deepspeed_config` under a key, unless it is left out or "auto"."""
+    value = section.get(name)
+    if value not in (None, "auto"):
+        arguments.put(key, value, f"deepspeed_config.{name}")
 
 
 def _take_offloads(arguments: ForeignArguments, section: WatchedSection) -> None:

@@ -124,6 +124,11 @@ class Imported:
         """Return the names of the sections in which the file decides something."""
         return {key.partition(".")[0] for key in self.sources}
 
+    def decided_values(self) -> Values:
+        """Return these sections."""
+        decided = self.decided_sections()
+        return {name: values for name, values in self.values.items() if name in decided}
+
 
 def import_deepspeed(
     values: Mapping[str, Any], *, name: str = "", release: str | None = None
@@ -151,11 +156,7 @@ def import_document(
         ConfigError: as there; the problems name the lines of the document.
     """
     table = load_table(release)
-    stopping = [problem for problem in lint(document, release=release) if _stops(problem)]
-    not_of_release = [problem for problem in stopping if problem.kind in _OUTSIDE_OF_RELEASE]
-    all_may_be_left_out = len(not_of_release) == len(stopping)
-    if not partly or not all_may_be_left_out:
-        _raise_any(without_placeholders(stopping, file=document.name))
+    not_of_release = _keys_not_of_release(document, release, partly=partly)
     reader = DeepSpeedReader(Facts(document.value, table.release), table)
     sections = _sections(reader)
     not_expressible = [placed(document, problem, at_top=False) for problem in reader.problems]
@@ -164,10 +165,31 @@ def import_document(
     sections["data"] = _placeholder_data(sections["batch"], reader)
     values = {key: section for key, section in sections.items() if section}
     _refuse_what_cannot_be_planned(values, document, reader)
-    keys = {problem.key for problem in not_of_release}
-    left_out = tuple(omission for omission in reader.left_out if omission.key not in keys)
+    left_out = _not_named_by(not_of_release, reader.left_out)
     not_taken = (*not_of_release, *not_expressible)
     return Imported(values, reader.comments, left_out, reader.sources, not_taken)
+
+
+def _keys_not_of_release(document: Document, release: str | None, *, partly: bool) -> list[Problem]:
+    """Return the problems of keys that the release does not read, which `partly` leaves out.
+
+    Raises:
+        ConfigError: DeepSpeed would refuse the file, or drop a key that was on.
+    """
+    stopping = [problem for problem in lint(document, release=release) if _stops(problem)]
+    not_of_release = [problem for problem in stopping if problem.kind in _OUTSIDE_OF_RELEASE]
+    all_may_be_left_out = len(not_of_release) == len(stopping)
+    if not partly or not all_may_be_left_out:
+        _raise_any(without_placeholders(stopping, file=document.name))
+    return not_of_release
+
+
+def _not_named_by(
+    problems: Sequence[Problem], omissions: Sequence[Omission]
+) -> tuple[Omission, ...]:
+    """Return the omissions of keys that have no problem."""
+    keys = {problem.key for problem in problems}
+    return tuple(omission for omission in omissions if omission.key not in keys)
 
 
 def _refuse_what_cannot_be_planned(
@@ -223,10 +245,15 @@ def _sections(reader: DeepSpeedReader) -> dict[str, Values]:
     _settle_top_level(reader)
     # Keys that the typed sections do not take, each where the file has it.
     for path, value in reader.further.items():
-        for part in reversed(path.split(".")):
-            value = {part: value}
-        sections["deepspeed"] = merged(sections["deepspeed"], value)
+        sections["deepspeed"] = merged(sections["deepspeed"], _nested(path, value))
     return sections
+
+
+def _nested(path: str, value: Any) -> Any:
+    """Return a value in the sections of its dotted path."""
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value
 
 
 def _at_deepspeeds_key(document: Document, problem: Problem, sources: Mapping[str, str]) -> Problem:
@@ -258,14 +285,21 @@ def _batch(reader: DeepSpeedReader) -> Values:
             section[key.removeprefix("batch.")] = value
     size = micro_batches_of_zenflow(reader)
     if size is not None:
-        before = section.get("accumulation_steps")
-        if "global_size" in section and before is None and "micro_size" in section:
-            reason = "it follows from the number of ranks, and from ZenFlow's update_interval"
-            reader.leave_out("train_batch_size", section.pop("global_size"), reason)
-        if "global_size" in section:
-            section["global_size"] = section["global_size"] // (before or 1) * size
+        _set_batch_of_zenflow(reader, section, size)
         section["accumulation_steps"] = size
     return section
+
+
+def _set_batch_of_zenflow(reader: DeepSpeedReader, section: Values, size: int) -> None:
+    """Put the batch that follows from ZenFlow's micro-batches of a step into `batch:`."""
+    if "global_size" not in section:
+        return
+    before = section.get("accumulation_steps")
+    if before is None and "micro_size" in section:
+        reason = "it follows from the number of ranks, and from ZenFlow's update_interval"
+        reader.leave_out("train_batch_size", section.pop("global_size"), reason)
+        return
+    section["global_size"] = section["global_size"] // (before or 1) * size
 
 
 def _training(reader: DeepSpeedReader) -> Values:
@@ -273,9 +307,7 @@ def _training(reader: DeepSpeedReader) -> Values:
     that DeepSpeed does not decide.
     """
     section: Values = {"clip_grad_norm": reader.take("gradient_clipping", 1.0)}
-    steps_per_print = reader.take("steps_per_print", None)
-    if isinstance(steps_per_print, int) and steps_per_print != _SILENT["steps_per_print"]:
-        section["log_every"] = steps_per_print
+    section |= _logging(reader)
     interval = reader.take("pipeline.activation_checkpoint_interval", 0)
     if interval:
         section["recompute_every"] = interval
@@ -285,6 +317,19 @@ def _training(reader: DeepSpeedReader) -> Values:
     _leave_out_pipeline_keys(reader)
     if reader.comments.pop("training.log_every", None):
         reader.leave_out("steps_per_print", "auto", "training.log_every has a default")
+    _refuse_own_boundaries(reader)
+    return section
+
+
+def _logging(reader: DeepSpeedReader) -> Values:
+    """Return `log_every` of `training:`."""
+    steps_per_print = reader.take("steps_per_print", None)
+    if isinstance(steps_per_print, int) and steps_per_print != _SILENT["steps_per_print"]:
+        return {"log_every": steps_per_print}
+    return {}
+
+
+def _refuse_own_boundaries(reader: DeepSpeedReader) -> None:
     reader.mark_handled("managed_gradient_accumulation")
     if reader.facts.flag("managed_gradient_accumulation", True) is not True:
         reader.refuse(
@@ -292,7 +337,6 @@ def _training(reader: DeepSpeedReader) -> Values:
             "the Trainer leaves the boundaries of a step to DeepSpeed",
             "remove it",
         )
-    return section
 
 
 def _deepcompile(reader: DeepSpeedReader) -> Values:
@@ -300,23 +344,29 @@ def _deepcompile(reader: DeepSpeedReader) -> Values:
     for a pass that a run does not have.
     """
     passes = reader.facts.get("compile.passes")
-    is_on = reader.facts.flag("compile.deepcompile", False)
-    if passes is not None and not (is_on and passes):
-        reason = "it names no pass" if is_on else "compile.deepcompile is not enabled"
-        reader.leave_out("compile.passes", passes, reason)
-    if not is_on:
+    if not reader.facts.flag("compile.deepcompile", False):
+        if passes is not None:
+            reader.leave_out("compile.passes", passes, "compile.deepcompile is not enabled")
         return {}
-    passes = passes or []
-    section: Values = {"backend": "deepcompile"}
-    for name in passes:
-        if name in PASSES_NOT_IN_A_RUN:
-            reason, fix = PASSES_NOT_IN_A_RUN[name]
-            reader.refuse("compile.passes", reason, fix)
-            section = {}
-    if section and passes:
-        section["passes"] = list(passes)
     reader.sources["training.compile.backend"] = "compile.deepcompile"
-    return section
+    if passes:
+        return _with_passes(reader, passes)
+    if passes is not None:
+        reader.leave_out("compile.passes", passes, "it names no pass")
+    return {"backend": "deepcompile"}
+
+
+def _with_passes(reader: DeepSpeedReader, passes: Sequence[str]) -> Values:
+    """Return `training.compile:` of DeepCompile with these passes; empty, with a problem in the
+    reader, if a run does not have one of them.
+    """
+    refused = [name for name in passes if name in PASSES_NOT_IN_A_RUN]
+    for name in refused:
+        reason, fix = PASSES_NOT_IN_A_RUN[name]
+        reader.refuse("compile.passes", reason, fix)
+    if refused:
+        return {}
+    return {"backend": "deepcompile", "passes": list(passes)}
 
 
 def _leave_out_pipeline_keys(reader: DeepSpeedReader) -> None:
@@ -336,6 +386,17 @@ def _monitors(reader: DeepSpeedReader) -> Values:
     """Return `monitors:`; keys of files and services that a run decides itself are listed as left
     out.
     """
+    section = _reports(reader)
+    for name in _SERVICES:
+        if reader.take(f"{name}.enabled", False):
+            section[name] = _service(reader, name) or True
+        reader.mark_without_effect(name, "it is off")
+        _leave_out_service_keys(reader, name)
+    return section
+
+
+def _reports(reader: DeepSpeedReader) -> Values:
+    """Return which files of metrics are written."""
     section: Values = {}
     for name in _REPORTS:
         if reader.facts.given(f"{name}.enabled"):
@@ -343,16 +404,18 @@ def _monitors(reader: DeepSpeedReader) -> Values:
             section[key] = reader.take(f"{name}.enabled", True)
         reader.mark_without_effect(name, "files go into the run folder")
         for key in _REPORT_KEYS:
-            path = f"{name}.{key}"
-            if reader.facts.given(path):
-                reader.leave_out(path, reader.facts.get(path), "files go into the run folder")
-            reader.mark_handled(path)
-    for name in _SERVICES:
-        if reader.take(f"{name}.enabled", False):
-            section[name] = _service(reader, name) or True
-        reader.mark_without_effect(name, "it is off")
-        _leave_out_service_keys(reader, name)
+            _leave_out_given(reader, f"{name}.{key}", "files go into the run folder")
     return section
+
+
+def _leave_out_given(reader: DeepSpeedReader, path: str, reason: str) -> None:
+    """List a key as left out if the file has it; the value of an API key is not shown."""
+    if reader.facts.given(path):
+        value = reader.facts.get(path)
+        if path.endswith(".api_key"):
+            value = "..."
+        reader.leave_out(path, value, reason)
+    reader.mark_handled(path)
 
 
 def _service(reader: DeepSpeedReader, name: str) -> Values:
@@ -365,17 +428,10 @@ def _service(reader: DeepSpeedReader, name: str) -> Values:
 
 
 def _leave_out_service_keys(reader: DeepSpeedReader, name: str) -> None:
-    """List the keys of a service that a run config does not have; the value of an API key is not
-    shown.
-    """
+    """List the keys of a service that a run config does not have."""
     for key in _SERVICE_KEYS_LEFT_OUT:
-        path = f"{name}.{key}"
-        if reader.facts.given(path):
-            value = reader.facts.get(path)
-            if key == "api_key":
-                value = "..."
-            reader.leave_out(path, value, "see monitors.comet; its key comes from COMET_API_KEY")
-        reader.mark_handled(path)
+        reason = "see monitors.comet; its key comes from COMET_API_KEY"
+        _leave_out_given(reader, f"{name}.{key}", reason)
 
 
 def _passed_through(reader: DeepSpeedReader) -> Values:
@@ -386,18 +442,24 @@ def _passed_through(reader: DeepSpeedReader) -> Values:
     for name, value in reader.facts.values.items():
         if name not in PASSED_THROUGH or value == _SILENT.get(name):
             continue
-        if name == "compile" and isinstance(value, Mapping):
-            value = {key: one for key, one in value.items() if key not in _OF_COMPILING}
-            if not value:
-                continue
-        num_refused = len(reader.problems)
-        effective = _with_effect(reader, name, value)
-        if name in _DIVIDING and len(reader.problems) > num_refused:
-            continue  # the rest of the section belongs to what is refused
+        effective = _passed_value(reader, name, value)
         if effective is not None:
             reader.sources[f"deepspeed.{name}"] = name
             section[name] = effective
     return section
+
+
+def _passed_value(reader: DeepSpeedReader, name: str, value: Any) -> Any:
+    """Return what is passed on of a top-level key; None for nothing."""
+    if name == "compile" and isinstance(value, Mapping):
+        value = {key: one for key, one in value.items() if key not in _OF_COMPILING}
+        if not value:
+            return None
+    num_refused = len(reader.problems)
+    effective = _with_effect(reader, name, value)
+    if name in _DIVIDING and len(reader.problems) > num_refused:
+        return None  # the rest of the section belongs to what is refused
+    return effective
 
 
 def _with_effect(reader: DeepSpeedReader, written: str, value: Any) -> Any:
@@ -414,33 +476,40 @@ def _with_effect(reader: DeepSpeedReader, written: str, value: Any) -> Any:
         reader.refuse(written, refusal_reason, fix)
         return None
     key = reader.key(written)
+    if isinstance(value, Mapping) and (key is None or key.unknown != "free"):
+        return _section_with_effect(reader, written, value)
     if value is None and key is not None and key.default is not None:
         reader.refuse(written, "a run config passes no null on", "write a value")
-    is_free = key is not None and key.unknown == "free"  # DeepSpeed reads any keys in it
-    if is_free or not isinstance(value, Mapping):
-        return value
-    section: Values = {}
-    for name, item in value.items():
+    return value  # of a free section any keys: DeepSpeed reads them
+
+
+def _section_with_effect(
+    reader: DeepSpeedReader, written: str, section: Mapping[str, Any]
+) -> Values:
+    """Return the keys of a section that have an effect, as `_with_effect` does."""
+    values: Values = {}
+    for name, item in section.items():
         effective = _with_effect(reader, f"{written}.{name}", item)
         if effective is not None:
-            section[name] = effective
-    return section
+            values[name] = effective
+    return values
 
 
 def _settle_top_level(reader: DeepSpeedReader) -> None:
     """Leave out or refuse top-level keys that are neither ours nor passed through."""
     taken = {*OWNED, *PASSED_THROUGH, "$schema"}
     for name, value in reader.facts.values.items():
-        if name not in taken and value is not None:
+        if name in taken or value is None:
+            continue
+        reason = reader.why_without_effect(name, value)
+        if reason is not None:
+            reader.leave_out(name, value, reason)
+        else:
             _settle_other_key(reader, name, value)
 
 
 def _settle_other_key(reader: DeepSpeedReader, name: str, value: Any) -> None:
-    """Leave out or refuse one such key, unless it asks for what a run does anyway."""
-    why = reader.why_without_effect(name, value)
-    if why is not None:
-        reader.leave_out(name, value, why)
-        return
+    """Leave out or refuse such a key with an effect, unless it asks for what a run does anyway."""
     key = reader.key(name)
     if key is not None and is_default(key, value):  # of an older release
         return
@@ -494,14 +563,7 @@ def run_config_text(imported: Imported, *, name: str) -> str:
         name: the file that it was imported from.
     """
     lines = [f"# Imported from {printable(name)}. Model, data and task are not in it: write yours."]
-    if imported.not_taken:
-        lines.append("# NOT TAKEN OVER, so that the run trains without it:")
-        for problem in imported.not_taken:
-            shown = f"{problem.key}: {show_value(problem.value)}"
-            lines.append(f"#   {printable(f'{shown} ({problem.reason}; {problem.fix})')}")
-    if imported.left_out:
-        lines.append("# Left out, because it has no effect or is decided elsewhere:")
-        lines += [f"#   {printable(str(omission))}" for omission in imported.left_out]
+    lines += _lines_about_rest(imported)
     for section, values in imported.values.items():
         lines.append("")
         lines += _lines(section, values, section, imported.comments, "")
@@ -516,16 +578,28 @@ def run_config_text(imported: Imported, *, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _lines_about_rest(imported: Imported) -> Iterator[str]:
+    """Yield the comments about what is not taken over, and what is left out."""
+    if imported.not_taken:
+        yield "# NOT TAKEN OVER, so that the run trains without it:"
+    for problem in imported.not_taken:
+        shown = f"{problem.key}: {show_value(problem.value)}"
+        yield f"#   {printable(f'{shown} ({problem.reason}; {problem.fix})')}"
+    if imported.left_out:
+        yield "# Left out, because it has no effect or is decided elsewhere:"
+    for omission in imported.left_out:
+        yield f"#   {printable(str(omission))}"
+
+
 def _lines(
     name: str, value: Any, key: str, comments: Mapping[str, str], indent: str
 ) -> Iterator[str]:
     """Yield the lines of an entry `name: value` of the file, nested ones indented further; `key` is
     its dotted path, under which `comments` has its comment.
     """
+    comment = ""
     if key in comments:
         comment = f"  # {printable(comments[key])}"
-    else:
-        comment = ""
     if isinstance(value, Mapping) and value:
         yield f"{indent}{_text(name)}:{comment}"
         for inner, item in value.items():
@@ -580,15 +654,10 @@ def with_deepspeed_config(
     source = source or Source()
     document = _read(str(path))
     imported = import_document(document)
-    notes = [_left_out_note(document, omission) for omission in imported.left_out]
-    source.notes += sorted(notes, key=lambda note: (note.line, note.column))
+    source.notes += _left_out_notes(document, imported)
     written = config.written()
-    clashes = [source.locate(problem) for problem in _clashes(written, imported, document)]
-    if clashes:
-        raise ConfigError(clashes)
-    decided = imported.decided_sections()
-    json_values = {name: values for name, values in imported.values.items() if name in decided}
-    joined = merged(json_values, written)
+    _raise_any([source.locate(problem) for problem in _clashes(written, imported, document)])
+    joined = merged(imported.decided_values(), written)
     return config_from_values(joined, source=source).noting_auto(config.was_auto)
 
 
@@ -597,16 +666,21 @@ def _read(path: str) -> Document:
     (deepspeed/runtime/config.py `DeepSpeedConfig`).
     """
     if len(path) <= 2 * MAX_BYTES and not _exists(path):
-        try:
-            text = base64.b64decode(path, altchars=b"-_", validate=True).decode("utf-8")
-        except ValueError:
-            text = ""
+        text = _text_in_base64(path)
         if text.lstrip().startswith("{"):
             return parse_hjson(text, name="--deepspeed_config (base64)")
     name = path
     if len(path) > _LONGEST_NAME:
         name = f"{path[:_LONGEST_NAME]}..."
     return read_hjson(Path(path), name=name)
+
+
+def _text_in_base64(encoded: str) -> str:
+    """Return a text in base64; empty if it is none."""
+    try:
+        return base64.b64decode(encoded, altchars=b"-_", validate=True).decode("utf-8")
+    except ValueError:
+        return ""
 
 
 def _exists(path: str) -> bool:
@@ -623,7 +697,7 @@ def _clashes(
     for key, deepspeed_key in imported.sources.items():
         value = value_at(written, key.split("."), None)
         json_value = value_at(imported.values, key.split("."), None)
-        if value is not None and json_value is not None and value != json_value:
+        if None not in (value, json_value) and value != json_value:
             place = _place(document, deepspeed_key)
             yield _clash(key, value, f"{place} amounts to {json_value}")
     yield from _kind_clashes(written, imported, document)
@@ -636,14 +710,24 @@ def _kind_clashes(
     for name in _UNIONS:
         section = written.get(name, {})
         tags = [tag for tag in ("target", *kind_of_default(name)) if tag in section]
-        json_keys = [
-            deepspeed_key
-            for key, deepspeed_key in imported.sources.items()
-            if key.startswith(f"{name}.")
-        ]
-        if tags and json_keys and tags[0] not in imported.values[name]:
-            place = _place(document, json_keys[0])
+        json_key = _first_key_of(imported, name)
+        if tags and json_key and tags[0] not in imported.values[name]:
+            place = _place(document, json_key)
             yield _clash(f"{name}.{tags[0]}", section[tags[0]], f"{place} names another one")
+
+
+def _first_key_of(imported: Imported, section: str) -> str:
+    """Return the first key of the JSON that decides something in a section; empty if none does."""
+    for key, deepspeed_key in imported.sources.items():
+        if key.startswith(f"{section}."):
+            return deepspeed_key
+    return ""
+
+
+def _left_out_notes(document: Document, imported: Imported) -> list[Problem]:
+    """Return a note for every key of the JSON without effect, in the order of the file."""
+    notes = [_left_out_note(document, omission) for omission in imported.left_out]
+    return sorted(notes, key=lambda note: (note.line, note.column))
 
 
 def _left_out_note(document: Document, omission: Omission) -> Problem:

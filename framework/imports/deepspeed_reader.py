@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -95,26 +95,27 @@ class DeepSpeedReader:
             return our_default
         if self.facts.given(path):
             self.sources[our_key] = self.facts.written(path)
-        key = self.key(path)
         if deepspeed_default is MISSING:
-            deepspeed_default = _table_default(key)
-        value = self.facts.get(path, deepspeed_default)
+            deepspeed_default = _table_default(self.key(path))
+        return self._converted(path, deepspeed_default)
+
+    def _converted(self, path: str, default: Any) -> Any:
+        """Return the value of a key, "2" or 1.0 as the number it is where a model reads it."""
+        value = self.facts.get(path, default)
+        key = self.key(path)
         if value is None or key is None:
             return value
-        converted = self._converted(path, key, deepspeed_default)
+        readers: dict[tuple[str, ...], Callable[[str, Any], Any]] = {
+            ("boolean",): self.facts.flag,
+            ("integer",): self.facts.whole,
+            ("number",): self.facts.number,
+        }
+        if key.types not in readers:
+            return value
+        converted = readers[key.types](path, default)
         if converted is None:
             return value
         return converted
-
-    def _converted(self, path: str, key: Key, default: Any) -> Any:
-        """Return "2" or 1.0 as the number it is where a model reads the section, or None."""
-        if key.types == ("boolean",):
-            return self.facts.flag(path, default)
-        if key.types == ("integer",):
-            return self.facts.whole(path, default)
-        if key.types == ("number",):
-            return self.facts.number(path, default)
-        return None
 
     def mark_handled(self, *paths: str) -> None:
         """Keep keys from being settled with the rest of their section."""
@@ -164,10 +165,16 @@ class DeepSpeedReader:
         reason = self.why_without_effect(written, value)
         if reason is not None:
             self.leave_out(written, value, reason)
-            return
+        elif not self._is_done_anyway(written, value):
+            self._settle_effective_key(written, path, value)
+
+    def _is_done_anyway(self, written: str, value: Any) -> bool:
+        """Check whether a known key has its default, or none of its own."""
         key = self.key(written)
-        if key is not None and (value is None or is_default(key, value)):
-            return
+        return key is not None and (value is None or is_default(key, value))
+
+    def _settle_effective_key(self, written: str, path: str, value: Any) -> None:
+        """Pass a key on, or leave it out with its section."""
         reason = self._section_reason(path)
         if reason is not None and path not in UNSWITCHED:
             self.leave_out(written, value, reason)
@@ -198,15 +205,15 @@ class DeepSpeedReader:
         release = self.table.release
         if key is None:
             return f"DeepSpeed {release} has no such key"
-        if key.status == "refused":
-            return f"DeepSpeed {release} refuses it"
-        if key.status == "inert":
-            return "DeepSpeed does nothing with it"
-        if key.status == "deprecated" and not written.startswith("bfloat16"):
-            return "DeepSpeed no longer looks at it"
+        reason_of = {
+            "refused": f"DeepSpeed {release} refuses it",
+            "inert": "DeepSpeed does nothing with it",
+        }
+        if not written.startswith("bfloat16"):
+            reason_of["deprecated"] = "DeepSpeed no longer looks at it"
         if value == "auto" and not key.knows_auto:
-            return "other tools fill it in; DeepSpeed's default holds"
-        return None
+            return reason_of.get(key.status, "other tools fill it in; DeepSpeed's default holds")
+        return reason_of.get(key.status)
 
 
 def _table_default(key: Key | None) -> Any:

@@ -53,14 +53,15 @@ def precision(reader: DeepSpeedReader) -> Values:
             "disable one",
         )
         return {}
-    if enabled == ["fp16"]:
-        return _fp16(reader)
-    if enabled == ["bf16"]:
-        check = reader.take("bf16.check_grad_overflow", BF16().check_grad_overflow)
-        return {"dtype": "bf16", "check_grad_overflow": check, **_states(reader, "bf16")}
+    read_section = {"fp16": _fp16, "bf16": _bf16, "torch_autocast": _autocast}
     if enabled:
-        return _autocast(reader)
+        return read_section[enabled[0]](reader)
     return {"dtype": "fp32"}
+
+
+def _bf16(reader: DeepSpeedReader) -> Values:
+    check = reader.take("bf16.check_grad_overflow", BF16().check_grad_overflow)
+    return {"dtype": "bf16", "check_grad_overflow": check, **_states(reader, "bf16")}
 
 
 def _comment_on_auto_precision(reader: DeepSpeedReader, enabled: list[str]) -> None:
@@ -122,6 +123,15 @@ def zero(reader: DeepSpeedReader) -> Values:
     if stage == 0:
         reader.mark_without_effect("zero_optimization", "it does nothing at stage 0")
         return section
+    section |= _keys_of_stage(reader, stage)
+    for name in OFFLOADS:
+        section |= _offload(reader, name, stage)
+    _zenflow(reader, section)
+    return section
+
+
+def _keys_of_stage(reader: DeepSpeedReader, stage: int) -> Values:
+    """Return the keys of `zero:` that work at a stage above 0; marks those of other stages."""
     if stage == 3:
         stage_keys = STAGE3_KEYS
         other_keys = _STAGES_1_AND_2
@@ -129,17 +139,15 @@ def zero(reader: DeepSpeedReader) -> Values:
         stage_keys = _STAGES_1_AND_2
         other_keys = STAGE3_KEYS
     our_defaults = Zero()
+    values: Values = {}
     for name in _ALL_STAGES + stage_keys:
         value = reader.take(f"zero_optimization.{name}", getattr(our_defaults, name))
         if value is not None:
-            section[name] = value
+            values[name] = value
     for name in other_keys:
         path = f"zero_optimization.{name}"
         reader.mark_without_effect(path, f"it does nothing at stage {stage}")
-    for name in OFFLOADS:
-        section |= _offload(reader, name, stage)
-    _zenflow(reader, section)
-    return section
+    return values
 
 
 def micro_batches_of_zenflow(reader: DeepSpeedReader) -> int | None:
@@ -173,19 +181,24 @@ def _zenflow(reader: DeepSpeedReader, section: Values) -> None:
         values[name] = reader.take(f"{_ZENFLOW}.{name}", ZenFlow.model_fields[name].default)
     rounds = reader.take(f"{_ZENFLOW}.full_warm_up_rounds", 0)
     values["full_warm_up_steps"] = ceil(rounds / size)
+    values |= _selection_of_zenflow(reader, size)
+    offload["zenflow"] = values
+
+
+def _selection_of_zenflow(reader: DeepSpeedReader, size: int) -> Values:
+    """Return when ZenFlow chooses columns; `size`: micro-batches of a step."""
     strategy = reader.take(f"{_ZENFLOW}.select_strategy", "auto", "auto")
     interval = reader.take(f"{_ZENFLOW}.select_interval", "auto", "auto")
     for name in ("select_strategy", "select_interval"):
         reader.mark_handled(f"{_ZENFLOW}.{name}")
+    reader.comments.pop("zero.offload_optimizer.zenflow.select_every", None)
     if strategy == "step":
-        values["select_every"] = max(1, round(interval / size))
-    elif strategy == "epoch" and interval != 1:
+        return {"select_every": max(1, round(interval / size))}
+    if strategy == "epoch" and interval != 1:
         reason = "a run config chooses columns once per epoch, or after a number of steps"
         reader.refuse(f"{_ZENFLOW}.select_interval", reason, "set it to 1")
-    else:
-        values["select_every"] = "epoch"
-    reader.comments.pop("zero.offload_optimizer.zenflow.select_every", None)
-    offload["zenflow"] = values
+        return {}
+    return {"select_every": "epoch"}
 
 
 def _offload(reader: DeepSpeedReader, name: str, stage: int) -> Values:
@@ -207,6 +220,12 @@ def _offload(reader: DeepSpeedReader, name: str, stage: int) -> Values:
             f"DeepSpeed offloads to {device} from stage {needed_stage} on",
         )
         return {}
+    return {name: _offload_section(reader, name, device)}
+
+
+def _offload_section(reader: DeepSpeedReader, name: str, device: str) -> Values:
+    """Return the section of what is offloaded to a device."""
+    path = f"zero_optimization.{name}"
     if reader.facts.get(f"{path}.super_offload"):
         reader.mark_without_effect(f"{path}.cpuadam_cores_perc", "it belongs to SuperOffload")
     section: Values = {"device": device}
@@ -216,7 +235,7 @@ def _offload(reader: DeepSpeedReader, name: str, stage: int) -> Values:
     if device == "cpu":
         for key in _NVME_KEYS:
             reader.mark_without_effect(f"{path}.{key}", "it is for nvme")
-    return {name: section}
+    return section
 
 
 _OPTIMIZERS: Final[Mapping[str, type[Any]]] = {
@@ -262,6 +281,13 @@ def optimizer(reader: DeepSpeedReader) -> Values:
         return _adam(reader, name, params)
     if name == "muon":
         return _muon(reader)
+    return _other_optimizer(reader, name, params)
+
+
+def _other_optimizer(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Values:
+    """Return `optimizer:` for one of our other kinds, or a class of torch's; refuses others of
+    DeepSpeed's.
+    """
     section = _OPTIMIZERS.get(name)
     if section is not None and (name != "SGD" or params.keys() <= section.model_fields.keys()):
         return {"kind": section.model_fields["kind"].default, **_fields(reader, section)}
@@ -291,6 +317,13 @@ def _adam(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Valu
     if not reader.take("optimizer.params.torch_adam", True):
         # without weight_decay DeepSpeed's kernels do not decay
         return _adam_section(reader, section, "deepspeed", weight_decay=0.0)
+    return _torch_adam(reader, section, params)
+
+
+def _torch_adam(
+    reader: DeepSpeedReader, section: type[Adam] | type[AdamW], params: Mapping[str, Any]
+) -> Values:
+    """Return `optimizer:` for torch's Adam or AdamW."""
     reader.mark_handled("optimizer.params.fp32_optimizer_states")
     if not params.keys() <= section.model_fields.keys() | _NOT_TORCHS | {"fused"}:
         torch_params = {key: params[key] for key in params if key not in _NOT_TORCHS}
@@ -313,14 +346,19 @@ _MUON_DEFAULTS: Final[Mapping[str, Any]] = {
 }
 
 
+def _rate_of_half(reader: DeepSpeedReader, name: str, default: float) -> Any:
+    """Return the rate of one half of Muon: its own, or that of both."""
+    shared = reader.take("optimizer.params.lr", default, default)
+    if reader.facts.given(f"optimizer.params.{name}"):
+        return reader.take(f"optimizer.params.{name}", default, default)
+    return shared
+
+
 def _muon(reader: DeepSpeedReader) -> Values:
     """Return `optimizer:` for Muon: `lr` is the rate of both halves unless each has its own."""
     values: Values = {"kind": "muon"}
-    for ours, theirs, default in (("lr", "muon_lr", 0.02), ("adam_lr", "adam_lr", 3e-4)):
-        shared = reader.take("optimizer.params.lr", default, default)
-        if reader.facts.given(f"optimizer.params.{theirs}"):
-            shared = reader.take(f"optimizer.params.{theirs}", default, default)
-        values[ours] = shared
+    values["lr"] = _rate_of_half(reader, "muon_lr", 0.02)
+    values["adam_lr"] = _rate_of_half(reader, "adam_lr", 3e-4)
     for name, default in _MUON_DEFAULTS.items():
         ours = Muon.model_fields[name].get_default()
         values[name] = reader.take(f"optimizer.params.{name}", ours, default)
@@ -363,19 +401,17 @@ def _fields(
         section: our optimizer.
         weight_decay: DeepSpeed's default; by default the table's.
     """
+    defaults: Values = {}
+    if weight_decay is not None:
+        defaults["weight_decay"] = weight_decay
     values: Values = {}
     for name, field_info in section.model_fields.items():
         path = f"optimizer.params.{name}"
         key = reader.key(path)
         if name in _OWN_FIELDS or (key is None and name not in _TORCH_DEFAULTS):
             continue  # it has our default
-        if name == "weight_decay" and weight_decay is not None:
-            default = weight_decay
-        elif key is not None:
-            default = key.default
-        else:
-            default = _TORCH_DEFAULTS[name]
-        values[name] = reader.take(path, field_info.default, default)
+        default = _TORCH_DEFAULTS[name] if key is None else key.default
+        values[name] = reader.take(path, field_info.default, defaults.get(name, default))
     return values
 
 
@@ -390,6 +426,15 @@ def _target(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Va
             "optimizer.type", "not the name of a class in torch.optim", "write for example AdamW"
         )
         return {}
+    class_args = _class_args(reader, name, params)
+    source = reader.sources.pop("optimizer.kind")
+    reader.sources["optimizer.target"] = source
+    reader.sources["optimizer.args"] = source
+    return {"target": f"torch.optim:{name}", "args": class_args}
+
+
+def _class_args(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Values:
+    """Return the arguments of a class of torch's, without "auto" ones."""
     class_args = {}
     for key, value in params.items():
         if value == "auto":
@@ -397,10 +442,7 @@ def _target(reader: DeepSpeedReader, name: str, params: Mapping[str, Any]) -> Va
         else:
             class_args[key] = value
         reader.mark_handled(f"optimizer.params.{key}")
-    source = reader.sources.pop("optimizer.kind")
-    reader.sources["optimizer.target"] = source
-    reader.sources["optimizer.args"] = source
-    return {"target": f"torch.optim:{name}", "args": class_args}
+    return class_args
 
 
 def scheduler(reader: DeepSpeedReader) -> Values:
@@ -436,12 +478,23 @@ def _schedule_values(reader: DeepSpeedReader, name: str) -> Values:
         value = reader.take(path, section.model_fields[our_name].get_default())
         if isinstance(value, list):
             reader.refuse(path, "a run config has one rate for all parameters", "write one number")
-        elif value is not None and our_name == "warmup_steps" and value < 2:
-            values[our_name] = 2
-            reader.comments[f"scheduler.{our_name}"] = f"DeepSpeed turns {value} into 2"
         elif value is not None:
             values[our_name] = value
+    warmup = values.get("warmup_steps", 2)
+    if warmup < 2:
+        values["warmup_steps"] = 2
+        reader.comments["scheduler.warmup_steps"] = f"DeepSpeed turns {warmup} into 2"
     return values
+
+
+def _stand_ins(reader: DeepSpeedReader, values: Values) -> list[str]:
+    """List what "auto" values that are left out mean."""
+    notes = []
+    stand_ins = {"total_steps": "the length of the run", "max_lr": "the optimizer's rate"}
+    for key, stand_in in stand_ins.items():
+        if f"scheduler.{key}" in reader.comments and key not in values:
+            notes.append(f"{key} is {stand_in}")
+    return notes
 
 
 def _check_schedule_values(reader: DeepSpeedReader, name: str, values: Values) -> None:
@@ -452,12 +505,7 @@ def _check_schedule_values(reader: DeepSpeedReader, name: str, values: Values) -
             'cycle_min_lr and cycle_max_lr have no default that "auto" could mean',
             "write both",
         )
-    stand_ins = {"total_steps": "the length of the run", "max_lr": "the optimizer's rate"}
-    notes = [
-        f"{key} is {stand_in}"
-        for key, stand_in in stand_ins.items()
-        if f"scheduler.{key}" in reader.comments and key not in values
-    ]
+    notes = _stand_ins(reader, values)
     if notes:
         reader.comments["scheduler.kind"] = (
             f'"auto" in the file, so left out: {" and ".join(notes)}'

@@ -7,8 +7,9 @@ keys. Arguments that no module takes are listed as left out, with the reason fro
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -43,6 +44,18 @@ _OLD_NAMES: Final = {"evaluation_strategy": "eval_strategy"}
 # What Lightning's strategy writes into a DeepSpeed JSON that leaves it out, from the loader and the
 # Trainer's arguments.
 _LIGHTNING_FILLS: Final = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
+
+
+# What command lines write for a truth value.
+_TRUTH: Final = {
+    "true": True,
+    "yes": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "0": False,
+    "": False,
+}
 
 
 class WatchedSection(dict[str, Any]):
@@ -118,12 +131,16 @@ class ForeignArguments:
             return self._truth(name, value)
         is_numeric = isinstance(trainer_default, (int, float))
         if is_numeric and not isinstance(value, (int, float)):
-            try:
-                return float(value)
-            except (TypeError, ValueError):
-                problem = Problem("wrong-type", "not a number", "write a number", name, value)
-                raise ConfigError(self._placed(problem)) from None
+            return self._number(name, value)
         return value
+
+    def _number(self, name: str, value: Any) -> float:
+        """Convert text to a number. ConfigError for other text."""
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            problem = Problem("wrong-type", "not a number", "write a number", name, value)
+            raise ConfigError(self._placed(problem)) from None
 
     def _truth(self, name: str, value: Any) -> Any:
         """Convert text such as "yes", which command lines write, to a truth value; other values
@@ -131,10 +148,8 @@ class ForeignArguments:
         """
         if not isinstance(value, str):
             return value
-        if value.lower() in ("true", "yes", "1"):
-            return True
-        if value.lower() in ("false", "no", "0", ""):
-            return False
+        if value.lower() in _TRUTH:
+            return _TRUTH[value.lower()]
         problem = Problem(
             "wrong-type", "neither true nor false", "write true or false", name, value
         )
@@ -238,13 +253,16 @@ class ForeignArguments:
             return
         document = self._deepspeed_json(config, argument)
         if find_conflicts is not None:
-            problems = find_conflicts(self, document.value)
-            conflicts = [self._placed(problem) for problem in problems]
-            if conflicts:
-                raise ConfigError(conflicts)
+            self._refuse_all(find_conflicts(self, document.value))
         if self.tool == "lightning.Trainer":
             document = replace(document, value=_LIGHTNING_FILLS | document.value)
         self._join(import_document(document, partly=True))
+
+    def _refuse_all(self, problems: Iterable[Problem]) -> None:
+        """Raise ConfigError for the problems, at their places, if there are any."""
+        placed_problems = list(map(self._placed, problems))
+        if placed_problems:
+            raise ConfigError(placed_problems)
 
     def _join(self, imported: Imported) -> None:
         """Merge the import of a DeepSpeed JSON into the sections; it wins over the arguments."""
@@ -255,11 +273,7 @@ class ForeignArguments:
         self.sections = merged(
             self.sections, {name: section for name, section in sections.items() if section}
         )
-        self.left_out += [
-            omission
-            for omission in imported.left_out
-            if omission.key not in _LIGHTNING_FILLS or omission.shown != "auto"
-        ]
+        self.left_out += itertools.filterfalse(_is_filled_by_lightning, imported.left_out)
         self.not_taken = imported.not_taken
         self.decided_by_json = {*imported.sources, *autos}
 
@@ -274,13 +288,11 @@ class ForeignArguments:
         if beside_the_file.is_file() and not path.is_file():
             path = beside_the_file
         document = read_deepspeed_json(path, name=str(path))
-        if document is None:
-            reason = "it is no DeepSpeed JSON"
-            fix = "name the JSON"
-            raise ConfigError(
-                self._placed(Problem("not-deepspeed-json", reason, fix, argument, config))
-            )
-        return document
+        if document is not None:
+            return document
+        reason = "it is no DeepSpeed JSON"
+        problem = Problem("not-deepspeed-json", reason, "name the JSON", argument, config)
+        raise ConfigError(self._placed(problem))
 
     def _give_way(
         self,
@@ -299,14 +311,16 @@ class ForeignArguments:
         is_another_kind = _is_another_kind(section, json_section)
         for key, value in list(section.items()):
             place = f"{name}.{key}"
-            argument = self.sources.get(place)
-            differs = key in json_section and json_section[key] != value
-            if argument is not None and differs and self._sets(argument):
+            if key in json_section and json_section[key] != value:
+                argument = self.sources.get(place)
                 self._note_overridden(argument, json_section[key], json_sources.get(place))
             if is_another_kind and place not in autos:
                 del section[key]
 
-    def _note_overridden(self, argument: str, json_value: Any, json_key: str | None) -> None:
+    def _note_overridden(self, argument: str | None, json_value: Any, json_key: str | None) -> None:
+        """List an argument that the file sets as left out, for the value of the JSON."""
+        if argument is None or not self._sets(argument):
+            return
         if json_key is None:
             amount = show_value(json_value)
         else:
@@ -338,11 +352,7 @@ class ForeignArguments:
         Raises:
             ConfigError: a value is not one that its key takes.
         """
-        for name in self.values:
-            if name not in self._taken:
-                self.leave_out(name, self._reason(name))
-        for name, section in self._watched.items():
-            self._leave_out_unread(name, section)
+        self._leave_out_rest()
         try:
             config_from_values(self.sections)
         except ConfigError as error:
@@ -351,6 +361,14 @@ class ForeignArguments:
             ) from None
         left_out = tuple(self.left_out)
         return Imported(self.sections, self.comments, left_out, self.sources, self.not_taken)
+
+    def _leave_out_rest(self) -> None:
+        """List the arguments, and keys of sections, that have not been taken."""
+        for name in self.values:
+            if name not in self._taken:
+                self.leave_out(name, self._reason(name))
+        for name, section in self._watched.items():
+            self._leave_out_unread(name, section)
 
     def _leave_out_unread(self, name: str, section: WatchedSection) -> None:
         for key, value in section.unread().items():
@@ -380,10 +398,13 @@ class ForeignArguments:
 FindConflicts = Callable[[ForeignArguments, Mapping[str, Any]], Iterator[Problem]]
 
 
+def _is_filled_by_lightning(omission: Omission) -> bool:
+    return omission.key in _LIGHTNING_FILLS and omission.shown == "auto"
+
+
 def _decided_sections(imported: Imported, autos: Sequence[str]) -> dict[str, Values]:
     """Return the sections in which a DeepSpeed JSON decides something, without its "auto" keys."""
-    decided = imported.decided_sections()
-    sections = {name: dict(values) for name, values in imported.values.items() if name in decided}
+    sections = {name: dict(values) for name, values in imported.decided_values().items()}
     for key in autos:
         section, _, last = key.partition(".")
         sections.get(section, {}).pop(last, None)

@@ -41,9 +41,7 @@ def take_training_arguments(arguments: ForeignArguments) -> None:
     _leave_out_loader_options(arguments)
     _take_monitors(arguments)
     arguments.move("resume_from_checkpoint", "checkpoint.resume", _resume_point)
-    if arguments.is_set("fsdp"):
-        stage = 2 if "shard_grad_op" in str(arguments.take("fsdp")) else 3
-        arguments.put("zero.stage", stage, "fsdp")
+    _take_fsdp(arguments)
     arguments.add_deepspeed(arguments.take("deepspeed"), "deepspeed", _find_mismatches)
     _take_clipping(arguments)
 
@@ -99,13 +97,17 @@ def _take_optimizer(arguments: ForeignArguments) -> None:
         arguments.put("optimizer.args", class_args, "learning_rate")
         return
     arguments.put("optimizer.lr", rate, "learning_rate")
+    _put_decay(arguments, decay)
+    if section["kind"] == "adamw":
+        arguments.put("optimizer.betas", betas, "adam_beta1")
+        arguments.put("optimizer.eps", eps, "adam_epsilon")
+
+
+def _put_decay(arguments: ForeignArguments, decay: float) -> None:
     arguments.put("optimizer.weight_decay", decay, "weight_decay")
     if decay:
         comment = "as there: not biases and norms"
         arguments.put("optimizer.weight_decay_on", "matrices", comment=comment)
-    if section["kind"] == "adamw":
-        arguments.put("optimizer.betas", betas, "adam_beta1")
-        arguments.put("optimizer.eps", eps, "adam_epsilon")
 
 
 def _take_schedule(arguments: ForeignArguments) -> None:
@@ -119,12 +121,7 @@ def _take_schedule(arguments: ForeignArguments) -> None:
     _take_warmup(arguments, name)
     options = arguments.take("lr_scheduler_kwargs") or {}
     for option, value in options.items():
-        key = MAPPINGS["lr_scheduler_kwargs"].get(option)
-        if key:
-            arguments.put(f"scheduler.{key}", value, "lr_scheduler_kwargs")
-        elif option not in ("num_warmup_steps", "num_training_steps"):
-            reason = "no key of this schedule"
-            arguments.omit(f"lr_scheduler_kwargs.{option}", show_value(value), reason)
+        _take_schedule_option(arguments, option, value)
     if name == "reduce_lr_on_plateau":
         callback = {
             "kind": "reduce_on_plateau",
@@ -134,29 +131,45 @@ def _take_schedule(arguments: ForeignArguments) -> None:
         arguments.sections["callbacks"] = [callback]
 
 
+def _take_schedule_option(arguments: ForeignArguments, option: str, value: Any) -> None:
+    key = MAPPINGS["lr_scheduler_kwargs"].get(option)
+    if key:
+        arguments.put(f"scheduler.{key}", value, "lr_scheduler_kwargs")
+    elif option not in ("num_warmup_steps", "num_training_steps"):
+        reason = "no key of this schedule"
+        arguments.omit(f"lr_scheduler_kwargs.{option}", show_value(value), reason)
+
+
 def _take_warmup(arguments: ForeignArguments, schedule: str) -> None:
     """Take the warm-up: a number of steps, or below 1 a share of the run."""
     warmup = _warmup(arguments)
-    max_steps = arguments.take("max_steps")
     arguments.mark_taken("warmup_ratio")
     if schedule in ("constant", "reduce_lr_on_plateau"):  # the Trainer ignores it for these, too
-        warmup = 0
-    if 0 < warmup < 1 and max_steps > 0:
-        warmup = math.ceil(warmup * max_steps)
-    if 0 < warmup < 1 and schedule == "inverse_sqrt":
-        share = f"{warmup:g} of the steps"
-        arguments.omit("warmup", share, "`plan` says how many; set scheduler.warmup_steps")
-    elif 0 < warmup < 1:
-        arguments.put("scheduler.warmup_ratio", warmup, "warmup_ratio")
+        return
+    if 0 < warmup < 1:
+        _take_share(arguments, warmup, schedule)
     elif warmup or schedule == "inverse_sqrt":
         num_steps = int(warmup) or _INVERSE_SQRT_WARMUP
         arguments.put("scheduler.warmup_steps", num_steps, "warmup_steps")
 
 
+def _take_share(arguments: ForeignArguments, share: float, schedule: str) -> None:
+    """Take a warm-up that is a share of the run, of a length that is not known."""
+    if schedule == "inverse_sqrt":
+        shown = f"{share:g} of the steps"
+        arguments.omit("warmup", shown, "`plan` says how many; set scheduler.warmup_steps")
+    else:
+        arguments.put("scheduler.warmup_ratio", share, "warmup_ratio")
+
+
 def _warmup(arguments: ForeignArguments) -> float:
-    """Return the warm-up: a number of steps, or below 1 a share of the run."""
+    """Return the warm-up: a number of steps, or below 1 a share of a run without max_steps."""
     steps = arguments.take("warmup_steps")
-    return float(steps or arguments.values.get("warmup_ratio") or 0)
+    warmup = float(steps or arguments.values.get("warmup_ratio") or 0)
+    max_steps = arguments.take("max_steps")
+    if 0 < warmup < 1 and max_steps > 0:
+        return math.ceil(warmup * max_steps)
+    return warmup
 
 
 def _take_length(arguments: ForeignArguments) -> None:
@@ -181,12 +194,7 @@ def _take_label_smoothing(arguments: ForeignArguments) -> None:
 
 
 def _take_precision(arguments: ForeignArguments) -> None:
-    if arguments.take("bf16"):
-        dtype = "bf16"
-    elif arguments.take("fp16"):
-        dtype = "fp16"
-    else:
-        dtype = ""
+    dtype = next((name for name in ("bf16", "fp16") if arguments.take(name)), "")
     arguments.mark_taken("bf16", "fp16")
     if dtype:
         with_deepspeed = bool(arguments.take("deepspeed"))
@@ -212,23 +220,26 @@ def _take_cadences(arguments: ForeignArguments) -> None:
     """Take when the run evaluates and saves, and which checkpoints it keeps."""
     if arguments.take("eval_strategy") == "steps" and arguments.take("eval_steps") is None:
         arguments.values["eval_steps"] = arguments.take("logging_steps")  # as there
-    for prefix, section in (("eval", "evaluation"), ("save", "checkpoint")):
-        strategy = arguments.take(f"{prefix}_strategy")
-        if strategy == "epoch":
-            arguments.put(f"{section}.every_epochs", 1, f"{prefix}_strategy")
-        elif strategy == "no":
-            arguments.put(f"{section}.at_end", False, f"{prefix}_strategy")
-        _take_interval(arguments, prefix, f"{section}.every_steps")
-        arguments.mark_taken(f"{prefix}_steps")
+    _take_cadence(arguments, "eval", "evaluation")
+    _take_cadence(arguments, "save", "checkpoint")
     if arguments.take("eval_strategy") != "no":
         arguments.move("per_device_eval_batch_size", "evaluation.batch_size")
     arguments.mark_taken("per_device_eval_batch_size")
     num_kept = arguments.take("save_total_limit")
-    if num_kept:
-        arguments.put("checkpoint.keep_last", num_kept, "save_total_limit")
-    elif arguments.take("save_strategy") != "no":
-        arguments.put("checkpoint.keep_last", "all", "save_total_limit")
+    if num_kept or arguments.take("save_strategy") != "no":
+        arguments.put("checkpoint.keep_last", num_kept or "all", "save_total_limit")
     _take_best_checkpoint(arguments)
+
+
+def _take_cadence(arguments: ForeignArguments, prefix: str, section: str) -> None:
+    """Take when the run evaluates, or saves."""
+    strategy = arguments.take(f"{prefix}_strategy")
+    if strategy == "epoch":
+        arguments.put(f"{section}.every_epochs", 1, f"{prefix}_strategy")
+    elif strategy == "no":
+        arguments.put(f"{section}.at_end", False, f"{prefix}_strategy")
+    _take_interval(arguments, prefix, f"{section}.every_steps")
+    arguments.mark_taken(f"{prefix}_steps")
 
 
 def _take_best_checkpoint(arguments: ForeignArguments) -> None:
@@ -241,17 +252,22 @@ def _take_best_checkpoint(arguments: ForeignArguments) -> None:
         return
     metric = str(metric or "loss").removeprefix("eval_")
     arguments.put("checkpoint.keep_best", f"eval/{metric}", "metric_for_best_model")
-    is_greater_better = arguments.take("greater_is_better")
-    if is_greater_better is None:
-        is_greater_better = not metric.endswith("loss")
-    best_is = "max" if is_greater_better else "min"
-    arguments.put("checkpoint.best_is", best_is, "greater_is_better")
+    arguments.put("checkpoint.best_is", _best_is(arguments, metric), "greater_is_better")
     if loads_best:
         reason = (
             "the model stays the last; evaluate, predict, generate, export and inspect take "
             "--step best"
         )
         arguments.omit("load_best_model_at_end", "true", reason)
+
+
+def _best_is(arguments: ForeignArguments, metric: str) -> str:
+    is_greater_better = arguments.take("greater_is_better")
+    if is_greater_better is None:
+        is_greater_better = not metric.endswith("loss")
+    if is_greater_better:
+        return "max"
+    return "min"
 
 
 def _take_sampling(arguments: ForeignArguments) -> None:
@@ -284,6 +300,13 @@ def _resume_point(value: Any) -> str:
     return str(value)
 
 
+def _take_fsdp(arguments: ForeignArguments) -> None:
+    """Take FSDP's sharding as a ZeRO stage."""
+    if arguments.is_set("fsdp"):
+        stage = 2 if "shard_grad_op" in str(arguments.take("fsdp")) else 3
+        arguments.put("zero.stage", stage, "fsdp")
+
+
 def _take_clipping(arguments: ForeignArguments) -> None:
     """Let DeepSpeed's default win over max_grad_norm where the JSON has no gradient_clipping."""
     clipping = arguments.take("max_grad_norm")
@@ -306,14 +329,16 @@ def _find_mismatches(arguments: ForeignArguments, config: Mapping[str, Any]) -> 
         json_value = value_at(config, key.split("."), None)
         if json_value not in (None, "auto") and json_value != value:
             yield disagreement(key, json_value, argument, value, reason)
-    global_size = config.get("train_batch_size")
+    yield from _find_uneven_batch(arguments, config.get("train_batch_size"))
+
+
+def _find_uneven_batch(arguments: ForeignArguments, global_size: Any) -> Iterator[Problem]:
+    """Find a batch of the JSON that is no multiple of what a device takes in a step."""
+    reason = "the Trainer refuses values that mismatch"
     micro_size = arguments.take("per_device_train_batch_size")
     steps = arguments.take("gradient_accumulation_steps")
-    if not (
-        isinstance(global_size, int) and isinstance(micro_size, int) and isinstance(steps, int)
-    ):
-        return
-    if global_size % max(1, micro_size * steps):
+    are_numbers = all(isinstance(size, int) for size in (global_size, micro_size, steps))
+    if are_numbers and global_size % max(1, micro_size * steps):
         yield disagreement(
             "train_batch_size",
             global_size,
@@ -353,9 +378,7 @@ def _compared(arguments: ForeignArguments) -> list[tuple[str, Any, str]]:
     if max_steps > 0:
         rows.append(("scheduler.params.total_num_steps", max_steps, "max_steps"))
     warmup = _warmup(arguments)
-    warmup_key = "scheduler.params.warmup_num_steps"
-    if warmup >= 1 or warmup == 0:
-        rows.append((warmup_key, max(1, int(warmup)), "warmup_steps"))
-    elif max_steps > 0:  # a share of the run
-        rows.append((warmup_key, max(1, math.ceil(warmup * max_steps)), "warmup_steps"))
+    if not 0 < warmup < 1:  # no share of a run of unknown length
+        key = "scheduler.params.warmup_num_steps"
+        rows.append((key, max(1, int(warmup)), "warmup_steps"))
     return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -118,7 +118,7 @@ def _deepspeed_keys(values: Mapping[str, Any]) -> list[str]:
     The key table is loaded only where one of ours is there as well.
     """
     if OURS & values.keys():
-        return [name for name in load_table().children() if name in values and name not in IN_BOTH]
+        return [name for name in load_table().children() if name in values.keys() - IN_BOTH]
     optimizer = values.get("optimizer")
     if isinstance(optimizer, Mapping) and "type" in optimizer:
         return ["type"]
@@ -130,18 +130,14 @@ def assumption(document: Document, *, as_run_config: bool) -> Iterator[Problem]:
     values = document.value
     if not isinstance(values, Mapping):
         return
-    our_keys = [name for name in values if name in OURS]
-    deepspeed_keys = _deepspeed_keys(values)
-    if our_keys and deepspeed_keys and as_run_config:
-        deepspeed_keys = [name for name in deepspeed_keys if not _is_plain_switch(name, values)]
-    if not our_keys or not deepspeed_keys:
-        return
     if as_run_config:
         taken = "a run config"
-        other = deepspeed_keys[0]
+        other = _first_of_deepspeeds(values)
     else:
         taken = "DeepSpeed JSON"
-        other = our_keys[0]
+        other = _first_of_ours(values)
+    if not other:
+        return
     reason = f"the file was taken for {taken}, and this key is of the other kind"
     fix = "keep the keys of one kind in one file"
     line, column = document.places.get((other,), (0, 0))
@@ -158,6 +154,26 @@ def assumption(document: Document, *, as_run_config: bool) -> Iterator[Problem]:
     )
 
 
+def _first_of_ours(values: Mapping[str, Any]) -> str:
+    """Return the first key of ours in a file with keys of both kinds; empty for other files."""
+    our_keys = [name for name in values if name in OURS]
+    if our_keys and _deepspeed_keys(values):
+        return our_keys[0]
+    return ""
+
+
+def _first_of_deepspeeds(values: Mapping[str, Any]) -> str:
+    """Return the first key of DeepSpeed's in a file with keys of both kinds, but for those that
+    are meant as ours; empty for other files.
+    """
+    if not OURS & values.keys():
+        return ""
+    for name in _deepspeed_keys(values):
+        if not _is_plain_switch(name, values):
+            return name
+    return ""
+
+
 def _is_plain_switch(name: str, values: Mapping[str, Any]) -> bool:
     """Check whether a name of DeepSpeed's is meant as a key of ours of the same name."""
     from framework.config.explain import is_plain_switch
@@ -171,14 +187,33 @@ def tool_of(values: Any) -> Tool | None:
         return None
     if other_tool(values, OURS) is not None:
         return None
-    trainer = values.get("trainer")
-    if isinstance(trainer, Mapping) and _LIGHTNING_KEYS & trainer.keys():
-        return "lightning.Trainer"
-    if _ACCELERATE_KEYS & values.keys() or {"mixed_precision", "num_processes"} <= values.keys():
-        return "accelerate"
-    if len(_TRAINER_KEYS & values.keys()) > 1 and not _DEEPSPEED_KEYS & values.keys():
-        return "transformers.TrainingArguments"
+    for tool, is_met in _MARKS.items():
+        if is_met(values):
+            return tool
     return None
+
+
+def _is_of_lightning(values: Mapping[str, Any]) -> bool:
+    trainer = values.get("trainer")
+    return isinstance(trainer, Mapping) and not _LIGHTNING_KEYS.isdisjoint(trainer)
+
+
+def _is_of_accelerate(values: Mapping[str, Any]) -> bool:
+    names = values.keys()
+    return bool(_ACCELERATE_KEYS & names) or {"mixed_precision", "num_processes"} <= names
+
+
+def _is_of_transformers(values: Mapping[str, Any]) -> bool:
+    names = values.keys()
+    return len(_TRAINER_KEYS & names) > 1 and _DEEPSPEED_KEYS.isdisjoint(names)
+
+
+# The first that is met decides.
+_MARKS: Final[Mapping[Tool, Callable[[Mapping[str, Any]], bool]]] = {
+    "lightning.Trainer": _is_of_lightning,
+    "accelerate": _is_of_accelerate,
+    "transformers.TrainingArguments": _is_of_transformers,
+}
 
 
 def foreign_problem(document: Document) -> Problem | None:
@@ -208,13 +243,11 @@ def with_last_of_duplicates(
     Returns:
         The document; None for a file that is not another tool's, or with other errors.
     """
-    if any(problem.kind != "duplicate-key" for problem in error.problems):
+    if {problem.kind for problem in error.problems} != {"duplicate-key"}:
         return None
+    read = yaml.safe_load if is_yaml else json.loads
     try:
-        if is_yaml:
-            values = yaml.safe_load(text)
-        else:
-            values = json.loads(text)
+        values = read(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
     document = Document(name, values, text=text)

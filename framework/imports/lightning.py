@@ -72,15 +72,20 @@ def take_lightning_config(arguments: ForeignArguments) -> None:
     arguments.put("training.log_every", log_every, "log_every_n_steps")
     arguments.move("deterministic", "training.deterministic", bool)
     _take_evaluation(arguments)
+    _take_switches(arguments)
+    _take_classes(arguments)
+    _leave_out_sections(arguments)
+    arguments.add_deepspeed(deepspeed_config, "strategy", _find_refused)
+
+
+def _take_switches(arguments: ForeignArguments) -> None:
+    """Take whether the run saves, and shows a bar."""
     if arguments.take("enable_checkpointing") is False:
         arguments.put("checkpoint.at_end", False, "enable_checkpointing")
     else:
         arguments.put("checkpoint.every_epochs", 1, comment="as there by itself")
     if arguments.take("enable_progress_bar") is False:
         arguments.put("monitors.progress", "off", "enable_progress_bar")
-    _take_classes(arguments)
-    _leave_out_sections(arguments)
-    arguments.add_deepspeed(deepspeed_config, "strategy", _find_refused)
 
 
 def _leave_out_devices(arguments: ForeignArguments) -> None:
@@ -100,8 +105,8 @@ def _take_length(arguments: ForeignArguments) -> None:
     fast_dev_run = arguments.take("fast_dev_run")
     if fast_dev_run:
         arguments.put("training.max_steps", int(fast_dev_run), "fast_dev_run")
-        for name in ("max_steps", "max_epochs"):
-            arguments.leave_out(name, "fast_dev_run is the length, as there")
+        arguments.leave_out("max_steps", "fast_dev_run is the length, as there")
+        arguments.leave_out("max_epochs", "fast_dev_run is the length, as there")
         return
     max_steps = arguments.take("max_steps")
     max_epochs = arguments.take("max_epochs")
@@ -118,12 +123,7 @@ def _take_evaluation(arguments: ForeignArguments) -> None:
     """Take val_check_interval: an int counts batches, a float is a share of an epoch."""
     interval = arguments.take("val_check_interval")
     if isinstance(interval, int):
-        batches_per_step = arguments.take("accumulate_grad_batches") or 1
-        comment = ""
-        if batches_per_step > 1:
-            comment = f"{interval} batches there, of which a step takes {batches_per_step}"
-        num_steps = max(1, round(interval / batches_per_step))
-        arguments.put("evaluation.every_steps", num_steps, "val_check_interval", comment)
+        _take_batches_between(arguments, interval)
         return
     num_epochs = arguments.take("check_val_every_n_epoch") or 1
     arguments.put("evaluation.every_epochs", num_epochs, "check_val_every_n_epoch")
@@ -132,17 +132,33 @@ def _take_evaluation(arguments: ForeignArguments) -> None:
         arguments.omit("val_check_interval", share, "set evaluation.every_steps")
 
 
+def _take_batches_between(arguments: ForeignArguments, num_batches: int) -> None:
+    """Take a number of batches between two evaluations."""
+    batches_per_step = arguments.take("accumulate_grad_batches") or 1
+    comment = ""
+    if batches_per_step > 1:
+        comment = f"{num_batches} batches there, of which a step takes {batches_per_step}"
+    num_steps = max(1, round(num_batches / batches_per_step))
+    arguments.put("evaluation.every_steps", num_steps, "val_check_interval", comment)
+
+
+def _half_of(precision: str) -> str:
+    """Return the half precision that Lightning's name means; empty for none."""
+    if precision.startswith("bf16"):
+        return "bf16"
+    if precision.startswith("16"):
+        return "fp16"
+    return ""
+
+
 def _take_precision(arguments: ForeignArguments, *, is_deepspeed: bool) -> None:
     """Take fp16 or bf16; fp32 is our default, and any other precision is listed as left out."""
     precision = str(arguments.take("precision") or "32-true")
-    if precision.startswith("bf16"):
-        dtype = "bf16"
-    elif precision.startswith("16"):
-        dtype = "fp16"
-    else:
-        if not precision.startswith("32"):
-            reason = "a run computes in fp32, fp16, bf16 or autocast"
-            arguments.omit("precision", precision, reason)
+    dtype = _half_of(precision)
+    if not dtype and not precision.startswith("32"):
+        reason = "a run computes in fp32, fp16, bf16 or autocast"
+        arguments.omit("precision", precision, reason)
+    if not dtype:
         return
     arguments.put_half_precision(dtype, "precision", with_deepspeed=is_deepspeed)
     if not is_deepspeed and precision.endswith("true"):
@@ -161,13 +177,7 @@ def _take_strategy(arguments: ForeignArguments) -> tuple[bool, Any]:
     Returns:
         Whether it is a DeepSpeed strategy, and its DeepSpeed JSON, its path, or None.
     """
-    strategy = arguments.take("strategy")
-    if isinstance(strategy, Mapping):
-        options = WatchedSection(strategy.get("init_args") or {})
-        name = str(strategy.get("class_path", "")).rpartition(".")[2]
-    else:
-        options = WatchedSection({})
-        name = str(strategy)
+    name, options = _name_and_options(arguments.take("strategy"))
     named_deepspeed = _STRATEGY.fullmatch(name)
     if named_deepspeed is not None:
         options |= _named_options(named_deepspeed)
@@ -186,6 +196,14 @@ def _take_strategy(arguments: ForeignArguments) -> tuple[bool, Any]:
     return True, config
 
 
+def _name_and_options(strategy: Any) -> tuple[str, WatchedSection]:
+    """Return name, or class, and options of a strategy."""
+    if not isinstance(strategy, Mapping):
+        return str(strategy), WatchedSection({})
+    name = str(strategy.get("class_path", "")).rpartition(".")[2]
+    return name, WatchedSection(strategy.get("init_args") or {})
+
+
 def _named_options(name: re.Match[str]) -> Values:
     """Return the options behind a name such as ``deepspeed_stage_3_offload``."""
     options: Values = {"stage": int(name["stage"] or 2)}
@@ -200,15 +218,20 @@ def _named_options(name: re.Match[str]) -> Values:
 
 def _take_other_strategy(arguments: ForeignArguments, name: str, options: WatchedSection) -> None:
     if name.lower().startswith("fsdp"):
-        shards_gradients_only = "SHARD_GRAD_OP" in str(options.get("sharding_strategy"))
-        arguments.put("zero.stage", 2 if shards_gradients_only else 3, "strategy")
-        if options.get("cpu_offload"):
-            arguments.put_offload("offload_param", "cpu", None, "strategy")
+        _take_fsdp(arguments, options)
     elif not _is_plain_strategy(name):
         arguments.omit("strategy", name, "see zero.stage and parallel")
     for option, value in options.unread().items():
         reason = "see the keys of zero and parallel"
         arguments.omit(f"strategy.{option}", show_value(value), reason)
+
+
+def _take_fsdp(arguments: ForeignArguments, options: WatchedSection) -> None:
+    """Take FSDP's sharding as a ZeRO stage, and its offloading."""
+    shards_gradients_only = "SHARD_GRAD_OP" in str(options.get("sharding_strategy"))
+    arguments.put("zero.stage", 2 if shards_gradients_only else 3, "strategy")
+    if options.get("cpu_offload"):
+        arguments.put_offload("offload_param", "cpu", None, "strategy")
 
 
 def _is_plain_strategy(name: str) -> bool:
@@ -230,6 +253,13 @@ def _take_deepspeed_strategy(arguments: ForeignArguments, options: Values) -> No
     ):
         if settings[offload]:
             arguments.put_offload(name, settings[device], settings["nvme_path"], "strategy")
+    _leave_out_options(arguments, options, defaults)
+
+
+def _leave_out_options(
+    arguments: ForeignArguments, options: Values, defaults: Mapping[str, Any]
+) -> None:
+    """List options of DeepSpeedStrategy that have no key, and are not its defaults."""
     for name, value in options.items():
         if name not in _STRATEGY_ARGUMENTS and value != defaults.get(name):
             reason = "see the keys of zero, precision and deepspeed"
@@ -245,6 +275,9 @@ def _take_zero_keys(arguments: ForeignArguments, settings: Values, stage: int) -
             arguments.put(f"zero.{name}", settings[name], "strategy")
 
 
+_OTHER_HALF: Final = {"bf16": "fp16", "fp16": "bf16"}
+
+
 def _find_refused(arguments: ForeignArguments, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Find what Lightning, or DeepSpeed below it, refuses of the JSON beside the arguments
     (pytorch_lightning/strategies/deepspeed.py `_format_batch_size_and_grad_accum_config`,
@@ -256,14 +289,10 @@ def _find_refused(arguments: ForeignArguments, config: Mapping[str, Any]) -> Ite
         value = arguments.take("accumulate_grad_batches")
         yield disagreement(key, config[key], "accumulate_grad_batches", value, reason)
     precision = str(arguments.take("precision") or "32-true")
-    if precision.startswith("bf16"):
-        dtype = "bf16"
-        other = "fp16"
-    elif precision.startswith("16"):
-        dtype = "fp16"
-        other = "bf16"
-    else:
+    dtype = _half_of(precision)
+    if not dtype:
         return
+    other = _OTHER_HALF[dtype]
     if dtype not in config and value_at(config, [other, "enabled"], None) is True:
         reason = f"Lightning adds {dtype} to it, of which DeepSpeed refuses the two"
         yield disagreement(f"{other}.enabled", True, "precision", precision, reason)
@@ -278,23 +307,29 @@ def _take_classes(arguments: ForeignArguments) -> None:
         section = arguments.document.value.get(name)
         if isinstance(section, str):
             section = {"class_path": section}
-        if not isinstance(section, Mapping):
-            continue
-        module, _, class_name = str(section.get("class_path", "")).rpartition(".")
-        class_args = dict(section.get("init_args", {}))
-        optimizer = _torch_optimizer(module, class_name, class_args)
-        if optimizer is not None:
-            kind = optimizer.model_fields["kind"].default
-            arguments.sections[key] = {"kind": kind, "lr": _TORCH_RATE, **class_args}
-        elif not module:
-            reason = f"name its class, with its module, as {key}.target"
-            arguments.omit(name, show_value(section), reason)
-        else:
-            arguments.sections[key] = {"target": f"{module}:{class_name}", "args": class_args}
-            if key == "scheduler":
-                arguments.comments[key] = (
-                    "stepped after every step here; after every epoch there by itself"
-                )
+        if isinstance(section, Mapping):
+            _take_class(arguments, name, key, section)
+
+
+def _take_class(
+    arguments: ForeignArguments, name: str, key: str, section: Mapping[str, Any]
+) -> None:
+    """Take the class of a section of Lightning's under one of ours."""
+    module, _, class_name = str(section.get("class_path", "")).rpartition(".")
+    class_args = dict(section.get("init_args", {}))
+    optimizer = _torch_optimizer(module, class_name, class_args)
+    if optimizer is not None:
+        kind = optimizer.model_fields["kind"].default
+        arguments.sections[key] = {"kind": kind, "lr": _TORCH_RATE, **class_args}
+    elif not module:
+        reason = f"name its class, with its module, as {key}.target"
+        arguments.omit(name, show_value(section), reason)
+    else:
+        arguments.sections[key] = {"target": f"{module}:{class_name}", "args": class_args}
+        if key == "scheduler":
+            arguments.comments[key] = (
+                "stepped after every step here; after every epoch there by itself"
+            )
 
 
 def _torch_optimizer(

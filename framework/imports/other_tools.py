@@ -40,21 +40,23 @@ def other_tool(values: Any, ours: Iterable[str]) -> str | None:
 def other_tool_problem(tool: str, values: Mapping[str, Any], *, file: str) -> Problem:
     """Return the problem of a file of another tool: which of its keys are what in a run config."""
     kind = "gpt-neox-config" if tool == "GPT-NeoX" else "other-tools-config"
-    known = _table()[tool]["keys"]
-    pairs = []
-    for name in values:
-        key = str(name).replace("-", "_")
-        if key in known:
-            pairs.append(f"{name} is {known[key]}")
-    if pairs:
-        by_hand = f": {', '.join(pairs)}"
-    else:
-        by_hand = ""
+    pairs = _known_pairs(values, _table()[tool]["keys"])
+    by_hand = f": {', '.join(pairs)}" if pairs else ""
     reason = (
         f"this is a config of {tool}, neither a run config nor DeepSpeed JSON, and `import` "
         "does not read it"
     )
     return Problem(kind, reason, f"write a run config by hand{by_hand}", "", MISSING, file, 1, 1)
+
+
+def _known_pairs(values: Iterable[str], known: Mapping[str, str]) -> list[str]:
+    """List what keys of another tool are in a run config, of those that are known."""
+    pairs = []
+    for name in values:
+        key = str(name).replace("-", "_")
+        if key in known:
+            pairs.append(f"{name} is {known[key]}")
+    return pairs
 
 
 def _is_met(alternative: Mapping[str, Any], values: Mapping[str, Any], names: set[str]) -> bool:
@@ -66,10 +68,14 @@ def _is_met(alternative: Mapping[str, Any], values: Mapping[str, Any], names: se
     if not names >= set(alternative["needs"]):
         return False
     for section, keys in alternative.get("inside", {}).items():
-        inner = values.get(section)
-        if not isinstance(inner, Mapping) or not inner.keys() & set(keys):
+        if not _has_one_of(values.get(section), keys):
             return False
     return "beside" not in alternative or bool(names & set(alternative["beside"]))
+
+
+def _has_one_of(section: Any, keys: Iterable[str]) -> bool:
+    """Check whether a value is a section with one of the keys."""
+    return isinstance(section, Mapping) and not section.keys().isdisjoint(keys)
 
 
 def _holds(value: Any, name: str, depth: int) -> bool:
@@ -78,9 +84,14 @@ def _holds(value: Any, name: str, depth: int) -> bool:
     """
     if depth == 0:
         return False
+    items: Iterable[Any] = ()
     if isinstance(value, Mapping):
-        return name in value or any(_holds(item, name, depth - 1) for item in value.values())
-    return isinstance(value, list) and any(_holds(item, name, depth - 1) for item in value)
+        if name in value:
+            return True
+        items = value.values()
+    elif isinstance(value, list):
+        items = value
+    return any(_holds(item, name, depth - 1) for item in items)
 
 
 @cache

@@ -42,26 +42,30 @@ def read_arguments(path: Path, *, name: str) -> Document | None:
     Raises:
         ConfigError: it cannot be read, or is of a tool that `import` does not read.
     """
-    text = read_text(path, name=name)
     is_yaml = path.suffix.lower() in YAML_ENDINGS
-    try:
-        document = parse_document(text, name=name, is_json=not is_yaml)
-    except ConfigError as error:
-        last_wins = with_last_of_duplicates(text, error, name=name, is_yaml=is_yaml)
-        if last_wins is not None:
-            document = last_wins
-            for problem in error.problems:
-                print_problem(_as_note(problem))
-        elif is_yaml:
-            raise ConfigError(template_problem(text, file=name) or error.problems) from None
-        else:
-            return None  # DeepSpeed's own reader takes more than JSON
-    if tool_of(document.value):
+    document = _parsed(read_text(path, name=name), name=name, is_yaml=is_yaml)
+    if document is None or tool_of(document.value):
         return document
     foreign = foreign_problem(document)
     if foreign is not None:
         raise ConfigError(foreign)
     return None
+
+
+def _parsed(text: str, *, name: str, is_yaml: bool) -> Document | None:
+    """Parse a file; of duplicate keys the last one counts, with a note for each. None for a file
+    that is no JSON: DeepSpeed's own reader takes more.
+    """
+    try:
+        return parse_document(text, name=name, is_json=not is_yaml)
+    except ConfigError as error:
+        document = with_last_of_duplicates(text, error, name=name, is_yaml=is_yaml)
+        if document is not None:
+            for problem in error.problems:
+                print_problem(_as_note(problem))
+        elif is_yaml:
+            raise ConfigError(template_problem(text, file=name) or error.problems) from None
+        return document
 
 
 def _as_note(problem: Problem) -> Problem:
