@@ -26,6 +26,10 @@ MOST_PER_1000: Final[Mapping[str, float]] = {
     "products of conditions": 0,
     "lines of more than 100 columns": 0,
 }
+MOST_COMPLEX: Final = 3.6
+"""Largest mean cyclomatic complexity of a room."""
+COMPLEX: Final = 8
+"""A function with more is named where the mean of its room is too large."""
 # A smaller room has too few lines for a rate.
 FEWEST_LINES: Final = 1000
 # What stands where a thought begins, and hides who does what.
@@ -51,6 +55,29 @@ def rates(files: list[Path]) -> dict[str, float]:
     if counts["code lines"] < FEWEST_LINES:
         return {}
     return {name: 1000 * counts[name] / counts["code lines"] for name in MOST_PER_1000}
+
+
+def complexities(files: list[Path]) -> tuple[float, list[str]]:
+    """Return the mean cyclomatic complexity of the files, as ``radon cc --average`` counts it, and
+    the functions that have most, a line for each. The mean is 0 for fewer lines than
+    `FEWEST_LINES`.
+    """
+    from radon.complexity import cc_visit
+
+    counts: Counter[str] = Counter()
+    values: list[int] = []
+    complex_functions: list[tuple[int, str]] = []
+    for file in files:
+        counts.update(_counts(file))
+        for block in cc_visit(file.read_text(encoding="utf-8")):
+            values.append(block.complexity)
+            if block.complexity > COMPLEX:
+                place = f"{file.relative_to(ROOT)}:{block.lineno}: {block.fullname}"
+                complex_functions.append((block.complexity, place))
+    most = [f"{place}: {value}" for value, place in sorted(complex_functions, reverse=True)]
+    if counts["code lines"] < FEWEST_LINES:
+        return 0.0, most
+    return sum(values) / len(values), most
 
 
 def rooms() -> dict[str, list[Path]]:

@@ -73,6 +73,13 @@ def test_code_is_plain(room: str) -> None:
     assert dense == []
 
 
+@pytest.mark.parametrize("room", plain_code.rooms())
+def test_functions_have_few_branches(room: str) -> None:
+    pytest.importorskip("radon", reason="radon comes with the dev extra")
+    mean, most = plain_code.complexities(plain_code.rooms()[room])
+    assert mean <= plain_code.MOST_COMPLEX, f"{mean:.2f} on average:\n" + "\n".join(most)
+
+
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
     num_docstrings = 0
     without = []

@@ -170,7 +170,7 @@ class BaseEngine:
 
     def _keep_gradient_order(self) -> Callable[[], None] | None:
         """Have ZeRO sum gradients in the same order on all ranks, and return what ends a pass at
-        stage 3. Flat sums, sums at stage 0 and those of DeepCompile are in the order of the
+        stage 3. Flat sums, sums at stage 0 and sums of DeepCompile are in the order of the
         weights.
         """
         sums_by_zero = self.engine.zero_optimization_stage() > 0 and not self._sums_in_graph

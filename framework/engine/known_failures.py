@@ -327,7 +327,7 @@ def _tensors_of(inputs: Any) -> list[Tensor]:
 
 
 def _lacks_gathered_weight(error: BaseException) -> bool:
-    """Check whether an error is that of a graph of torch.compile with a weight that is not there."""
+    """Check whether a graph of torch.compile has met a weight that is not there."""
     return type(error).__name__ == "TorchRuntimeError" and "size=(0,)" in str(error)
 
 

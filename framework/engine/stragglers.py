@@ -118,7 +118,7 @@ def find(parts: Parts, *, sees_forward: bool) -> Straggler | None:
 
 
 def _slow_passes(times: Mapping[str, list[float]], rank: int, late: float) -> list[str]:
-    """Return the passes that make a rank late by so many milliseconds, forward if neither does."""
+    """Return the passes that make a rank late by `late` ms, forward if neither does."""
     names = []
     for name in ("forward", "backward"):
         if _excess(rank, times[name]) > _SHARE_OF_BACKWARD * late:

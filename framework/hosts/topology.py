@@ -192,7 +192,7 @@ def _refuse_large_rank(rank: Setting, nodes: Setting) -> None:
 
 
 def _refuse_missing(chosen: Mapping[str, Setting]) -> None:
-    """Refuse a job of which a number or the address is not known."""
+    """Refuse a job with a number or an address that is not known."""
     problems = []
     for name, flag in _FLAGS.items():
         if name not in chosen:
@@ -255,7 +255,7 @@ def _problem(kind: str, item: Setting, reason: str, fix: str, *, value: object =
 
 
 def _file_of(source: str) -> str:
-    """Return where a message says that a source is; empty for a file, which is the source."""
+    """Return the place of a source in messages; empty for a file, which is the source."""
     if source.startswith("--"):
         return "command line"
     if "/" in source or source == "hostfile":

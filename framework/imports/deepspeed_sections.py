@@ -131,7 +131,7 @@ def zero(reader: DeepSpeedReader) -> Values:
 
 
 def _keys_of_stage(reader: DeepSpeedReader, stage: int) -> Values:
-    """Return the keys of `zero:` that work at a stage above 0; marks those of other stages."""
+    """Return the keys of `zero:` that work at a stage above 0; marks the keys of other stages."""
     if stage == 3:
         stage_keys = STAGE3_KEYS
         other_keys = _STAGES_1_AND_2

@@ -65,9 +65,7 @@ def take_lightning_config(arguments: ForeignArguments) -> None:
     _take_precision(arguments, is_deepspeed=is_deepspeed)
     _leave_out_devices(arguments)
     _take_length(arguments)
-    clipping = arguments.take("gradient_clip_val")
-    comment = "" if clipping else "there is no clipping there"
-    arguments.put("training.clip_grad_norm", clipping or 0, "gradient_clip_val", comment)
+    _take_clipping(arguments)
     log_every = arguments.take("log_every_n_steps") or 50
     arguments.put("training.log_every", log_every, "log_every_n_steps")
     arguments.move("deterministic", "training.deterministic", bool)
@@ -76,6 +74,12 @@ def take_lightning_config(arguments: ForeignArguments) -> None:
     _take_classes(arguments)
     _leave_out_sections(arguments)
     arguments.add_deepspeed(deepspeed_config, "strategy", _find_refused)
+
+
+def _take_clipping(arguments: ForeignArguments) -> None:
+    clipping = arguments.take("gradient_clip_val")
+    comment = "" if clipping else "there is no clipping there"
+    arguments.put("training.clip_grad_norm", clipping or 0, "gradient_clip_val", comment)
 
 
 def _take_switches(arguments: ForeignArguments) -> None:
@@ -161,7 +165,13 @@ def _take_precision(arguments: ForeignArguments, *, is_deepspeed: bool) -> None:
     if not dtype:
         return
     arguments.put_half_precision(dtype, "precision", with_deepspeed=is_deepspeed)
-    if not is_deepspeed and precision.endswith("true"):
+    if not is_deepspeed:
+        _comment_on_weights(arguments, precision, dtype)
+
+
+def _comment_on_weights(arguments: ForeignArguments, precision: str, dtype: str) -> None:
+    """Comment on a precision of Lightning's that has no weights in fp32."""
+    if precision.endswith("true"):
         arguments.comments["precision.dtype"] = (
             f"{precision} has no fp32 weights there; dtype: {dtype} keeps them in the optimizer, "
             "unless precision.states is bf16"

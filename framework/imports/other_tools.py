@@ -30,6 +30,11 @@ def other_tool(values: Any, ours: Iterable[str]) -> str | None:
     sections = set(ours) - {"run", "model", "data"}
     if len(sections & values.keys()) >= _MOST_OF_OURS:
         return None
+    return _first_tool(values)
+
+
+def _first_tool(values: Mapping[str, Any]) -> str | None:
+    """Return the first tool of the table that has a config like these values, or None."""
     names = {str(name).replace("-", "_") for name in values}
     for tool, row in _table().items():
         if any(_is_met(alternative, values, names) for alternative in row["alternatives"]):

@@ -92,7 +92,7 @@ def marks_of(run: RunRecords) -> list[Mark]:
 
 def _skipped_steps(run: RunRecords) -> list[int]:
     """List the logged steps up to which the count of skipped ones has grown; without that metric,
-    those of events.
+    the steps of events.
     """
     skipped = run.metrics.get("train/skipped_steps", Series()).finite
     if not skipped:

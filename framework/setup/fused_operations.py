@@ -1,5 +1,5 @@
-"""Stand-ins for the fused operations of GPUs, which save tensors that the operations of CPUs do not:
-for a trace on fake tensors.
+"""Stand-ins for the fused operations of GPUs in a trace on fake tensors: they save tensors that the
+operations of CPUs do not.
 """
 
 from __future__ import annotations

@@ -158,8 +158,8 @@ def _why_logits_differ(
 
     Args:
         after_first: its logits after one text.
-        after_other: those after another text.
-        alone: those of the text alone, or `after_first`.
+        after_other: its logits after another text.
+        alone: its logits without another text, or `after_first`.
         tolerance: largest difference to those alone, of the largest logit.
     """
     largest = after_first.abs().max()

@@ -98,7 +98,7 @@ def _refuse_other_kinds(folder: Path, names: RawNames) -> None:
 
 def _stage_in(folder: Path, optimizer_file: str, names: RawNames) -> int:
     """Read the ZeRO stage in an optimizer's file. Raises StorageError if the names of the files are
-    those of another stage.
+    names of another stage.
     """
     stage = int(_read(folder / optimizer_file)["optimizer_state_dict"]["zero_stage"])
     if stage not in names.stages:

@@ -98,8 +98,8 @@ def examine(
 
 
 def _user_of_shared_memory(requirements: Requirements) -> str:
-    """Describe what passes data through /dev/shm; empty if nothing does. The memory that DeepSpeed's
-    own op maps for ranks on processors is not touched by training.
+    """Describe what passes data through /dev/shm; empty if nothing does. Training does not touch
+    the memory that DeepSpeed's own op maps there for ranks on processors.
     """
     if requirements.num_workers:
         return f"{requirements.num_workers} data workers of each rank pass batches through it"
