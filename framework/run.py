@@ -31,7 +31,6 @@ from framework.engine.random_state import seed_ranks
 from framework.engine.stop_agreement import agreed_stops
 from framework.engine_protocol import LOADING, SAVING, Engine
 from framework.errors import RunStopped
-from framework.report.run_result import RunResult
 from framework.setup import start_point
 from framework.setup.assemble import assemble_engine, make_callbacks, make_checkpointer
 from framework.setup.open_run import OpenRun, build_trainer
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
 
     from framework.data.streams import StreamPlaces
     from framework.plan.plan import Plan
+    from framework.report.run_result import RunResult
 
 
 def run_prepared(prepared: Prepared, request: StopRequest) -> RunResult:

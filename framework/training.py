@@ -10,7 +10,6 @@ from framework.config.load import Source
 from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
 from framework.engine.schedules import MakeSchedule
 from framework.plan.plan import Plan
-from framework.report.run_result import RunResult
 from framework.run import run_prepared
 from framework.setup.prepare_run import prepare
 from framework.setup.user_code import ConfigSource, MakeOptimizer, ModelSource, Objects
@@ -20,6 +19,7 @@ from framework.system.stopping import StopRequest
 
 if TYPE_CHECKING:
     from framework.checkpoint.resume_point import ResumeLookup
+    from framework.report.run_result import RunResult
 
 
 def fit(

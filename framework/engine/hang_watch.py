@@ -48,8 +48,8 @@ from framework.engine.rank_states import (
 )
 from framework.engine_protocol import EVALUATING, SAVING, STARTING, STEPS
 from framework.errors import EXIT_NO_PROGRESS, EXIT_TRAINING
-from framework.system.debugger import is_at_prompt as is_at_prompt_of
 from framework.system.frames import current_frames
+from framework.system.frames import is_at_prompt as is_at_prompt_of
 from framework.system.log import report_event
 from framework.system.parent_watch import record_failure, report_end
 from framework.system.stopping import Decision, announce

@@ -18,7 +18,6 @@ from framework.engine.hang_watch import Watched
 from framework.engine_protocol import Engine
 from framework.plan.cluster import GPU_VARIABLE
 from framework.plan.plan import Plan
-from framework.report.run_result import RunResult
 from framework.setup.assemble import (
     make_eval_loaders,
     make_monitors,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from framework.engine.pipeline_engine import PipelineEngine
     from framework.engine.plain_engine import PlainEngine
     from framework.plan.balance import StageTable
+    from framework.report.run_result import RunResult
 
 
 @dataclass
@@ -90,6 +90,8 @@ class OpenRun:
     @property
     def result(self) -> RunResult:
         """Result of the run, made of its `outcome`."""
+        from framework.report.run_result import RunResult  # the run is over
+
         return RunResult.of(
             self.outcome, folder=self.folder.path, start_step=self.start_step, best=self.best.found
         )

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Final
 
 from framework.errors import EXIT_PEER_LOST, EXIT_STOPPED, ConfigError
-from framework.system.json_lines import encode
 
 AGENT_VARIABLE: Final = "DSF_AGENT"
 REPORT_VARIABLE: Final = "DSF_REPORT_FD"
@@ -157,6 +156,8 @@ def record_failure(text: str) -> None:
     """
     path = os.environ.get(FAILURES_VARIABLE)
     if path:
+        from framework.system.json_lines import encode
+
         with suppress(OSError), Path(path).open("ab") as file:
             file.write(encode({"error": text}) + b"\n")
 
@@ -178,5 +179,7 @@ def _report(**content: str | bool) -> None:
         if identity(os.getppid()) != os.environ.get(AGENT_VARIABLE):
             return
         if stat.S_ISFIFO(os.fstat(int(number)).st_mode):
+            from framework.system.json_lines import encode
+
             message = {"rank": int(os.environ.get("RANK", "0")), **content}
             os.write(int(number), encode(message) + b"\n")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from framework.system.debugger import is_at_prompt
+from framework.system.frames import is_at_prompt
 from framework.system.log import note
 from framework.system.stopping import announce
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.system.debugger import is_at_prompt
+from framework.system.frames import is_at_prompt
 
 
 def in_pdb(reader: int) -> None:

@@ -11,8 +11,7 @@ import threading
 import pytest
 
 from framework.engine import rank_states
-from framework.system.debugger import is_at_prompt
-from framework.system.frames import current_frames
+from framework.system.frames import current_frames, is_at_prompt
 
 
 def test_nothing_is_collected_while_frames_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
