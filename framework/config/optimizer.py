@@ -93,7 +93,8 @@ class AdamW(BuiltInOptimizer):
     resumes bit for bit, compiles nothing. ``fused``: torch's one kernel for all weights of a group,
     which resumes bit for bit as well, with fewer temporaries; the last bits may depend on the
     number of ranks. ``deepspeed``: its fused kernel (with CPU offload its vectorised host kernel,
-    several times faster there); compiled at first use, and a resumed run drifts in the last bits.
+    several times faster there); compiled at first use. On the host it resumes bit for bit, on the
+    device a resumed run drifts in the last bits.
     """
 
     def is_fused(self, *, is_on_cuda: bool) -> bool:

@@ -119,17 +119,31 @@ def _parameters_to_step(
 
 
 def _complete_optimizer(plan: Plan, engine: deepspeed.DeepSpeedEngine) -> None:
-    """Have the optimizer that DeepSpeed has built know how the weights are divided."""
+    """Have the optimizer that DeepSpeed has built know how the weights are divided, and step as a
+    resumed one does.
+    """
     if isinstance(plan.config.optimizer, Muon | Adafactor):
         _take_shares(engine)
     if plan.layout.expert_size > 1 and plan.config.zero.stage == 3:
         from framework.engine.expert_parallel import count_all_parts
 
         count_all_parts(engine)
+    if _steps_by_host_kernel(plan):
+        from framework.engine.workarounds.powers_of_beta import take_powers_of_count
+
+        take_powers_of_count(engine.optimizer.optimizer)
     if plan.config.zero.is_stepped_in_parts:
         from framework.engine.twin_flow import join_parts
 
         join_parts(engine)
+
+
+def _steps_by_host_kernel(plan: Plan) -> bool:
+    """Check whether DeepSpeed's own Adam steps on the host. ZenFlow has another one."""
+    zero = plan.config.zero
+    is_on_host = zero.stage > 0 and zero.offload_optimizer.device != "none"
+    is_own = getattr(plan.config.optimizer, "implementation", "") == "deepspeed"
+    return is_on_host and is_own and zero.zenflow is None
 
 
 def _divides_experts_below_stage_3(plan: Plan) -> bool:

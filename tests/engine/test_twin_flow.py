@@ -24,7 +24,7 @@ __all__ = ["text"]  # a fixture
 pytestmark = pytest.mark.slow
 
 NUM_STEPS: Final = fewer(10, of=20)
-STOP: Final = fewer(7, of=12)
+STOP: Final = fewer(5, of=12)
 TOLERANCE: Final = 2e-4
 SECTIONS: Final[dict[str, Any]] = {
     "optimizer": {
