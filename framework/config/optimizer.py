@@ -182,8 +182,8 @@ class Lion(BuiltInOptimizer):
 
 
 class Lamb(BuiltInOptimizer):
-    """LAMB (You et al. 2020) by DeepSpeed's fused kernel: layer-wise scaling for large batches. GPU
-    only.
+    """LAMB (You et al. 2020) by the formula of DeepSpeed's kernel: steps in proportion to the norm
+    of each weight, for large batches.
     """
 
     kind: Literal["lamb"] = "lamb"
@@ -195,6 +195,8 @@ class Lamb(BuiltInOptimizer):
     """Upper bound of the layer-wise ratio."""
     min_coeff: Positive = 0.01
     """Lower bound of the layer-wise ratio."""
+    bias_correction: bool = True
+    """Correct the rate for the first steps, in which the running means are small."""
 
 
 class Adafactor(BuiltInOptimizer):

@@ -14,101 +14,26 @@ numbers of a weight. They are kept whole, and a checkpoint has them in every lay
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
-import torch.distributed
 from torch import Tensor
 from torch.nn.functional import pad
 
 from framework.checkpoint.state.optimizer_shards import COL_VAR, ROW_VAR, VARIANCE, whole_key
-from framework.checkpoint.state.tensor_split import RankPart, part_of
-from framework.checkpoint.state.weight_parts import expert_part_of, split_of
-from framework.engine.expert_parallel import group_of_part
-from framework.engine.flat_groups import flat_groups
-from framework.models import split
+from framework.engine.shared_weights import SharedWeight, shared_weights, totals_over_ranks
 
 
-class Share(NamedTuple):
-    """Numbers of a weight in the tensor that this rank steps.
-
-    Attributes:
-        start: where they begin in the weight, or in the rank's part of it, seen as flat.
-        offset: where they begin in the stepped tensor.
-        num: how many they are; 0: this rank steps none of them.
-    """
-
-    start: int
-    offset: int
-    num: int
-
-
-@dataclass(frozen=True, eq=False)
-class SharedWeight:
-    """A weight, or a rank's part of it in a tensor or expert group, and the ranks that step the
-    rest of it.
-
-    Attributes:
-        weight: of the model.
-        shape: of the part.
-        share: this rank's numbers of the part.
-        part: place of the part in the whole weight; None: it is the whole.
-        groups: process groups over which sums go, one after the other.
-    """
-
-    weight: Tensor
-    shape: torch.Size
-    share: Share
-    part: RankPart | None
-    groups: tuple[Any, ...]
-
-    @property
-    def whole_shape(self) -> torch.Size:
-        """Shape of the whole weight."""
-        if self.part is None:
-            return self.shape
-        return self.part.split.whole_shape(self.shape)
-
-    @property
-    def kept_shapes(self) -> dict[str, torch.Size]:
-        """Shape of the whole weight's state by key: as torch has it."""
-        whole = self.whole_shape
-        if len(whole) < 2:
-            return {VARIANCE: whole}
-        return {
-            ROW_VAR: torch.Size((*whole[:-1], 1)),
-            COL_VAR: torch.Size((*whole[:-2], 1, whole[-1])),
-        }
-
-    def placed(self, sums: Tensor, *, over: int | None = None) -> Tensor:
-        """Return sums over the part at their places in the whole weight; zero elsewhere.
-
-        Args:
-            sums: in the shape of the part, with size 1 in the dimension that was added up.
-            over: that dimension.
-        """
-        if self.part is None or self.part.split.dim == over:
-            return sums
-        part = self.part
-        whole = sums.new_zeros(part.split.whole_shape(sums.shape))
-        offset = 0
-        for begin, end in part.split.bounds(part.rank, part.size):
-            place = whole.narrow(part.split.dim, begin, end - begin)
-            place.copy_(sums.narrow(part.split.dim, offset, end - begin))
-            offset += end - begin
-        return whole
-
-    def taken(self, whole: Tensor, *, over: int | None = None) -> Tensor:
-        """Return what belongs to the part of `whole`, the reverse of `placed`."""
-        if self.part is None or self.part.split.dim == over:
-            return whole
-        return self.part.of(whole)
-
-    def numbers(self, stepped: Tensor) -> Tensor:
-        """Return this rank's numbers, a view of the stepped tensor."""
-        return stepped.view(-1).narrow(0, self.share.offset, self.share.num)
+def _kept_shapes(weight: SharedWeight) -> dict[str, torch.Size]:
+    """Return the shapes of a whole weight's state by key: as torch has it."""
+    whole = weight.whole_shape
+    if len(whole) < 2:
+        return {VARIANCE: whole}
+    return {
+        ROW_VAR: torch.Size((*whole[:-1], 1)),
+        COL_VAR: torch.Size((*whole[:-2], 1, whole[-1])),
+    }
 
 
 class _Rows(NamedTuple):
@@ -223,7 +148,7 @@ class AdafactorOfShares(torch.optim.Optimizer):
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
         for number, weight in enumerate(self.weights[tensor]):
-            for key, shape in weight.kept_shapes.items():
+            for key, shape in _kept_shapes(weight).items():
                 name = whole_key(key, number)
                 if name not in state:
                     state[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
@@ -237,33 +162,19 @@ class AdafactorOfShares(torch.optim.Optimizer):
         for tensor, weights in self.weights.items():
             state = self.kept(tensor)
             for number, weight in enumerate(weights):
-                for key in weight.kept_shapes:
+                for key in _kept_shapes(weight):
                     yield weight.weight, key, state[whole_key(key, number)]
 
     def _total(self, sums: Sequence[Tensor], places: Sequence[_Place]) -> list[Tensor]:
         """Return the sums of weights, each flat, over the ranks that hold them."""
-        totals = list(sums)
-        members: dict[tuple[Any, ...], list[int]] = {}
-        for number, place in enumerate(places):
-            members.setdefault(place.weight.groups, []).append(number)
-        for groups, numbers in members.items():
-            if not groups:
-                continue
-            own = torch.cat([sums[number] for number in numbers])
-            total = own.to(self.device)
-            for process_group in groups:
-                torch.distributed.all_reduce(total, group=process_group)
-            sizes = [sums[number].numel() for number in numbers]
-            parts = torch.split(total.to(own.device), sizes)
-            for number, part in zip(numbers, parts, strict=True):
-                totals[number] = part
-        return totals
+        groups_of = [place.weight.groups for place in places]
+        return totals_over_ranks(sums, groups_of, self.device)
 
     def _means(self, place: _Place) -> dict[str, Tensor]:
         """Return the kept means of a whole weight by key, in torch's shapes."""
         state = self.state[place.tensor]
         means = {}
-        for key, shape in place.weight.kept_shapes.items():
+        for key, shape in _kept_shapes(place.weight).items():
             means[key] = state[whole_key(key, place.number)].view(shape)
         return means
 
@@ -369,76 +280,3 @@ def _estimate(weight: SharedWeight, row_var: Tensor, col_var: Tensor, least: flo
         torch.mul(own_rows, of_columns[matrix], out=estimate[first:stop])
         estimate[first:stop].div_(means[matrix])
     return estimate.view(-1).narrow(0, rows.before, weight.share.num)
-
-
-def shared_weights(
-    engine: deepspeed.DeepSpeedEngine, optimizer: torch.optim.Optimizer
-) -> dict[Tensor, list[SharedWeight]]:
-    """Return the weights in each tensor that an optimizer steps.
-
-    Args:
-        engine: built, with its weights divided.
-        optimizer: the one that steps them.
-    """
-    zero = engine.optimizer
-    tensor = split.part_of(engine.module)
-    weights: dict[Tensor, list[SharedWeight]] = {}
-    if hasattr(zero, "fp32_partitioned_groups_flat"):
-        for number, stepped in enumerate(zero.fp32_partitioned_groups_flat):
-            members = []
-            offset = 0
-            for weight in zero.fp16_groups[number]:
-                size = weight.partition_numel()
-                group = weight.ds_process_group
-                start = torch.distributed.get_rank(group) * size
-                num = max(0, min(size, weight.ds_numel - start))
-                share = Share(start if num else 0, offset, num)
-                members.append(_shared(weight, weight.ds_shape, share, group, tensor))
-                offset += size
-            weights[stepped] = members
-        return weights
-    flat = flat_groups(zero)
-    for flat_group in flat:
-        stepped = flat_group.copy()
-        first = torch.distributed.get_rank(flat_group.process_group) * stepped.numel()
-        members = []
-        for weight, shape, offset in flat_group.members:
-            begin = max(offset, first)
-            end = min(offset + shape.numel(), first + stepped.numel())
-            share = Share(0, 0, 0)
-            if begin < end:
-                share = Share(begin - offset, begin - first, end - begin)
-            members.append(_shared(weight, shape, share, flat_group.process_group, tensor))
-        weights[stepped] = members
-    if flat:
-        return weights
-    for group in optimizer.param_groups:  # ZeRO 0, in a tensor group
-        for weight in group["params"]:
-            share = Share(0, 0, weight.numel())
-            weights[weight] = [_shared(weight, weight.shape, share, None, tensor)]
-    return weights
-
-
-def _shared(
-    weight: Tensor,
-    shape: torch.Size,
-    share: Share,
-    replicas: Any,
-    tensor: split.TensorPart | None,
-) -> SharedWeight:
-    """Return a weight with the groups of ranks that hold the rest of it. `replicas` are those that
-    have shares of this rank's part.
-    """
-    groups = []
-    if replicas is not None and torch.distributed.get_world_size(replicas) > 1:
-        groups.append(replicas)
-    part = None
-    if tensor is not None:
-        part = part_of(weight, tensor_rank=tensor.rank, tensor_size=tensor.size)
-        if split_of(weight) is not None:
-            groups.append(tensor.group)
-    experts = expert_part_of(weight)
-    if experts is not None:
-        part = part or experts
-        groups.append(group_of_part(experts))
-    return SharedWeight(weight, torch.Size(shape), share, part, tuple(groups))

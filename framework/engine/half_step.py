@@ -89,8 +89,8 @@ class HalfStep:
 
 
 def shorten_half_step(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Have an optimizer of half precision without ZeRO step in fewer passes, unless it is
-    DeepSpeed's Lamb, which steps gradients in half precision, or steps experts.
+    """Have an optimizer of half precision without ZeRO step in fewer passes, unless it steps
+    experts.
     """
     optimizer = engine.optimizer
     if engine.has_moe_layers:
@@ -99,6 +99,6 @@ def shorten_half_step(engine: deepspeed.DeepSpeedEngine) -> None:
     if isinstance(optimizer, FP16_Optimizer):
         # DeepSpeed's step also leaves out one with a norm that is not finite.
         optimizer.overflow_checker.has_overflow = lambda weights: False
-    elif isinstance(optimizer, FP16_UnfusedOptimizer) and not optimizer.fused_lamb_legacy:
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
         kept_norm = norm_over_ranks(engine)
         optimizer.step = HalfStep(optimizer, kept_norm, refuses_infinite=refuses_infinite)

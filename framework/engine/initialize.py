@@ -12,7 +12,7 @@ import torch
 
 from framework.checkpoint.state.weight_names import Names
 from framework.config.deepspeed_words import SCHEDULES
-from framework.config.optimizer import Adafactor, Muon, has_groups
+from framework.config.optimizer import Adafactor, Lamb, Muon, has_groups
 from framework.engine.schedules import LR_RATIO, MakeSchedule, client_schedule
 from framework.engine.step_batches import HALF
 from framework.engine.workarounds.grad_scaler import forget_autocast
@@ -122,7 +122,7 @@ def _complete_optimizer(plan: Plan, engine: deepspeed.DeepSpeedEngine) -> None:
     """Have the optimizer that DeepSpeed has built know how the weights are divided, and step as a
     resumed one does.
     """
-    if isinstance(plan.config.optimizer, Muon | Adafactor):
+    if isinstance(plan.config.optimizer, Muon | Adafactor | Lamb):
         _take_shares(engine)
     if plan.layout.expert_size > 1 and plan.config.zero.stage == 3:
         from framework.engine.expert_parallel import count_all_parts
@@ -204,7 +204,7 @@ def _taking_no_empty_step(plan: Plan) -> AbstractContextManager[None]:
 
 
 def _take_shares(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Have Muon or Adafactor learn where weights lie, if ZeRO or a tensor group divides them."""
+    """Have Muon, Adafactor or LAMB learn where weights lie, if ZeRO or a group divides them."""
     # Under ZeRO, and in half precision, DeepSpeed keeps it inside its own optimizer.
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if hasattr(base, "take_shares"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from framework.config.optimizer import Adafactor, AdamW8bit, Constant, Lion, ScheduleFree
+from framework.config.optimizer import Adafactor, AdamW8bit, Constant, Lamb, Lion, ScheduleFree
 from framework.plan.plan import Plan
 from framework.plan.render import schedule_steps
 
@@ -32,7 +32,7 @@ def own_optimizer(plan: Plan) -> MakeOptimizer:
             d=section.d,
             weight_decay=section.weight_decay,
         )
-    assert isinstance(section, Lion | AdamW8bit | ScheduleFree)
+    assert isinstance(section, Lion | AdamW8bit | ScheduleFree | Lamb)
     settings: dict[str, Any] = {
         "lr": section.lr,
         "betas": tuple(section.betas),
@@ -43,6 +43,12 @@ def own_optimizer(plan: Plan) -> MakeOptimizer:
 
         return partial(lion.Lion, **settings)
     settings["eps"] = section.eps
+    if isinstance(section, Lamb):
+        from framework.engine import lamb
+
+        settings["max_coeff"] = section.max_coeff
+        settings["min_coeff"] = section.min_coeff
+        return partial(lamb.Lamb, **settings, bias_correction=section.bias_correction)
     if isinstance(section, AdamW8bit):
         from framework.engine import adam_8bit
 

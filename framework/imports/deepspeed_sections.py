@@ -241,7 +241,6 @@ def _offload_section(reader: DeepSpeedReader, name: str, device: str) -> Values:
 _OPTIMIZERS: Final[Mapping[str, type[Any]]] = {
     "adagrad": Adagrad,
     "lion": Lion,
-    "lamb": Lamb,
     "SGD": SGD,
 }
 _OWN_FIELDS: Final = frozenset({"kind", "implementation"})
@@ -281,6 +280,8 @@ def optimizer(reader: DeepSpeedReader) -> Values:
         return _adam(reader, name, params)
     if name == "muon":
         return _muon(reader)
+    if name == "lamb":
+        return _lamb(reader)
     return _other_optimizer(reader, name, params)
 
 
@@ -299,6 +300,15 @@ def _other_optimizer(reader: DeepSpeedReader, name: str, params: Mapping[str, An
         )
         return {}
     return _target(reader, name, params)
+
+
+def _lamb(reader: DeepSpeedReader) -> Values:
+    """Return `optimizer:` for LAMB, of which a run adds epsilon to the root alone."""
+    inside = "optimizer.params.eps_inside_sqrt"
+    if reader.take(inside, False):
+        reason = "a run's LAMB adds eps to the root of the second mean, and not to the mean"
+        reader.refuse(inside, reason, "remove it")
+    return {"kind": "lamb", **_fields(reader, Lamb)}
 
 
 def _is_deepspeeds(reader: DeepSpeedReader, name: str) -> bool:

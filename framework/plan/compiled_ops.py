@@ -92,8 +92,6 @@ def _op_of_optimizer(optimizer: Mapping[str, Any], *, on_host: bool) -> dict[str
         return {"cpu_adagrad": "optimizer.kind is adagrad, on the host"}
     if kind == "lion":
         return {f"{prefix}_lion": "optimizer.kind is lion"}
-    if kind == "lamb":
-        return {"fused_lamb": "optimizer.kind is lamb"}
     return {}
 
 

@@ -100,7 +100,7 @@ def step_bytes_per_element(optimizer: OptimizerSection, *, is_on_cpu: bool) -> i
         return 0
     decayed = 0
     # Adam, which derives from AdamW, adds the decay to gradients: one more copy
-    has_decoupled_decay = type(optimizer) in (AdamW, Adafactor, Lion, ScheduleFree)
+    has_decoupled_decay = type(optimizer) in (AdamW, Adafactor, Lamb, Lion, ScheduleFree)
     if not has_decoupled_decay and optimizer.weight_decay:  # type: ignore[union-attr]
         decayed = _FP32
     if isinstance(optimizer, AdamW8bit):
@@ -116,7 +116,7 @@ def _is_fused(optimizer: object, *, is_on_cpu: bool) -> bool:
     if isinstance(optimizer, AdamW):
         is_fused = optimizer.is_fused(is_on_cuda=not is_on_cpu)
         return is_fused or optimizer.implementation == "deepspeed"
-    return isinstance(optimizer, Lamb) or (isinstance(optimizer, Lion) and not is_on_cpu)
+    return isinstance(optimizer, Lion) and not is_on_cpu
 
 
 def bytes_of_blocks(size: int) -> int:

@@ -956,6 +956,8 @@ class RankMemory:
     def _steps_one_by_one(self) -> bool:
         """Whether the optimizer of a run without ZeRO steps one weight after the other."""
         optimizer = self.config.optimizer
+        if isinstance(optimizer, Lamb):  # the norms of all weights are taken at once
+            return False
         if isinstance(optimizer, Adafactor):  # a tensor group adds up the sums of all at once
             return self.is_cpu and self.layout.tensor_size == 1
         return self.is_cpu or isinstance(optimizer, ScheduleFree)
@@ -964,14 +966,11 @@ class RankMemory:
         """Return the bytes of gradients in a step without ZeRO.
 
         In half precision there are fp32 copies: FP16_UnfusedOptimizer makes them, or
-        FP16_Optimizer for DeepSpeed's fused Adam, group by group, first apart and then joined; for
-        Lamb gradients are joined as they are.
+        FP16_Optimizer for DeepSpeed's fused Adam, group by group, first apart and then joined.
         """
         optimizer = self.config.optimizer
         if not self.is_half:
             return self.width * self.total
-        if isinstance(optimizer, Lamb):
-            return 2 * self.width * self.total
         if getattr(optimizer, "implementation", "") != "deepspeed":
             return (self.width + _FP32) * self.total
         return self._joined_by_group()

@@ -19,6 +19,7 @@ from framework.config.optimizer import (
     AdamW8bit,
     BuiltInOptimizer,
     DeepSpeedSchedule,
+    Lamb,
     Lion,
     Muon,
     OneCycle,
@@ -204,7 +205,7 @@ def is_made_here(plan: Plan) -> bool:
         return not is_on_host and plan.cluster.device != "cuda"
     if isinstance(optimizer, Adafactor):  # torch's, where a rank has whole weights
         return plan.config.zero.stage > 0 or plan.layout.tensor_size > 1
-    return isinstance(optimizer, Muon | AdamW8bit | ScheduleFree)
+    return isinstance(optimizer, Muon | AdamW8bit | ScheduleFree | Lamb)
 
 
 def _adam(optimizer: AdamW, *, is_fused: bool) -> Json:

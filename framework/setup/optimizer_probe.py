@@ -62,7 +62,7 @@ _PICKS: Final = ("index", "index_select", "gather", "take", "masked_select", "no
 
 _BY_NUMBER: Final = (
     "take an optimizer that works number by number, such as AdamW, Lion or SGD, or optimizer.kind: "
-    "adafactor or muon"
+    "adafactor, lamb or muon"
 )
 
 

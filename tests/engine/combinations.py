@@ -67,6 +67,7 @@ FEATURES: Final[Mapping[str, Values]] = {
     "AdamW": {"optimizer": {"kind": "adamw"}},
     "Muon": {"optimizer": {"kind": "muon"}},
     "Adafactor": {"optimizer": {"kind": "adafactor"}},
+    "Lamb": {"optimizer": {"kind": "lamb"}},
     "accumulation": {"batch": {"micro_size": 1, "accumulation_steps": 16}},
     "clipping": {"training": {"clip_grad_norm": 1.0}},
     "EMA": {"training": {"ema": {"decay": 0.9}}},
@@ -189,7 +190,7 @@ def features_of(run: Run) -> set[str]:
     kind, dtype = getattr(config.optimizer, "kind", ""), config.precision.dtype
     layout = make_plan(config, Cluster(devices_per_host=run.ranks)).layout
     return {
-        *(name for name in ("SGD", "AdamW", "Muon", "Adafactor") if name.lower() == kind),
+        *(name for name in ("SGD", "AdamW", "Muon", "Adafactor", "Lamb") if name.lower() == kind),
         *(name for name in ("autocast", "bf16", "fp16") if name == dtype),
         *(["accumulation"] if layout.accumulation_steps > 1 else []),
         *(["clipping"] if config.training.clip_grad_norm else []),

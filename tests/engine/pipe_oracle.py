@@ -21,7 +21,7 @@ from framework.data.splits import as_splits
 from framework.setup.user_code import call_factory, load_target
 from framework.tasks.from_callable import as_task
 from tests.engine.oracle import Average, MuonWithAdam, ScheduleFree
-from tests.gpu.oracles import lion
+from tests.gpu.oracles import lamb, lion
 from tests.tasks.value import value_of_step
 
 _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
@@ -30,6 +30,9 @@ _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
     ),
     "adamw": lambda parameters, section: torch.optim.AdamW(
         parameters, section.lr, section.betas, weight_decay=section.weight_decay
+    ),
+    "lamb": lambda parameters, section: lamb(
+        parameters[0]["params"], lr=section.lr, weight_decay=section.weight_decay
     ),
     "lion": lambda parameters, section: lion(parameters[0]["params"], lr=section.lr),
     "sgd": lambda parameters, section: torch.optim.SGD(

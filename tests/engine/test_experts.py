@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from framework.models.added_losses import Routing, add_losses, collected_routing
 from framework.models.experts import MixtureOfExperts
 from framework.setup.user_code import call_factory
 from tests.engine.oracle import Average, MuonWithAdam
+from tests.gpu.oracles import lamb
 from tests.jobs.parts import PROMPTED_GPT, prompts_of_step, tiny_mixtral
 from tests.launched import fewer, rarely, read_metrics, series, train_cases
 from tests.train.monitors.sinks import histograms_of
@@ -133,6 +135,9 @@ TWO = [
     Case(2, TOP2, {"kind": "muon", "lr": 0.002}, expert=2),
     Case(0, TOP2, {"kind": "adafactor"}),
     Case(3, TOP2, {"kind": "adafactor"}, expert=2),
+    Case(0, MIXTRAL, {"kind": "lamb"}),
+    Case(3, TOP2, {"kind": "lamb"}, sequence=2),
+    Case(2, TOP2, {"kind": "lamb"}, expert=2),
     Case(3, TOP2, {"kind": "muon", "lr": 0.002}, expert=2),
     Case(3, TOP2, SGD, average=True),
     Case(2, TOP2, SGD, average=True, expert=2, num_steps=NUM_STEPS),
@@ -269,6 +274,15 @@ def with_adapters(model: nn.Module, lora: dict[str, Any]) -> None:
         module.requires_grad_(True)
 
 
+def _packed(model: nn.Module) -> list[nn.Parameter]:
+    """List the weights of several experts."""
+    return [
+        weight
+        for name, weight in model.named_parameters()
+        if ".experts." in name and weight.ndim == 3
+    ]
+
+
 def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
     """What every step reports: the dozen lines that anyone would write; and the moving average."""
     torch.manual_seed(0)
@@ -286,6 +300,7 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
         "sgd": torch.optim.SGD,
         "adamw": torch.optim.AdamW,
         "adafactor": torch.optim.Adafactor,
+        "lamb": partial(lamb, lr=1e-3, packed=_packed(model)),
         "muon": lambda _, lr: MuonWithAdam.for_blocks(model, lr=lr, adam_lr=3e-4),
     }
     options = {name: value for name, value in case.optimizer.items() if name != "kind"}
@@ -388,6 +403,7 @@ FOUR.append(Case(1, TOP2, SGD, ranks=4, expert=4))
 FOUR.append(Case(3, TOP1, SGD, steps=2, ranks=4, expert=2))
 FOUR.append(Case(2, TOP1, SGD, steps=2, ranks=4, expert=2, tensor=2))
 FOUR.append(Case(3, TOP2, ADAMW, ranks=4, expert=2, tensor=2))
+FOUR.append(Case(2, TOP2, {"kind": "lamb"}, ranks=4, expert=2, tensor=2))
 FOUR.append(Case(1, TOP2, SGD, ranks=4, tensor=2, sequence=2, num_steps=NUM_STEPS))
 FOUR.append(Case(1, TOP2, SGD, steps=2, ranks=4, tensor=2, pipe=2))
 FOUR.append(Case(1, TOP1, SGD, steps=2, ranks=4, expert=2, pipe=2))

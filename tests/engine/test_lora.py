@@ -33,6 +33,7 @@ from framework.setup.user_code import call_factory
 from tests.engine.oracle import Average, MuonWithAdam, ScheduleFree
 from tests.engine.saved_runs import write_tokens
 from tests.engine.test_pipeline import GPT
+from tests.gpu.oracles import lamb
 from tests.launched import fewer, furthest, rarely, series, train_cases
 
 pytestmark = [
@@ -62,6 +63,7 @@ TOLERANCES = {"sgd": 1e-5, "adamw": 1e-4}
 # of 8 bits are held against AdamW's, and Muon computes in bf16.
 OTHERS: dict[str, tuple[dict[str, Any], int, float]] = {
     "adafactor-z0": ({"kind": "adafactor", "lr": 0.3}, 0, 1e-5),
+    "lamb-z2": ({"kind": "lamb", "lr": 0.3}, 2, 1e-5),
     "muon-z0": ({"kind": "muon", "lr": 0.05}, 0, 1e-4),
     "muon-z3": ({"kind": "muon", "lr": 0.05}, 3, 1e-4),
     "schedule_free-z1": ({"kind": "schedule_free", "lr": 0.02, "weight_decay": 0.1}, 1, 1e-4),
@@ -408,6 +410,7 @@ def plain_optimizer(model: nn.Module, trained: list[nn.Parameter], section: dict
         "sgd": torch.optim.SGD,
         "adamw": torch.optim.AdamW,
         "adafactor": torch.optim.Adafactor,
+        "lamb": lamb,
     }
     return kinds[kind](trained, **section)
 

@@ -17,6 +17,7 @@ import torch
 from framework.checkpoint.state.schedule_free import AHEAD_KEY, averaged
 from framework.commands.export import export
 from framework.engine.adam_8bit import BLOCK, AdamW8bit, code_values
+from framework.engine.lamb import Lamb
 from framework.engine.lion import Lion
 from framework.engine.schedule_free import ScheduleFreeAdamW
 from framework.plan.optimizer_memory import bytes_of_blocks, state_of
@@ -41,6 +42,7 @@ OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {
         "scheduler": {"kind": "constant", "warmup_steps": 5},
     },
     "adafactor": {"optimizer": {"kind": "adafactor", "lr": 0.05, "weight_decay": 0.01}},
+    "lamb": {"optimizer": {"kind": "lamb", "lr": 0.05, "weight_decay": 0.1}},
     # one of the user's own
     "nadam": {"optimizer": {"target": "torch.optim:NAdam", "args": {"lr": 2e-3}}},
 }
@@ -180,6 +182,12 @@ def test_schedule_free_is_that_of_its_authors() -> None:
         (lambda weights: Lion(weights, lr=1.0, betas=(0.9, 0.99), weight_decay=0.1), "lion"),
         (lambda weights: AdamW8bit(weights, **ADAM), "adamw_8bit"),
         (lambda weights: ScheduleFreeAdamW(weights, **ADAM, warmup_steps=0), "schedule_free"),
+        (
+            lambda weights: Lamb(
+                weights, **ADAM, max_coeff=10.0, min_coeff=0.01, bias_correction=True
+            ),
+            "lamb",
+        ),
     ],
 )
 def test_planned_bytes_are_those_that_a_step_takes(make: Any, kind: str) -> None:
@@ -217,6 +225,7 @@ STAGES: Final = {
     "adamw_8bit": (0, 1, 2, 3),
     "schedule_free": (0, 1, 3),
     "adafactor": (1, 2, 3),
+    "lamb": (0, 1, 2, 3),
     "nadam": (),
 }
 RUNS: Final[dict[str, dict[str, Any]]] = {
@@ -224,7 +233,7 @@ RUNS: Final[dict[str, dict[str, Any]]] = {
     for kind, sections in OPTIMIZERS.items()
     for stage in STAGES[kind]
 }
-for _kind in ("adamw_8bit", "adafactor"):
+for _kind in ("adamw_8bit", "adafactor", "lamb"):
     RUNS[f"{_kind}-pipe"] = {
         **OPTIMIZERS[_kind],
         "zero": {"stage": 1},
@@ -237,7 +246,8 @@ MIXED: Final = {
     "moe": {"num_experts": 2, "capacity_factor": None, "balance_loss": 0.0, "every": 1},
 }
 _DIVIDED: Final = {"batch": {"global_size": 8, "micro_size": 4, "accumulation_steps": 2}}
-for _kind, _stage in (("adamw_8bit", 1), ("schedule_free", 0), ("adafactor", 0), ("nadam", 0)):
+_MIXED_KINDS: Final = {"adamw_8bit": 1, "schedule_free": 0, "adafactor": 0, "lamb": 2, "nadam": 0}
+for _kind, _stage in _MIXED_KINDS.items():
     RUNS[f"{_kind}-tensor"] = {
         **OPTIMIZERS[_kind],
         **_DIVIDED,
@@ -250,11 +260,12 @@ for _kind, _stage in (("adamw_8bit", 1), ("schedule_free", 0), ("adafactor", 0),
         "zero": {"stage": _stage + 1},
         "parallel": {"expert": 2},
     }
-RUNS["adafactor-offload"] = {
-    **OPTIMIZERS["adafactor"],
-    "zero": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
-}
-MIXED_KINDS: Final = ("adamw_8bit", "schedule_free", "adafactor", "nadam")
+_AWAY: Final = {"device": "cpu", "pin_memory": False}
+for _kind, _stage in (("adafactor", 3), ("lamb", 2)):
+    RUNS[f"{_kind}-offload"] = {
+        **OPTIMIZERS[_kind],
+        "zero": {"stage": _stage, "offload_optimizer": _AWAY},
+    }
 RESUMED: Final = (
     "lion-z2",
     "adamw_8bit-z2",
@@ -269,6 +280,11 @@ RESUMED: Final = (
     "adafactor-z3",
     "adafactor-tensor",
     "adafactor-expert",
+    "lamb-z0",
+    "lamb-z2",
+    "lamb-z3",
+    "lamb-tensor",
+    "lamb-expert",
     "nadam-expert",
 )
 _ALONE: Final = {"parallel": {}, "batch": {"global_size": 8, "micro_size": 2}}
@@ -281,6 +297,11 @@ MOVED: Final[dict[str, dict[str, Any]]] = {
     "adafactor-z3": {"zero": {"stage": 0}},
     "adafactor-tensor": {**_ALONE, "zero": {"stage": 0}},
     "adafactor-expert": {**_DIVIDED, "zero": {"stage": 3}, "parallel": {"tensor": 2}},
+    "lamb-z0": {"zero": {"stage": 1}},
+    "lamb-z2": {"zero": {"stage": 3}},
+    "lamb-z3": {"zero": {"stage": 0}},
+    "lamb-tensor": {**_ALONE, "zero": {"stage": 0}},
+    "lamb-expert": {**_DIVIDED, "zero": {"stage": 0}, "parallel": {"tensor": 2}},
     "nadam-expert": {**_ALONE, "zero": {"stage": 3}},
 }
 
@@ -308,7 +329,7 @@ def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     """Losses, evaluation and model of plain PyTorch, by kind; AdamW in fp32 for that of 8 bits."""
     folder = tmp_path_factory.mktemp("plain")
     results = {}
-    mixed = {f"{kind}-mixed": {**OPTIMIZERS[kind], "model": MIXED} for kind in MIXED_KINDS}
+    mixed = {f"{kind}-mixed": {**OPTIMIZERS[kind], "model": MIXED} for kind in _MIXED_KINDS}
     for kind, sections in (OPTIMIZERS | mixed).items():
         values = config(kind, folder, text, **sections)
         if kind.startswith("adamw_8bit"):
@@ -324,6 +345,7 @@ TOLERANCE: Final = {
     "adamw_8bit": 0.02,
     "schedule_free": 1e-4,
     "adafactor": 1e-5,
+    "lamb": 1e-5,
     "nadam": 1e-5,
 }
 

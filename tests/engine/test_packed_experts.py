@@ -6,6 +6,7 @@ within 1e-4.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from framework.errors import ConfigError
 from framework.setup.resumed_start import refuse_moments_of_adamw
 from tests.engine import test_lora
 from tests.engine.oracle import Average, MuonWithAdam
+from tests.gpu.oracles import lamb
 from tests.jobs.parts import prompts_of_step, tiny_mixture
 from tests.launched import fewer, rarely, read_metrics, series, train_cases
 
@@ -34,6 +36,7 @@ SGD = {"kind": "sgd", "lr": 0.3, "momentum": 0.9}
 ADAMW = {"kind": "adamw", "lr": 3e-3, "weight_decay": 0.1}
 ADAFACTOR = {"kind": "adafactor", "lr": 0.03}
 MUON = {"kind": "muon", "lr": 0.01}
+LAMB = {"kind": "lamb", "lr": 0.01}
 MAX_NORM = 0.5
 LORA = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["gate"]}
 DIVIDED = {"tensor": 2, "expert": 1}
@@ -127,6 +130,9 @@ TWO = [
     # Each expert's matrix is made orthogonal by itself.
     Case("mixtral", 3, MUON, steps=2),
     Case("qwen3_moe", 2, MUON, parallel=DIVIDED),
+    # Each expert has norms of its own.
+    Case("mixtral", 2, LAMB, num_steps=NUM_STEPS),
+    Case("gpt_oss", 0, LAMB, steps=2, parallel=DIVIDED),
 ]
 # With --exhaustive: other models at other stages.
 RARE = [
@@ -145,6 +151,7 @@ FOUR = [
     Case("qwen3_moe", 1, SGD, steps=2, ranks=4, parallel={"pipe": 2}, has_adapters=True),
     Case("qwen3_moe", 3, ADAFACTOR, ranks=4, parallel={"tensor": 2}),
     Case("gpt_oss", 3, MUON, ranks=4),
+    Case("qwen3_moe", 3, LAMB, ranks=4, parallel={"tensor": 2}),
     Case("qwen3_moe", 1, ADAMW, steps=2, ranks=4, parallel={"pipe": 2, **DIVIDED}),
 ]
 RARE_FOUR = [
@@ -177,6 +184,11 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in model.parameters() if weight.requires_grad]
 
 
+def _packed(model: nn.Module) -> list[nn.Parameter]:
+    """List the weights of several experts."""
+    return [weight for name, weight in model.named_parameters() if ".experts." in name]
+
+
 def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
     """Return what every step reports, and the moving average of the weights."""
     torch.manual_seed(0)
@@ -189,6 +201,7 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
         "adamw": torch.optim.AdamW,
         "adafactor": torch.optim.Adafactor,
         "muon": lambda _, lr: MuonWithAdam.for_layers(model, lr=lr, adam_lr=3e-4),
+        "lamb": partial(lamb, packed=_packed(model)),
     }
     optimizer = kinds[case.optimizer["kind"]](_trained(model), **options)
     average = Average(model, 0.8)

@@ -106,6 +106,7 @@ TWO_RANKS: Cases = {
     "gpt-muon": ("gpt", 0, {"kind": "muon"}),
     "gpt-muon-z3": ("gpt", 3, {"kind": "muon"}),
     "gpt-adafactor": ("gpt", 0, {"kind": "adafactor"}),
+    "gpt-lamb": ("gpt", 3, {"kind": "lamb"}),
     "gpt-ema": ("gpt", 1, SGD),
     "window": ("window", 2, SGD),
     "roberta-z0": ("roberta", 0, SGD),

@@ -105,6 +105,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"kind": "adamw", "lr": 1e-3},
     "muon": {"kind": "muon"},
     "adafactor": {"kind": "adafactor", "lr": 0.03},
+    "lamb": {"kind": "lamb", "lr": 0.02, "weight_decay": 0.1},
 }
 
 
@@ -149,11 +150,14 @@ TWO_RANKS = [
     Case("llama", 0, "adafactor", steps=NUM_STEPS),
     Case("fused", 2, "adafactor"),
     Case("convolved", 0, "adafactor"),
+    Case("fused", 0, "lamb", steps=NUM_STEPS),
+    Case("llama", 3, "lamb"),
 ]
 FOUR_RANKS = [
     Case("llama", 1, steps=NUM_STEPS),
     Case("gpt", 3),
     Case("gpt", 1, "adafactor", steps=NUM_STEPS),
+    Case("llama", 2, "lamb"),
     Case("convolved", 3, together=2),
 ]
 # Of these plans a weight between column and row layers is missing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,24 +34,31 @@ def lamb(
     lr: float,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bounds: tuple[float, float] = (0.01, 10.0),
+    bias_correction: bool = True,
+    packed: Sequence[Tensor] = (),
 ) -> ByFormula:
-    """LAMB (You et al. 2020, algorithm 2) without weight decay; ratios between 0.01 and 10, as
-    DeepSpeed has it.
+    """LAMB (You et al. 2020) as DeepSpeed's kernel has it: the rate takes the correction of bias,
+    and the norm is that of the update without it (tests/engine/test_lamb.py holds both against each
+    other). The weights of several experts, `packed` one after the other, have each their ratio.
     """
+    of_experts = {id(weight) for weight in packed}
 
     def update(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int) -> Tensor:
-        for name, beta, value in zip(
-            ("mean", "square"), betas, (gradient, gradient**2), strict=True
-        ):
+        num_parts = len(weight) if id(weight) in of_experts else 1
+        values = {"mean": gradient, "square": gradient**2}
+        for beta, (name, value) in zip(betas, values.items(), strict=True):
             state[name] = beta * state.get(name, torch.zeros_like(weight)) + (1 - beta) * value
-        mean, square = (
-            state[name] / (1 - beta**step)
-            for name, beta in zip(("mean", "square"), betas, strict=True)
-        )
-        direction = mean / (square.sqrt() + eps)
-        norms = weight.norm(), direction.norm()
-        ratio = (norms[0] / norms[1]).clamp(0.01, 10.0) if min(norms) > 0 else torch.ones(())
-        return -lr * ratio * direction
+        direction = state["mean"] / (state["square"].sqrt() + eps) + weight_decay * weight
+        parts = direction.reshape(num_parts, -1)
+        norms = weight.reshape(num_parts, -1).norm(dim=1), parts.norm(dim=1)
+        ratio = (norms[0] / norms[1]).clamp(*bounds)
+        ratio[(norms[0] == 0) | (norms[1] == 0)] = 1.0
+        rate = lr
+        if bias_correction:
+            rate *= (1 - betas[1] ** step) ** 0.5 / (1 - betas[0] ** step)
+        return -rate * (ratio[:, None] * parts).view_as(weight)
 
     return ByFormula(weights, update)
 

@@ -244,7 +244,6 @@ RAW = [
             "params": {"torch_adam": True, "adam_w_mode": False, "weight_decay": 0.5},
         }
     },
-    {"optimizer": {"type": "Lamb", "params": {"max_coeff": 3, "bias_correction": True}}},
     {"optimizer": {"type": "Lion"}},
     {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}},
     {
@@ -582,6 +581,10 @@ def test_keys_without_effect_are_named() -> None:
             "optimizer.params.per_head_muon",
         ),
         (
+            {"optimizer": {"type": "Lamb", "params": {"eps_inside_sqrt": True}}},
+            "optimizer.params.eps_inside_sqrt",
+        ),
+        (
             {"zero_optimization": {"stage": 1}, "compile": {"deepcompile": True, "passes": ["z3"]}},
             "compile.passes",
         ),
@@ -875,6 +878,24 @@ def test_muon_and_deepcompile_become_those_of_a_run() -> None:
     }
     assert values["training"]["compile"] == {"backend": "deepcompile", "passes": ["z1"]}
     assert values["deepspeed"] == {"compile": {"debug_log": True}}
+
+
+def test_lamb_becomes_that_of_a_run() -> None:
+    """As DeepSpeed's own example for BERT has it."""
+    params = {"lr": 0.011, "weight_decay": 0.01, "bias_correction": False, "max_coeff": 0.3}
+    file = {"optimizer": {"type": "Lamb", "params": params}, "train_batch_size": 8}
+    values = import_deepspeed(file)
+    assert values["optimizer"] == {
+        "kind": "lamb",
+        "lr": 0.011,
+        "weight_decay": 0.01,
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "max_coeff": 0.3,
+        "min_coeff": 0.01,
+        "bias_correction": False,
+    }
+    assert not values.get("deepspeed", {}).get("optimizer")
 
 
 def test_keys_of_what_a_run_does_not_have_go_with_it() -> None:

@@ -48,11 +48,6 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
         2,
         "long-sum-in-half-precision",
     ),
-    "long sum of Lamb": (
-        {"zero": {}, "optimizer": {"kind": "lamb"}, "batch": {"accumulation_steps": 16}},
-        2,
-        "long-sum-in-half-precision",
-    ),
     "slow vocabulary": (
         {
             "model": GPT["model"] | {"vocab_size": 1001, "tie_embeddings": False},

@@ -241,12 +241,6 @@ ADAM = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8}
         ),
         ({"kind": "adagrad"}, "Adagrad", {"lr": 0.01, "weight_decay": 0.0, "eps": 1e-10}, True),
         ({"kind": "lion"}, "Lion", {"lr": 1e-4, "weight_decay": 0.0, "betas": [0.9, 0.99]}, True),
-        (
-            {"kind": "lamb"},
-            "Lamb",
-            {**ADAM, "weight_decay": 0.0, "max_coeff": 10.0, "min_coeff": 0.01},
-            True,
-        ),
     ],
     ids=str,
 )

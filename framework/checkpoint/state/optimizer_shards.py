@@ -33,6 +33,7 @@ _KEYS: Final[Mapping[str, set[str]]] = {
     "AdamW": _ADAM,
     "FusedAdam": _ADAM,
     "DeepSpeedCPUAdam": _ADAM,
+    "Lamb": _ADAM,
     "Adagrad": {"sum"},
     "DeepSpeedCPUAdagrad": {"exp_avg_sq"},
     "ScheduleFreeAdamW": {"exp_avg_sq", AHEAD_KEY},

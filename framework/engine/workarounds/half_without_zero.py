@@ -49,9 +49,8 @@ def norm_of(engine: deepspeed.DeepSpeedEngine) -> float | None:
     """
     norm: float | None = engine.get_global_grad_norm()
     optimizer = engine.optimizer
-    is_scaled = isinstance(optimizer, FP16_UnfusedOptimizer) and (
-        optimizer.fused_lamb_legacy or engine.has_moe_layers
-    )  # else see half_step.py
+    # without experts see half_step.py
+    is_scaled = isinstance(optimizer, FP16_UnfusedOptimizer) and engine.has_moe_layers
     if norm is not None and is_scaled:
         return norm / float(optimizer.loss_scale)
     return norm

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from framework.config.optimizer import Adafactor, Lamb
 from framework.config.precision import BF16, FP16, PrecisionSection, fp8_of
 from framework.config.run_config import RunConfig
 from framework.config.training import Compile
@@ -107,9 +106,6 @@ def half_precision_without_zero(config: RunConfig, layout: Layout) -> Iterator[P
     steps = layout.accumulation_steps
     if isinstance(precision, BF16 | FP16) and steps > LONG_SUM:
         dtype = precision.dtype
-        fix = "set zero.stage: 1, on a single device as well"
-        if isinstance(config.optimizer, Adafactor | Lamb):  # ZeRO hides the shapes they look at
-            fix = "set precision.dtype: autocast, whose sums are fp32"
         yield Problem(
             kind="long-sum-in-half-precision",
             key="zero.stage",
@@ -117,7 +113,7 @@ def half_precision_without_zero(config: RunConfig, layout: Layout) -> Iterator[P
             severity="note",
             reason=f"the gradients of {steps} micro-batches are summed in {dtype}, which rounds "
             "each",
-            fix=fix,
+            fix="set zero.stage: 1, on a single device as well",
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeGuard
 from deepspeed_lint.text.typos import nearest
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
-from framework.config.optimizer import DeepSpeedSchedule, Muon, OptimizerSection
+from framework.config.optimizer import DeepSpeedSchedule, Lamb, Muon, OptimizerSection
 from framework.config.run_config import RunConfig
 from framework.config.zero import OFFLOADS
 from framework.errors import Problem
@@ -181,7 +181,7 @@ def _why_no_optimizer(optimizer: OptimizerSection) -> str | None:
     """Return our setting of an optimizer that DeepSpeed does not make, or None."""
     if isinstance(optimizer, (Target, Object)):
         return "optimizer.target"
-    if optimizer.is_own_code or isinstance(optimizer, Muon):
+    if optimizer.is_own_code or isinstance(optimizer, Muon | Lamb):
         return "optimizer.kind"
     return None
 

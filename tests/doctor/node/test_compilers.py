@@ -139,7 +139,7 @@ def test_ops_bear_deepspeeds_names() -> None:
         for name in re.findall(r'^    NAME = "([a-z_]+)"', text, re.MULTILINE)
     }
     offload = {"offload_optimizer": {"device": "nvme"}, "zero_quantized_weights": True}
-    for kind in ("AdamW", "Adagrad", "Lion", "Lamb"):
+    for kind in ("AdamW", "Adagrad", "Lion"):
         for zero in ({}, offload):
             ops = needed_ops({"optimizer": {"type": kind}, "zero_optimization": zero}, device="cpu")
             assert {op.name for op in ops} <= known
@@ -156,7 +156,6 @@ def test_ops_bear_deepspeeds_names() -> None:
         ("Adagrad", {}, "cpu", ["cpu_adagrad"]),
         ("Lion", {}, "none", ["fused_lion"]),
         ("Lion", {}, "cpu", ["cpu_lion"]),
-        ("Lamb", {}, "none", ["fused_lamb"]),
         ("Adam", {"torch_adam": True}, "nvme", ["pin_memory", "async_io"]),
     ],
 )

@@ -148,7 +148,6 @@ NOT_SHOWN_HERE: Final[Mapping[str, str]] = {
     "checkpoint.parallel_write.pipeline_stage": "stages of several data-parallel ranks",
     "optimizer.params.bias_correction": "DeepSpeed's kernels: CUDA",
     "optimizer.params.capturable": "CUDA",
-    "optimizer.params.eps_inside_sqrt": "DeepSpeed's kernel of Lamb: CUDA",
     "optimizer.params.set_grad_none": "DeepSpeed's kernel of Lion: CUDA",
     "zero_optimization.offload_optimizer.fast_init": "NVMe",
     "zero_optimization.leaf_module.*": "experts: tests/engine/test_routed_models.py",
@@ -282,7 +281,6 @@ OPTIMIZERS: Final = {
     "AdamW": {"kind": "adamw"},
     "Adagrad": ADAGRAD["optimizer"],
     "Lion": {"kind": "lion"},
-    "Lamb": {"kind": "lamb"},
 }
 SCHEDULES: Final = {
     "WarmupLR": {"kind": "warmup", "warmup_steps": 2},
