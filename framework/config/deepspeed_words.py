@@ -56,7 +56,6 @@ _OPTIMIZER: Final = (
     "nesterov",
     "max_coeff",
     "min_coeff",
-    "bias_correction",
 )
 OUTSIDE_OF_PRECISION: Final = {"dtype", "grad_accumulation", "grad_reduction", "states", "fp8"}
 """Keys of a precision that DeepSpeed has outside of its section `fp16` or `bf16`, by others' names,

@@ -4,6 +4,7 @@ the mixtures report within 1e-5, dropped tokens included.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +56,12 @@ ADAPTED = {"target_modules": ["query", "value", "output"], "r": 4, "lora_alpha":
 ADAPTED_AND_WHOLE = ADAPTED | {"modules_to_save": ["norm", "router", "experts"]}
 ADAPTED_MIXTRAL = ADAPTED | {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["gate"]}
 HAS_PEFT = find_spec("peft") is not None  # it comes with the lora extra
+ALL_EXPERTS = (r".*experts\..*",)
+# All experts, then some weights of each and others.
+BY_STEPS = (
+    {"match": [r".*experts\.\d\.down\..*"], "until_step": 1},
+    {"match": [r".*experts\.\d\.up\..*", "norm.*"], "from_step": 3},
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Case:
     tensor: int = 1
     pipe: int = 1
     lora: dict[str, Any] | None = None
+    freeze: tuple[Any, ...] = ()
 
     @property
     def name(self) -> str:
@@ -82,6 +90,8 @@ class Case:
             place += f"-{name[0]}{size}" if size > 1 else ""
         place += "-mixtral" if self.moe is MIXTRAL else ""
         end = "-lora" if self.lora else ""
+        end += "-frozen" if self.freeze else ""
+        end += "-by-steps" if self.freeze == BY_STEPS else ""
         return f"{place}-top{top}-{self.optimizer['kind']}-{self.steps}-{self.recompute}{'-ema' * self.average}{end}"
 
     @property
@@ -114,6 +124,7 @@ class Case:
                 "recompute_every": self.recompute,
                 **({"ema": {"decay": 0.8}} if self.average else {}),
                 **({"lora": self.lora} if self.lora else {}),
+                "freeze": list(self.freeze),
             },
             "checkpoint": {"at_end": self.average},
             "evaluation": {"at_end": False},
@@ -136,9 +147,13 @@ TWO = [
     Case(0, TOP2, {"kind": "adafactor"}),
     Case(3, TOP2, {"kind": "adafactor"}, expert=2),
     Case(0, MIXTRAL, {"kind": "lamb"}),
-    Case(3, TOP2, {"kind": "lamb"}, sequence=2),
+    Case(3, TOP2, {"kind": "lamb"}),
     Case(2, TOP2, {"kind": "lamb"}, expert=2),
     Case(3, TOP2, {"kind": "muon", "lr": 0.002}, expert=2),
+    Case(1, TOP1, SGD, steps=2, expert=2, freeze=ALL_EXPERTS),
+    Case(3, TOP2, ADAMW, expert=2, freeze=ALL_EXPERTS),
+    Case(1, TOP2, ADAMW, expert=2, freeze=BY_STEPS, num_steps=NUM_STEPS),
+    Case(3, TOP1, SGD, steps=2, expert=2, freeze=BY_STEPS, num_steps=NUM_STEPS),
     Case(3, TOP2, SGD, average=True),
     Case(2, TOP2, SGD, average=True, expert=2, num_steps=NUM_STEPS),
     Case(0, TOP2, SGD, steps=2, sequence=2, num_steps=NUM_STEPS),
@@ -283,6 +298,28 @@ def _packed(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
+def _frozen(case: Case, model: nn.Module, *, step: int | None) -> list[nn.Parameter]:
+    """List the weights that are frozen in a step, in the whole run for None."""
+    patterns = []
+    for entry in case.freeze:
+        if isinstance(entry, str):
+            if step is None:
+                patterns.append(entry)
+        elif step is not None and _is_frozen(entry, step):
+            patterns += entry["match"]
+    return [
+        weight
+        for name, weight in model.named_parameters()
+        if any(re.fullmatch(pattern, name) for pattern in patterns)
+    ]
+
+
+def _is_frozen(entry: dict[str, Any], step: int) -> bool:
+    if "until_step" in entry:
+        return bool(step <= entry["until_step"])
+    return bool(step >= entry["from_step"])
+
+
 def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
     """What every step reports: the dozen lines that anyone would write; and the moving average."""
     torch.manual_seed(0)
@@ -295,6 +332,8 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
             in_parts(module, case.sequence)
     if case.lora is not None:
         with_adapters(model, case.lora)
+    for weight in _frozen(case, model, step=None):
+        weight.requires_grad_(False)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     kinds: dict[str, Any] = {
         "sgd": torch.optim.SGD,
@@ -306,7 +345,7 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
     options = {name: value for name, value in case.optimizer.items() if name != "kind"}
     optimizer = kinds[case.optimizer["kind"]](trained, **options)
     found, average = [], Average(model, 0.8)
-    for batches in micro_batches(case):
+    for step, batches in enumerate(micro_batches(case), start=1):
         optimizer.zero_grad()
         nats, routings = torch.zeros(()), []
         for ids, targets in batches:
@@ -320,6 +359,8 @@ def plain_steps(case: Case) -> tuple[list[dict[str, float]], Average]:
         loss = nats / sum(int((targets != -100).sum()) for _, targets in batches)
         added = sum((one.loss for one in routings), torch.zeros(())) / len(batches)
         (loss + added).backward()
+        for weight in _frozen(case, model, step=step):
+            weight.grad = None
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         average.step()
@@ -480,6 +521,10 @@ def one_by_one(zero: int, **parallel: int) -> dict[str, Any]:
     return {"parallel": parallel, "zero": {"stage": zero}, "batch": batch}
 
 
+_FROZEN: dict[str, Any] = EXPERTS_2 | {"training": {"freeze": list(ALL_EXPERTS)}}
+_BY_STEPS: dict[str, Any] = SPREAD | {
+    "training": {"freeze": [{"match": r".*experts\..*", "until_step": STOP + 1}]}
+}
 MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "same-spread": (SPREAD, SPREAD),
     "same-stages": (one_by_one(1, pipe=2), one_by_one(1, pipe=2)),
@@ -494,6 +539,9 @@ MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**EXPERTS_2, "precision": {"dtype": "bf16"}},
         {**EXPERTS_2, "precision": {"dtype": "bf16"}},
     ),
+    "same-frozen": (_FROZEN, _FROZEN),
+    "frozen": (_FROZEN, {**_FROZEN, **SPREAD}),
+    "same-by-steps": (_BY_STEPS, _BY_STEPS),
 }
 
 
@@ -521,7 +569,8 @@ def saved(
         "scheduler": {"kind": "cosine", "warmup_steps": 2, "total_steps": END},
         "checkpoint": {"every_steps": STOP, "resume": "auto"},
     }
-    return Case(1, TOP2, ADAMW).config(folder, **{**sections, **layout})
+    merged = {**training, **layout.get("training", {})}
+    return Case(1, TOP2, ADAMW).config(folder, **{**sections, **layout, "training": merged})
 
 
 def gone_on(

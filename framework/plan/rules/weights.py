@@ -4,7 +4,6 @@ groups.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
@@ -22,7 +21,7 @@ from framework.config.groups import (
 )
 from framework.config.optimizer import optimizer_lr
 from framework.config.run_config import RunConfig
-from framework.config.training import FrozenSteps, always_frozen
+from framework.config.training import FrozenSteps
 from framework.errors import ConfigError, Problem
 from framework.plan.balance import pattern_problem
 from framework.plan.cluster import Cluster
@@ -35,8 +34,8 @@ _ADAPTED: Final = "training.lora.target_modules"
 
 @rule()
 def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
-    """Flag `training.freeze` patterns that are globs, such as ``*.bias``; that no weight of a named
-    model matches; and that freeze every expert: DeepSpeed then finds none.
+    """Flag `training.freeze` patterns that are globs, such as ``*.bias``, and that no weight of a
+    named model matches.
     """
     entries = config.training.freeze
     if not entries:
@@ -52,11 +51,6 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
         refuse_bad_freeze(work.weights, entries)
     except ConfigError as error:
         yield from error.problems
-    patterns = always_frozen(entries)
-    if config.parallel.expert > 1 and not _has_trained_experts(work.weights, patterns):
-        reason = "it freezes all experts, and divided ones must be trained"
-        fix = "set parallel.expert: 1"
-        yield Problem("expert-with-other", reason, fix, "training.freeze", patterns)
 
 
 def _bad_patterns(entries: Sequence[str | FrozenSteps]) -> list[Problem]:
@@ -70,14 +64,6 @@ def _bad_patterns(entries: Sequence[str | FrozenSteps]) -> list[Problem]:
         for pattern in patterns_of(entry):
             problems += pattern_problem(pattern, key=key, value=pattern, fix=fix)
     return problems
-
-
-def _has_trained_experts(names: Iterable[str], patterns: Sequence[str]) -> bool:
-    """Check whether a weight of an expert matches none of the patterns of frozen ones."""
-    experts = [name for name in names if ".experts." in name]
-    for pattern in patterns:
-        experts = [name for name in experts if not re.fullmatch(pattern, name)]
-    return bool(experts)
 
 
 def _wrong_limits(entry: FrozenSteps, key: str, value: dict[str, Any]) -> Iterator[Problem]:
@@ -128,8 +114,6 @@ def _refused_with_frozen_groups(config: RunConfig) -> list[tuple[str, str]]:
     # DeepSpeed reduces a norm for each group over all stages, as `optimizer_groups` explains.
     if parallel.pipe > 1 and (zero.stage > 0 or config.precision.dtype == "fp16"):
         refused.append(("stages of a pipeline would each have others", "parallel.pipe: 1"))
-    if parallel.expert > 1:
-        refused.append(("so have experts that are divided", "parallel.expert: 1"))
     if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
         reason = "state on NVMe is swapped with every step"
         refused.append((reason, "zero.offload_optimizer.device: cpu"))
