@@ -1,4 +1,4 @@
-"""Weights of which a rank steps a share: where its numbers lie, and which ranks step the rest."""
+"""Places of weights where a rank steps a share of each, and the ranks that step the rest."""
 
 from __future__ import annotations
 

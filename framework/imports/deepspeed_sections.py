@@ -303,7 +303,7 @@ def _other_optimizer(reader: DeepSpeedReader, name: str, params: Mapping[str, An
 
 
 def _lamb(reader: DeepSpeedReader) -> Values:
-    """Return `optimizer:` for LAMB, of which a run adds epsilon to the root alone."""
+    """Return `optimizer:` for LAMB; a run adds its epsilon to the root alone."""
     inside = "optimizer.params.eps_inside_sqrt"
     if reader.take(inside, False):
         reason = "a run's LAMB adds eps to the root of the second mean, and not to the mean"
