@@ -218,11 +218,13 @@ install_into_venv() {
 
 # On processors every run needs this operation, and the first one would stand still while two ranks wait for a compiler.
 compile_ahead() {
-    local said
+    local said path=$PATH
     ! has_gpu || return 0
+    # What tests have compiled on this machine before is taken, and what they will need is kept.
+    [[ $COMMAND != test ]] || path=$ROOT/tests/compiler:$PATH
     say "environment: compiling DeepSpeed's shared-memory operation for CPU (half a minute, once)"
     # Of its output the last line says why it failed.
-    said=$(DS_ACCELERATOR=cpu "$PY" -c '
+    said=$(PATH=$path DS_ACCELERATOR=cpu "$PY" -c '
 import os, sys
 from framework.errors import ConfigError
 from framework.doctor.node.software import check_ops

@@ -2,7 +2,8 @@
 run: python -m tests.ops_ahead.
 
 On a fresh machine that is minutes of a processor's time, for which slow tests would otherwise wait;
-`tests/compiler/c++` makes it three fifths. After SIGTERM it ends with the op at hand: if a compilation
+`tests/compiler/c++` makes it three fifths, and takes what another environment of the user has
+compiled. After SIGTERM it ends with the op at hand: if a compilation
 is broken off, torch's lock of the op stays, and the next process that needs the op waits for ever.
 """
 
@@ -10,13 +11,11 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 from tests.launched import ROOT, job_environment
 
@@ -67,7 +66,6 @@ def load_ops(*, until: Callable[[], bool] = lambda: False) -> None:
                 get_accelerator().create_op_builder(builder).load()
         except Exception as error:  # a test that needs the op will fail with the reason
             print(f"{builder}: {error}", file=sys.stderr)
-    shutil.rmtree(Path(os.environ["TORCH_EXTENSIONS_DIR"], ".shared"), ignore_errors=True)
 
 
 if __name__ == "__main__":
