@@ -234,7 +234,7 @@ try:
     found = check_ops(requirements_without_config(Cluster(device="cpu")), os.environ).problems
     if errors := [problem for problem in found if problem.severity == "error"]:
         raise ConfigError(errors)
-    from framework.engine.extensions import compile_for_processors
+    from framework.engine.compiled_ahead import compile_for_processors
     compile_for_processors()
 except ConfigError as error:
     sys.exit(str(error))' 2>&1) || say "environment: ${said##*$'\n'}; until then no run on processors starts"

@@ -33,7 +33,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -336,7 +335,7 @@ def _warm_up() -> None:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 
-    _keep_answers_about_processors()
+    _ask_about_processors()
     use_own_cache()
     with quoting_torchs_library():
         build_shm_op()  # a rank that is killed while it compiles would leave the op broken for all
@@ -350,16 +349,15 @@ def _warm_up() -> None:
     gc.freeze()
 
 
-def _keep_answers_about_processors() -> None:
-    """Keep what DeepSpeed asks about this machine once for each op and optimizer on the host, by a
-    Python of a second (`cpuinfo`), and for each gradient bucket of stage 3, by `numactl`.
-    """
-    import cpuinfo
+def _ask_about_processors() -> None:
+    """Ask what ranks keep, once for all of them."""
+    from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
     from deepspeed.utils import numa
 
-    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
-    numa.get_numa_cores = cache(numa.get_numa_cores)
-    cpuinfo.get_cpu_info()
+    from framework.engine.extensions import keep_answers_about_processors
+
+    keep_answers_about_processors()
+    CPUAdamBuilder().cxx_args()
     numa.get_numa_cores()
 
 

@@ -1,6 +1,4 @@
-"""DeepSpeed's compiled ops: where torch keeps them, how they are compiled ahead, and messages while
-their compiler runs.
-"""
+"""DeepSpeed's compiled ops: where torch keeps them, and messages while their compiler runs."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -66,6 +64,7 @@ def announcing_compilers() -> Iterator[None]:
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
+    keep_answers_about_processors()
     load = OpBuilder.jit_load
 
     def announced_load(builder: Any, *arguments: Any, **named: Any) -> Any:
@@ -87,14 +86,25 @@ def announcing_compilers() -> Iterator[None]:
         OpBuilder.jit_load = load
 
 
-def compile_for_processors() -> None:
-    """Compile the op that every run on processors loads.
-
-    Raises:
-        ConfigError: it does not compile.
+def keep_answers_about_processors() -> None:
+    """Ask about this machine's processors once a process. DeepSpeed 0.19.8 starts `numactl` for
+    each bucket of stage 3 (cpu_accelerator.py `device_count`), and for an op of an optimizer three
+    times a Python of a second (`cpuinfo`).
     """
-    use_own_cache()
-    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.utils import numa
 
-    with refusing_what_does_not_compile(), announcing_compilers():
-        get_accelerator().create_op_builder("ShareMemCommBuilder").load()
+    if hasattr(numa.get_numa_cores, "cache_clear"):
+        return
+    numa.get_numa_cores = cache(numa.get_numa_cores)
+    architecture = OpBuilder.cpu_arch
+
+    @wraps(architecture)
+    def architecture_once(builder: Any) -> Any:
+        import cpuinfo  # here: its import starts programs
+
+        cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
+        OpBuilder.cpu_arch = architecture
+        return architecture(builder)
+
+    OpBuilder.cpu_arch = architecture_once

@@ -8,12 +8,17 @@ import logging
 import os
 import shlex
 import sysconfig
+from inspect import unwrap
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import TestCase
 
+import cpuinfo
 import pytest
 from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
+from deepspeed.utils import numa
 from torch._inductor.exc import InductorError
 from torch.utils import cpp_extension
 
@@ -21,6 +26,7 @@ import framework.engine
 from framework.engine.compiler_errors import failure_of_compiler, failure_of_torch_compile
 from framework.engine.extensions import (
     announcing_compilers,
+    keep_answers_about_processors,
     refusing_what_does_not_compile,
     use_own_cache,
 )
@@ -153,3 +159,28 @@ def test_the_users_own_folder_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.environ["PATH"])
     use_own_cache()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "/somewhere"
+
+
+@pytest.mark.slow
+def test_processors_are_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    ask_all, ask_nodes = cpuinfo.get_cpu_info, numa.get_numa_cores
+
+    def counted_all() -> Any:
+        calls.append("cpuinfo")
+        return ask_all()
+
+    def counted_nodes() -> Any:
+        calls.append("numactl")
+        return ask_nodes()
+
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", counted_all)
+    monkeypatch.setattr(numa, "get_numa_cores", counted_nodes)
+    monkeypatch.setattr(OpBuilder, "cpu_arch", unwrap(OpBuilder.cpu_arch))
+    expected = CPUAdamBuilder().cxx_args(), numa.get_numa_cores()
+    assert len(calls) > 2
+    calls.clear()
+    keep_answers_about_processors()
+    for _ in range(3):
+        assert (CPUAdamBuilder().cxx_args(), numa.get_numa_cores()) == expected
+    assert sorted(calls) == ["cpuinfo", "numactl"]
