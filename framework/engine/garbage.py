@@ -3,8 +3,13 @@
 By itself it begins where as many objects were made as its threshold: each rank collects in another
 step, and the others wait for it; a collection of all objects that torch and a model have takes
 tenths of a second. Here what is there after the first steps is left out of collections
-(`gc.freeze`), and the rest is collected at logged points, `_MOST_STEPS` apart at most. So what a
-step leaves behind in cycles stays for as many steps, and what was there after the first steps, and
+(`gc.freeze`), and what was made since the last logged point is collected at the next one,
+`_MOST_STEPS` apart at most. What outlived a collection is looked at again every `_STEPS_OF_OLD`
+steps: code that imports packages after the first steps makes hundreds of thousands of objects,
+which took a tenth of a second at every logged point.
+
+So what a step leaves behind in cycles stays for `_MOST_STEPS`; what outlived a logged point and is
+lost in a cycle later stays for `_STEPS_OF_OLD`; and what was there after the first steps, and
 becomes a part of a cycle without further references, stays to the end of the run.
 """
 
@@ -17,6 +22,9 @@ from functools import partial
 from typing import Any, Final
 
 _MOST_STEPS: Final = 50
+_STEPS_OF_OLD: Final = 1000
+# The generations of Python's collector that hold what is younger than its last collection.
+_YOUNG: Final = 1
 # Steps before it begins: a run that is shorter is over before a first collection would pay.
 _FIRST_STEPS: Final = 10
 # Engines that take steps now. Workers of a loader are forked: they collect by themselves.
@@ -31,6 +39,7 @@ class Garbage:
         self._engine = engine
         self._every = min(log_every, _MOST_STEPS)
         self._steps_left = _FIRST_STEPS
+        self._next_of_old = 0
         engine._take_model_step = partial(self._take, engine._take_model_step)
 
     def _take(self, take: Callable[..., None], *arguments: Any, **named: Any) -> None:
@@ -40,7 +49,16 @@ class Garbage:
             if not self._steps_left:
                 self._begin()
         elif id(self) in _held and self._engine.global_steps % self._every == 0:
-            gc.collect()
+            self._collect()
+
+    def _collect(self) -> None:
+        """Collect what was made since the last logged point, and seldom what outlived it."""
+        step = self._engine.global_steps
+        if step < self._next_of_old:
+            gc.collect(_YOUNG)
+            return
+        gc.collect()
+        self._next_of_old = step + _STEPS_OF_OLD
 
     def _begin(self) -> None:
         """End automatic collections; not where the user's code has ended them."""
@@ -51,6 +69,7 @@ class Garbage:
         elif not _held:
             return
         _held.add(id(self))
+        self._next_of_old = self._engine.global_steps + _STEPS_OF_OLD
 
     def close(self) -> None:
         """Let Python collect by itself again, if no other engine is open."""

@@ -23,7 +23,7 @@ class Stepping(SimpleNamespace):
         super().__init__(global_steps=0, kept=[])
 
     def _take_model_step(self, lr_kwargs: Any = None) -> None:
-        self.kept += [[number] for number in range(3000)]
+        self.kept = [[number] for number in range(3000)]
         self.global_steps += 1
 
 
@@ -99,6 +99,28 @@ def test_what_a_step_leaves_in_a_cycle_goes_at_the_next_collection() -> None:
         engine._take_model_step()
     assert lost() is not None
     engine._take_model_step()
+    assert lost() is None
+    garbage.close()
+
+
+def test_what_outlived_a_logged_point_is_looked_at_every_thousand_steps(
+    collections: list[int],
+) -> None:
+    """Packages that are imported after the first steps make many objects, and no garbage."""
+    engine, garbage = begun(log_every=10)
+    old = Cyclic()
+    lost = weakref.ref(old)
+    for _ in range(10):
+        engine._take_model_step()
+    del old
+    collections.clear()
+    for _ in range(980):
+        engine._take_model_step()
+    assert collections == [1] * 98
+    assert lost() is not None
+    for _ in range(10):
+        engine._take_model_step()
+    assert collections[98:] == [2]
     assert lost() is None
     garbage.close()
 
