@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterable
 from typing import Final
@@ -25,6 +26,8 @@ def failure_of_compiler(error: BaseException) -> ConfigError | None:
     """Return a refusal (kind ``op-not-loadable``) with the compiler's last error, if torch's
     extension builder has failed; else None.
     """
+    if isinstance(error, subprocess.CalledProcessError):
+        return _failure_of_version(error)
     message = str(error)
     failure = _NOT_BUILT.search(message)
     if not isinstance(error, RuntimeError) or not failure:
@@ -34,6 +37,17 @@ def failure_of_compiler(error: BaseException) -> ConfigError | None:
         complaint = printable(message)[:_LONGEST_COMPLAINT]
     reason = f"it does not compile: {complaint}"
     return ConfigError.of("op-not-loadable", reason, _FIX, failure[1] or "compiler")
+
+
+def _failure_of_version(error: subprocess.CalledProcessError) -> ConfigError | None:
+    """Return a refusal if a compiler does not even know its own version, which torch asks for
+    before it builds (torch/utils/cpp_extension.py `check_compiler_ok_for_platform`); else None.
+    """
+    if isinstance(error.cmd, str) or error.cmd[-1] not in ("-v", "--version"):
+        return None
+    command = printable(" ".join(error.cmd))
+    reason = f"the compiler does not run: {command} ended with {error.returncode}"
+    return ConfigError.of("op-not-loadable", reason, _FIX, "compiler", printable(error.cmd[0]))
 
 
 def failure_of_torch_compile(error: BaseException) -> ConfigError | None:

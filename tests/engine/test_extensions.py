@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import subprocess
 import sysconfig
 from inspect import unwrap
 from pathlib import Path
@@ -116,6 +117,18 @@ def test_a_compilers_own_words_are_the_reason() -> None:
         raise RuntimeError(BUILT)
     with pytest.raises(RuntimeError, match="something else"), refusing_what_does_not_compile():
         raise RuntimeError("something else")
+
+
+def test_a_compiler_that_does_not_run_is_named() -> None:
+    """As torch asks it for its version before it builds an op."""
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        cpp_extension.check_compiler_ok_for_platform("/bin/false")
+    problem = failure_of_compiler(caught.value)
+    assert str(problem).startswith(
+        "compiler = /bin/false: the compiler does not run: /bin/false --version ended with 1; repair that"
+    )
+    other = subprocess.CalledProcessError(1, ["nvidia-smi", "-L"])
+    assert failure_of_compiler(other) is None
 
 
 LINKED = """C++ compile error
