@@ -102,6 +102,11 @@ class Results:
         self.values["rows"].setdefault(model, {})[side] = dict(figures)
         self._write()
 
+    def forget_begun(self) -> None:
+        """Let a later call measure the row again that is being measured."""
+        self.values.pop("begun", None)
+        self._write()
+
     def spend(self, seconds: float) -> None:
         """Add the seconds of a call."""
         self.values["seconds"] = round(self.values["seconds"] + seconds, 1)
@@ -208,7 +213,7 @@ class _Group:
         """Call a function; if it raises, the row says why, and the loop is left out.
 
         On several ranks a failure of one of them would leave the others waiting: there it is
-        raised, but for a missing package.
+        raised, but for a missing package. A row that a signal ends has not failed.
         """
         self._results.begin(self._model, name)
         try:
@@ -216,6 +221,9 @@ class _Group:
             return
         except ImportError as error:
             reason = f"not installed: {error}"
+        except KeyboardInterrupt:
+            self._results.forget_begun()
+            raise
         except Exception as error:
             if torch.distributed.get_world_size() > 1:
                 raise

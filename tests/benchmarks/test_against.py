@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from benchmarks.loops import sides
 from benchmarks.loops.cases import CASES, ORDER, TINY
 from benchmarks.loops.recorded import Recorded
 from benchmarks.loops.sides import SIDES
-from benchmarks.loops.turns import Results, ratios, table
+from benchmarks.loops.turns import Results, _Group, ratios, table
 from benchmarks.step_budget import plan_of
 from framework.config.load import config_from_values
 from framework.engine.attention_kernels import Kernel
@@ -74,6 +76,18 @@ def test_a_row_that_ended_the_process_has_failed(tmp_path: Path) -> None:
     again = Results(path, {}, writes=True)
     assert again.has_failed("gpt2", "hf")
     assert not again.has("gpt2", "ours")
+
+
+def test_a_row_that_a_signal_ended_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    group = _Group(Results(path, {}, writes=True), "gpt2", cast(Any, None))
+    with pytest.raises(KeyboardInterrupt):
+        group._try("hf", interrupted)
+    assert not Results(path, {}, writes=True).has("gpt2", "hf")
 
 
 def test_ours_reads_and_attends_as_a_run_does(
@@ -180,3 +194,30 @@ def test_the_session_on_a_gpu_names_files_that_are_there() -> None:
     assert len(files) >= 5
     assert [file for file in files if not (ROOT / file).is_file()] == []
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    tests = {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert tests <= set(files)
+
+
+def test_a_session_on_a_gpu_goes_on_behind_what_has_passed(tmp_path: Path) -> None:
+    """In a process of its own: tests that pass, fail and are never reached."""
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    shutil.copy(ROOT / "tests/gpu/conftest.py", folder)
+    (folder / "test_three.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('name', ['as written', 'compiled'])\n"
+        "def test_one(name): assert name == 'as written'\n"
+        "def test_two(): raise KeyboardInterrupt\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    command += ["--rootdir", str(folder), str(folder), "--passed", str(tmp_path / "passed")]
+    ends = []
+    for _ in range(2):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        ends.append(done.stdout.splitlines()[-1])
+    passed = (tmp_path / "passed").read_text(encoding="utf-8")
+    assert passed == "test_three.py::test_one[as written]\n"
+    assert "1 failed, 1 passed" in ends[0]
+    assert "1 failed" in ends[1]
+    assert "passed" not in ends[1]
