@@ -323,9 +323,12 @@ class _Lanes:
             session.shouldfail = reason
 
     def _end(self) -> None:
-        """End the lanes that run on, as after Ctrl-C."""
-        for lane in self._lanes.values():
+        """End the lanes that run on, as after Ctrl-C. A lane in which a test took the interrupt for
+        its own finds its channel closed.
+        """
+        for channel, lane in self._lanes.items():
             os.kill(lane.pid, signal.SIGINT)
+            channel.close()
         for lane in self._lanes.values():
             os.waitpid(lane.pid, 0)
 
@@ -389,7 +392,7 @@ def _be_lane(lane: int, session: pytest.Session, channel: Connection) -> None:
     folder.mkdir()
     try:
         _run_files(_by_file(session.items), channel, folder)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError, BrokenPipeError):  # the run ends
         pass
     except BaseException:
         traceback.print_exc()

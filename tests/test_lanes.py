@@ -128,3 +128,19 @@ def test_a_lane_that_hangs_is_killed_with_its_processes_and_says_where(
     assert re.search(rf"^{child} \w+ in \w+: sleep 1000$", text, re.MULTILINE)
     with suppress(psutil.NoSuchProcess):
         psutil.Process(child).wait(timeout=60)
+
+
+def take_interrupts_and_ask(theirs: Connection) -> None:
+    """Take an interrupt as a test may that handles each exception, and ask for the next file."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    theirs.send(("starts", "tests/test_here.py::test_it"))
+    lanes._request_file(theirs)
+
+
+def test_a_lane_in_which_a_test_takes_the_interrupt_ends(session: Any) -> None:
+    parent = lanes._Lanes(with_ranks=False)
+    channel = start_lane(parent, take_interrupts_and_ask)
+    parent._answer(channel, session)
+    (lane,) = parent._lanes.values()
+    parent._end()
+    assert not psutil.pid_exists(lane.pid)
