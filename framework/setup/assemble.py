@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from framework.engine.pipeline_engine import PipelineEngine
     from framework.engine.profile import Profiler
     from framework.engine.rank_groups import RankGroups
+    from framework.train.monitors.tensorboard_events import Shown
 
 # Logged losses in a row that may be infinite in fp16, where their steps are skipped: the dynamic
 # loss scale has found its level long before.
@@ -175,27 +176,39 @@ def _built_share(
 
 
 def watch_samples(
-    engine: Engine, plan: Plan, monitors: Sequence[Monitor], folder: RunFolder
+    engine: Engine, prepared: Prepared, monitors: Sequence[Monitor], folder: RunFolder
 ) -> Callable[[int], object] | None:
     """Let TensorBoard show samples of evaluations; returns the function that shows histograms of
     the weights of a step, or None without histograms.
     """
+    plan = prepared.plan
     section = plan.config.monitors.tensorboard
     board = next((monitor for monitor in monitors if monitor.name == "tensorboard"), None)
     if section is None:
         return None
-    if isinstance(board, Behind) and section.samples and isinstance(engine, PlainEngine):
+    # Ranks with parts of the logits look at them together.
+    vocabulary = getattr(prepared.parts.task, "vocabulary", None)
+    is_looking = isinstance(board, Behind) or vocabulary is not None
+    if section.samples and is_looking and isinstance(engine, PlainEngine):
         from framework.setup.tensorboard import SampleWatch
 
+        show: Callable[[Sequence[Shown]], object] | None = None
+        if isinstance(board, Behind):
+            show = partial(_show_at_step, engine, board)
         engine.show_batch = SampleWatch(
-            lambda shown: board.show(engine.steps_taken, shown),
+            show,
             folder.path,
             section.samples,
             step=lambda: engine.steps_taken,
+            vocabulary=vocabulary,
         )
     if not section.histograms_every_steps:
         return None
     return lambda step: show_histograms(engine, plan, board, step)
+
+
+def _show_at_step(engine: Engine, board: Behind, shown: Sequence[Shown]) -> None:
+    board.show(engine.steps_taken, shown)
 
 
 def _explained_write(error: Exception) -> str:

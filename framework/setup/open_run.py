@@ -261,7 +261,7 @@ def build_trainer(run: OpenRun) -> Trainer:
             minutes=run.minutes,
             enter=run.stop.enter,
             record=record_nothing if events is None else events,
-            show_weights=watch_samples(engine, plan, monitors, run.folder),
+            show_weights=watch_samples(engine, prepared, monitors, run.folder),
             keep_tables=run.folder.keep_tables,
             measured=_refusal_of_unmeasured(plan.config),
             callbacks=run.callbacks or None,

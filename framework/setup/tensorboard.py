@@ -18,6 +18,7 @@ from framework.checkpoint.state.weight_parts import expert_part_of, split_of
 from framework.data.token_files import KEPT_TOKENIZER, TOKENIZER_FILE
 from framework.data.tokenizer import ByteTokenizer, load_tokenizer
 from framework.engine.distributed import gather, rank
+from framework.models.split import VocabularyPart
 from framework.plan.layout import Layout
 from framework.plan.plan import Plan
 from framework.system.log import warn
@@ -145,41 +146,52 @@ def _count(values: Tensor) -> Histogram:
 class SampleWatch:
     """Shows the first samples of an evaluation on rank 0. Of several evaluations at one `step` only
     the first is shown. Samples that cannot be shown cost a warning and nothing else.
+
+    Where a tensor group divides logits, all its ranks find the predictions together.
     """
 
     def __init__(
         self,
-        show: Callable[[Sequence[Shown]], object],
+        show: Callable[[Sequence[Shown]], object] | None,
         folder: Path,
         count: int,
         *,
         step: Callable[[], int] | None = None,
+        vocabulary: VocabularyPart | None = None,
     ) -> None:
-        """Hand `count` samples to `show`. The run's `folder` has the tokenizer. Without `step`,
-        every call is a step of its own.
+        """Hand `count` samples to `show`; other ranks than the first have none. The run's `folder`
+        has the tokenizer. Without `step`, every call is a step of its own. `vocabulary` is this
+        rank's part of the logits, where they are divided.
         """
         self._show = show
         self._folder = folder
         self._count = count
         self._step = step
+        self._vocabulary = vocabulary
         self._has_failed = False
         self._shown_at = -1
 
     def __call__(self, inputs: Any, targets: Any, outputs: Any) -> None:
-        """Show the samples of one batch, unless the step's samples are shown already."""
+        """Show the samples of one batch, unless the step's samples are shown already. Collective in
+        a tensor group that divides logits, also after a failure: other ranks may not know of it.
+        """
         if self._step is None:
             step = self._shown_at + 1
         else:
             step = self._step()
-        if self._has_failed or step == self._shown_at:
+        if step == self._shown_at:
             return
         self._shown_at = step
         try:
-            shown = samples(inputs, targets, outputs, count=self._count, decode=self._decode)
+            predicted = predictions(outputs, count=self._count, vocabulary=self._vocabulary)
+            if self._show is None or self._has_failed:
+                return
+            shown = samples(inputs, targets, predicted, decode=self._decode)
             self._show(list(shown))
         except Exception as error:
+            if not self._has_failed:
+                warn(f"monitors.tensorboard.samples: {error}; they are not shown [monitor-failed]")
             self._has_failed = True
-            warn(f"monitors.tensorboard.samples: {error}; they are not shown [monitor-failed]")
 
     def _decode(self, numbers: Sequence[int]) -> str:
         return str(self._tokenizer().decode(numbers))
@@ -192,45 +204,68 @@ class SampleWatch:
         return ByteTokenizer()
 
 
+def predictions(outputs: Any, *, count: int, vocabulary: VocabularyPart | None = None) -> Tensor:
+    """Return what a model predicts of `count` samples: classes (samples,) of logits (batch,
+    classes), or tokens (samples, length) of logits (batch, length, vocabulary). Collective where a
+    `vocabulary` is divided.
+
+    Raises:
+        ValueError: the outputs hold no tensor.
+    """
+    logits = _first_tensor(outputs)
+    if logits is None:
+        raise ValueError("outputs hold no tensor")
+    logits = logits[:count]
+    if not logits.is_floating_point():  # of a loss in tiles: the predictions themselves
+        return logits
+    if vocabulary is None:
+        return logits.argmax(-1)
+    return vocabulary.guesses(logits.flatten(0, -2)).view(logits.shape[:-1])
+
+
 def samples(
-    inputs: Any, targets: Any, outputs: Any, *, count: int, decode: Callable[[Sequence[int]], str]
+    inputs: Any, targets: Any, predicted: Tensor, *, decode: Callable[[Sequence[int]], str]
 ) -> Iterator[Shown]:
     """Yield images, and a table of targets and predictions.
 
-    Predictions are the largest logits: a class of logits (batch, classes) for images (batch, 1 or
-    3, height, width), or tokens of logits (batch, length, vocabulary).
+    Args:
+        inputs: of at least as many samples as are predicted, images (batch, 1 or 3, height, width)
+            or tokens (batch, length).
+        targets: of as many samples, classes or tokens.
+        predicted: classes (samples,) or tokens (samples, length).
+        decode: tokens to text.
 
     Raises:
         ValueError: the task's batches are of another kind.
     """
     first = _first_tensor(inputs)
-    logits = _first_tensor(outputs)
     expected = _first_tensor(targets)
-    if first is None or logits is None or expected is None:
-        raise ValueError("inputs, targets or outputs hold no tensor")
+    if first is None or expected is None:
+        raise ValueError("inputs or targets hold no tensor")
+    count = len(predicted)
     first = first[:count].cpu()
     expected = expected[:count].cpu()
-    predicted = logits[:count].argmax(-1).cpu()
-    if _are_images(first, logits):
+    predicted = predicted.cpu()
+    if _are_images(first, predicted):
         for number, image in enumerate(first.float()):
             yield Image(f"samples/{number}", image.shape[1], image.shape[2], png(image))
         rows = _class_rows(expected, predicted)
-    elif _are_tokens(first, logits):
+    elif _are_tokens(first, predicted):
         rows = _token_rows(first, expected, predicted, decode)
     else:
-        shapes = f"{tuple(first.shape)} -> {tuple(logits.shape)}"
+        shapes = f"{tuple(first.shape)} -> {tuple(predicted.shape)}"
         raise ValueError(f"neither images with classes nor tokens with tokens ({shapes})")
     yield Text("samples/predictions", _table(("input", "target", "prediction"), rows))
 
 
-def _are_images(inputs: Tensor, logits: Tensor) -> bool:
-    """Check for images (batch, 1 or 3, height, width) with logits (batch, classes)."""
-    return inputs.ndim == 4 and inputs.shape[1] in (1, 3) and logits.ndim == 2
+def _are_images(inputs: Tensor, predicted: Tensor) -> bool:
+    """Check for images (samples, 1 or 3, height, width) with classes (samples,)."""
+    return inputs.ndim == 4 and inputs.shape[1] in (1, 3) and predicted.ndim == 1
 
 
-def _are_tokens(inputs: Tensor, logits: Tensor) -> bool:
-    """Check for tokens (batch, length) with logits (batch, length, vocabulary)."""
-    return inputs.ndim == 2 and not inputs.is_floating_point() and logits.ndim == 3
+def _are_tokens(inputs: Tensor, predicted: Tensor) -> bool:
+    """Check for tokens (samples, length) with tokens (samples, length)."""
+    return inputs.ndim == 2 and not inputs.is_floating_point() and predicted.ndim == 2
 
 
 def _token_rows(
@@ -239,8 +274,8 @@ def _token_rows(
     """Return the texts of each sample's tokens, targets and predictions."""
     text = partial(_as_text, decode=decode)
     rows = []
-    for tokens, target_tokens, predictions in zip(inputs, expected, predicted, strict=True):
-        rows.append((text(tokens), text(target_tokens), text(predictions)))
+    for tokens, target_tokens, guesses in zip(inputs, expected, predicted, strict=True):
+        rows.append((text(tokens), text(target_tokens), text(guesses)))
     return rows
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from framework.setup.tensorboard import SampleWatch, _count, png, samples
+from framework.models.tiled_loss import TiledLoss
+from framework.setup.tensorboard import SampleWatch, _count, png, predictions, samples
 from framework.train.monitors.tensorboard_events import Histogram, Image, Shown, Text
 
 
@@ -20,7 +21,8 @@ def decoded(numbers: Sequence[int]) -> str:
 
 def test_images_with_their_classes() -> None:
     images, logits = torch.rand(5, 3, 4, 6), torch.eye(5)
-    *shown, table = samples(images, torch.tensor([0, 1, 9, 3, 4]), logits, count=3, decode=decoded)
+    predicted = predictions(logits, count=3)
+    *shown, table = samples(images, torch.tensor([0, 1, 9, 3, 4]), predicted, decode=decoded)
     assert [(one.tag, one.height, one.width) for one in shown if isinstance(one, Image)] == [
         (f"samples/{number}", 4, 6) for number in range(3)
     ]
@@ -32,11 +34,13 @@ def test_text_with_the_tokens_that_the_model_expects() -> None:
     tokens = torch.tensor([list(b"ab|d"), list(b"wxyz")])
     targets = torch.tensor([[*b"b|d", -100], [*b"xyz", 33]])
     logits = torch.nn.functional.one_hot(tokens, 256).float()
-    (table,) = samples(
-        (tokens, torch.ones(2, 4)), targets, {"logits": logits}, count=2, decode=decoded
-    )
-    assert isinstance(table, Text)
-    assert table.text.splitlines()[2:] == ["| ab\\|d | b\\|d | ab\\|d |", "| wxyz | xyz! | wxyz |"]
+    tiled = TiledLoss(tokens, torch.zeros(()))
+    for outputs in ({"logits": logits}, (tiled, torch.zeros(2, 2))):
+        predicted = predictions(outputs, count=2)
+        (table,) = samples((tokens, torch.ones(2, 4)), targets, predicted, decode=decoded)
+        assert isinstance(table, Text)
+        rows = table.text.splitlines()[2:]
+        assert rows == ["| ab\\|d | b\\|d | ab\\|d |", "| wxyz | xyz! | wxyz |"]
 
 
 def test_what_cannot_be_shown_costs_one_warning(
@@ -48,7 +52,7 @@ def test_what_cannot_be_shown_costs_one_warning(
         watch(torch.rand(4, 7), torch.rand(4), torch.rand(4, 1))
     assert shown == []
     assert capsys.readouterr().err == (
-        "warning: monitors.tensorboard.samples: neither images with classes nor tokens with tokens ((2, 7) -> (4, 1)); "
+        "warning: monitors.tensorboard.samples: neither images with classes nor tokens with tokens ((2, 7) -> (2,)); "
         "they are not shown [monitor-failed]\n"
     )
 

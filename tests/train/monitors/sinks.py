@@ -121,6 +121,16 @@ def check_all_sinks_agree(run: Path, *, wandb: bool = True) -> None:
         assert of_wandb(run) == expected
 
 
+def samples_of(run: Path) -> str:
+    """The last table of evaluation samples, from TensorBoard's own reader."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = events.EventAccumulator(str(run / "tensorboard"))
+    reader.Reload()
+    tag = "samples/predictions/text_summary"
+    table: bytes = reader.Tensors(tag)[-1].tensor_proto.string_val[0]
+    return table.decode()
+
+
 def histograms_of(run: Path) -> dict[str, Any]:
     """Tag -> the last histogram, from TensorBoard's own reader."""
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
