@@ -865,7 +865,7 @@ class Parallel(Section):
     """
     tensor_plan: dict[str, _Split] | None = None
     """Name of a layer, with * for any part between dots, to how it is divided; left out: gpt, bert
-    and the models of transformers bring their own.
+    and most models of transformers bring their own, or have one here.
     """
     sequence: PositiveCount = 1
     """Ranks that share every sequence, each with a part of its positions (Ulysses, with a ring

@@ -18,7 +18,14 @@ from framework.config.training import LoRA
 from framework.engine.distributed import device
 from framework.errors import ConfigError
 from framework.models.adapters import add_adapters
-from framework.models.split import ColumnLinear, RowLinear, TensorPart
+from framework.models.split import (
+    ColumnLayer,
+    ColumnLinear,
+    DividedLayer,
+    RowLayer,
+    RowLinear,
+    TensorPart,
+)
 from framework.models.split_adapters import (
     CopiedLinear,
     DropoutApart,
@@ -56,9 +63,9 @@ def add_divided_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Modul
         if not isinstance(module, LoraLayer):
             continue
         base = module.get_base_layer()
-        if isinstance(base, ColumnLinear):
+        if isinstance(base, ColumnLayer):
             _divide_of_column(module, base)
-        elif isinstance(base, RowLinear):
+        elif isinstance(base, RowLayer):
             _divide_of_row(module, base)
         if lora.use_dora and isinstance(base, ColumnLinear | RowLinear):
             _divide_lengths(module, base)
@@ -66,7 +73,8 @@ def add_divided_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Modul
 
 
 def _refuse_dora(model: nn.Module, lora: LoRA) -> None:
-    """Refuse DoRA of embeddings that are divided, and of layers that join their outputs.
+    """Refuse DoRA of embeddings and `Conv1D`s that are divided, and of layers that join their
+    outputs.
 
     Raises:
         ConfigError: kind ``lora-not-adaptable``.
@@ -78,7 +86,7 @@ def _refuse_dora(model: nn.Module, lora: LoRA) -> None:
         is_linear = isinstance(module, nn.Linear)
         if is_linear and getattr(module, "widths", None) is None:
             continue
-        if not is_linear and lora.target_modules == ALL_LINEAR:
+        if isinstance(module, nn.Embedding) and lora.target_modules == ALL_LINEAR:
             continue
         reason = f"{name} is divided over a tensor group, where DoRA does not measure it"
         fix = "leave it out, or set parallel.tensor: 1"
@@ -105,28 +113,36 @@ def _divide_lengths(module: Any, base: ColumnLinear | RowLinear) -> None:
 @contextmanager
 def _in_whole_sizes(model: nn.Module) -> Iterator[None]:
     """Let divided layers have the sizes of whole ones, by which peft draws adapters."""
-    sizes: list[tuple[Any, str, int]] = []
+    sizes: list[tuple[Any, str, Any]] = []
+
+    def set_size(owner: Any, attribute: str, size: Any) -> None:
+        sizes.append((owner, attribute, vars(owner).get(attribute)))
+        setattr(owner, attribute, size)
+
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is None or split_of(weight) is None:
             continue
-        rows, columns = whole_shape(weight)
+        shape = whole_shape(weight)
         if isinstance(module, nn.Linear):
-            sizes.append((module, "out_features", module.out_features))
-            sizes.append((module, "in_features", module.in_features))
-            module.out_features = rows
-            module.in_features = columns
+            set_size(module, "out_features", shape[0])
+            set_size(module, "in_features", shape[1])
         elif isinstance(module, nn.Embedding):
-            sizes.append((module, "num_embeddings", module.num_embeddings))
-            module.num_embeddings = rows
+            set_size(module, "num_embeddings", shape[0])
+        elif isinstance(module, DividedLayer):
+            # Of Conv1D peft reads the shape of the weight, or this one, as stage 3 spreads it.
+            set_size(weight, "ds_shape", shape)
     try:
         yield
     finally:
-        for module, attribute, size in sizes:
-            setattr(module, attribute, size)
+        for owner, attribute, size in reversed(sizes):
+            if size is None:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, size)
 
 
-def _divide_of_column(module: Any, base: ColumnLinear) -> None:
+def _divide_of_column(module: Any, base: ColumnLayer) -> None:
     """Give a column layer's adapter the rows of B that belong to this rank's outputs."""
     part = base.part
     split = split_of(base.weight)
@@ -148,13 +164,13 @@ def _divide_of_column(module: Any, base: ColumnLinear) -> None:
     _draw(module, DropoutTogether, part)
 
 
-def _divide_of_row(module: Any, base: RowLinear) -> None:
+def _divide_of_row(module: Any, base: RowLayer) -> None:
     """Give a row layer's adapter the columns of A that belong to this rank's inputs."""
     part = base.part
     split = split_of(base.weight)
     assert split is not None
     down = module.lora_A[_NAME]
-    _divide(down.weight, split, part)
+    _divide(down.weight, Split(1, split.sections), part)
     down.in_features = down.weight.shape[1]
     down.__class__ = SummedLinear
     down.part = part

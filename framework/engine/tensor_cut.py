@@ -17,6 +17,7 @@ from torch import nn
 
 from framework.checkpoint.state.tensor_split import Split
 from framework.config.training import TensorSplit
+from framework.engine.matrix_forms import MatrixForm, matrix_form
 from framework.engine.packed_experts import divide_over_tensor_ranks
 from framework.engine.tensor_plans import (
     PLAN_KEY,
@@ -30,8 +31,8 @@ from framework.models.initialized import TokenEmbedding
 from framework.models.layers import register_module
 from framework.models.packed_experts import find_packed
 from framework.models.split import (
-    ColumnLinear,
-    RowLinear,
+    ColumnLayer,
+    RowLayer,
     SumsTogether,
     TensorPart,
     VocabularyEmbedding,
@@ -92,7 +93,7 @@ class TensorCut:
         # A subclass may read them, and so do metrics of torchmetrics.
         is_shipped = type(task) in (CausalLM, MaskedLM)
         self._keeps_logits = is_shipped and task.added_metrics is None
-        self._columns: list[tuple[str, ColumnLinear]] = []  # column layers before their row layer
+        self._columns: list[tuple[str, ColumnLayer]] = []  # column layers before their row layer
         self._cut: set[int] = set()  # ids of modules
         self._layers: dict[str, nn.Module] = {}  # of a stage, each in a module of its own
         self._shares: dict[str, _Share] = {}
@@ -224,9 +225,9 @@ class TensorCut:
             else:
                 sharing.register_forward_pre_hook(self._copy_input, with_kwargs=True)
             for inner, module in sharing.named_modules(prefix=name):
-                if isinstance(module, ColumnLinear) and entries[inner].split == "column":
+                if isinstance(module, ColumnLayer) and entries[inner].split == "column":
                     module.copies = False
-                elif isinstance(module, RowLinear) and sums_together:
+                elif isinstance(module, RowLayer) and sums_together:
                     module.sums = False
 
     def _check_share(self, share: _Share) -> None:
@@ -252,8 +253,11 @@ class TensorCut:
     def _cut_weight(self, model: nn.Module, name: str, weight: nn.Parameter, kind: str) -> None:
         """Cut a weight that the plan names by itself, such as the bias of the output layer."""
         if kind == "vocabulary":
-            if self._keeps_logits:
+            # A bias that the output layer has as well is divided already.
+            is_divided = "split" in vars(weight)
+            if self._keeps_logits and not is_divided:
                 self._divide(name, weight, Split(0, (len(weight),)))
+            if self._keeps_logits or is_divided:
                 self._cut.add(id(model.get_submodule(name.rpartition(".")[0])))
         elif kind == "summed":
             weight.register_hook(self._summed)  # type: ignore[no-untyped-call]
@@ -276,11 +280,11 @@ class TensorCut:
         if isinstance(module, nn.Embedding):
             self._cut_embedding(model, name, module, kind)
             return
-        linear = self._linear(model, name, module)
+        form = self._form(model, name, module)
         if kind == "row":
-            self._cut_row(model, name, linear)
+            self._cut_row(model, name, module, form)
         else:
-            self._cut_column(name, linear, entry)
+            self._cut_column(name, module, form, entry)
 
     def _divide_attributes(self, name: str, module: nn.Module, entry: TensorSplit) -> None:
         """Divide the attributes of a module that the plan names, such as a number of heads."""
@@ -291,21 +295,23 @@ class TensorCut:
                 self._refuse(name, reason, "name another")
             setattr(module, attribute, value // self.part.size)
 
-    def _linear(self, model: nn.Module, name: str, module: nn.Module) -> nn.Linear:
-        """Return a module that can be cut as an nn.Linear, or refuse it."""
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-            reason = f"it is a {type(module).__name__}, and only nn.Linear can be cut so"
+    def _form(self, model: nn.Module, name: str, module: nn.Module) -> MatrixForm:
+        """Return how a module keeps its matrix, or refuse one that cannot be divided."""
+        form = matrix_form(module)
+        if form is None:
+            kind = type(module).__name__
+            reason = f"it is a {kind}, and only nn.Linear and transformers' Conv1D can be cut so"
             self._refuse(name, reason, "leave it out")
         if module._parameters.get("weight") is None:
             self._refuse(name, "its weight is computed from others", "leave it out")
         if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
             reason = "nn.MultiheadAttention takes the weight and does not call the layer"
             self._refuse(name, reason, "leave it out")
-        return module
+        return form
 
-    def _cut_column(self, name: str, linear: nn.Linear, entry: TensorSplit) -> None:
+    def _cut_column(self, name: str, layer: Any, form: MatrixForm, entry: TensorSplit) -> None:
         """Divide the outputs of a layer; unless it is the last one, a row layer has to follow."""
-        width = linear.out_features
+        width: int = getattr(layer, form.num_outputs)
         is_last = entry.split in ("vocabulary", "column_gathered")  # may be divided unevenly
         if is_last:
             is_divisible = entry.sections == 1 and width >= self.part.size
@@ -314,37 +320,36 @@ class TensorCut:
         if not is_divisible:
             reason = f"its {width} outputs cannot be divided over {self.part.size} ranks"
             self._refuse(name, reason, "leave it out")
-        split = Split(0, (width // entry.sections,) * entry.sections)
-        self._divide(name, linear.weight, split)
-        if linear.bias is not None:
-            self._divide(name, linear.bias, split)
-        linear.__class__ = ColumnLinear
-        linear.out_features = len(linear.weight)
-        assert isinstance(linear, ColumnLinear)
-        linear.part = self.part
-        linear.is_last = is_last
+        sections = (width // entry.sections,) * entry.sections
+        self._divide(name, layer.weight, Split(form.outputs, sections))
+        if layer.bias is not None:
+            self._divide(name, layer.bias, Split(0, sections))
+        layer.__class__ = form.column
+        setattr(layer, form.num_outputs, layer.weight.shape[form.outputs])
+        assert isinstance(layer, ColumnLayer)
+        layer.part = self.part
+        layer.is_last = is_last
         if not is_last:
-            self._columns.append((name, linear))
+            self._columns.append((name, layer))
         elif entry.split == "vocabulary" and self._keeps_logits:
             self._hand_to_task(width)
         else:
-            linear.widths = self._widths(width)
+            layer.widths = self._widths(width)
 
-    def _cut_row(self, model: nn.Module, name: str, linear: nn.Linear) -> None:
+    def _cut_row(self, model: nn.Module, name: str, layer: Any, form: MatrixForm) -> None:
         """Divide the inputs of a layer, which are the outputs of the column layers before it."""
-        if linear.in_features % self.part.size:
-            reason = (
-                f"its {linear.in_features} inputs cannot be divided over {self.part.size} ranks"
-            )
+        width: int = getattr(layer, form.num_inputs)
+        if width % self.part.size:
+            reason = f"its {width} inputs cannot be divided over {self.part.size} ranks"
             self._refuse(name, reason, "leave it and its column layers out")
         if not self._columns:
             reason = "no column layer stands before this row layer"
             self._refuse(name, reason, "name its column layers as well")
-        self._divide(name, linear.weight, Split(1, (linear.in_features,)))
-        linear.__class__ = RowLinear
-        linear.in_features = linear.weight.shape[1]
-        assert isinstance(linear, RowLinear)
-        linear.part = self.part
+        self._divide(name, layer.weight, Split(form.inputs, (width,)))
+        layer.__class__ = form.row
+        setattr(layer, form.num_inputs, layer.weight.shape[form.inputs])
+        assert isinstance(layer, RowLayer)
+        layer.part = self.part
         names = [name]
         names += [column for column, _ in self._columns]
         # The module around these layers ends the part when it has run, also by an error: a layer

@@ -78,7 +78,7 @@ def known_plan(
 
 def _own_plan(model: Any, *, size: int) -> Plan:
     """Return the plan of a model's own: of a shipped model, or of the model of transformers that it
-    is or holds; empty without one.
+    is or holds, which may be known here by its blocks; empty without one.
     """
     shipped = getattr(type(model), "tensor_plan", None)
     if shipped is not None:
@@ -89,7 +89,9 @@ def _own_plan(model: Any, *, size: int) -> Plan:
         splits = getattr(module, "_tp_plan", None)
         if splits:
             return _transformers_plan(module, splits, prefix=f"{name}." if name else "", size=size)
-    return {}
+    from framework.engine.transformers_plans import plan_of_blocks
+
+    return plan_of_blocks(model, size=size)
 
 
 def _transformers_plan(
@@ -107,7 +109,7 @@ def _transformers_plan(
         )
         fix = "set parallel.tensor: 1, or write a plan"
         raise ConfigError.of("tensor-plan", reason, fix, PLAN_KEY, None)
-    _refuse_heads(getattr(module, "config", None), size)
+    refuse_heads(getattr(module, "config", None), size)
     plan: dict[str, TensorSplit] = {}
     for key, split in splits.items():
         entry = TensorSplit.model_validate({"split": _TRANSFORMERS_SPLITS[split]})
@@ -126,7 +128,12 @@ def _regex_of(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
 
 
-def _refuse_heads(config: Any, size: int) -> None:
+def refuse_heads(config: Any, size: int) -> None:
+    """Refuse heads that ranks cannot share evenly, as a config of transformers counts them.
+
+    Raises:
+        ConfigError: kind ``tensor-not-divisible``.
+    """
     for key in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(config, key, None)
         if isinstance(count, int) and count % size:

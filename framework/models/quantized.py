@@ -211,7 +211,7 @@ def quantizable(model: nn.Module) -> dict[str, Any]:
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             base = module.get_base_layer()
-            if type(base).forward in _PRODUCTS:
+            if isinstance(base, nn.Linear) and type(base).forward in _PRODUCTS:
                 found[name] = module
     return found
 

@@ -188,14 +188,26 @@ def _put_generator_states(states: Sequence[Tensor]) -> None:
         torch.cuda.set_rng_state(state)
 
 
-class DividedLinear(nn.Linear):
+class DividedLayer(nn.Module):
     """A layer with a rank's part of a matrix.
 
     Attributes:
         part: this rank's place in the tensor group.
+        weight: the part.
+        bias: of its outputs, or None.
     """
 
     part: TensorPart
+    weight: Any
+    bias: Any
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply with this rank's part, (..., its inputs) to (..., its outputs)."""
+        raise NotImplementedError
+
+
+class DividedLinear(DividedLayer, nn.Linear):
+    """`nn.Linear` with a rank's part of its matrix."""
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply with this rank's part, (..., its inputs) to (..., its outputs)."""
@@ -213,15 +225,13 @@ class SumsTogether(nn.Module):
     part: TensorPart | None = None
 
 
-class ColumnLinear(DividedLinear):
-    """`nn.Linear` with this rank's part of the outputs: (..., in_features) to (..., part of
-    out_features).
+class ColumnLayer(DividedLayer):
+    """A layer with this rank's part of the outputs: (..., inputs) to (..., part of the outputs).
 
     Attributes:
         copies: whether it copies its input itself; a module around it may have done so for all
             column layers.
-        widths: sizes of all ranks' parts, to join them to (..., out_features); None to leave them
-            apart.
+        widths: sizes of all ranks' parts, to join them to (..., outputs); None to leave them apart.
         is_last: no row layer follows: its output is the model's.
     """
 
@@ -244,9 +254,9 @@ class ColumnLinear(DividedLinear):
         return output
 
 
-class RowLinear(DividedLinear):
-    """`nn.Linear` with this rank's part of the inputs: (..., part of in_features) to (...,
-    out_features), summed.
+class RowLayer(DividedLayer):
+    """A layer with this rank's part of the inputs: (..., part of the inputs) to (..., outputs),
+    summed.
 
     Attributes:
         sums: whether it sums its output itself; a module around it may do so for several row
@@ -268,7 +278,16 @@ class RowLinear(DividedLinear):
         """Return a part of the bias: the ranks' parts add up to it, and each rank has the gradient
         of the whole bias.
         """
-        return self.bias - self.bias.detach() * (1 - 1 / self.part.size)
+        part: Tensor = self.bias - self.bias.detach() * (1 - 1 / self.part.size)
+        return part
+
+
+class ColumnLinear(ColumnLayer, DividedLinear):
+    """`nn.Linear` with this rank's part of the outputs."""
+
+
+class RowLinear(RowLayer, DividedLinear):
+    """`nn.Linear` with this rank's part of the inputs."""
 
 
 def part_of(model: nn.Module) -> TensorPart | None:

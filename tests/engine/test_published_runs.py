@@ -90,6 +90,14 @@ RUNS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     **{f"own-gpt2-z{stage}": ("gpt2", False, {"zero": {"stage": stage}}) for stage in (0, 3)},
     "own-bert-z3": ("bert", False, {"zero": {"stage": 3}}),
     **{
+        f"own-{folder}-tensor": (
+            folder,
+            False,
+            {"zero": {"stage": stage}, "parallel": {"tensor": 2}},
+        )
+        for folder, stage in (("gpt2", 3), ("bert", 2))
+    },
+    **{
         f"own-llama-tensor-z{stage}": (
             "llama",
             False,

@@ -83,6 +83,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "staged-window": TEXT | {"model": {"target": "tests.jobs.sequence_parts:window_llama"}},
     "window": RAGGED | {"model": {"target": "tests.jobs.sequence_parts:window_llama"}},
+    "gpt2": RAGGED
+    | {
+        "model": {"target": "tests.jobs.tensor_parts:without_plan", "args": {"family": "gpt2"}},
+    },
     # They number positions by themselves.
     "roberta": PADDED | {"model": {"target": "tests.jobs.sequence_parts:tiny_roberta"}},
     "opt": PADDED
@@ -142,6 +146,7 @@ DIVIDED: Cases = {
     "gpt-split-tiled": ("gpt", 3, ADAMW),
     "grouped-split-z1": ("grouped", 1, SGD),
     "few-split-z0": ("few", 0, SGD),
+    "gpt2-split-z2": ("gpt2", 2, SGD),
 }
 # Four ranks share sequences, and are more than heads: a ring of two teams, or of four ranks.
 RING: Cases = {
@@ -164,7 +169,8 @@ RARE_FOUR: Cases = {
 }
 RARE_RING: Cases = {"few-ring-adamw": ("few", 0, ADAMW)}
 RARE_DIVIDED: Cases = {
-    f"{model}-split-z{stage}": (model, stage, SGD) for model, stage in (("gpt", 0), ("bert", 3))
+    f"{model}-split-z{stage}": (model, stage, SGD)
+    for model, stage in (("gpt", 0), ("bert", 3), ("opt", 3), ("roberta", 1))
 }
 
 

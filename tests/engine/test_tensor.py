@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from framework.commands.export import export
 from framework.config.load import config_from_values
 from framework.recipes.text.prepare import prepare
 from framework.setup.user_code import call_factory
 from tests.engine.pipe_oracle import plain_run
+from tests.jobs.tensor_parts import WITHOUT_PLAN
 from tests.launched import fewer, rarely, read_metrics, series, train_cases
-from tests.train.monitors.sinks import histograms_of
+from tests.train.monitors.sinks import histograms_of, samples_of
 
 pytestmark = pytest.mark.slow
 
@@ -52,13 +54,24 @@ DIGITS = {"data": {"kind": "digits", "image_size": 28}, "task": {"kind": "classi
 VIT = {**DIGITS, "model": {"target": "tests.jobs.tensor_parts:vit"}}
 FUSED = {**DIGITS, "model": {"target": "tests.jobs.tensor_parts:FusedVision"}}
 TORCH_VIT = {**DIGITS, "model": {"target": "tests.jobs.tensor_parts:torch_vit"}}
+OF_IMAGES = ("vit", "deit")
+
+
+def without_plan(family: str) -> dict[str, Any]:
+    """Sections of a model of transformers that brings no plan."""
+    model = {"target": "tests.jobs.tensor_parts:without_plan", "args": {"family": family}}
+    sections = DIGITS if family in OF_IMAGES else GPT
+    return {**sections, "model": model}
+
+
 MODELS: dict[str, dict[str, Any]] = {
+    **{family: without_plan(family) for family in WITHOUT_PLAN},
     "gpt": GPT,
     "llama": LLAMA,
-    "bert": BERT,
+    "our-bert": BERT,
     "theirs": THEIRS,
     "tied": {**GPT, "model": {"target": "tests.jobs.tensor_parts:llama", "args": {"tie": True}}},
-    "vit": VIT,
+    "planned-vit": VIT,
     "fused": FUSED,
     "torch-vit": TORCH_VIT,
     "gemma": {**GPT, "model": {"target": "tests.jobs.tensor_parts:gemma"}},
@@ -73,7 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 _VIT_LAYER = "model.vit.layers.*"
 PLANS: dict[str, dict[str, Any]] = {
-    "vit": {
+    "planned-vit": {
         f"{_VIT_LAYER}.attention": "shared_input",
         f"{_VIT_LAYER}.attention.q_proj": "column",
         f"{_VIT_LAYER}.attention.k_proj": "column",
@@ -131,15 +144,23 @@ class Case:
 TWO_RANKS = [
     Case("gpt", 0),
     Case("gpt", 3, "adamw", steps=NUM_STEPS),
-    Case("bert", 3),
+    Case("our-bert", 3),
     Case("llama", 1),
     Case("theirs", 0, steps=NUM_STEPS),
     Case("tied", 2),
-    Case("vit", 0),
+    Case("planned-vit", 0),
     Case("fused", 3),
     Case("torch-vit", 2),
     Case("gemma", 3),
     Case("bent-summed", 2),
+    Case("gpt2", 0),
+    Case("gpt2", 3, "adamw", steps=NUM_STEPS),
+    Case("opt", 1),
+    Case("bert", 3),
+    Case("roberta", 0, "adamw"),
+    Case("electra", 2),
+    Case("distilbert", 1),
+    Case("vit", 3),
     # bf16 has 8 bits of mantissa, which the norm of small gradients shows most.
     Case("gpt", 1, tolerance=0.05, dtype="bf16", steps=NUM_STEPS),
     Case("gpt", 0, tolerance=0.02, dtype="autocast"),
@@ -159,6 +180,11 @@ FOUR_RANKS = [
     Case("gpt", 1, "adafactor", steps=NUM_STEPS),
     Case("llama", 2, "lamb"),
     Case("convolved", 3, together=2),
+    Case("gpt2", 1),
+    Case("gpt2", 2, "adamw", steps=NUM_STEPS),
+    Case("opt", 3, "adamw"),
+    Case("bert", 1),
+    Case("vit", 0),
 ]
 # Of these plans a weight between column and row layers is missing.
 PARTIAL = [
@@ -170,28 +196,39 @@ RARE_PARTIAL = [*(Case("unnamed", stage) for stage in (1, 2)), Case("bent", 0)]
 # all.
 RARE_TWO = [
     Case("gpt", 3),
+    *(Case("gpt2", stage, steps=NUM_STEPS) for stage in (1, 2, 3)),
+    *(
+        Case(family, stage, kind, steps=NUM_STEPS)
+        for family in ("opt", "bert", "roberta", "vit")
+        for stage, kind in ((0, "sgd"), (1, "adamw"), (2, "sgd"), (3, "adamw"))
+    ),
+    *(Case(family, 2) for family in ("xlm-roberta", "camembert", "deit")),
+    Case("gpt2", 1, "muon", tolerance=1e-3),
+    Case("gpt2", 1, tolerance=0.05, dtype="bf16"),
     Case("gemma", 0),
     Case("gpt", 1),
     Case("gpt", 2),
-    Case("bert", 0),
+    Case("our-bert", 0),
     Case("gpt", 3, tolerance=0.05, dtype="bf16"),
     Case("fused", 1, "muon", tolerance=1e-3),
-    Case("bert", 3, "adafactor"),
+    Case("our-bert", 3, "adafactor"),
 ]
 RARE_FOUR = [
     Case("gpt", 2, "muon", tolerance=1e-3),
     *(Case("gpt", stage) for stage in (0, 1, 2)),
+    *(Case("gpt2", stage, steps=NUM_STEPS) for stage in (0, 3)),
+    Case("gpt2", 3, "adamw"),
     Case("theirs", 3),
     *(Case("llama", 3, kind) for kind in ("sgd", "adamw")),
-    Case("bert", 0),
-    Case("bert", 2),
-    Case("vit", 2),
+    Case("our-bert", 0),
+    Case("our-bert", 2),
+    Case("planned-vit", 2),
     Case("fused", 1),
     Case("llama", 3, "adafactor"),
 ]
 # Runs of a tensor group that are held against the same run without one.
 _HOST = {"device": "cpu", "pin_memory": False}
-_WATCHED = {"tensorboard": {"histograms_every_steps": FEW_STEPS}}
+_WATCHED = {"tensorboard": {"histograms_every_steps": FEW_STEPS, "samples": 2}}
 PAIRS: dict[str, tuple[int, dict[str, Any]]] = {
     "init-z3": (
         3,
@@ -208,10 +245,24 @@ PAIRS: dict[str, tuple[int, dict[str, Any]]] = {
             "monitors": _WATCHED,
         },
     ),
-    "tiles": (3, {"training": {"loss_tile": 5}}),
+    "tiles": (3, {"training": {"loss_tile": 5}, "monitors": _WATCHED}),
     "offload": (2, {"zero": {"stage": 2, "offload_optimizer": _HOST}}),
 }
-HALVES = (3,)
+# Models with dropout, and the ZeRO stage at which they are resumed.
+HALVES = {"gpt": 3, "gpt2": 2}
+DROPOUTS: dict[str, dict[str, Any]] = {
+    "gpt": {"dropout": 0.2},
+    "gpt2": {"args": {"family": "gpt2", "dropout": 0.2}},
+}
+# Runs of four steps of GPT-2: size of their tensor group, ZeRO stage, and from which run's middle
+# they go on.
+MOVES: dict[str, tuple[int, int, str]] = {
+    "undivided": (1, 1, ""),
+    "divided": (2, 2, ""),
+    "into-a-group": (2, 3, "undivided"),
+    "out-of-a-group": (1, 0, "divided"),
+}
+NUM_MOVED = 4
 
 
 @pytest.fixture(scope="module")
@@ -275,18 +326,35 @@ def halves(folder: Path, text: Path) -> list[dict[str, Any]]:
     """A run with dropout in a piece, and one in two."""
     return [
         values(
-            Case("gpt", stage),
+            Case(model, stage),
             folder,
             text,
             micro_size=8,
-            run={"name": f"{name}-{stage}"},
-            model={"dropout": 0.2},
+            run={"name": f"{name}-{model}"},
+            model=DROPOUTS[model],
             training={"max_steps": steps},
             checkpoint={"every_steps": 2, "resume": "auto"},
         )
-        for stage in HALVES
+        for model, stage in HALVES.items()
         for name, steps in (("whole", 4), ("halves", 2), ("halves", 4))
     ]
+
+
+def moves(folder: Path, text: Path) -> list[dict[str, Any]]:
+    """Runs that go on in another layout, after those from which they do."""
+    runs = []
+    for name, (size, stage, source) in MOVES.items():
+        checkpoint: dict[str, Any] = {"every_steps": 2}
+        if source:
+            checkpoint["resume"] = str(folder / source / "checkpoints/global_step2")
+        case = Case("gpt2", stage, steps=NUM_MOVED)
+        sections = {
+            "run": {"name": name},
+            "parallel": {"tensor": size},
+            "checkpoint": checkpoint,
+        }
+        runs.append(values(case, folder, text, micro_size=4 * size, **sections))
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +363,7 @@ def two_ranks(text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFac
     listed = (*TWO_RANKS, *PARTIAL, *(RARE_TWO + RARE_PARTIAL if exhaustive else ()))
     cases = [values(case, folder, text, micro_size=8) for case in listed]
     train_cases(
-        [*cases, *pairs(folder, text), *halves(folder, text)],
+        [*cases, *pairs(folder, text), *halves(folder, text), *moves(folder, text)],
         num_ranks=2,
         folder=folder,
         allow_fp16=True,
@@ -400,11 +468,37 @@ def test_histograms_of_a_tensor_group_are_those_of_whole_weights(
         assert cut[tag].sum_squares == pytest.approx(expected.sum_squares, rel=1e-4), tag
 
 
-@pytest.mark.parametrize("stage", HALVES)
-def test_a_resumed_tensor_group_is_the_unbroken_one(stage: int, two_ranks: Path) -> None:
+@pytest.mark.parametrize("name", ["init-z3", "average-of-recomputed", "tiles"])
+def test_samples_of_a_tensor_group_are_those_of_whole_logits(name: str, two_ranks: Path) -> None:
+    cut, whole = (samples_of(two_ranks / f"{name}-{size}") for size in (2, 1))
+    assert cut == whole
+    assert cut.count("\n") == 3, "a head, a rule and two samples"
+
+
+@pytest.mark.parametrize("model", HALVES)
+def test_a_resumed_tensor_group_is_the_unbroken_one(model: str, two_ranks: Path) -> None:
     for name in ("train/loss", "train/grad_norm", "eval/loss"):
-        whole, halved = (series(two_ranks / f"{run}-{stage}", name) for run in ("whole", "halves"))
+        whole, halved = (series(two_ranks / f"{run}-{model}", name) for run in ("whole", "halves"))
         assert {step: halved[step] for step in whole} == whole
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_gpt2_moves_between_layouts_and_leaves_as_it_came(
+    name: str, two_ranks: Path, text: Path, tmp_path: Path
+) -> None:
+    case = Case("gpt2", 0, steps=NUM_MOVED)
+    losses, _, plain_model = plain_run(
+        values(case, Path(), text, micro_size=8), micro_size=8, num_steps=NUM_MOVED
+    )
+    run = two_ranks / name
+    first = 3 if MOVES[name][2] else 1
+    expected_losses = {step: losses[step - 1] for step in range(first, NUM_MOVED + 1)}
+    assert series(run, "train/loss") == pytest.approx(expected_losses, rel=TOLERANCE)
+    export(str(run), tmp_path, trust=str(run))
+    plain_model.config.save_pretrained(tmp_path)  # type: ignore[operator, union-attr]
+    exported = type(plain_model).from_pretrained(tmp_path)  # type: ignore[attr-defined]
+    for weight, expected in zip(exported.parameters(), plain_model.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, atol=1e-5, rtol=0.0)
 
 
 @pytest.mark.parametrize("case", [*PARTIAL, *rarely(RARE_PARTIAL)], ids=lambda case: case.name)

@@ -45,6 +45,8 @@ THEIR_HEAD = {
     "target_modules": r".*\.(k|v|o|up|down)_proj",
     "modules_to_save": ["embed_tokens", "lm_head"],
 }
+# Layers with a matrix of inputs by outputs.
+OF_GPT2 = {"target_modules": r".*\.(c_attn|c_proj|c_fc)"}
 
 # Next to nothing is dropped, but the products of what is left are made anew.
 DORA = {"target_modules": r".*\.(q|v|o|up|down)_proj", "use_dora": True, "lora_dropout": 1e-12}
@@ -87,6 +89,7 @@ CASES = {
     "nf4-z3": Case("llama", 3, IN_NF4, "adamw", within=1e-4),
     "int8-z1": Case("llama", 1, IN_INT8, sections={"batch": {"accumulation_steps": 2}}),
     "theirs-z3": Case("llama", 3, THEIR_HEAD),
+    "gpt2-z3": Case("gpt2", 3, OF_GPT2),
 }
 RARE = {
     "ends-z0": Case("untied", 0, ENDS),
@@ -96,6 +99,8 @@ RARE = {
         "gpt", 0, {**ROWS_AND_COLUMNS, "target_modules": ["query", "down"], "quantization": "nf4"}
     ),
     "int8-z2": Case("gpt", 2, ROWS_AND_COLUMNS | {"quantization": "int8"}),
+    "gpt2-z0": Case("gpt2", 0, OF_GPT2, "adamw", within=1e-4),
+    "gpt2-z1": Case("gpt2", 1, OF_GPT2 | {"target_modules": "all-linear"}),
     "theirs-z0": Case("llama", 0, THEIR_HEAD, "adamw", within=1e-4),
     "theirs-z2": Case("llama", 2, THEIR_ENDS),
 }
@@ -119,10 +124,12 @@ FOUR |= {
 
 def values(name: str, case: Case, folder: Path, *, tensor: int = 2) -> dict[str, Any]:
     """The run of a case."""
-    model = "llama" if case.model == "llama" else "gpt"
+    model = "llama" if case.model in ("llama", "gpt2") else "gpt"
     made = test_lora.config(folder, model, case.optimizer, case.stage)
     if case.model == "untied":
         made["model"] = made["model"] | _UNTIED
+    if case.model == "gpt2":
+        made["model"] = {"target": "tests.jobs.tensor_parts:gpt2_logits"}
     made["run"]["name"] = name
     made["parallel"] = {"tensor": tensor}
     made["checkpoint"] = {"at_end": True}
@@ -317,7 +324,7 @@ def test_a_run_moves_out_of_stages_of_groups(four_ranks: Path) -> None:
     hold_moved(four_ranks, "out-of-stages", is_divided=False)
 
 
-@pytest.mark.parametrize("name", ["gpt-z0", "ends-z3", "theirs-z3", "dora-z3"])
+@pytest.mark.parametrize("name", ["gpt-z0", "ends-z3", "theirs-z3", "dora-z3", "gpt2-z3"])
 def test_exports_are_those_of_one_process(two_ranks: Path, tmp_path: Path, name: str) -> None:
     hold_exports(two_ranks, CASES[name], tmp_path, name)
 

@@ -62,6 +62,10 @@ def test_parts_are_the_weights_of_one_process(found: dict[str, Any]) -> None:
     assert found["whole"]
 
 
+def test_models_of_transformers_without_a_plan_give_whole_logits(found: dict[str, Any]) -> None:
+    assert found["families"] == {"gpt2": True, "bert": True, "generated": True}
+
+
 def test_divided_logits_give_the_whole_loss(found: dict[str, Any]) -> None:
     assert found["loss"] == {"nats": True, "gradient": True, "guesses": True}
 
@@ -101,12 +105,13 @@ def test_dropout_differs_where_ranks_do(found: dict[str, Any]) -> None:
             "head",
             "the plan of Headed divides 1.5% of the numbers in its matrices (1 weight, such as head.weight)",
         ),
+        ("heads of a block", "cannot share the model's 1 num_attention_heads evenly"),
         ("own head", "words: a later layer uses its weight as the output layer"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(found: dict[str, Any], name: str, words: str) -> None:
     assert words in found["refused"][name]
-    kind = "tensor-not-divisible" if name == "heads" else "tensor-plan"
+    kind = "tensor-not-divisible" if name.startswith("heads") else "tensor-plan"
     assert found["refused"][name].endswith(f"[{kind}]")
 
 

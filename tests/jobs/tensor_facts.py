@@ -143,6 +143,29 @@ def logits_whole() -> bool:
     return same and torch.allclose(*of_norms, atol=1e-7)  # type: ignore[arg-type]
 
 
+def known_families() -> dict[str, bool]:
+    """A task that reads all logits gets all of them from models whose plan is known here, and with
+    keys and values kept from one token to the next.
+    """
+    found = {}
+    for family in ("gpt2", "bert"):
+        pair: list[Any] = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            pair.append(tensor_parts.without_plan(family).eval())
+        whole, model = pair
+        cut(model, Mean())
+        with torch.no_grad():
+            found[family] = torch.allclose(whole(_TOKENS).logits, model(_TOKENS).logits, atol=1e-5)
+        if family == "gpt2":
+            texts = [
+                one.generate(_TOKENS, max_new_tokens=6, do_sample=False, use_cache=True)
+                for one in pair
+            ]
+            found["generated"] = torch.equal(*texts)
+    return found
+
+
 def vocabulary_loss() -> dict[str, bool]:
     """Losses, gradients and guesses of divided logits against torch's, with ties and ignored
     targets.
@@ -255,6 +278,10 @@ def refusals() -> dict[str, str]:
         "by hand": (lambda: nn.Sequential(tensor_parts.ScaledByHand(8, 4)), {"0": "vocabulary"}),
         "head": (lambda: tensor_parts.Headed(num_layers=8), None),
         "own head": (own_head, {"words": "vocabulary"}),
+        "heads of a block": (
+            lambda: tensor_parts.without_plan("gpt2", num_attention_heads=1),
+            None,
+        ),
     }
     found = {}
     for name, (make, plan) in tried.items():
@@ -334,6 +361,7 @@ def main() -> None:
             "bert": per_block(make_bert, MaskedLM(), inputs),
             "joined": weights_joined(),
             "whole": logits_whole(),
+            "families": known_families(),
             "loss": vocabulary_loss(),
             "draws": dropouts(),
             "summed weight": summed_weight(),

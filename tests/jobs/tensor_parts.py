@@ -54,6 +54,72 @@ def gemma() -> Logits:
     )
 
 
+# Families that bring no plan: class of transformers, and its configuration.
+_FORM: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 34,
+    "vocab_size": 261,  # an odd number
+    "initializer_range": 0.1,
+}
+_ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_WIDE = _FORM | _ENDS | {"intermediate_size": 48}
+_IMAGE = {
+    "image_size": 28,
+    "patch_size": 7,
+    "num_channels": 1,
+    "num_labels": 10,
+    "initializer_range": 0.2,
+}
+WITHOUT_PLAN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", _FORM | _ENDS | {"use_cache": False}),
+    "opt": (
+        "OPTForCausalLM",
+        _FORM | _ENDS | {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.1},
+    ),
+    "bert": ("BertForMaskedLM", _WIDE),
+    "roberta": ("RobertaForMaskedLM", _WIDE),
+    "xlm-roberta": ("XLMRobertaForMaskedLM", _WIDE),
+    "camembert": ("CamembertForMaskedLM", _WIDE),
+    "electra": ("ElectraForMaskedLM", _WIDE | {"embedding_size": 16}),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        _FORM | _ENDS | {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    ),
+    "vit": ("ViTForImageClassification", _FORM | _IMAGE | {"intermediate_size": 48}),
+    "deit": ("DeiTForImageClassification", _FORM | _IMAGE | {"intermediate_size": 48}),
+}
+_DROPOUTS = (
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "dropout",
+    "attention_dropout",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+)
+
+
+def without_plan(family: str, dropout: float = 0.0, **sizes: Any) -> nn.Module:
+    """A model of transformers that brings no plan for tensor groups."""
+    import transformers
+
+    name, values = WITHOUT_PLAN[family]
+    made = getattr(transformers, name)
+    config = made.config_class(**(values | sizes))
+    for attribute in _DROPOUTS:
+        if hasattr(config, attribute):
+            setattr(config, attribute, dropout)
+    model: nn.Module = made(config)
+    return model
+
+
+def gpt2_logits() -> Logits:
+    """GPT-2 that returns its logits alone."""
+    return Logits(without_plan("gpt2"))
+
+
 class ScaledByHand(nn.Embedding):
     """An embedding whose forward looks up by itself."""
 

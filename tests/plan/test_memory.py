@@ -568,7 +568,7 @@ def divided_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         }
         return values, tokens
 
-    ways = [("tensor", "Llama"), ("tensor", "Written")]
+    ways = [("tensor", "Llama"), ("tensor", "GPT2"), ("tensor", "Written")]
     ways += [("sequence", "Llama"), ("sequence", "GPT2"), ("sequence", "Written")]
     kinds = ((0, "fp32"), (1, "fp32"), (3, "bf16"))
     for (stage, dtype), (way, model) in product(kinds, ways):
@@ -649,6 +649,7 @@ ALWAYS = (
     "traced-timm-z3",
     "traced-experts-z1",
     "own-nf4-z3",
+    "traced-tensor-z1-GPT2-fp32",
     "traced-tensor-z3-Written-bf16",
     "traced-sequence-z0-GPT2",
     "traced-sequence-z3-Written-bf16",
