@@ -62,11 +62,13 @@ def save_bytes(
     client_state[STATE_KEY] |= further or {}
     lacking: list[str] = []
 
-    def note_lacking(content: Any) -> None:
+    def look(content: Any) -> None:
         if isinstance(content, Mapping) and isinstance(content.get("module"), Mapping):
+            if leaves_out_frozen:
+                _leave_out_tied(engine, content["module"])
             lacking.extend(lacking_weights(engine, content, partly=leaves_out_frozen))
 
-    files.begin(folder / tag, open_file=open_file, look=note_lacking)
+    files.begin(folder / tag, open_file=open_file, look=look)
     with keeping_copies(files):
         engine.save_checkpoint(
             str(folder),
@@ -86,6 +88,15 @@ def save_bytes(
             "training begins [checkpoint-not-written]"
         )
     return files.end()
+
+
+def _leave_out_tied(engine: deepspeed.DeepSpeedEngine, weights: Any) -> None:
+    """Leave the further names of frozen weights out of what is saved: DeepSpeed leaves out the
+    first one alone (deepspeed/runtime/engine.py, `module_state_dict`).
+    """
+    for name, weight in engine.module.named_parameters(remove_duplicate=False):
+        if not weight.requires_grad:
+            weights.pop(name, None)
 
 
 def _client_state(

@@ -1,4 +1,4 @@
-"""Classes of layers whose matrix a tensor group can divide, and how each keeps it."""
+"""Classes of layers with a matrix that a tensor group can divide, and how each keeps it."""
 
 from __future__ import annotations
 

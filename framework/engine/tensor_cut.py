@@ -22,10 +22,10 @@ from framework.engine.packed_experts import divide_over_tensor_ranks
 from framework.engine.tensor_plans import (
     PLAN_KEY,
     KnownPlan,
-    Plan,
     entries_by_name,
     known_plan,
 )
+from framework.engine.transformers_plans import Plan
 from framework.errors import ConfigError, counted
 from framework.models.initialized import TokenEmbedding
 from framework.models.layers import register_module

@@ -12,11 +12,11 @@ from typing import Any, Final
 from torch import nn
 
 from framework.config.training import TensorSplit
+from framework.engine.transformers_plans import Plan, plan_of_blocks, refuse_heads
 from framework.errors import ConfigError
 from framework.models.layers import Layer, LayeredModel, first_of_ties
 from framework.models.packed_experts import find_packed
 
-Plan = Mapping[str, TensorSplit]
 PLAN_KEY: Final = "parallel.tensor_plan"
 # Names of splits in transformers' `tp_plan` -> here.
 _TRANSFORMERS_SPLITS: Final = {
@@ -89,8 +89,6 @@ def _own_plan(model: Any, *, size: int) -> Plan:
         splits = getattr(module, "_tp_plan", None)
         if splits:
             return _transformers_plan(module, splits, prefix=f"{name}." if name else "", size=size)
-    from framework.engine.transformers_plans import plan_of_blocks
-
     return plan_of_blocks(model, size=size)
 
 
@@ -126,21 +124,6 @@ def _is_within(pattern: str, names: Collection[str]) -> bool:
 
 def _regex_of(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\*", r"[^.]*"))
-
-
-def refuse_heads(config: Any, size: int) -> None:
-    """Refuse heads that ranks cannot share evenly, as a config of transformers counts them.
-
-    Raises:
-        ConfigError: kind ``tensor-not-divisible``.
-    """
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        count = getattr(config, key, None)
-        if isinstance(count, int) and count % size:
-            reason = f"ranks cannot share the model's {count} {key} evenly"
-            raise ConfigError.of(
-                "tensor-not-divisible", reason, "set another size", "parallel.tensor", size
-            )
 
 
 def entries_by_name(

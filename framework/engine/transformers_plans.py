@@ -14,7 +14,9 @@ from typing import Any, Final
 from torch import nn
 
 from framework.config.training import TensorSplit
-from framework.engine.tensor_plans import Plan, refuse_heads
+from framework.errors import ConfigError
+
+Plan = Mapping[str, TensorSplit]
 
 _MODELS: Final = "transformers.models."
 _COLUMN: Final = TensorSplit(split="column")
@@ -33,7 +35,7 @@ def _block(
     """Return the plan of a block with attention and a perceptron.
 
     Args:
-        attention: module whose first input these projections alone read.
+        attention: module with these projections, which alone read its first input.
         projections: layers of query, key and value in the attention.
         output: layer behind the attention.
         perceptron: its two layers.
@@ -120,6 +122,21 @@ def plan_of_blocks(model: nn.Module, *, size: int) -> Plan:
     if plan:
         plan.update(dict.fromkeys(_ends(model), _VOCABULARY))
     return plan
+
+
+def refuse_heads(config: Any, size: int) -> None:
+    """Refuse heads that ranks cannot share evenly, as a config of transformers counts them.
+
+    Raises:
+        ConfigError: kind ``tensor-not-divisible``.
+    """
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, key, None)
+        if isinstance(count, int) and count % size:
+            reason = f"ranks cannot share the model's {count} {key} evenly"
+            raise ConfigError.of(
+                "tensor-not-divisible", reason, "set another size", "parallel.tensor", size
+            )
 
 
 def _plan_of_block(block: nn.Module) -> Plan | None:

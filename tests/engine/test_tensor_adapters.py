@@ -89,6 +89,7 @@ CASES = {
     "nf4-z3": Case("llama", 3, IN_NF4, "adamw", within=1e-4),
     "int8-z1": Case("llama", 1, IN_INT8, sections={"batch": {"accumulation_steps": 2}}),
     "theirs-z3": Case("llama", 3, THEIR_HEAD),
+    "gpt2-z1": Case("gpt2", 1, OF_GPT2 | {"modules_to_save": ["ln_f"]}),
     "gpt2-z3": Case("gpt2", 3, OF_GPT2),
 }
 RARE = {
@@ -100,7 +101,6 @@ RARE = {
     ),
     "int8-z2": Case("gpt", 2, ROWS_AND_COLUMNS | {"quantization": "int8"}),
     "gpt2-z0": Case("gpt2", 0, OF_GPT2, "adamw", within=1e-4),
-    "gpt2-z1": Case("gpt2", 1, OF_GPT2 | {"target_modules": "all-linear"}),
     "theirs-z0": Case("llama", 0, THEIR_HEAD, "adamw", within=1e-4),
     "theirs-z2": Case("llama", 2, THEIR_ENDS),
 }
