@@ -527,6 +527,11 @@ def plain_values(value: Any) -> Any:
         return [plain_values(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
+    return _plain_number(value)
+
+
+def _plain_number(value: Any) -> Any:
+    """Return Python's number for another one; other values as they are."""
     if isinstance(value, bool):
         return value
     if isinstance(value, Integral):

@@ -65,15 +65,7 @@ or not at all.
 
 def _typed_keys() -> dict[str, str]:
     keys: dict[str, str] = dict(_WORDS["typed"])
-    for name in Zero.model_fields:
-        if name not in OFFLOADS and name not in OF_THE_ENGINE:
-            keys[f"zero_optimization.{name}"] = f"zero.{name}"
-            # DeepSpeed takes its stage 3 keys without the prefix too
-            keys[f"zero_optimization.{name.removeprefix('stage3_')}"] = f"zero.{name}"
-    for name, devices in OFFLOADS.items():
-        for device in devices.values():
-            for field in device.model_fields.keys() - {"zenflow"}:
-                keys[f"zero_optimization.{name}.{field}"] = f"zero.{name}.{field}"
+    keys |= _keys_of_zero()
     for dtype, section in (("fp16", FP16), ("bf16", BF16)):
         for name in section.model_fields:
             if name not in OUTSIDE_OF_PRECISION:
@@ -83,6 +75,20 @@ def _typed_keys() -> dict[str, str]:
     for _, parameters in SCHEDULES.values():
         for field, parameter in parameters.items():
             keys[f"scheduler.params.{parameter}"] = f"scheduler.{field}"
+    return keys
+
+
+def _keys_of_zero() -> dict[str, str]:
+    keys = {}
+    for name in Zero.model_fields:
+        if name not in OFFLOADS and name not in OF_THE_ENGINE:
+            keys[f"zero_optimization.{name}"] = f"zero.{name}"
+            # DeepSpeed takes its stage 3 keys without the prefix too
+            keys[f"zero_optimization.{name.removeprefix('stage3_')}"] = f"zero.{name}"
+    for name, devices in OFFLOADS.items():
+        for device in devices.values():
+            for field in device.model_fields.keys() - {"zenflow"}:
+                keys[f"zero_optimization.{name}.{field}"] = f"zero.{name}.{field}"
     return keys
 
 

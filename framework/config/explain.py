@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -153,18 +153,30 @@ def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, 
         elif isinstance(part, int) and get_args(annotation):  # an item of a list
             path.append(part)
             owner = annotation
-            annotation = get_args(annotation)[0]
-            while not members_of(annotation) and get_args(annotation):
-                annotation = get_args(annotation)[0]
+            annotation = _item_of(annotation)
         elif part != "[key]" and not _is_label(part, annotation):
             path.append(part)
-            field = fields_of(annotation).get(str(part))
             owner = annotation
-            annotation = None if field is None else field.annotation
-            # The type of a section that may be left out is the section.
-            if get_args(annotation)[1:] == (type(None),):
-                annotation = get_args(annotation)[0]
+            annotation = _type_of_field(annotation, str(part))
     return tuple(path), owner, annotation
+
+
+def _item_of(annotation: Any) -> Any:
+    """Return the type of the items of a list, or the union of sections that they are of."""
+    item = get_args(annotation)[0]
+    while not members_of(item) and get_args(item):
+        item = get_args(item)[0]
+    return item
+
+
+def _type_of_field(owner: Any, name: str) -> Any:
+    """Return the type of a section's field; of a section that may be left out the section's."""
+    field = fields_of(owner).get(name)
+    if field is None:
+        return None
+    if get_args(field.annotation)[1:] == (type(None),):
+        return get_args(field.annotation)[0]
+    return field.annotation
 
 
 def _is_label(part: str | int, annotation: Any) -> bool:
@@ -187,18 +199,25 @@ def _value_of_wrong_type(
     """
     key = ".".join(map(str, path))
     reason, fix = _wrong_type(value, wanted)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     shown = value
     if wanted == "text" and isinstance(value, (bool, int, float)):
         shown = Written(texts.get(path, show_value(value)))
         fix = f'write "{shown}", in quotes'
-    if isinstance(value, bool) and key in _SWITCHED:
-        fix = _SWITCHED[key][value]
-    elif value is None and key in _TURNS_OFF:
-        fix = _TURNS_OFF[key]
-    elif is_number and wanted != "text" and key in MAIN_KEYS:
-        fix = f"write {{{MAIN_KEYS[key]}: {show_value(value)}}}"
+    fix = _fix_of_key(key, value, wanted) or fix
     return Problem("wrong-type", reason, fix, key, shown)
+
+
+def _fix_of_key(key: str, value: Any, wanted: str) -> str:
+    """Return the fix that a key is known for; empty if there is none."""
+    if isinstance(value, bool):
+        if key in _SWITCHED:
+            return _SWITCHED[key][value]
+        return ""
+    if value is None:
+        return _TURNS_OFF.get(key, "")
+    if isinstance(value, (int, float)) and wanted != "text" and key in MAIN_KEYS:
+        return f"write {{{MAIN_KEYS[key]}: {show_value(value)}}}"
+    return ""
 
 
 def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -> Problem:
@@ -207,35 +226,64 @@ def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -
     a similar key.
     """
     name = str(path[-1])
-    key = ".".join(map(str, path))
     known = fields_of(owner)
     reason = "there is no such key"
-    guess = nearest(name, known)
-    place = place_here(name)
-    homes = list(homes_of(name, root))
-    word = None if _is_own_code(owner) else meaning(name, str(path[0]))
-    before_colon = name.partition(":")[0]
-    if value is None and before_colon in known and before_colon != name:
-        fix = _with_space(name)
-    elif value is None and name.isdigit():
-        fix = "write decimals with a point, such as 0.5, not with a comma"
-    elif name == "kind" and "target" in known:
+    fix = _fix_of_notation(name, value, known) or _name_of_deepspeed(path, value)
+    if name == "kind" and "target" in known:
         reason = "the section names a target as well"
         fix = "keep kind or target, not both"
-    elif place and (len(path) == 1 or name in OWNED) and not is_plain_switch(name, value):
-        fix = place
-    elif word is not None and not is_at_home(word, homes):
-        fix = word.hint()
-    elif homes:
-        reason = "there is no such key here"
-        fix = f"it exists as {' and '.join(homes[:3])}"
-    elif guess:
-        fix = f"did you mean '{guess}'?"
-    elif known:
-        fix = f"known here: {', '.join(known)}"
-    else:
-        fix = "remove it"
-    return Problem("unknown-key", reason, fix, key, value)
+    if not fix:
+        homes = list(homes_of(name, root))
+        fix = _name_of_other_tools(path, owner, homes)
+        if homes and not fix:
+            reason = "there is no such key here"
+            fix = f"it exists as {' and '.join(homes[:3])}"
+    fix = fix or _similar_or_known(name, known)
+    return Problem("unknown-key", reason, fix, ".".join(map(str, path)), value)
+
+
+def _fix_of_notation(name: str, value: Any, known: Container[str]) -> str:
+    """Return the fix of a key that YAML has made of other text; empty for other keys."""
+    if value is not None:
+        return ""
+    before_colon = name.partition(":")[0]
+    if before_colon in known and before_colon != name:
+        return _with_space(name)
+    if name.isdigit():
+        return "write decimals with a point, such as 0.5, not with a comma"
+    return ""
+
+
+def _name_of_deepspeed(path: KeyPath, value: Any) -> str:
+    """Return where a run config takes a key of DeepSpeed's; empty if it is none, or a switch."""
+    name = str(path[-1])
+    if len(path) > 1 and name not in OWNED:
+        return ""
+    if is_plain_switch(name, value):
+        return ""
+    return place_here(name)
+
+
+def _name_of_other_tools(path: KeyPath, owner: Any, homes: Sequence[str]) -> str:
+    """Return what a word of other tools is here; empty if it is none, or adds nothing to the places
+    of a key of this name.
+    """
+    if _is_own_code(owner):
+        return ""
+    word = meaning(str(path[-1]), str(path[0]))
+    if word is None or is_at_home(word, homes):
+        return ""
+    return word.hint()
+
+
+def _similar_or_known(name: str, known: Mapping[str, Any]) -> str:
+    """Return the fix with the key that a name resembles, or else with all keys of the section."""
+    guess = nearest(name, known)
+    if guess:
+        return f"did you mean '{guess}'?"
+    if known:
+        return f"known here: {', '.join(known)}"
+    return "remove it"
 
 
 def _is_own_code(owner: Any) -> bool:
@@ -289,12 +337,7 @@ def _unknown_kind(path: KeyPath, value: Any, union: Any) -> tuple[KeyPath, Probl
     if not isinstance(value, Mapping):
         reason, fix = _wrong_type(value, _SECTION)
         if isinstance(value, str):
-            guess = _kind_for(path, tag_key, value, choices)
-            fix = f"write {{{tag_key}: ...}}, one of {choices_text}"
-            if "target" in members_of(union) and _OF_CODE.fullmatch(value):
-                fix = f"write {{target: {value}}}"
-            elif guess is not None:
-                fix = f"write {{{tag_key}: {guess[0]}}}{guess[1]}"
+            fix = _section_for_text(path, value, union, choices_text)
         return path, Problem("wrong-type", reason, fix, ".".join(map(str, path)), value)
     kind = value.get(tag_key)
     if kind is None and value.get("target") is not None:
@@ -324,6 +367,17 @@ def _unknown_kind(path: KeyPath, value: Any, union: Any) -> tuple[KeyPath, Probl
     return kind_path, Problem("unknown-kind", "there is no such kind", fix, key, kind)
 
 
+def _section_for_text(path: KeyPath, text: str, union: Any, choices_text: str) -> str:
+    """Return the fix of a text in the place of a section with a kind."""
+    tag_key, choices = choices_of(union)
+    if "target" in members_of(union) and _OF_CODE.fullmatch(text):
+        return f"write {{target: {text}}}"
+    guess = _kind_for(path, tag_key, text, choices)
+    if guess is not None:
+        return f"write {{{tag_key}: {guess[0]}}}{guess[1]}"
+    return f"write {{{tag_key}: ...}}, one of {choices_text}"
+
+
 def _kind_for(
     path: KeyPath, tag_key: str, text: str, choices: Sequence[str]
 ) -> tuple[str, str] | None:
@@ -351,14 +405,13 @@ def _other_words_in(section: Mapping[str, Any], path: KeyPath, union: Any) -> st
     known = {name for member in members_of(union).values() for name in member.model_fields}
     for name in map(str, section):
         here = value_here(".".join(map(str, (*path, tag_key))), name)
+        word = meaning(name, str(path[0]))
         if name in choices:
             hints.append(f"for {name} write {tag_key}: {name}")
         elif here is not None:
             hints.append(f"for {name} write {tag_key}: {here[0]}")
-        else:
-            word = meaning(name, str(path[0]))
-            if word is not None and word.keys and name not in known:
-                hints.append(word.hint())
+        elif word is not None and word.keys and name not in known:
+            hints.append(word.hint())
     return "".join(f"; {hint}" for hint in hints)
 
 
@@ -371,23 +424,31 @@ def _wrong_type(value: Any, wanted: str) -> tuple[str, str]:
     """Return the reason and the fix of a value of another type."""
     reason = f"{_type_name(value)} where {wanted} belongs"
     if wanted == _SECTION:
-        fix = "write its keys under it"
-        if isinstance(value, str) and _NO_SPACE.fullmatch(value):
-            fix = _with_space(value)
-        if value is None:
-            fix += ", or leave the section out"
-        return reason, fix
+        return reason, _fix_of_no_section(value)
     if value is None:
         return reason, f"write {wanted}, or leave the key out"
-    if isinstance(value, str) and wanted in ("a whole number", "a number") and _is_number(value):
-        return reason, f"write {value.strip()} without quotes"
+    if isinstance(value, str) and wanted in ("a whole number", "a number"):
+        return reason, _fix_of_no_number(value, wanted)
     if wanted == "true or false" and str(value).lower() in TRUTH:
         return reason, f"write {TRUTH[str(value).lower()]}"
-    if isinstance(value, str) and wanted == "a number":
-        text = value.strip().lower().lstrip("+-.")
-        if text in ("nan", "inf", "infinity"):
-            return reason, "write a finite number"
     return reason, f"write {wanted}"
+
+
+def _fix_of_no_section(value: Any) -> str:
+    if value is None:
+        return "write its keys under it, or leave the section out"
+    if isinstance(value, str) and _NO_SPACE.fullmatch(value):
+        return _with_space(value)
+    return "write its keys under it"
+
+
+def _fix_of_no_number(text: str, wanted: str) -> str:
+    """Return the fix of a text where a number belongs."""
+    if _is_number(text):
+        return f"write {text.strip()} without quotes"
+    if wanted == "a number" and text.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity"):
+        return "write a finite number"
+    return f"write {wanted}"
 
 
 def _with_space(text: str) -> str:

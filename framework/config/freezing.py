@@ -47,12 +47,14 @@ def refuse_bad_freeze(names: Iterable[str], entries: Sequence[FreezeEntry]) -> N
     problems = list(_unmatched(names, entries)) or list(_overlaps(names, entries))
     if problems:
         raise ConfigError(problems)
-    numbers = [entry_of(name, entries) for name in names]
+    numbers = {entry_of(name, entries) for name in names}
+    if None in numbers:  # weights that no entry freezes
+        return
     with_steps = scheduled(entries).values()
     # More weights are frozen from these steps on; in the others none becomes frozen.
     steps = [1] + [entry.from_step for entry in with_steps if entry.from_step]
     for step in sorted(steps):
-        if all(number is not None and is_frozen(entries[number], step) for number in numbers):
+        if all(is_frozen(entries[number], step) for number in numbers if number is not None):
             raise everything_frozen(entries, step=step if with_steps else 0)
 
 

@@ -55,9 +55,7 @@ def group_values(
     Raises:
         ConfigError: kind ``muon-needs-matrices``, see `stepped_by_muon`.
     """
-    weight_decay = getattr(optimizer, "weight_decay", 0.0)
     base_lr = getattr(optimizer, "lr", None) or 1.0
-    decays_all = getattr(optimizer, "weight_decay_on", "all") == "all"
     groups: Sequence[Group] = getattr(optimizer, "groups", ())
     layer_decay = getattr(optimizer, "layer_decay", 1.0)
     depths: dict[str, int] = {}
@@ -70,17 +68,25 @@ def group_values(
         lr = base_lr
         if isinstance(optimizer, Muon) and not by_muon:
             lr = optimizer.adam_lr
-        decay = weight_decay if decays_all or is_matrix(shape) else 0.0
+        decay = _decay_of(shape, optimizer)
         group = _group_of(name, groups)
-        if group is not None and group.lr is not None:
-            lr = group.lr
-        if group is not None and group.weight_decay is not None:
-            decay = group.weight_decay
+        if group is not None:
+            lr = lr if group.lr is None else group.lr
+            decay = decay if group.weight_decay is None else group.weight_decay
         lr_ratio = lr / base_lr
         if depths:
             lr_ratio *= layer_decay ** (last_depth - _depth_of(name, depths))
         values[name] = GroupValues(lr_ratio, decay, by_muon)
     return values
+
+
+def _decay_of(shape: Sequence[int], optimizer: Any) -> float:
+    """Return the weight decay of a weight outside of groups."""
+    decays_all = getattr(optimizer, "weight_decay_on", "all") == "all"
+    if decays_all or is_matrix(shape):
+        weight_decay: float = getattr(optimizer, "weight_decay", 0.0)
+        return weight_decay
+    return 0.0
 
 
 def _group_of(name: str, groups: Sequence[Group]) -> Group | None:
@@ -138,14 +144,9 @@ def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any)
     Raises:
         ConfigError: kind ``group-matches-nothing`` for each such group, or ``muon-needs-matrices``.
     """
-    patterns: dict[str, str] = {}
-    for number, group in enumerate(getattr(optimizer, "groups", ())):
-        patterns[f"groups.{number}.match"] = group.match
-    for number, pattern in enumerate(getattr(optimizer, "matrices", ())):
-        patterns[f"matrices.{number}"] = pattern
     names = list(shapes)
     problems = []
-    for key, pattern in patterns.items():
+    for key, pattern in _patterns_of(optimizer).items():
         if not any(re.fullmatch(pattern, name) for name in names):
             problems.append(
                 Problem(
@@ -156,22 +157,36 @@ def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any)
                     pattern,
                 )
             )
-    if isinstance(optimizer, Muon) and not problems:
-        # All weights are looked at: a pattern that names a tensor other than a matrix is refused.
-        are_stepped = [stepped_by_muon(name, shape, optimizer) for name, shape in shapes.items()]
-        if not any(are_stepped):
-            problems.append(
-                Problem(
-                    "muon-needs-matrices",
-                    "no trained matrix of the model is in a layer inside a numbered block, such as "
-                    "blocks.3.mlp.up.weight",
-                    "name the weights that Muon steps, or use adamw",
-                    "optimizer.matrices",
-                    optimizer.matrices,
-                )
-            )
     if problems:
         raise ConfigError(problems)
+    if isinstance(optimizer, Muon):
+        _refuse_without_matrices(shapes, optimizer)
+
+
+def _patterns_of(optimizer: Any) -> dict[str, str]:
+    """Return the patterns of an optimizer's groups by their keys."""
+    patterns: dict[str, str] = {}
+    for number, group in enumerate(getattr(optimizer, "groups", ())):
+        patterns[f"groups.{number}.match"] = group.match
+    for number, pattern in enumerate(getattr(optimizer, "matrices", ())):
+        patterns[f"matrices.{number}"] = pattern
+    return patterns
+
+
+def _refuse_without_matrices(shapes: Mapping[str, Sequence[int]], optimizer: Muon) -> None:
+    """Refuse a model without a weight that Muon steps."""
+    # All weights are looked at: a pattern that names a tensor other than a matrix is refused.
+    are_stepped = [stepped_by_muon(name, shape, optimizer) for name, shape in shapes.items()]
+    if any(are_stepped):
+        return
+    raise ConfigError.of(
+        "muon-needs-matrices",
+        "no trained matrix of the model is in a layer inside a numbered block, such as "
+        "blocks.3.mlp.up.weight",
+        "name the weights that Muon steps, or use adamw",
+        "optimizer.matrices",
+        optimizer.matrices,
+    )
 
 
 def _names_like(pattern: str, names: Sequence[str]) -> str:
@@ -297,35 +312,41 @@ def is_inside_saved(weight: str, lora: LoRA) -> bool:
 
 def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
     """Return a problem of kind ``lora-matches-nothing`` for each name without a module."""
+    problems = []
     targets = lora.target_modules
+    if not isinstance(targets, str):
+        for number, name in enumerate(targets):
+            if not any(is_named(module, [name]) for module in modules):
+                fix = _module_like(name, modules)
+                problems.append(_matches_nothing(f"target_modules.{number}", name, fix))
+    for number, name in enumerate(lora.modules_to_save):
+        if not any(module.endswith(name) for module in modules):
+            fix = _module_like(name, modules)
+            problems.append(_matches_nothing(f"modules_to_save.{number}", name, fix))
+    if isinstance(targets, str) and not _any_is_named(modules, targets):
+        fix = _names_like(targets, modules)
+        problems.append(_matches_nothing("target_modules", targets, fix))
+    return problems
+
+
+def _any_is_named(modules: Sequence[str], targets: str) -> bool:
+    return targets == ALL_LINEAR or any(is_named(module, targets) for module in modules)
+
+
+def _matches_nothing(key: str, name: str, fix: str) -> Problem:
+    reason = "no module of the model has such a name"
+    return Problem("lora-matches-nothing", reason, fix, f"training.lora.{key}", name)
+
+
+def _module_like(name: str, modules: Sequence[str]) -> str:
+    """Return the fix of a name without a module: one that resembles it."""
+    if not modules:
+        return "remove it"
+    from deepspeed_lint.text.typos import nearest  # for messages alone
+
     last_names = list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
     known = last_names + list(modules)
-    fixes: dict[tuple[str, str], str] = {}  # (key, name) -> fix
-
-    def add(key: str, names: Sequence[str], name: str) -> None:
-        fix = "remove it"
-        if known:
-            from deepspeed_lint.text.typos import nearest  # for messages alone
-
-            fix = f"did you mean {nearest(name, known) or known[0]}?"
-        fixes[f"{key}.{names.index(name)}", name] = fix
-
-    if not isinstance(targets, str):
-        for name in targets:
-            if not any(is_named(module, [name]) for module in modules):
-                add("target_modules", targets, name)
-    for name in lora.modules_to_save:
-        if not any(module.endswith(name) for module in modules):
-            add("modules_to_save", lora.modules_to_save, name)
-    if isinstance(targets, str):
-        has_match = targets == ALL_LINEAR or any(is_named(module, targets) for module in modules)
-        if not has_match:
-            fixes["target_modules", targets] = _names_like(targets, modules)
-    reason = "no module of the model has such a name"
-    return [
-        Problem("lora-matches-nothing", reason, fix, f"training.lora.{key}", name)
-        for (key, name), fix in fixes.items()
-    ]
+    return f"did you mean {nearest(name, known) or known[0]}?"
 
 
 def tied_problem(module: str, value: Any) -> Problem:

@@ -133,10 +133,10 @@ def _tag_words(schema: Schema) -> str:
 
 def type_words(field: Schema) -> str:
     """Return the values that a key takes, in words; what is code stands in backticks."""
-    if "anyOf" in field or "oneOf" in field:
-        members = [*field.get("anyOf", ()), *field.get("oneOf", ())]
+    members = [*field.get("anyOf", ()), *field.get("oneOf", ())]
+    if members:
         names = dict.fromkeys(type_words(each) for each in members if each.get("type") != "null")
-        return "section" if set(names) == {"section"} else " or ".join(names)
+        return " or ".join(names)
     if "$ref" in field:
         return "section"
     if "enum" in field:
@@ -177,19 +177,24 @@ def _example(field: Schema) -> str:
     if default not in (None, "", [], {}):
         return _as_setting(default)
     for member in (field, *field.get("anyOf", ()), *field.get("oneOf", ())):
-        if "enum" in member:
-            return str(member["enum"][0])
-        if "const" in member:
-            return str(member["const"])
-        if member.get("type") in ("integer", "number"):
-            return _number(max(1, member.get("minimum", 1), member.get("exclusiveMinimum", 0)))
-        if member.get("type") == "boolean":
-            return "true"
-        if member.get("type") == "string":
-            return "TEXT"
-        if member.get("type") == "array":
-            return "'[...]'"
+        example = _example_of_type(member)
+        if example:
+            return example
     return "'{...}'"
+
+
+_EXAMPLES: Final = {"boolean": "true", "string": "TEXT", "array": "'[...]'"}
+
+
+def _example_of_type(field: Schema) -> str:
+    """Return a value of a plain type: a choice, a small number, or text; empty for a section."""
+    if "enum" in field:
+        return str(field["enum"][0])
+    if "const" in field:
+        return str(field["const"])
+    if field.get("type") in ("integer", "number"):
+        return _number(max(1, field.get("minimum", 1), field.get("exclusiveMinimum", 0)))
+    return _EXAMPLES.get(field.get("type", ""), "")
 
 
 def _as_setting(value: Any) -> str:

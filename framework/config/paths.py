@@ -38,11 +38,11 @@ def unexpanded_paths(section: object, prefix: str = "") -> Iterator[tuple[str, s
             for number, item in enumerate(value):
                 if isinstance(item, BaseModel):
                     yield from unexpanded_paths(item, f"{prefix}{name}.{number}.")
-        elif isinstance(value, str) and name in fields:
-            if _AS_PATH not in fields[name].metadata or not _is_unexpanded(value):
-                continue
+        elif name in fields and _AS_PATH in fields[name].metadata and _is_unexpanded(value):
             yield f"{prefix}{name}", value
 
 
-def _is_unexpanded(path: str) -> bool:
+def _is_unexpanded(path: object) -> bool:
+    if not isinstance(path, str):
+        return False
     return path.startswith("~") or _VARIABLE.search(path) is not None

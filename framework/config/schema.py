@@ -153,14 +153,9 @@ def _without(typed: Set[str], schema: dict[str, Any], path: str) -> dict[str, An
     """
     members: dict[str, Any] = {}
     for name, member in schema.get("properties", {}).items():
-        member_path = f"{path}.{name}"
-        if member_path in typed or "$ref" in member or member.get("deprecated"):
-            continue
-        has_typed = any(key.startswith(f"{member_path}.") for key in typed)
-        if "properties" in member and has_typed:
-            member = _without(typed, member, member_path)
-        if member:
-            members[name] = member
+        kept_member = _member_without(typed, member, f"{path}.{name}")
+        if kept_member:
+            members[name] = kept_member
     if not members:
         return {}
     kept: dict[str, Any] = {
@@ -169,6 +164,16 @@ def _without(typed: Set[str], schema: dict[str, Any], path: str) -> dict[str, An
     kept["type"] = "object"
     kept["properties"] = members
     return kept
+
+
+def _member_without(typed: Set[str], schema: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the schema of a key as `_without` has it; empty for one that is left out."""
+    if path in typed or "$ref" in schema or schema.get("deprecated"):
+        return {}
+    has_typed = any(key.startswith(f"{path}.") for key in typed)
+    if "properties" in schema and has_typed:
+        return _without(typed, schema, path)
+    return schema
 
 
 if __name__ == "__main__":
