@@ -163,21 +163,8 @@ class StepWatch:
             all_losses = gather([row[_RANK_LOSS] for _, row in bad_rows])
         bad = []
         for index, (step, row) in enumerate(bad_rows):
-            not_finite = []
-            for rank, losses in enumerate(all_losses):
-                if not math.isfinite(losses[index]):
-                    not_finite.append(f"rank {rank}")
-            rerun = self._reruns.get(step, _NO_RERUN)
-            values = [value if value != _MOST else math.inf for value in row[_LOSS:_RANK_LOSS]]
-            bad.append(
-                BadStep(
-                    step,
-                    *values,
-                    ranks=rerun.differing_ranks or tuple(not_finite),
-                    verdict=rerun.verdict,
-                    is_taken=rerun.is_taken,
-                )
-            )
+            losses_of_ranks = [losses[index] for losses in all_losses]
+            bad.append(self._bad_step(step, row, losses_of_ranks))
         if self.keeps_weights:
             skipped = [step for step, _ in bad_rows if step in self._uncounted]
             self._engine.skipped_steps += len(skipped)
@@ -186,6 +173,22 @@ class StepWatch:
         self._reruns.clear()
         self.has_news = False
         return bad
+
+    def _bad_step(self, step: int, row: list[float], losses_of_ranks: list[float]) -> BadStep:
+        """Describe a bad step by its row of the table, and by the loss of each rank."""
+        not_finite = []
+        for rank, loss in enumerate(losses_of_ranks):
+            if not math.isfinite(loss):
+                not_finite.append(f"rank {rank}")
+        rerun = self._reruns.get(step, _NO_RERUN)
+        values = [value if value != _MOST else math.inf for value in row[_LOSS:_RANK_LOSS]]
+        return BadStep(
+            step,
+            *values,
+            ranks=rerun.differing_ranks or tuple(not_finite),
+            verdict=rerun.verdict,
+            is_taken=rerun.is_taken,
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the last good steps, for a checkpoint."""

@@ -8,7 +8,7 @@ gathered, rank 0 holds one rank's share and one piece.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
@@ -131,14 +131,7 @@ class Collected:
             self._refuse(f"collect() returned a {type(values).__name__}", "return a dict by name")
             return
         values = {str(name): value for name, value in values.items()}
-        names = self._parts.keys()
-        if names and names != values.keys():
-            known = ", ".join(sorted(names))
-            given = ", ".join(sorted(values))
-            self._refuse(
-                f"collect() returned {given or 'nothing'} of one batch and {known} of another",
-                "return the same names for every batch",
-            )
+        if self._refuses_names(values.keys()):
             return
         for name, value in values.items():
             self._add(name, value, targets)
@@ -147,34 +140,56 @@ class Collected:
         elif self._waiting_bytes > _MOST_ON_DEVICE:
             self._to_host()
 
+    def _refuses_names(self, given_names: Set[str]) -> bool:
+        names = self._parts.keys()
+        if not names or names == given_names:
+            return False
+        known = ", ".join(sorted(names))
+        given = ", ".join(sorted(given_names))
+        self._refuse(
+            f"collect() returned {given or 'nothing'} of one batch and {known} of another",
+            "return the same names for every batch",
+        )
+        return True
+
     def _add(self, name: str, value: Any, targets: Any) -> None:
         if isinstance(value, np.ndarray) and value.dtype != object:
             value = torch.from_numpy(value)
-        if isinstance(value, Tensor):
-            if self._refuses_shape(name, value, targets):
-                return
-            part: Any = value.detach().clone(memory_format=torch.contiguous_format)
-            num_bytes = part.numel() * part.element_size()
-        elif isinstance(value, list | tuple | np.ndarray):
-            part = [_on_host(row) for row in value]
-            if self._refuses_rows(name, part):
-                return
-            num_bytes = sum(_bytes_of(row) for row in part)
-        else:
-            self._refuse(
-                f"collect() returned a {type(value).__name__} under {name!r}",
-                "return a tensor or a list with a row for each sample",
-            )
+        part = self._part(name, value, targets)
+        if part is None:
             return
         parts = self._parts.setdefault(name, [])
         if parts and not _are_alike(parts[0], part):
             self._refuse(_difference(name, parts[0], part), _LISTS)
             return
         parts.append(part)
+        if isinstance(part, list):
+            self._num_bytes += sum(_bytes_of(row) for row in part)
+            return
+        num_bytes = part.numel() * part.element_size()
         self._num_bytes += num_bytes
-        if isinstance(part, Tensor) and part.device.type != "cpu":
+        if part.device.type != "cpu":
             self._waiting.append((parts, len(parts) - 1))
             self._waiting_bytes += num_bytes
+
+    def _part(self, name: str, value: Any, targets: Any) -> Tensor | list[Any] | None:
+        """Return a copy of the values of a batch, rows of lists on the host; None if they are
+        refused.
+        """
+        if isinstance(value, Tensor):
+            if self._refuses_shape(name, value, targets):
+                return None
+            return value.detach().clone(memory_format=torch.contiguous_format)
+        if isinstance(value, list | tuple | np.ndarray):
+            rows = [_on_host(row) for row in value]
+            if self._refuses_rows(name, rows):
+                return None
+            return rows
+        self._refuse(
+            f"collect() returned a {type(value).__name__} under {name!r}",
+            "return a tensor or a list with a row for each sample",
+        )
+        return None
 
     def _refuses_shape(self, name: str, value: Tensor, targets: Any) -> bool:
         if value.ndim == 0:
@@ -400,18 +415,23 @@ def to_rank0(payload: Tensor | None, sizes: Sequence[tuple[int, int]]) -> Iterat
             assert payload is not None
             yield payload
         elif own == 0:
-            received = torch.empty(num_bytes, dtype=torch.uint8)
-            for piece in torch.split(received, _PIECE):
-                buffer = torch.empty_like(piece, device=device())
-                if len(piece):
-                    torch.distributed.recv(buffer, src=sender)
-                piece.copy_(buffer)
-            yield received
+            yield _received(sender, num_bytes)
         elif own == sender:
             assert payload is not None
             for piece in torch.split(payload, _PIECE):
                 if len(piece):
                     torch.distributed.send(piece.to(device()), dst=0)
+
+
+def _received(sender: int, num_bytes: int) -> Tensor:
+    """Receive bytes of a rank, piece by piece."""
+    received = torch.empty(num_bytes, dtype=torch.uint8)
+    for piece in torch.split(received, _PIECE):
+        buffer = torch.empty_like(piece, device=device())
+        if len(piece):
+            torch.distributed.recv(buffer, src=sender)
+        piece.copy_(buffer)
+    return received
 
 
 def _gathered(

@@ -71,9 +71,7 @@ def build_model(
     if not is_cut and ranks_on_host() == 1:
         return build()
     if host_bytes is None:
-        free = room()
-        if free is not None:
-            host_bytes = int(free.num_bytes * _SHARE_FOR_WEIGHTS)
+        host_bytes = _free_for_weights()
     reason = ""
     random_state = capture()
     with refusing_scalars():
@@ -100,6 +98,14 @@ def build_model(
         fix="initialise weights in the constructor of their own module, or start on hosts with "
         "more memory",
     )
+
+
+def _free_for_weights() -> int | None:
+    """Return the bytes of this host that ranks may take for weights; None if that is not known."""
+    free = room()
+    if free is None:
+        return None
+    return int(free.num_bytes * _SHARE_FOR_WEIGHTS)
 
 
 def _ways(*, is_cut: bool, draws_in_pieces: bool, groups: RankGroups | None) -> list[_Way]:

@@ -7,7 +7,7 @@ stage 0 alone, and at stage 3 it is in no checkpoint (0.19.8, engine.py `_get_ze
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -109,15 +109,18 @@ def make_over_all(
         fault = next((stage_fault for stage_fault in gather(fault) if stage_fault), None)
     if fault is None:
         return optimizer
-    key = "optimizer"
-    value = ""
-    if isinstance(section, Target):
-        key = "optimizer.target"
-        value = section.target
-    elif isinstance(section, Object):
-        value = section.object
+    key, value = _key_and_value(section)
     reason, fix = fault
     raise ConfigError.of("optimizer-target-result", reason, fix, key, value)
+
+
+def _key_and_value(section: Any) -> tuple[str, str]:
+    """Return the key that names the user's optimizer, and its value."""
+    if isinstance(section, Target):
+        return "optimizer.target", section.target
+    if isinstance(section, Object):
+        return "optimizer", section.object
+    return "optimizer", ""
 
 
 def _fault_of(optimizer: torch.optim.Optimizer, names: Names) -> tuple[str, str] | None:
@@ -137,9 +140,14 @@ def _fault_of(optimizer: torch.optim.Optimizer, names: Names) -> tuple[str, str]
         if id(weight) in seen:
             return f"it holds {names[weight]} more than once", f"{_OVER_ALL}, each once"
         seen.add(id(weight))
+    return _lacking(names, seen)
+
+
+def _lacking(names: Names, held: Container[int]) -> tuple[str, str] | None:
+    """Return reason and fix where a trained weight is not `held`, by its identity, or None."""
     # DeepSpeed steps no weight without elements.
     trained = [weight for weight in names if weight.requires_grad and num_elements(weight)]
-    lacking = [names[weight] for weight in trained if id(weight) not in seen]
+    lacking = [names[weight] for weight in trained if id(weight) not in held]
     if not lacking:
         return None
     reason = f"none of its groups holds {lacking[0]}"

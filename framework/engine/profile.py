@@ -346,18 +346,7 @@ def collectives_of(
         sizes: bytes of every collective, by its name in torch's flight recorder.
         num_steps: how many steps were traced.
     """
-    events = list(events)
-    sums: dict[tuple[str, bool], _Sum] = defaultdict(_Sum)  # by name and whether on the host
-    steps: list[tuple[int, int]] = []
-    for event in events:
-        if event.name().startswith(_STEP):
-            steps.append((event.start_ns(), event.end_ns()))
-    for event in events:
-        # a save has collectives as well
-        is_in_step = any(start <= event.start_ns() < end for start, end in steps)
-        if is_in_step and event.name().startswith(("gloo:", "nccl:", "hccl:", "xccl:")):
-            on_host = event.device_type() == DeviceType.CPU
-            sums[event.name(), on_host].add(1, event.end_ns() - event.start_ns())
+    sums = _times_of_collectives(list(events))
     rows = []
     for (name, on_host), total in sums.items():
         if on_host and (name, False) in sums:  # the device's own times are the true ones
@@ -369,6 +358,22 @@ def collectives_of(
         kind = name.partition(":")[2]
         rows.append(_traffic_row(kind, count, num_bytes, total.time_ns / 1e6 / num_steps))
     return sorted(rows, key=lambda row: -row["ms"])
+
+
+def _times_of_collectives(events: Sequence[Any]) -> Mapping[tuple[str, bool], _Sum]:
+    """Add up the times of collectives in steps, by name and whether on the host."""
+    sums: dict[tuple[str, bool], _Sum] = defaultdict(_Sum)
+    steps: list[tuple[int, int]] = []
+    for event in events:
+        if event.name().startswith(_STEP):
+            steps.append((event.start_ns(), event.end_ns()))
+    for event in events:
+        # a save has collectives as well
+        is_in_step = any(start <= event.start_ns() < end for start, end in steps)
+        if is_in_step and event.name().startswith(("gloo:", "nccl:", "hccl:", "xccl:")):
+            on_host = event.device_type() == DeviceType.CPU
+            sums[event.name(), on_host].add(1, event.end_ns() - event.start_ns())
+    return sums
 
 
 def _traffic_row(

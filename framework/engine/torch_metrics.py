@@ -107,15 +107,7 @@ class MetricSums:
         """
         has_samples = is_source and any(metric.update_count for metric in self._all())
         num_bytes = self._num_bytes if has_samples else 0
-        ranks = gather((num_bytes, self._most_bytes, self._most_here, self._is_full))
-        names = ", ".join(map(key_of, self._metrics))
-        for of_rank, _, most_here, is_full in ranks:
-            if is_full:
-                raise too_large_here("the metrics have kept", of_rank, most_here, names)
-        of_a_pass = sum(of_rank for of_rank, *_ in ranks) * num_batches
-        limit = ranks[0][1]
-        if of_a_pass > limit:
-            raise too_large("the metrics bring", of_a_pass, limit, names)
+        self._refuse_too_large(num_bytes, num_batches)
         payload: Tensor | None = None
         if has_samples:
             payload = self.packed()
@@ -126,6 +118,18 @@ class MetricSums:
             self.join(payloads)
         else:
             deque(payloads, maxlen=0)  # sends
+
+    def _refuse_too_large(self, num_bytes: int, num_batches: int) -> None:
+        """Refuse states that are too large for a rank, or all together for rank 0. Collective."""
+        ranks = gather((num_bytes, self._most_bytes, self._most_here, self._is_full))
+        names = ", ".join(map(key_of, self._metrics))
+        for of_rank, _, most_here, is_full in ranks:
+            if is_full:
+                raise too_large_here("the metrics have kept", of_rank, most_here, names)
+        of_a_pass = sum(of_rank for of_rank, *_ in ranks) * num_batches
+        limit = ranks[0][1]
+        if of_a_pass > limit:
+            raise too_large("the metrics bring", of_a_pass, limit, names)
 
     def packed(self) -> Tensor:
         """Return the bytes of this rank's states, (bytes,) uint8 on the host."""
@@ -186,23 +190,25 @@ def _set_joined(metric: Metric, of_ranks: list[tuple[_State, int]]) -> None:
     used = [state for state, count in of_ranks if count]
     metric.to("cpu")
     for name, reduction in metric._reductions.items():
-        values = [state[name] for state in used]
-        if not values:
-            continue
-        joined: Any = values[0]
-        if isinstance(joined, Tensor):
-            if len(values) > 1:
-                joined = torch.stack(values)
-                if callable(reduction):
-                    joined = reduction(joined)
-        else:
-            # Without its reduction it is what a single process has: a list of batches.
-            joined = [item for value in values for item in value]
-            if callable(reduction) and reduction is not dim_zero_cat:
-                joined = reduction(joined)
-        setattr(metric, name, joined)
+        if used:
+            setattr(metric, name, _joined([state[name] for state in used], reduction))
     metric._update_count = sum(count for _, count in of_ranks)
     metric._computed = None
+
+
+def _joined(values: list[Any], reduction: Any) -> Any:
+    """Join one state of several ranks: tensors are stacked, lists are joined; then reduced."""
+    if isinstance(values[0], Tensor):
+        if len(values) == 1:
+            return values[0]
+        joined: Any = torch.stack(values)
+    else:
+        joined = [item for value in values for item in value]
+        if reduction is dim_zero_cat:
+            return joined  # as a single process has it: a list of batches
+    if callable(reduction):
+        return reduction(joined)
+    return joined
 
 
 def _bytes_of(item: Any) -> int:

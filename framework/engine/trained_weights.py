@@ -96,20 +96,11 @@ class TrainedWeights:
         thawed = [name for name, before, now in pairs if now and not before]
         frozen = [name for name, before, now in pairs if before and not now]
         step = self._engine.global_steps
-        stage = self._engine.zero_optimization_stage()
         if thawed:
             reason = "is True now, and the optimizer does not hold it: it is not trained"
             self._refuse_flags(thawed, reason, f"until_step: {step}")
         if frozen and not self._may_freeze:
-            place = f"zero.stage {stage}"
-            if stage == 0:
-                place += " in half precision"
-            reason = f"is False now, and at {place} DeepSpeed steps it on, by zeros for gradients"
-            if stage == 3:
-                reason += (
-                    " (a flag that is the same again before every step() is right at stages 0 to 2)"
-                )
-            self._refuse_flags(frozen, reason, f"from_step: {step + 1}")
+            self._refuse_frozen(frozen)
         self._accepted = flags
         if frozen and not self._has_warned:
             self._has_warned = True
@@ -119,6 +110,19 @@ class TrainedWeights:
                 f"again {_FLAG}",
                 is_of_all_ranks=True,
             )
+
+    def _refuse_frozen(self, names: list[str]) -> NoReturn:
+        """Refuse weights that DeepSpeed would step on."""
+        stage = self._engine.zero_optimization_stage()
+        place = f"zero.stage {stage}"
+        if stage == 0:
+            place += " in half precision"
+        reason = f"is False now, and at {place} DeepSpeed steps it on, by zeros for gradients"
+        if stage == 3:
+            reason += (
+                " (a flag that is the same again before every step() is right at stages 0 to 2)"
+            )
+        self._refuse_flags(names, reason, f"from_step: {self._engine.global_steps + 1}")
 
     def _refuse_flags(self, names: list[str], reason: str, steps: str) -> NoReturn:
         """Refuse changed flags of weights. `steps` is how an entry of training.freeze names the

@@ -168,7 +168,7 @@ def _warmup(arguments: ForeignArguments) -> float:
     warmup = float(steps or arguments.values.get("warmup_ratio") or 0)
     max_steps = arguments.take("max_steps")
     if 0 < warmup < 1 and max_steps > 0:
-        return math.ceil(warmup * max_steps)
+        return float(math.ceil(warmup * max_steps))
     return warmup
 
 
