@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from framework.config.run_config import RunConfig
+from framework.config.training import Batch
 from framework.errors import show_value
 from framework.plan.alternatives import settings_text, with_settings
 from framework.plan.candidate import Candidate
@@ -116,11 +117,7 @@ def _with_same_samples(config: RunConfig, planned: Candidate) -> RunConfig:
 
 def _fixed(written: RunConfig) -> Iterator[str]:
     """Yield the keys that a config fixes, by a value or by the default, and that may cost."""
-    batch = written.batch
-    if batch.global_size is not None and batch.fixed_micro_size is not None:
-        yield MICRO
-    elif batch.global_size is not None and batch.accumulation_steps is not None:
-        yield ACCUMULATION
+    yield from _fixed_of_batch(written.batch)
     for key in (STAGE, RECOMPUTE, *SIZES):
         if key not in written.auto:
             yield key
@@ -131,6 +128,16 @@ def _fixed(written: RunConfig) -> Iterator[str]:
         yield OFFLOAD
     elif zero.offload_param.device == "cpu":
         yield PARAMS
+
+
+def _fixed_of_batch(batch: Batch) -> Iterator[str]:
+    """Yield the key that fixes how a step's samples are divided, if one does."""
+    if batch.global_size is None:
+        return
+    if batch.fixed_micro_size is not None:
+        yield MICRO
+    elif batch.accumulation_steps is not None:
+        yield ACCUMULATION
 
 
 def _found(request: Request, key: str, planned: Candidate) -> KeyCost | None:

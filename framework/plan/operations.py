@@ -97,6 +97,10 @@ class _Operation:
     passes: bool
     holds: tuple[Value, ...]
 
+    def storages(self) -> set[Value]:
+        """Return the tensors that it reads, makes and saves."""
+        return {value.storage for value in (*self.reads, self.made, *self.saves)}
+
 
 @dataclass
 class Tape:
@@ -285,13 +289,12 @@ class Tape:
         kept = self.saved if keeps else set[Value]()
         if keeps_products:
             stays |= self._of_products
+        kept_before = kept.difference(self._new)
         live = set[Value]()
         most = 0
         for number, operation in enumerate(self._operations):
-            for value in chain(operation.reads, [operation.made], operation.saves):
-                live.add(value.storage)
-            counted = [value for value in live if value not in kept or value in self._new]
-            most = max(most, _num_bytes(counted))
+            live |= operation.storages()
+            most = max(most, _num_bytes(live - kept_before))
             for value in live - kept - stays:
                 if last_use.get(value, number) <= number:
                     live.remove(value)
@@ -516,19 +519,14 @@ class Tape:
         elif self.keeps_inputs and is_linear:
             saves = [value]
         elif self.product_width < self.weight_width:  # autograd keeps the copy of the weight
-            copy = Value((self.count, *weight), self.product_width, is_split=split is not None)
-            self.moved_bytes += self.count * prod(weight) * (self.weight_width + self.product_width)
+            copy = self._copy_for_autocast(weight, is_split=split is not None)
             if cast_value.has_gradient or len(weight) > 2:
                 saves.append(copy)
             temporary = copy.num_bytes
         reads = [cast_value]
         if self.rounded_widths is not None and self._may_round(weight):
-            first, second = self.rounded_widths
-            numbers = self.count * prod(weight)
-            inputs = prod(cast_value.shape)
-            rounded_bytes = first * inputs + second * numbers
-            reads.append(Value((rounded_bytes,), 1, has_gradient=False))
-            temporary = first * prod(shape) + second * max(inputs, numbers)
+            rounded, temporary = self._rounded(self.rounded_widths, cast_value, weight, shape)
+            reads.append(rounded)
         product_flops = 2 * prod(shape) * prod(weight[1:])
         if not is_trained:
             self.frozen_flops += (1 if cast_value.has_gradient else 2) * product_flops
@@ -543,6 +541,23 @@ class Tape:
         )
         self.note_product(made)
         return made
+
+    def _copy_for_autocast(self, weight: Shape, *, is_split: bool) -> Value:
+        """Count the copy of a weight in the type of products, and return it."""
+        self.moved_bytes += self.count * prod(weight) * (self.weight_width + self.product_width)
+        return Value((self.count, *weight), self.product_width, is_split=is_split)
+
+    def _rounded(
+        self, widths: tuple[int, int], inputs: Value, weight: Shape, outputs: Shape
+    ) -> tuple[Value, int]:
+        """Return the operands of a product rounded to fp8, and the bytes that its backward pass
+        takes beside gradients; `widths` as `rounded_widths`.
+        """
+        first, second = widths
+        num_weights = self.count * prod(weight)
+        num_inputs = prod(inputs.shape)
+        rounded = Value((first * num_inputs + second * num_weights,), 1, has_gradient=False)
+        return rounded, first * prod(outputs) + second * max(num_inputs, num_weights)
 
     def _may_round(self, weight: Shape) -> bool:
         """Check whether a linear layer with this weight may compute in fp8 (`models/fp8.py`)."""

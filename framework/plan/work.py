@@ -487,13 +487,18 @@ def _work(
     product_width = 2 if arithmetic == "autocast" else width
     tape = Tape(width, product_width, device, is_trained, is_stage3, lora, rounded_widths)
     parts = tuple(_parts(tape, layers, inputs))
+    trained: dict[str, Shape] = {}
+    frozen: dict[str, Shape] = {}
+    for name, shape in tape.weights.items():
+        weights = trained if is_trained(name) else frozen
+        weights[name] = shape
     return ModelWork(
-        weights={name: shape for name, shape in tape.weights.items() if is_trained(name)},
+        weights=trained,
         buffer_bytes=tape.buffer_bytes,
         parts=parts,
         num_samples=micro_size,
         num_tokens=num_tokens,
-        frozen={name: shape for name, shape in tape.weights.items() if not is_trained(name)},
+        frozen=frozen,
     )
 
 

@@ -34,13 +34,19 @@ def passed_without_effect(config: RunConfig, cluster: Cluster) -> Found:
         yield from _quantized_within_host(config.deepspeed.get("zero_optimization"), cluster)
     for row in TABLE["inert"]:
         is_met = _NEEDS[row["needs"]] if "needs" in row else _never
-        for key in row["keys"]:
-            if key.startswith("zero_optimization.") and not has_zero:
-                continue
-            value = _given(config, key)
-            if _asks_for_something(key, value) and not is_met(config):
-                yield _inert(key, value, row["reason"], row.get("fix", "remove it"))
+        if not is_met(config):
+            yield from _inert_of_row(config, row, has_zero=has_zero)
     yield from _of_zero_at_stage_0(config)
+
+
+def _inert_of_row(config: RunConfig, row: Mapping[str, Any], *, has_zero: bool) -> Found:
+    """Find the keys of a row of the table that the config has."""
+    for key in row["keys"]:
+        if key.startswith("zero_optimization.") and not has_zero:
+            continue
+        value = _given(config, key)
+        if _asks_for_something(key, value):
+            yield _inert(key, value, row["reason"], row.get("fix", "remove it"))
 
 
 def _given(config: RunConfig, key: str) -> Any:
